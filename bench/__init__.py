@@ -1,0 +1,1 @@
+"""Pinned workloads; each module is a command: ``python -m bench.NAME``."""

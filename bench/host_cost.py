@@ -1,0 +1,90 @@
+"""What a decode step costs the host: the pure scheduler and the msgspec hops, without a device.
+
+256 requests decode; the pages they fill are appended and go into the prefix cache. Every message is encoded and decoded
+as it would be between processes: the plan to a rank, the result, the output to the frontend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+
+import msgspec
+
+from segue.protocol.messages import AddRequest, SamplingParams, StepOutput, StepPlan, StepResult, pack_ids
+from segue.scheduler.scheduler import Limits, Scheduler
+
+BAR_MS = 0.5
+
+
+def measure(*, num_requests: int, num_steps: int, page_size: int) -> dict[str, float]:
+    """Mean milliseconds a step, by part."""
+    rng = random.Random(0)
+    scheduler = Scheduler(
+        Limits(
+            num_pages=num_requests * 1024 // page_size,
+            page_size=page_size,
+            max_seq_len=4096,
+            max_running_requests=num_requests,
+            max_queued_requests=num_requests,
+            chunked_prefill_size=1 << 20,
+        )
+    )
+    params = SamplingParams(max_new_tokens=num_steps + 100, temperature=0.6)
+    for index in range(num_requests):
+        prompt = [rng.randrange(150_000) for _ in range(rng.randint(100, 200))]
+        scheduler.add(AddRequest(rid=f"{index:032x}", prompt=pack_ids(prompt), params=params))
+    encode = msgspec.msgpack.Encoder().encode
+    plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+    result_decoder = msgspec.msgpack.Decoder(StepResult)
+    output_decoder = msgspec.msgpack.Decoder(StepOutput)
+    seconds = {"plan": 0.0, "plan_message": 0.0, "result_message": 0.0, "apply": 0.0, "output_message": 0.0}
+
+    def turn() -> None:
+        t0 = time.perf_counter()
+        plan = scheduler.plan()
+        t1 = time.perf_counter()
+        plan_decoder.decode(encode(plan))
+        t2 = time.perf_counter()
+        assert plan is not None
+        tokens = [rng.randrange(150_000) for _ in range(sum(plan.samples))]
+        t3 = time.perf_counter()
+        result = result_decoder.decode(encode(StepResult(plan.step, tokens, 0.001)))
+        t4 = time.perf_counter()
+        output = scheduler.apply(result)
+        t5 = time.perf_counter()
+        output_decoder.decode(encode(output))
+        t6 = time.perf_counter()
+        for part, spent in zip(seconds, (t1 - t0, t2 - t1, t4 - t3, t5 - t4, t6 - t5), strict=True):
+            seconds[part] += spent
+
+    for _ in range(8):
+        turn()  # prefill, then warm-up
+    assert len(scheduler.running) == num_requests
+    cached = scheduler.prefix.num_pages
+    for part in seconds:
+        seconds[part] = 0.0
+    for _ in range(num_steps):
+        turn()
+    inserted = scheduler.prefix.num_pages - cached
+    assert inserted >= num_requests * (num_steps // page_size), "every full page goes into the prefix cache"
+    parts = {part: 1e3 * spent / num_steps for part, spent in seconds.items()}
+    return {"total": sum(parts.values()), **parts, "pages_inserted_per_step": inserted / num_steps}
+
+
+def main() -> None:
+    """Print one line of JSON for each page size; the bar is on the mean of the whole step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=256)
+    args = parser.parse_args()
+    for page_size in (16, 64):
+        figures = measure(num_requests=args.requests, num_steps=args.steps, page_size=page_size)
+        rounded = {name: round(value, 4) for name, value in figures.items()}
+        print(json.dumps({"page_size": page_size, "bar_ms": BAR_MS, **rounded}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Every option of the engine and the server: one frozen dataclass from which flags and variables are made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from segue.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+MIB = 1 << 20
+
+
+def _option(
+    default: Any, group: str, help_: str, *, minimum: float | None = None, maximum: float | None = None
+) -> Any:
+    return field(default=default, metadata={"group": group, "help": help_, "min": minimum, "max": maximum})
+
+
+def default_cache_dir() -> str:
+    """``$XDG_CACHE_HOME/segue``, or ``~/.cache/segue``."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return str(Path(base) / "segue")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine. ``None`` means: chosen at start from the model and the machine."""
+
+    model: str | None = _option(
+        None, "Model", "Directory, GGUF file or hub id; default: the bundled SmolLM2-135M-Instruct."
+    )
+    served_model_name: str | None = _option(
+        None, "Model", "Name clients use; default: derived from the model."
+    )
+    load_format: LoadFormat = _option(
+        "auto", "Model", "How weights are read; 'dummy' makes them up from --seed."
+    )
+    dtype: DType = _option(
+        "auto",
+        "Model",
+        "Type of weights and KV; 'auto': the checkpoint's (bfloat16 for float32 and GGUF files).",
+    )
+    max_model_len: int | None = _option(
+        None, "Model", "Longest sequence in tokens; default: the model's.", minimum=2
+    )
+    seed: int = _option(0, "Model", "Seed of dummy weights.", minimum=0)
+    cache_dir: str = field(
+        default_factory=default_cache_dir,
+        metadata={
+            "group": "Model",
+            "help": "Where converted and bundled models are kept.",
+            "min": None,
+            "max": None,
+        },
+    )
+
+    device: Device = _option("auto", "Hardware", "Where the model runs.")
+    tp: int = _option(1, "Hardware", "Tensor-parallel ranks.", minimum=1, maximum=64)
+    attention_backend: str = _option("auto", "Hardware", "One backend, or 'prefill,decode'.")
+
+    page_size: int | None = _option(
+        None, "Memory", "Tokens a KV page; default 16 on CPU, 64 on CUDA.", minimum=1, maximum=1024
+    )
+    memory_ratio: float = _option(
+        0.88, "Memory", "Share of free memory the engine may use.", minimum=0.01, maximum=1.0
+    )
+    num_kv_tokens: int | None = _option(
+        None, "Memory", "Size of the KV cache in tokens, instead of the budget.", minimum=1
+    )
+
+    max_running_requests: int | None = _option(
+        None,
+        "Scheduling",
+        "Requests that run at once; default 16 on CPU, 256 on CUDA.",
+        minimum=1,
+        maximum=65536,
+    )
+    max_queued_requests: int = _option(
+        4096, "Scheduling", "Requests that may wait; more are answered 503.", minimum=1
+    )
+    chunked_prefill_size: int | None = _option(
+        None, "Scheduling", "Prompt tokens a step; default 512 on CPU, 8192 on CUDA.", minimum=1
+    )
+    disable_prefix_cache: bool = _option(
+        False, "Scheduling", "Do not share KV between requests with a common prefix."
+    )
+    disable_overlap: bool = _option(False, "Scheduling", "Plan a step only after the one before is read.")
+
+    host: str = _option("127.0.0.1", "Server", "Address to listen on.")
+    port: int = _option(30000, "Server", "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
+    api_key: str | None = _option(None, "Server", "Key that clients must send as a bearer token.")
+    admin_api_key: str | None = _option(None, "Server", "Key that control routes need.")
+    max_body_mib: int = _option(16, "Server", "Largest request body, in MiB.", minimum=1)
+    exit_grace: float = _option(
+        5.0, "Server", "Seconds that /health answers 503 after a worker died, before the exit.", minimum=0.0
+    )
+    log_level: LogLevel = _option("info", "Server", "How much is logged.")
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for option in fields(self):
+            _check(option.name, getattr(self, option.name), hints[option.name], option.metadata)
+
+    @classmethod
+    def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> EngineConfig:
+        """Build from explicit options, then ``SEGUE_…`` variables, then defaults.
+
+        Raises:
+            ConfigError: an unknown option, or a value outside its rule.
+        """
+        known = {option.name for option in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"unknown option {name!r}; known: {', '.join(sorted(known))}", param=name)
+        return cls(**{**_from_environment(os.environ if environ is None else environ), **options})
+
+    def with_(self, **options: Any) -> EngineConfig:
+        """A copy with some options replaced."""
+        return replace(self, **options)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    hints = get_type_hints(EngineConfig)
+    found: dict[str, Any] = {}
+    for option in fields(EngineConfig):
+        variable = f"SEGUE_{option.name.upper()}"
+        if variable in environ:
+            found[option.name] = parse(environ[variable], hints[option.name], variable)
+    return found
+
+
+def parse(text: str, kind: Any, name: str) -> Any:
+    """Turn an environment variable's text into an option's value."""
+    if get_origin(kind) is Literal:
+        return text
+    if kind is bool:
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("", "0", "false", "no", "off"):
+            return False
+        raise ConfigError(f"{name}={text!r}: use 1 or 0", param=name)
+    options = [k for k in get_args(kind) if k is not type(None)] or [kind]
+    try:
+        return options[0](text)
+    except ValueError as error:
+        raise ConfigError(f"{name}={text!r}: expected {options[0].__name__}", param=name) from error
+
+
+def _check(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> None:
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ConfigError(f"{name}={value!r}: choose one of {', '.join(get_args(kind))}", param=name)
+        return
+    allowed = get_args(kind) or (kind,)
+    if not isinstance(value, (*allowed, int) if float in allowed else allowed) or (
+        isinstance(value, bool) and bool not in allowed
+    ):
+        names = " or ".join("None" if k is type(None) else k.__name__ for k in allowed)
+        raise ConfigError(f"{name}={value!r}: expected {names}", param=name)
+    if value is None or isinstance(value, str):
+        return
+    if rule["min"] is not None and value < rule["min"]:
+        raise ConfigError(f"{name}={value}: must be at least {rule['min']}", param=name)
+    if rule["max"] is not None and value > rule["max"]:
+        raise ConfigError(f"{name}={value}: must be at most {rule['max']}", param=name)
+
+
+def default_of(name: str) -> Any:
+    """The default of an option, by name."""
+    for option in fields(EngineConfig):
+        if option.name == name:
+            return option.default if option.default is not MISSING else option.default_factory()  # type: ignore[misc]
+    raise KeyError(name)

@@ -1,0 +1,114 @@
+"""Errors a user can act on. Each message names the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+
+class SegueError(Exception):
+    """Base of all errors meant for users: message first, then what the server answers.
+
+    ``status`` is the HTTP status, ``type`` and ``code`` are the OpenAI error fields, ``param`` names the
+    offending request field where there is one.
+    """
+
+    status: int = 500
+    type: str = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ConfigError(SegueError):
+    """An option, or a combination of options, that cannot work."""
+
+
+class UnsupportedModelError(ConfigError):
+    """A model architecture, activation or RoPE kind that Segue does not implement."""
+
+
+class TensorParallelError(ConfigError):
+    """A tensor-parallel size that does not divide the model."""
+
+
+class ModelFileError(ConfigError):
+    """A model file that is missing, truncated, corrupt or does not fit its config."""
+
+
+class CacheDirectoryError(ConfigError):
+    """The user's cache directory cannot be written."""
+
+
+class OutOfMemoryError(ConfigError):
+    """The memory budget leaves too little for the KV cache."""
+
+
+class MemoryImbalanceError(ConfigError):
+    """Ranks see free memory that differs by more than the allowed amount."""
+
+
+class EngineStartError(SegueError):
+    """A worker process ended before the engine was ready."""
+
+    status = 503
+    code = "engine_not_ready"
+
+
+class InvalidRequestError(SegueError):
+    """A request whose fields are wrong in type, range or combination."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class UnsupportedFieldError(InvalidRequestError):
+    """A request field that Segue does not know or does not support."""
+
+    code = "unsupported_parameter"
+
+
+class ContextLengthError(InvalidRequestError):
+    """A prompt, or a prompt and its ``max_tokens``, that does not fit the context."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFoundError(SegueError):
+    """A model name this server does not serve."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class RequestTooLargeError(SegueError):
+    """A request body above the server's limit."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class AuthenticationError(SegueError):
+    """A missing or wrong API key."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class OverloadedError(SegueError):
+    """The waiting queue is full; the client should retry later."""
+
+    status = 503
+    type = "overloaded_error"
+    code = "overloaded"
+
+
+class EngineDeadError(SegueError):
+    """The engine's worker died; requests in flight are lost."""
+
+    status = 503
+    code = "engine_dead"

@@ -1,0 +1,1 @@
+"""The paged KV cache: pool, tables, page allocator, prefix cache."""

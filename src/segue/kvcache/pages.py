@@ -1,0 +1,41 @@
+"""The free list of KV pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class PageAllocator:
+    """Hands out page ids ``0 … num_pages - 1``; knows nothing of who holds them.
+
+    A page given back is the next one handed out, so a small working set stays in the caches.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._is_free = bytearray(b"\x01" * num_pages)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated now."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` pages; the caller has checked ``num_free``."""
+        assert count <= len(self._free), f"asked for {count} pages, {len(self._free)} are free"
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._is_free[page] = 0
+        return pages
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Give pages back."""
+        for page in pages:
+            assert not self._is_free[page], f"page {page} was freed twice"
+            self._is_free[page] = 1
+            self._free.append(page)
+
+    def free_pages(self) -> list[int]:
+        """The free page ids, for proofs."""
+        return list(self._free)

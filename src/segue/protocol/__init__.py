@@ -1,0 +1,1 @@
+"""What crosses a process border: structs and request bodies, no logic."""

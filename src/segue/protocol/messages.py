@@ -1,0 +1,254 @@
+"""Structs that cross a process border, encoded with msgspec.
+
+Three conversations: frontend -> scheduler (``FrontendMessage``), scheduler -> frontend
+(``SchedulerMessage``), and rank 0 -> the other tensor-parallel ranks (``StepPlan``). Token ids travel as
+int32 little-endian bytes where a list could be long, because msgpack would spend an object on each.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort"]
+Tail = Literal["plain", "full"]
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as int32 bytes."""
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """The inverse of :func:`pack_ids`."""
+    return array("i", data).tolist()
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How one request is sampled; validated by the frontend, so the scheduler and the runner trust it."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # random numbers are keyed by (seed, position), nothing else
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[
+        int, ...
+    ] = ()  # every id that ends the request: EOS (unless ignored) and the client's own
+    logprobs: int = -1  # -1: none; 0: of the chosen token; n: and of the n likeliest
+    prompt_logprobs_start: int = -1  # -1: none; else the first prompt position whose logprob is wanted
+
+    @property
+    def tail(self) -> Tail:
+        """``plain`` where argmax, or temperature with keyed noise, is all there is to do."""
+        plain = (
+            self.top_k == 0
+            and self.top_p >= 1.0
+            and self.min_p <= 0.0
+            and self.presence_penalty == 0.0
+            and self.frequency_penalty == 0.0
+            and self.repetition_penalty == 1.0
+            and not self.logit_bias
+            and self.min_new_tokens == 0
+            and self.logprobs < 0
+        )
+        return "plain" if plain else "full"
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The natural-log probability of a token, and of the likeliest alternatives at its position."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+# --- rank 0 -> every rank: what to run ---
+
+
+class NewRow(msgspec.Struct, frozen=True, array_like=True):
+    """A request takes a row of the device's batch state; its pages come in the same plan."""
+
+    row: int
+    tokens: bytes  # all tokens known so far: the prompt, and after a retraction the output too
+    prompt_len: int
+    params: SamplingParams
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step: deltas to the batch state, then the sequences to run, decode rows first.
+
+    ``rows``, ``starts``, ``lens``, ``num_logits`` and ``samples`` are parallel, one entry a sequence.
+    """
+
+    step: int  # 1, 2, 3, …; a gap is fatal
+    new_rows: list[NewRow]
+    pages: list[tuple[int, int, list[int]]]  # (row, index of the first, page ids): appended to the page table
+    num_decode: int  # the first so many sequences run one token each, the one their row sampled last
+    rows: list[int]
+    starts: list[int]  # first position computed
+    lens: list[int]  # positions computed
+    num_logits: list[int]  # trailing positions whose logits are needed: 0, 1, or more for prompt logprobs
+    samples: list[bool]  # whether the last position samples a token
+    tail: Tail
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions computed by the step."""
+        return sum(self.lens)
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """What a step made: one token for each sampling sequence, in plan order."""
+
+    step: int
+    tokens: list[int]
+    seconds: float  # from launch to the tokens on the host
+    logprobs: list[TokenLogprob | None] | None = None  # parallel to tokens
+    prompt_logprobs: dict[
+        int, list[TokenLogprob]
+    ] = {}  # row -> of the prompt tokens behind the chunk's logits
+
+
+# --- frontend -> scheduler ---
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+    """A new request. ``priority``: larger runs first."""
+
+    rid: str
+    prompt: bytes  # int32 token ids
+    params: SamplingParams
+    priority: int = 0
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The detokenizer found a stop string: the request ends with its first ``num_tokens`` output tokens."""
+
+    rid: str
+    num_tokens: int
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End one request, or all, wherever it is; an unknown rid does nothing."""
+
+    rid: str = ""
+    abort_all: bool = False
+    message: str | None = None
+
+
+class GetState(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Ask for the scheduler's state (``internal_states``); ``check`` also proves the invariants."""
+
+    call: int
+    check: bool = False
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End the scheduler loop."""
+
+
+FrontendMessage = AddRequest | Finish | Abort | GetState | Shutdown
+
+
+# --- scheduler -> frontend ---
+
+
+class InitStep(msgspec.Struct, frozen=True, array_like=True):
+    """One step of the runner's initialisation: its seconds and the bytes it took."""
+
+    name: str
+    seconds: float
+    num_bytes: int
+    detail: str = ""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+    """The engine can serve; what was decided at start."""
+
+    max_seq_len: int
+    vocab_size: int
+    num_pages: int
+    page_size: int
+    max_running_requests: int
+    chunked_prefill_size: int
+    device: str
+    dtype: str
+    attention_backend: str
+    weight_bytes: int
+    kv_bytes: int
+    init_steps: list[InitStep]
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine cannot start; ``kind`` is the name of the error's class in ``segue.errors``."""
+
+    kind: str
+    message: str
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A request's end, sent exactly once."""
+
+    rid: str
+    reason: FinishReason
+    num_tokens: int  # output tokens that count
+    prompt_tokens: int
+    cached_tokens: int
+    matched: int | None = None  # the stop token, where one ended it
+    message: str | None = None
+    versions: list[tuple[str, int, int]] = []  # (weight version, start, end) over the output tokens
+
+
+class Counters(msgspec.Struct, array_like=True, kw_only=True):
+    """State and running totals that ride on every output, for metrics."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    used_pages: int = 0  # pages of live requests and of the prefix cache
+    cached_pages: int = 0  # pages of the prefix cache
+    num_preemptions: int = 0  # totals from here on
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    num_steps: int = 0
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+    """What one turn of the scheduler tells the frontend. ``rids`` and ``tokens`` are parallel."""
+
+    rids: list[str]
+    tokens: list[int]
+    finished: list[Finished]
+    counters: Counters
+    step_seconds: float = 0.0  # 0: no step was applied
+    logprobs: dict[str, TokenLogprob] = {}
+    prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A request that was never accepted; ``kind`` is the name of the error's class in ``segue.errors``."""
+
+    rid: str
+    kind: str
+    message: str
+
+
+class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to :class:`GetState`."""
+
+    call: int
+    state: dict[str, Any]
+    problems: list[str] = []  # broken invariants
+
+
+SchedulerMessage = Ready | StartFailed | StepOutput | Rejected | State

@@ -1,0 +1,1 @@
+"""Decides what runs next; pure except for loop.py."""

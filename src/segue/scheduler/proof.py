@@ -1,0 +1,83 @@
+"""The scheduler's invariants, from scratch: free + cached + owned == total; every lock has a holder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from segue.scheduler.scheduler import Scheduler
+
+
+def find_problems(scheduler: Scheduler) -> list[str]:
+    """What is broken, in words."""
+    return [
+        *_page_problems(scheduler),
+        *_row_problems(scheduler),
+        *_lock_problems(scheduler),
+        *_request_problems(scheduler),
+    ]
+
+
+def _page_problems(s: Scheduler) -> list[str]:
+    holders = {
+        "free": s.allocator.free_pages(),
+        "cached": [node.page for node in s.prefix.nodes()],
+        "limbo": [page for released in s.limbo for page in released.pages],
+    }
+    holders |= {f"request {r.rid}": r.own_pages for r in s.running.values()}
+    return _not_a_partition("page", holders, s.limits.num_pages)
+
+
+def _row_problems(s: Scheduler) -> list[str]:
+    rows = {"free": list(s.free_rows), "limbo": [r.row for r in s.limbo if r.row is not None]}
+    rows |= {f"request {r.rid}": [r.row] for r in s.running.values()}
+    return _not_a_partition("row", rows, s.limits.max_running_requests)
+
+
+def _lock_problems(s: Scheduler) -> list[str]:
+    locks: dict[int, int] = {}
+    for holder in [r.node for r in s.running.values()] + [released.node for released in s.limbo]:
+        for node in holder.path() if holder is not None else ():
+            locks[id(node)] = locks.get(id(node), 0) + 1
+    problems = [
+        f"cached page {node.page} has {node.locks} locks, but {locks.get(id(node), 0)} holders"
+        for node in s.prefix.nodes()
+        if node.locks != locks.get(id(node), 0)
+    ]
+    nodes = list(s.prefix.nodes())
+    if len(nodes) != s.prefix.num_pages:
+        problems.append(f"the prefix cache counts {s.prefix.num_pages} pages, but has {len(nodes)}")
+    if s.prefix.num_evictable != sum(node.locks == 0 for node in nodes):
+        problems.append(
+            f"the prefix cache counts {s.prefix.num_evictable} evictable pages, but has another number"
+        )
+    return problems
+
+
+def _request_problems(s: Scheduler) -> list[str]:
+    problems: list[str] = []
+    for r in s.running.values():
+        if r.launched > r.capacity or r.capacity != len(r.pages) * s.limits.page_size:
+            problems.append(f"request {r.rid} computes {r.launched} positions in {len(r.pages)} pages")
+        if r.node is None or s.prefix.pages(r.node) != r.pages[: r.num_inserted]:
+            problems.append(f"request {r.rid} reads shared pages that its lock does not cover")
+    problems += [
+        f"waiting request {r.rid} owns a row, pages or a lock"
+        for r in s.waiting
+        if r.pages or r.node is not None or r.row != -1
+    ]
+    if set(s.requests) != {r.rid for r in s.waiting} | set(s.running):
+        problems.append("a live request neither waits nor runs, or an ended one does")
+    return problems
+
+
+def _not_a_partition(noun: str, holders: dict[str, list[int]], total: int) -> list[str]:
+    owner: dict[int, str] = {}
+    problems: list[str] = []
+    for name, items in holders.items():
+        for item in items:
+            if item in owner:
+                problems.append(f"{noun} {item} belongs to {owner[item]} and to {name}")
+            owner[item] = name
+    lost = [item for item in range(total) if item not in owner]
+    return problems + ([f"{noun}s {lost} belong to nobody"] if lost else [])

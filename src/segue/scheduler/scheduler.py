@@ -1,0 +1,423 @@
+"""The pure scheduler: plain data in, plain data out; no torch, no sockets, no clock.
+
+``plan()`` decides a step and counts it as launched; ``apply()`` takes its result. With overlap the loop calls
+``plan()`` for step *n + 1* before ``apply()`` of step *n*: lengths are known by then, tokens are not.
+
+A request's row, pages and prefix lock are given up in one place, :meth:`Scheduler._release`. While a
+launched step may still use them they wait in ``limbo``, tagged with that step, and become free when it is
+applied.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from segue.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from segue.kvcache.pages import PageAllocator
+from segue.kvcache.prefix import Node, PrefixCache
+from segue.protocol.messages import (
+    Abort,
+    AddRequest,
+    Counters,
+    Finish,
+    Finished,
+    FinishReason,
+    NewRow,
+    Rejected,
+    StepOutput,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+    pack_ids,
+    unpack_ids,
+)
+from segue.scheduler.policy import NewTokenRatio, WaitingQueue, choose_victim, expected_tokens
+from segue.scheduler.proof import find_problems
+from segue.scheduler.request import Phase, Request
+from segue.scheduler.step import Launched, StepBuilder
+
+FIRST_VERSION = "0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the model runner can hold."""
+
+    num_pages: int
+    page_size: int
+    max_seq_len: int  # prompt and output of one request
+    max_running_requests: int
+    max_queued_requests: int
+    chunked_prefill_size: int  # prompt tokens a step; decode rows come on top
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Resources that become free when ``step`` is applied."""
+
+    step: int
+    row: int | None
+    pages: list[int]
+    node: Node | None
+
+
+class Scheduler:
+    """Decides what runs next and alone ends requests."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.weight_version = FIRST_VERSION
+        self.allocator = PageAllocator(limits.num_pages)
+        self.prefix = PrefixCache(limits.page_size)
+        self.new_token_ratio = NewTokenRatio()
+        self.waiting = WaitingQueue()
+        self.running: dict[str, Request] = {}  # in the order of admission
+        self.requests: dict[str, Request] = {}  # every live request
+        self.free_rows = list(range(limits.max_running_requests - 1, -1, -1))
+        self.in_flight: deque[Launched] = deque()
+        self.limbo: deque[Released] = deque()
+        self._swaps: list[tuple[Request, int, list[int]]] = []  # (request, first index, pages): next plan
+        self._step = 0
+        self._arrivals = 0
+        self._totals = Counters()
+
+    # --- requests come and go ---
+
+    def add(self, message: AddRequest) -> Rejected | None:
+        """Queue a request, or say why not."""
+        prompt_len = len(message.prompt) // 4
+        if message.rid in self.requests:
+            return _rejected(message, InvalidRequestError, f"rid {message.rid!r} is in flight; use another")
+        if not 1 <= prompt_len < self.limits.max_seq_len:
+            rule = f"must have 1 to {self.limits.max_seq_len - 1} tokens, so that one more fits the context"
+            return _rejected(message, ContextLengthError, f"the prompt has {prompt_len} tokens, but {rule}")
+        if len(self.waiting) >= self.limits.max_queued_requests:
+            text = f"{len(self.waiting)} requests wait, the most allowed (--max-queued-requests); retry later"
+            return _rejected(message, OverloadedError, text)
+        self._arrivals += 1
+        request = Request(
+            rid=message.rid,
+            prompt=unpack_ids(message.prompt),
+            params=message.params,
+            priority=message.priority,
+            arrival=self._arrivals,
+            max_new_tokens=min(message.params.max_new_tokens, self.limits.max_seq_len - prompt_len),
+        )
+        self.requests[request.rid] = request
+        self.waiting.push(request)
+        return None
+
+    def abort(self, message: Abort) -> list[Finished]:
+        """End one request or all; the tokens they have stay theirs."""
+        if message.abort_all:
+            return [self._abort(request, message.message) for request in list(self.requests.values())]
+        request = self.requests.get(message.rid)
+        return [self._abort(request, message.message)] if request else []
+
+    def finish(self, message: Finish) -> list[Finished]:
+        """End a request at a stop string; nothing happens if it has ended by itself."""
+        request = self.requests.get(message.rid)
+        return [self._end(request, "stop", num_tokens=message.num_tokens)] if request else []
+
+    def _abort(self, request: Request, message: str | None) -> Finished:
+        if message is None and request.cached_tokens < 0:
+            message = "Abort before prefill"
+        return self._end(request, "abort", message=message)
+
+    def _end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        num_tokens: int | None = None,
+        matched: int | None = None,
+        message: str | None = None,
+    ) -> Finished:
+        """The one exit of a request."""
+        if request.phase is Phase.WAITING:
+            self.waiting.remove(request)
+        else:
+            del self.running[request.rid]
+            self._release(request)
+        del self.requests[request.rid]
+        request.enter(Phase.FINISHED)
+        count = request.num_outputs if num_tokens is None else num_tokens
+        return Finished(
+            rid=request.rid,
+            reason=reason,
+            num_tokens=count,
+            prompt_tokens=request.prompt_len,
+            cached_tokens=max(0, request.cached_tokens),
+            matched=matched,
+            message=message,
+            versions=[(v, start, min(end, count)) for v, start, end in request.versions if start < count],
+        )
+
+    def _retract(self, request: Request) -> None:
+        """Back to the queue with the tokens it has; its KV is computed again. Only with nothing in flight."""
+        assert not self.in_flight
+        del self.running[request.rid]
+        self._release(request)
+        request.forget_kv()
+        request.num_retractions += 1
+        request.enter(Phase.WAITING)
+        self.waiting.push(request)
+
+    def _release(self, request: Request) -> None:
+        self._swaps = [swap for swap in self._swaps if swap[0] is not request]
+        self._free_later(row=request.row, pages=request.own_pages, node=request.node)
+
+    def _free_later(self, *, row: int | None = None, pages: list[int], node: Node | None = None) -> None:
+        step = self.in_flight[-1].step if self.in_flight else 0
+        self.limbo.append(Released(step, row, pages, node))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Free what no launched step uses any more."""
+        first = self.in_flight[0].step if self.in_flight else self._step + 1
+        while self.limbo and self.limbo[0].step < first:
+            released = self.limbo.popleft()
+            if released.row is not None:
+                self.free_rows.append(released.row)
+            self.allocator.release(released.pages)
+            if released.node is not None:
+                self.prefix.unlock(released.node)
+
+    # --- planning ---
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could be planned now or after the one in flight."""
+        return bool(self.running or self.waiting)
+
+    def plan(self) -> StepPlan | None:
+        """Decide the next step; None if nothing can run before the step in flight is applied, or at all."""
+        assert len(self.in_flight) <= 1, "apply the oldest step before planning another"
+        decoding = [r for r in self.running.values() if r.wants_decode]
+        needy = [r for r in decoding if r.launched == r.capacity]
+        preempted = False
+        if len(needy) > self._num_available:
+            if self.in_flight:  # a request may be about to end: nobody is retracted for a surplus token
+                return None
+            self._preempt(needy)
+            preempted = True
+            decoding = [r for r in decoding if r.phase is Phase.DECODE]
+            needy = [r for r in needy if r.phase is Phase.DECODE]
+        step = StepBuilder(self._step + 1)
+        for request, page in zip(needy, self._take_pages(len(needy)), strict=True):
+            step.pages.append((request.row, len(request.pages), [page]))
+            request.pages.append(page)
+            request.capacity += self.limits.page_size
+        step.decode(decoding)
+        self._plan_prefill(step, admit=not preempted)
+        if not step.rows:
+            return None
+        step.pages += self._take_swaps()
+        self._step += 1
+        self._totals.num_steps += 1
+        self.new_token_ratio.on_step()
+        self.in_flight.append(step.launched(self.weight_version))
+        return step.build()
+
+    def _plan_prefill(self, step: StepBuilder, *, admit: bool) -> None:
+        budget = self.limits.chunked_prefill_size
+        for request in self.running.values():
+            if request.phase is Phase.PREFILL and budget > 0:
+                budget -= step.prefill(request, budget)
+        while admit and budget > 0 and self.waiting and self.free_rows:
+            request = self.waiting.head
+            if not self._admit(request, step):
+                break
+            budget -= step.prefill(request, budget)
+
+    @property
+    def _num_available(self) -> int:
+        return self.allocator.num_free + self.prefix.num_evictable
+
+    def _take_pages(self, count: int) -> list[int]:
+        missing = count - self.allocator.num_free
+        if missing > 0:
+            self.allocator.release(self.prefix.evict(missing))
+        return self.allocator.allocate(count)
+
+    def _preempt(self, needy: Iterable[Request]) -> None:
+        """Retract running requests until every needy one that is left can have a page."""
+        needy = set(needy)
+        while len(needy) > self._num_available:
+            assert len(self.running) > 1, "one request alone always fits: max_seq_len is at most the pool"
+            victim = choose_victim(self.running.values())
+            self._retract(victim)
+            needy.discard(victim)
+            self._totals.num_preemptions += 1
+            self.new_token_ratio.on_preemption()
+
+    def _admit(self, request: Request, step: StepBuilder) -> bool:
+        """Give the queue's head a row and pages for all its known tokens, if that leaves the reserve."""
+        size = self.limits.page_size
+        node = self._match(request)
+        self.prefix.lock(node)
+        shared = self.prefix.pages(node)
+        needed = -(-len(request.tokens) // size) - len(shared)
+        alone = not self.running and not self.limbo
+        if needed + (0 if alone else self._reserve(request)) > self._num_available:
+            self.prefix.unlock(node)
+            return False
+        self.waiting.remove(request)
+        request.enter(Phase.PREFILL)
+        self.running[request.rid] = request
+        request.row = self.free_rows.pop()
+        request.node, request.num_inserted = node, len(shared)
+        request.kv_version = self.weight_version
+        request.pages = shared + self._take_pages(needed)
+        request.capacity = len(request.pages) * size
+        request.launched = len(shared) * size
+        if request.cached_tokens < 0:
+            request.cached_tokens = request.launched
+        self._totals.prompt_tokens += len(request.tokens)
+        self._totals.cached_tokens += request.launched
+        step.new_rows.append(
+            NewRow(request.row, pack_ids(request.tokens), request.prompt_len, request.params)
+        )
+        step.pages.append((request.row, 0, list(request.pages)))
+        return True
+
+    def _match(self, request: Request) -> Node:
+        if not self.limits.prefix_cache:
+            return self.prefix.root(self.weight_version)
+        usable = len(request.tokens) - 1  # the last token is always computed: its logits are needed
+        if request.prompt_logprobs_next >= 0:
+            usable = min(usable, max(0, request.prompt_logprobs_next - 1))
+        return self.prefix.match(self.weight_version, request.tokens, usable)
+
+    def _reserve(self, newcomer: Request) -> int:
+        """Pages that the running requests and the newcomer are expected to need beyond those they have."""
+        tokens = expected_tokens(self.running.values()) + expected_tokens([newcomer])
+        return int(tokens * self.new_token_ratio.value) // self.limits.page_size
+
+    # --- results ---
+
+    def apply(self, result: StepResult) -> StepOutput:
+        """Turn the oldest step's result into tokens and ends; an ended request's token is dropped."""
+        launched = self.in_flight.popleft()
+        assert launched.step == result.step and len(launched.sampling) == len(result.tokens)
+        page_size = self.limits.page_size
+        rids: list[str] = []
+        tokens: list[int] = []
+        finished: list[Finished] = []
+        logprobs: dict[str, TokenLogprob] = {}
+        prompt_logprobs = {
+            request.rid: result.prompt_logprobs[request.row][:count]
+            for request, count in launched.prompt_logprobs
+            if request.phase is not Phase.FINISHED
+        }
+        for request, end in launched.chunks:
+            if request.phase is not Phase.FINISHED:
+                self._insert_pages(request, end)
+        for index, (request, token) in enumerate(zip(launched.sampling, result.tokens, strict=True)):
+            if request.phase is Phase.FINISHED:
+                continue
+            request.add_token(token, launched.version)
+            rids.append(request.rid)
+            tokens.append(token)
+            if result.logprobs is not None and (entry := result.logprobs[index]) is not None:
+                logprobs[request.rid] = entry
+            num_outputs = len(request.tokens) - request.prompt_len
+            if token in request.stop_ids and num_outputs >= request.params.min_new_tokens:
+                finished.append(self._end(request, "stop", matched=token))
+            elif num_outputs >= request.max_new_tokens:
+                finished.append(self._end(request, "length"))
+            elif len(request.tokens) > (request.num_inserted + 1) * page_size:
+                self._insert_pages(request, len(request.tokens) - 1)
+        self._settle()
+        self._totals.output_tokens += len(tokens)
+        return self.output(
+            rids=rids,
+            tokens=tokens,
+            finished=finished,
+            step_seconds=result.seconds,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _insert_pages(self, request: Request, computed: int) -> None:
+        """Offer the full pages among the first ``computed`` positions to the prefix cache.
+
+        Where the cache has a page with the same tokens already, the request takes that one and gives its
+        own back.
+        """
+        if not self.limits.prefix_cache or request.kv_version != self.weight_version:
+            return  # a chain is of one weight version
+        size, first = self.limits.page_size, request.num_inserted
+        node, pages, given_back = request.node, request.pages, list[int]()
+        assert node is not None
+        for index in range(first, computed // size):
+            node, inserted = self.prefix.extend(
+                node, tuple(request.tokens[index * size : (index + 1) * size]), pages[index]
+            )
+            if not inserted:
+                given_back.append(pages[index])
+                pages[index] = node.page
+            request.num_inserted += 1
+        request.node = node
+        if given_back:  # they come first: a page new to the cache has no children there
+            self._swaps.append((request, first, pages[first : first + len(given_back)]))
+            self._free_later(pages=given_back)
+
+    def _take_swaps(self) -> list[tuple[int, int, list[int]]]:
+        """Page-table entries to overwrite on the device, of requests that still own their row."""
+        swaps, self._swaps = self._swaps, []
+        return [(request.row, first, pages) for request, first, pages in swaps]
+
+    def output(self, **columns: Any) -> StepOutput:
+        """A message to the frontend with the counters of this moment."""
+        totals = self._totals
+        totals.num_running, totals.num_waiting = len(self.running), len(self.waiting)
+        totals.used_pages = self.limits.num_pages - self.allocator.num_free
+        totals.cached_pages = self.prefix.num_pages
+        return StepOutput(**({"rids": [], "tokens": [], "finished": []} | columns), counters=totals)
+
+    def set_weight_version(self, version: str) -> None:
+        """New weights are live. KV computed so far stays with its requests and is shared no further."""
+        assert not self.in_flight, "weights change between steps"
+        self.weight_version = version
+
+    # --- proofs and reports ---
+
+    def check_invariants(self) -> list[str]:
+        """What is broken, in words; empty when every resource has one owner."""
+        return find_problems(self)
+
+    def state(self) -> dict[str, Any]:
+        """The scheduler's part of ``internal_states``, with SGLang's names."""
+        rows, ratio = self.limits.max_running_requests, self.new_token_ratio
+        prefilling = [r.rid for r in self.running.values() if r.phase is Phase.PREFILL]
+        return {
+            "engine_paused": False,
+            "waiting_queue_size": len(self.waiting),
+            "waiting_queue_rids": [r.rid for r in self.waiting],
+            "running_batch_size": len(self.running),
+            "running_batch_rids": list(self.running),
+            "cur_batch_is_none": not self.in_flight,
+            "last_batch_is_none": not self.in_flight,
+            "chunked_req_is_none": not prefilling,
+            "chunked_req_rids": prefilling,
+            "tree_cache_size": self.prefix.num_pages * self.limits.page_size,
+            "req_to_token_pool_total": rows,
+            "req_to_token_pool_used": rows - len(self.free_rows),
+            "req_to_token_pool_available": len(self.free_rows),
+            "available_kv_tokens": self.allocator.num_free * self.limits.page_size,
+            "num_generated_tokens": self._totals.output_tokens,
+            "num_steps": self._totals.num_steps,
+            "num_preemptions": self._totals.num_preemptions,
+            "new_token_ratio": ratio.value,
+            "init_new_token_ratio": ratio.initial,
+            "weight_version": self.weight_version,
+        }
+
+
+def _rejected(message: AddRequest, kind: type[Exception], text: str) -> Rejected:
+    return Rejected(message.rid, kind.__name__, text)

@@ -1,0 +1,103 @@
+"""One step: while it is planned, as it is sent, and what is remembered until its result comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from segue.protocol.messages import NewRow, StepPlan, Tail
+from segue.scheduler.request import Phase, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step in flight."""
+
+    step: int
+    sampling: list[Request]  # in plan order: one token of the result each
+    chunks: list[tuple[Request, int]]  # (request, end): prefill that goes on after this step
+    prompt_logprobs: list[tuple[Request, int]]  # (request, how many)
+    version: str  # of the weights it runs with
+
+
+class StepBuilder:
+    """A step while it is being planned."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.new_rows: list[NewRow] = []
+        self.pages: list[tuple[int, int, list[int]]] = []
+        self.num_decode = 0
+        self.rows: list[int] = []
+        self.starts: list[int] = []
+        self.lens: list[int] = []
+        self.num_logits: list[int] = []
+        self.sampling: list[Request] = []
+        self.samples: list[bool] = []
+        self.chunks: list[tuple[Request, int]] = []
+        self.prompt_logprobs: list[tuple[Request, int]] = []
+        self.tail: Tail = "plain"
+
+    def decode(self, requests: list[Request]) -> None:
+        """Run one token of each."""
+        count = len(requests)
+        self.num_decode = count
+        self.rows = [r.row for r in requests]
+        self.starts = [r.launched for r in requests]
+        self.lens, self.num_logits, self.samples = [1] * count, [1] * count, [True] * count
+        self.sampling = requests
+        for request in requests:
+            request.launched += 1
+            request.outputs_launched += 1
+            if request.full_tail:
+                self.tail = "full"
+
+    def prefill(self, request: Request, budget: int) -> int:
+        """Run the next chunk of a request, at most ``budget`` tokens; returns how many."""
+        start = request.launched
+        count = min(budget, len(request.tokens) - start)
+        last = start + count == len(request.tokens)
+        num_logits = int(last)
+        if 0 <= request.prompt_logprobs_next < request.prompt_len:
+            # The logits of position p are of the token at p + 1, so a chunk owes those of its own positions
+            # but the very last, which samples; and position 0 has no logprob.
+            first = max(start, request.prompt_logprobs_next - 1)
+            end = min(start + count, request.prompt_len - 1)
+            if first < end:
+                num_logits = start + count - first
+                request.prompt_logprobs_next = end + 1
+                self.prompt_logprobs.append((request, end - first))
+                self.tail = "full"
+        self.rows.append(request.row)
+        self.starts.append(start)
+        self.lens.append(count)
+        self.num_logits.append(num_logits)
+        self.samples.append(last)
+        request.launched += count
+        if last:
+            request.outputs_launched += 1
+            request.enter(Phase.DECODE)
+            self.sampling.append(request)
+            if request.full_tail:
+                self.tail = "full"
+        else:
+            self.chunks.append((request, start + count))
+        return count
+
+    def launched(self, version: str) -> Launched:
+        """What ``apply`` must know of this step."""
+        return Launched(self.step, self.sampling, self.chunks, self.prompt_logprobs, version)
+
+    def build(self) -> StepPlan:
+        """The message to the runners."""
+        return StepPlan(
+            self.step,
+            self.new_rows,
+            self.pages,
+            self.num_decode,
+            self.rows,
+            self.starts,
+            self.lens,
+            self.num_logits,
+            self.samples,
+            self.tail,
+        )

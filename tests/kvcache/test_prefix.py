@@ -1,0 +1,71 @@
+"""The prefix cache."""
+
+from segue.kvcache.prefix import Node, PrefixCache
+
+
+def insert(cache: PrefixCache, tokens: list[int], pages: list[int], version: str = "0") -> Node:
+    """Cache ``tokens`` page by page; returns the deepest node, locked."""
+    node, size = cache.root(version), cache.page_size
+    for index, page in enumerate(pages):
+        node, _ = cache.extend(node, tuple(tokens[index * size : (index + 1) * size]), page)
+    return node
+
+
+def test_only_whole_pages_of_the_same_tokens_match() -> None:
+    cache = PrefixCache(2)
+    insert(cache, [1, 2, 3, 4], [10, 11])
+    assert cache.pages(cache.match("0", [1, 2, 3, 4, 5], 5)) == [10, 11]
+    assert cache.pages(cache.match("0", [1, 2, 3, 9], 4)) == [10]
+    assert cache.pages(cache.match("0", [1, 2, 3, 4], 3)) == [10]
+    assert cache.pages(cache.match("0", [2, 1], 2)) == []
+
+
+def test_another_weight_version_never_matches() -> None:
+    cache = PrefixCache(2)
+    insert(cache, [1, 2], [10], version="0")
+    assert cache.pages(cache.match("1", [1, 2, 3], 3)) == []
+
+
+def test_the_first_of_two_equal_pages_stays() -> None:
+    cache = PrefixCache(1)
+    first = insert(cache, [1], [10])
+    node, inserted = cache.extend(cache.root("0"), (1,), 20)
+    assert node is first and not inserted and cache.num_pages == 1
+
+
+def test_locked_pages_are_not_evictable() -> None:
+    cache = PrefixCache(1)
+    node = insert(cache, [1, 2, 3], [10, 11, 12])
+    assert cache.num_evictable == 0
+    cache.unlock(node)
+    assert cache.num_evictable == 3
+
+
+def test_a_page_locked_again_after_it_became_a_leaf_is_not_evicted() -> None:
+    cache = PrefixCache(1)
+    cache.unlock(insert(cache, [1], [10]))
+    cache.unlock(insert(cache, [2], [20]))
+    cache.extend(cache.root("0"), (1,), 30)  # another request comes to hold page 10
+    assert cache.evict(1) == [20]
+
+
+def test_leaves_go_before_their_parents_and_the_least_recently_used_first() -> None:
+    cache = PrefixCache(1)
+    cache.unlock(insert(cache, [1, 2], [10, 11]))
+    cache.unlock(insert(cache, [3], [20]))
+    recent = cache.match("0", [1], 1)
+    cache.lock(recent)
+    cache.unlock(recent)
+    assert cache.evict(3) == [11, 20, 10]
+    assert cache.num_pages == 0
+
+
+def test_stale_leaf_entries_do_not_pile_up() -> None:
+    cache = PrefixCache(1)
+    node = insert(cache, [1], [10])
+    cache.unlock(node)
+    for _ in range(1000):
+        cache.lock(node)
+        cache.unlock(node)
+    assert len(cache._leaves) < 100
+    assert cache.evict(1) == [10]

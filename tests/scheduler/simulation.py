@@ -1,0 +1,185 @@
+"""A fake device under the pure scheduler: it checks every page it is told to read.
+
+Each KV slot remembers the tokens of its whole prefix (as a hash) and the version of the weights that wrote it, so a
+page freed too early, shared wrongly or mapped twice is seen at the first read. The next token is a function of the
+prefix alone, so whatever the schedule, a request's output is known beforehand.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from segue.protocol.messages import (
+    AddRequest,
+    Finished,
+    SamplingParams,
+    StepOutput,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+    pack_ids,
+    unpack_ids,
+)
+from segue.scheduler.scheduler import Limits, Scheduler
+
+VOCAB = 50
+
+
+def next_token(tokens: list[int]) -> int:
+    """The fake model."""
+    return hash(("model", *tokens)) % VOCAB
+
+
+def expected_output(prompt: list[int], params: SamplingParams, max_seq_len: int) -> list[int]:
+    """What a request must get, however it is scheduled."""
+    tokens = list(prompt)
+    limit = min(params.max_new_tokens, max_seq_len - len(prompt))
+    while len(tokens) - len(prompt) < limit:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in params.stop_token_ids and len(tokens) - len(prompt) >= params.min_new_tokens:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakeDevice:
+    """Executes plans in launch order, as one stream would."""
+
+    limits: Limits
+    step: int = 0
+    num_owners: int = 0
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # row -> token pool
+    tables: dict[int, dict[int, int]] = field(default_factory=dict)  # row -> page index -> page
+    kv: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)  # (page, offset) -> (prefix, version)
+    born: dict[int, str] = field(default_factory=dict)  # row -> weight version of its first KV
+    owner: dict[int, int] = field(default_factory=dict)  # row -> running number of the request that has it
+    unapplied: deque[dict[int, set[int]]] = field(default_factory=deque)  # page -> requests, of steps in flight
+
+    def launch(self, plan: StepPlan, version: str) -> StepResult:
+        """Run a step; asserts that it reads what was written for those very tokens."""
+        assert plan.step == self.step + 1
+        self.step = plan.step
+        for new in plan.new_rows:
+            self.tokens[new.row] = unpack_ids(new.tokens)
+            self.tables[new.row] = {}
+            self.born[new.row] = version
+            self.num_owners += 1
+            self.owner[new.row] = self.num_owners
+        for row, first, pages in plan.pages:
+            self.tables[row].update(enumerate(pages, first))
+        assert plan.lens[: plan.num_decode] == [1] * plan.num_decode
+        assert len(set(plan.rows)) == len(plan.rows) <= self.limits.max_running_requests
+        assert sum(plan.lens[plan.num_decode :]) <= self.limits.chunked_prefill_size
+        touched: dict[int, set[int]] = {}
+        sampled: list[int] = []
+        prompt_logprobs = {}
+        for index, row in enumerate(plan.rows):
+            start, end = plan.starts[index], plan.starts[index] + plan.lens[index]
+            tokens, table = self.tokens[row], self.tables[row]
+            assert end <= len(tokens), "a position is computed before its token is known"
+            for position in range(end):
+                slot = (table[position // self.limits.page_size], position % self.limits.page_size)
+                prefix = hash(tuple(tokens[: position + 1]))
+                if position >= start:
+                    self.kv[slot] = (prefix, version)
+                    users = set().union(*(step.get(slot[0], ()) for step in self.unapplied))
+                    assert users <= {self.owner[row]}, f"page {slot[0]} is written, but a step in flight uses it"
+                touched.setdefault(slot[0], set()).add(self.owner[row])
+                assert self.kv[slot][0] == prefix, f"row {row} reads foreign KV at position {position}"
+                assert int(self.kv[slot][1]) >= int(self.born[row]), "KV of old weights was shared"
+            if (n := plan.num_logits[index]) > plan.samples[index]:
+                prompt_logprobs[row] = [TokenLogprob(t, -1.0) for t in tokens[end - n + 1 : end + 1]]
+            if plan.samples[index]:
+                assert end == len(tokens)
+                tokens.append(next_token(tokens))
+                sampled.append(tokens[-1])
+        self.unapplied.append(touched)
+        return StepResult(plan.step, sampled, 0.001, None, prompt_logprobs)
+
+
+class Simulation:
+    """A scheduler, its fake device, and what the clients have seen."""
+
+    def __init__(self, **limits: int | bool) -> None:
+        defaults = {
+            "num_pages": 64,
+            "page_size": 4,
+            "max_seq_len": 100,
+            "max_running_requests": 4,
+            "max_queued_requests": 100,
+            "chunked_prefill_size": 16,
+        }
+        self.limits = Limits(**(defaults | limits))  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.limits)
+        self.device = FakeDevice(self.limits)
+        self.results: deque[StepResult] = deque()
+        self.prompts: dict[str, list[int]] = {}
+        self.params: dict[str, SamplingParams] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.prompt_logprobs: dict[str, list[int]] = {}
+        self.finished: dict[str, Finished] = {}
+
+    def add(self, rid: str, prompt: list[int], *, priority: int = 0, **params: object) -> None:
+        """A client sends a request that must be accepted."""
+        self.prompts[rid] = prompt
+        self.params[rid] = SamplingParams(**({"max_new_tokens": 8} | params))  # type: ignore[arg-type]
+        self.outputs[rid], self.prompt_logprobs[rid] = [], []
+        message = AddRequest(rid=rid, prompt=pack_ids(prompt), params=self.params[rid], priority=priority)
+        assert self.scheduler.add(message) is None
+
+    def launch(self) -> StepPlan | None:
+        """Plan and launch a step."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.results.append(self.device.launch(plan, self.scheduler.weight_version))
+        return plan
+
+    def apply(self) -> StepOutput:
+        """Take the oldest result."""
+        output = self.scheduler.apply(self.results.popleft())
+        self.device.unapplied.popleft()
+        for rid, token in zip(output.rids, output.tokens, strict=True):
+            assert rid not in self.finished, "a token after the end"
+            self.outputs[rid].append(token)
+        for rid, logprobs in output.prompt_logprobs.items():
+            self.prompt_logprobs[rid] += [entry.token for entry in logprobs]
+        self.end(output.finished)
+        return output
+
+    def end(self, finished: list[Finished]) -> None:
+        """Note ends, each of which must be the only one."""
+        for item in finished:
+            assert item.rid not in self.finished, "a request ended twice"
+            self.finished[item.rid] = item
+
+    def step(self) -> bool:
+        """The normal loop's turn: launch, then apply; False if there was nothing to launch."""
+        if self.launch() is None:
+            return False
+        self.apply()
+        return True
+
+    def overlapped_step(self) -> bool:
+        """The overlap loop's turn: launch the next before the last is applied; False if it did neither."""
+        launched = self.launch() is not None
+        if applies := len(self.results) > launched:
+            self.apply()
+        return launched or applies
+
+    def run(self, *, overlap: bool = False) -> None:
+        """Until nothing is left to do; fails if work is left but no progress is made."""
+        for _ in range(10_000):
+            if not (self.overlapped_step() if overlap else self.step()):
+                break
+        self.check()
+        assert not self.scheduler.has_work, "requests are left, but nothing is planned"
+
+    def check(self) -> None:
+        """The invariants hold and the outputs so far are what the model says."""
+        assert self.scheduler.check_invariants() == []
+        for rid, output in self.outputs.items():
+            expected = expected_output(self.prompts[rid], self.params[rid], self.limits.max_seq_len)
+            assert output == expected[: len(output)]
+            if rid in self.finished and self.finished[rid].reason == "length":
+                assert output == expected

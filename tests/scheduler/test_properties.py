@@ -1,0 +1,145 @@
+"""Stateful property test: whatever happens in whatever order, the invariants hold and outputs are right."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from segue.protocol.messages import Abort, Finish
+from tests.scheduler.simulation import VOCAB, Simulation
+
+# Prompts share prefixes, so that requests meet in the prefix cache.
+STEMS = [[7] * 40, list(range(30)), [1, 2, 3]]
+prompts = st.builds(
+    lambda stem, cut, tail: (stem[:cut] + tail) or [0],
+    st.sampled_from(STEMS),
+    st.integers(0, 40),
+    st.lists(st.integers(0, VOCAB - 1), max_size=6),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests, steps, aborts, stop strings and weight versions in any order, with up to two steps in flight."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4, 16]),
+        spare=st.integers(0, 8),
+        rows=st.integers(1, 5),
+        chunk=st.sampled_from([1, 5, 16, 64]),
+        prefix=st.booleans(),
+    )
+    def start(self, page_size: int, spare: int, rows: int, chunk: int, prefix: bool) -> None:
+        max_seq_len = 64
+        self.sim = Simulation(
+            num_pages=-(-max_seq_len // page_size) + spare,
+            page_size=page_size,
+            max_seq_len=max_seq_len,
+            max_running_requests=rows,
+            chunked_prefill_size=chunk,
+            prefix_cache=prefix,
+        )
+        self.count = 0
+        self.version = 0
+
+    @rule(
+        prompt=prompts,
+        max_new_tokens=st.integers(1, 40),
+        priority=st.integers(-1, 1),
+        stops=st.sets(st.integers(0, VOCAB - 1), max_size=2),
+        logprobs_from=st.sampled_from([-1, -1, 0, 3]),
+    )
+    def add(
+        self, prompt: list[int], max_new_tokens: int, priority: int, stops: set[int], logprobs_from: int
+    ) -> None:
+        self.count += 1
+        self.sim.add(
+            f"r{self.count}",
+            prompt,
+            priority=priority,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=tuple(stops),
+            prompt_logprobs_start=logprobs_from,
+        )
+
+    @precondition(lambda self: len(self.sim.results) <= 1)
+    @rule()
+    def launch(self) -> None:
+        self.sim.launch()
+
+    @precondition(lambda self: self.sim.results)
+    @rule()
+    def apply(self) -> None:
+        self.sim.apply()
+
+    @rule(turns=st.integers(1, 12), overlap=st.booleans())
+    def run_some(self, turns: int, overlap: bool) -> None:
+        while len(self.sim.results) > (1 if overlap else 0):
+            self.sim.apply()
+        for _ in range(turns):
+            if overlap:
+                self.sim.overlapped_step()
+            else:
+                self.sim.step()
+
+    @precondition(lambda self: self.sim.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(sorted(self.sim.scheduler.requests)))
+        self.sim.end(self.sim.scheduler.abort(Abort(rid)))
+        assert self.sim.finished[rid].reason == "abort"
+
+    @rule()
+    def abort_all(self) -> None:
+        self.sim.end(self.sim.scheduler.abort(Abort(abort_all=True)))
+        assert not self.sim.scheduler.has_work
+
+    @precondition(lambda self: self.sim.scheduler.requests)
+    @rule(data=st.data())
+    def stop_string(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(sorted(self.sim.scheduler.requests)))
+        count = data.draw(st.integers(0, len(self.sim.outputs[rid])))
+        self.sim.end(self.sim.scheduler.finish(Finish(rid, count)))
+        assert self.sim.finished[rid].num_tokens == count
+
+    @precondition(lambda self: not self.sim.results)
+    @rule()
+    def new_weights(self) -> None:
+        self.version += 1
+        self.sim.scheduler.set_weight_version(str(self.version))
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "sim"):
+            self.sim.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "sim"):
+            return
+        while len(self.sim.results) > 1:
+            self.sim.apply()
+        self.sim.run(overlap=True)
+        sim = self.sim
+        assert set(sim.finished) == set(sim.prompts), "every request ends exactly once"
+        for rid, finished in sim.finished.items():
+            spans = finished.versions
+            assert sum(end - start for _, start, end in spans) == finished.num_tokens
+            wanted = sim.params[rid].prompt_logprobs_start
+            if wanted >= 0 and finished.reason in ("length", "stop") and sim.outputs[rid]:
+                assert sim.prompt_logprobs[rid] == sim.prompts[rid][max(1, wanted) :]
+        free = sim.scheduler.allocator.num_free + sim.scheduler.prefix.num_evictable
+        assert free == sim.limits.num_pages, "all pages are free or can be evicted"
+
+
+STEPS = int(os.environ.get("SEGUE_PROPERTY_STEPS", "2000"))
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=max(1, STEPS // 50),
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+TestScheduler = SchedulerMachine.TestCase

@@ -1,0 +1,268 @@
+"""The pure scheduler, one behaviour a test; the simulation's device checks every KV read."""
+
+import subprocess
+import sys
+
+import pytest
+
+from segue.protocol.messages import Abort, AddRequest, Finish, SamplingParams, pack_ids
+from tests.scheduler.simulation import Simulation, expected_output, next_token
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_outputs_do_not_depend_on_the_loop(overlap: bool) -> None:
+    sim = Simulation()
+    for index in range(7):
+        sim.add(f"r{index}", [index, 1, 2] * (index + 1), max_new_tokens=10 + index)
+    sim.run(overlap=overlap)
+    assert all(finished.reason == "length" for finished in sim.finished.values())
+
+
+def test_decode_and_prefill_share_a_step_decode_rows_first() -> None:
+    sim = Simulation()
+    sim.add("old", [1, 2, 3])
+    sim.step()
+    sim.add("new", [4, 5, 6, 7])
+    plan = sim.launch()
+    assert plan is not None
+    assert (plan.num_decode, plan.lens, plan.samples) == (1, [1, 4], [True, True])
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples() -> None:
+    sim = Simulation(chunked_prefill_size=16)
+    sim.add("r", list(range(40)))
+    plans = []
+    for _ in range(3):
+        plans.append(sim.launch())
+        sim.apply()
+    assert [(p.starts, p.lens, p.num_logits, p.samples) for p in plans if p] == [
+        ([0], [16], [0], [False]),
+        ([16], [16], [0], [False]),
+        ([32], [8], [1], [True]),
+    ]
+
+
+def test_chunks_of_one_request_leave_the_rest_of_the_budget_to_the_next() -> None:
+    sim = Simulation(chunked_prefill_size=16)
+    sim.add("a", [1] * 20)
+    sim.add("b", [2] * 20)
+    sim.step()
+    plan = sim.launch()
+    assert plan is not None and plan.lens == [4, 12]
+
+
+def test_a_finished_request_leaves_its_pages_to_the_prefix_cache() -> None:
+    sim = Simulation(page_size=4)
+    sim.add("first", list(range(10)))
+    sim.run()
+    sim.add("second", list(range(10)))
+    sim.run()
+    assert (sim.finished["first"].cached_tokens, sim.finished["second"].cached_tokens) == (0, 8)
+
+
+def test_a_prompt_in_chunks_is_shared_before_it_is_complete() -> None:
+    sim = Simulation(page_size=4, chunked_prefill_size=16)
+    sim.add("first", list(range(40)))
+    sim.step()
+    sim.add("second", list(range(40)))
+    sim.run()
+    assert sim.finished["second"].cached_tokens >= 16
+
+
+def test_equal_prompts_computed_at_once_end_up_on_the_same_pages() -> None:
+    sim = Simulation(page_size=4, chunked_prefill_size=64)
+    for index in range(4):
+        sim.add(f"r{index}", list(range(12)), max_new_tokens=5)
+    sim.step()
+    tables = [request.pages[:3] for request in sim.scheduler.running.values()]
+    assert tables == [tables[0]] * 4
+    sim.run()
+
+
+def test_the_last_token_of_a_cached_prompt_is_computed_again() -> None:
+    sim = Simulation(page_size=4)
+    sim.add("first", list(range(8)))
+    sim.run()
+    sim.add("second", list(range(8)))
+    plan = sim.launch()
+    assert plan is not None and (plan.starts, plan.lens) == ([4], [4])
+
+
+def test_kv_of_old_weights_is_not_shared() -> None:
+    sim = Simulation(page_size=4)
+    sim.add("first", list(range(10)))
+    sim.run()
+    sim.scheduler.set_weight_version("1")
+    sim.add("second", list(range(10)))
+    sim.run()
+    assert sim.finished["second"].cached_tokens == 0
+
+
+def test_every_token_knows_the_weights_that_made_it() -> None:
+    sim = Simulation()
+    sim.add("r", [1, 2, 3], max_new_tokens=5)
+    sim.step()
+    sim.step()
+    sim.scheduler.set_weight_version("7")
+    sim.run()
+    assert sim.finished["r"].versions == [("0", 0, 2), ("7", 2, 5)]
+
+
+def test_when_pages_run_out_the_youngest_is_retracted_and_nobody_fails() -> None:
+    sim = Simulation(num_pages=25, page_size=4, chunked_prefill_size=64)
+    sim.scheduler.new_token_ratio.value = sim.scheduler.new_token_ratio.minimum = 0.0
+    for index in range(4):
+        sim.add(f"r{index}", [index] * 12, max_new_tokens=60)
+    sim.run(overlap=True)
+    assert sim.scheduler.state()["num_preemptions"] > 0
+    assert all(len(sim.outputs[f"r{index}"]) == 60 for index in range(4))
+
+
+def test_a_lower_priority_is_retracted_first() -> None:
+    sim = Simulation(num_pages=25, page_size=4, chunked_prefill_size=64)
+    sim.scheduler.new_token_ratio.value = sim.scheduler.new_token_ratio.minimum = 0.0
+    sim.add("low", [1] * 12, max_new_tokens=60, priority=-1)
+    sim.add("high", [2] * 12, max_new_tokens=60, priority=1)
+    sim.add("middle", [3] * 12, max_new_tokens=60)
+    while not sim.scheduler.state()["num_preemptions"]:
+        assert sim.step()
+    assert sim.scheduler.state()["waiting_queue_rids"] == ["low"]
+
+
+def test_a_surplus_step_retracts_nobody() -> None:
+    sim = Simulation(num_pages=25, page_size=4, chunked_prefill_size=64)
+    sim.scheduler.new_token_ratio.value = sim.scheduler.new_token_ratio.minimum = 0.0
+    for index in range(4):
+        sim.add(f"r{index}", [index] * 12, max_new_tokens=60)
+    while sim.launch() is not None:
+        if len(sim.results) == 2:
+            sim.apply()
+    assert sim.results and sim.scheduler.state()["num_preemptions"] == 0
+
+
+def test_higher_priority_is_admitted_first_then_the_earlier() -> None:
+    sim = Simulation(max_running_requests=1)
+    for rid, priority in (("a", 0), ("b", 0), ("c", 5)):
+        sim.add(rid, [1, 2, 3], priority=priority)
+    sim.run()
+    assert list(sim.finished) == ["c", "a", "b"]
+
+
+def test_admission_keeps_the_reserve_free() -> None:
+    sim = Simulation(num_pages=25, page_size=4, chunked_prefill_size=64)
+    sim.add("first", [1] * 12, max_new_tokens=80)
+    sim.add("second", [2] * 12, max_new_tokens=80)
+    sim.step()
+    assert sim.scheduler.state()["waiting_queue_rids"] == ["second"]
+
+
+def test_an_end_by_length_gets_no_surplus_step() -> None:
+    sim = Simulation()
+    sim.add("r", [1, 2, 3], max_new_tokens=2)
+    sim.launch()
+    sim.launch()
+    sim.apply()
+    assert sim.launch() is None
+
+
+def test_a_stop_token_ends_the_request_and_its_surplus_token_is_dropped() -> None:
+    sim = Simulation()
+    output = expected_output([1, 2, 3], SamplingParams(max_new_tokens=5), 100)
+    stop = next(token for token in output[1:] if token != output[0])
+    sim.add("r", [1, 2, 3], max_new_tokens=50, stop_token_ids=(stop,))
+    sim.run(overlap=True)
+    assert (sim.finished["r"].reason, sim.finished["r"].matched) == ("stop", stop)
+    assert sim.outputs["r"] == output[: output.index(stop) + 1]
+
+
+def test_a_stop_token_before_min_new_tokens_does_not_end_it() -> None:
+    sim = Simulation()
+    stop = next_token([1, 2, 3])
+    sim.add("r", [1, 2, 3], max_new_tokens=3, min_new_tokens=3, stop_token_ids=(stop,))
+    sim.run()
+    assert len(sim.outputs["r"]) == 3
+
+
+def test_a_stop_string_cuts_the_output() -> None:
+    sim = Simulation()
+    sim.add("r", [1, 2, 3], max_new_tokens=50)
+    for _ in range(5):
+        sim.step()
+    (finished,) = sim.scheduler.finish(Finish("r", 3))
+    assert (finished.reason, finished.num_tokens, finished.versions) == ("stop", 3, [("0", 0, 3)])
+    assert sim.scheduler.finish(Finish("r", 3)) == []
+
+
+def test_abort_in_flight_frees_only_when_the_step_is_applied() -> None:
+    sim = Simulation(prefix_cache=False)
+    sim.add("r", [1, 2, 3])
+    sim.launch()
+    sim.end(sim.scheduler.abort(Abort("r")))
+    assert sim.scheduler.allocator.num_free < sim.limits.num_pages
+    sim.apply()
+    assert sim.scheduler.allocator.num_free == sim.limits.num_pages
+    assert sim.outputs["r"] == []
+
+
+def test_abort_of_a_waiting_request_says_it_never_ran() -> None:
+    sim = Simulation()
+    sim.add("r", [1, 2, 3])
+    (finished,) = sim.scheduler.abort(Abort("r"))
+    assert (finished.reason, finished.message) == ("abort", "Abort before prefill")
+
+
+def test_abort_all_and_abort_of_the_unknown() -> None:
+    sim = Simulation(max_running_requests=1)
+    sim.add("a", [1, 2, 3])
+    sim.add("b", [1, 2, 3])
+    sim.step()
+    assert sim.scheduler.abort(Abort("nobody")) == sim.scheduler.abort(Abort()) == []
+    assert {finished.rid for finished in sim.scheduler.abort(Abort(abort_all=True))} == {"a", "b"}
+    assert sim.scheduler.check_invariants() == []
+
+
+def test_prompt_logprobs_cover_the_prompt_once_in_chunks_and_behind_a_cached_prefix() -> None:
+    sim = Simulation(page_size=4, chunked_prefill_size=16)
+    prompt = list(range(40))
+    sim.add("warm", prompt)
+    sim.run()
+    sim.add("all", prompt, prompt_logprobs_start=0)
+    sim.add("tail", prompt, prompt_logprobs_start=30)
+    sim.run()
+    assert sim.prompt_logprobs["all"] == prompt[1:]
+    assert sim.prompt_logprobs["tail"] == prompt[30:]
+    assert (sim.finished["all"].cached_tokens, sim.finished["tail"].cached_tokens) == (0, 28)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "queued", "kind"),
+    [(0, 0, "ContextLengthError"), (100, 0, "ContextLengthError"), (3, 100, "OverloadedError")],
+)
+def test_what_cannot_run_is_rejected(prompt_len: int, queued: int, kind: str) -> None:
+    sim = Simulation(max_seq_len=100, max_queued_requests=100)
+    for index in range(queued):
+        sim.add(f"r{index}", [1])
+    params = SamplingParams(max_new_tokens=1)
+    rejected = sim.scheduler.add(AddRequest(rid="r", prompt=pack_ids([1] * prompt_len), params=params))
+    assert rejected is not None and rejected.kind == kind
+
+
+def test_a_rid_in_flight_is_rejected_and_free_again_after_its_end() -> None:
+    sim = Simulation()
+    sim.add("r", [1])
+    again = AddRequest(rid="r", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=1))
+    rejected = sim.scheduler.add(again)
+    assert rejected is not None and rejected.kind == "InvalidRequestError"
+    sim.run()
+    assert sim.scheduler.add(again) is None
+
+
+def test_the_proof_sees_a_page_that_is_lost() -> None:
+    sim = Simulation()
+    sim.scheduler.allocator.allocate(1)
+    assert sim.scheduler.check_invariants() == ["pages [0] belong to nobody"]
+
+
+def test_the_scheduler_does_not_import_torch() -> None:
+    code = "import sys, segue.scheduler.scheduler, segue.scheduler.loop; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
