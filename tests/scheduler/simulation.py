@@ -1,8 +1,8 @@
 """A fake device under the pure scheduler: it checks every page it is told to read.
 
-Each KV slot remembers the tokens of its whole prefix (as a hash) and the version of the weights that wrote it, so a
-page freed too early, shared wrongly or mapped twice is seen at the first read. The next token is a function of the
-prefix alone, so whatever the schedule, a request's output is known beforehand.
+Each KV slot remembers the tokens of its whole prefix (as a hash) and the version of the weights that wrote
+it, so a page freed too early, shared wrongly or mapped twice is seen at the first read. The next token is a
+function of the prefix alone, so whatever the schedule, a request's output is known beforehand.
 """
 
 from __future__ import annotations
@@ -51,10 +51,14 @@ class FakeDevice:
     num_owners: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)  # row -> token pool
     tables: dict[int, dict[int, int]] = field(default_factory=dict)  # row -> page index -> page
-    kv: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)  # (page, offset) -> (prefix, version)
+    kv: dict[tuple[int, int], tuple[int, str]] = field(
+        default_factory=dict
+    )  # (page, offset) -> (prefix, version)
     born: dict[int, str] = field(default_factory=dict)  # row -> weight version of its first KV
     owner: dict[int, int] = field(default_factory=dict)  # row -> running number of the request that has it
-    unapplied: deque[dict[int, set[int]]] = field(default_factory=deque)  # page -> requests, of steps in flight
+    unapplied: deque[dict[int, set[int]]] = field(
+        default_factory=deque
+    )  # page -> requests, of steps in flight
 
     def launch(self, plan: StepPlan, version: str) -> StepResult:
         """Run a step; asserts that it reads what was written for those very tokens."""
@@ -84,7 +88,9 @@ class FakeDevice:
                 if position >= start:
                     self.kv[slot] = (prefix, version)
                     users = set().union(*(step.get(slot[0], ()) for step in self.unapplied))
-                    assert users <= {self.owner[row]}, f"page {slot[0]} is written, but a step in flight uses it"
+                    assert users <= {self.owner[row]}, (
+                        f"page {slot[0]} is written, but a step in flight uses it"
+                    )
                 touched.setdefault(slot[0], set()).add(self.owner[row])
                 assert self.kv[slot][0] == prefix, f"row {row} reads foreign KV at position {position}"
                 assert int(self.kv[slot][1]) >= int(self.born[row]), "KV of old weights was shared"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -22,7 +21,7 @@ prompts = st.builds(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests, steps, aborts, stop strings and weight versions in any order, with up to two steps in flight."""
+    """Requests, steps, aborts, stop strings, new weights in any order, with up to two steps in flight."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4, 16]),
@@ -133,13 +132,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert free == sim.limits.num_pages, "all pages are free or can be evicted"
 
 
-STEPS = int(os.environ.get("SEGUE_PROPERTY_STEPS", "2000"))
+def _settings(steps: int) -> settings:
+    per_example = 50
+    return settings(
+        max_examples=steps // per_example,
+        stateful_step_count=per_example,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),  # add Phase.shrink to hunt: it can take minutes
+        print_blob=True,
+    )
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=max(1, STEPS // 50),
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    print_blob=True,
-)
+
 TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = _settings(4_000)
+
+
+class LongSchedulerMachine(SchedulerMachine):
+    """The same for ``make soak``."""
+
+
+TestSchedulerLong = pytest.mark.slow(LongSchedulerMachine.TestCase)
+TestSchedulerLong.settings = _settings(50_000)

@@ -69,13 +69,25 @@ def test_a_prompt_in_chunks_is_shared_before_it_is_complete() -> None:
     assert sim.finished["second"].cached_tokens >= 16
 
 
-def test_equal_prompts_computed_at_once_end_up_on_the_same_pages() -> None:
+def test_equal_prompts_sent_together_are_computed_once() -> None:
     sim = Simulation(page_size=4, chunked_prefill_size=64)
     for index in range(4):
-        sim.add(f"r{index}", list(range(12)), max_new_tokens=5)
+        sim.add(f"r{index}", list(range(14)), max_new_tokens=5)
+    plan = sim.launch()
+    assert plan is not None and plan.lens == [14, 2, 2, 2]
+    sim.apply()
+    sim.run()
+
+
+def test_pages_computed_twice_become_one() -> None:
+    sim = Simulation(page_size=4, chunked_prefill_size=16)
+    sim.add("first", list(range(30)), max_new_tokens=20)
     sim.step()
-    tables = [request.pages[:3] for request in sim.scheduler.running.values()]
-    assert tables == [tables[0]] * 4
+    sim.add("second", list(range(30)), max_new_tokens=20)
+    for _ in range(8):  # both compute the second chunk, and then the same output
+        sim.step()
+    first, second = (request.pages[:8] for request in sim.scheduler.running.values())
+    assert first == second
     sim.run()
 
 

@@ -1,7 +1,7 @@
 """Drives a scheduler and a model runner: the only module of this room that does I/O.
 
-The loop owns no policy. It moves messages between the frontend's sockets and the pure scheduler, sends each plan to the
-other tensor-parallel ranks, and launches it. Idle, it blocks on its socket.
+The loop owns no policy. It moves messages between the frontend's sockets and the pure scheduler, sends each
+plan to the other tensor-parallel ranks, and launches it. Idle, it blocks on its socket.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class Runner(Protocol):
 class SchedulerLoop:
     """Rank 0's loop.
 
-    ``inbox`` is a PULL socket of ``FrontendMessage``, ``outbox`` a PUSH socket of ``SchedulerMessage``, ``followers`` one
-    PUSH socket a further rank. With ``overlap`` a step is planned and launched before the one before it is read.
+    ``inbox`` is a PULL socket of ``FrontendMessage``, ``outbox`` a PUSH socket of ``SchedulerMessage``,
+    ``followers`` one PUSH socket a further rank. With ``overlap`` a step is planned and launched before the
+    one before it is read.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ from segue.protocol.messages import (
 from segue.scheduler.policy import NewTokenRatio, WaitingQueue, choose_victim, expected_tokens
 from segue.scheduler.proof import find_problems
 from segue.scheduler.request import Phase, Request
-from segue.scheduler.step import Launched, StepBuilder
+from segue.scheduler.step import Step
 
 FIRST_VERSION = "0"
 
@@ -78,7 +78,7 @@ class Scheduler:
         self.running: dict[str, Request] = {}  # in the order of admission
         self.requests: dict[str, Request] = {}  # every live request
         self.free_rows = list(range(limits.max_running_requests - 1, -1, -1))
-        self.in_flight: deque[Launched] = deque()
+        self.in_flight: deque[Step] = deque()  # the one being planned included
         self.limbo: deque[Released] = deque()
         self._swaps: list[tuple[Request, int, list[int]]] = []  # (request, first index, pages): next plan
         self._step = 0
@@ -172,13 +172,13 @@ class Scheduler:
         self._free_later(row=request.row, pages=request.own_pages, node=request.node)
 
     def _free_later(self, *, row: int | None = None, pages: list[int], node: Node | None = None) -> None:
-        step = self.in_flight[-1].step if self.in_flight else 0
+        step = self.in_flight[-1].number if self.in_flight else 0
         self.limbo.append(Released(step, row, pages, node))
         self._settle()
 
     def _settle(self) -> None:
         """Free what no launched step uses any more."""
-        first = self.in_flight[0].step if self.in_flight else self._step + 1
+        first = self.in_flight[0].number if self.in_flight else self._step + 1
         while self.limbo and self.limbo[0].step < first:
             released = self.limbo.popleft()
             if released.row is not None:
@@ -207,7 +207,11 @@ class Scheduler:
             preempted = True
             decoding = [r for r in decoding if r.phase is Phase.DECODE]
             needy = [r for r in needy if r.phase is Phase.DECODE]
-        step = StepBuilder(self._step + 1)
+        self._step += 1
+        step = Step(self._step, self.weight_version)
+        self.in_flight.append(step)
+        swaps, self._swaps = self._swaps, []  # of this step's own insertions the next plan tells
+        step.pages += [(request.row, first, pages) for request, first, pages in swaps]
         for request, page in zip(needy, self._take_pages(len(needy)), strict=True):
             step.pages.append((request.row, len(request.pages), [page]))
             request.pages.append(page)
@@ -215,24 +219,34 @@ class Scheduler:
         step.decode(decoding)
         self._plan_prefill(step, admit=not preempted)
         if not step.rows:
+            self.in_flight.pop()
+            self._step -= 1
+            self._swaps = swaps
             return None
-        step.pages += self._take_swaps()
-        self._step += 1
         self._totals.num_steps += 1
         self.new_token_ratio.on_step()
-        self.in_flight.append(step.launched(self.weight_version))
-        return step.build()
+        return step.plan()
 
-    def _plan_prefill(self, step: StepBuilder, *, admit: bool) -> None:
+    def _plan_prefill(self, step: Step, *, admit: bool) -> None:
         budget = self.limits.chunked_prefill_size
         for request in self.running.values():
             if request.phase is Phase.PREFILL and budget > 0:
-                budget -= step.prefill(request, budget)
+                budget -= self._prefill(request, step, budget)
         while admit and budget > 0 and self.waiting and self.free_rows:
             request = self.waiting.head
             if not self._admit(request, step):
                 break
-            budget -= step.prefill(request, budget)
+            budget -= self._prefill(request, step, budget)
+
+    def _prefill(self, request: Request, step: Step, budget: int) -> int:
+        """Run a chunk, and share its full pages at once.
+
+        Steps run in launch order, and a layer writes all its KV before it reads any: the next request of
+        this very step may already count on them, so that equal prompts sent together are computed once.
+        """
+        count = step.prefill(request, budget)
+        self._insert_pages(request, request.launched)
+        return count
 
     @property
     def _num_available(self) -> int:
@@ -255,7 +269,7 @@ class Scheduler:
             self._totals.num_preemptions += 1
             self.new_token_ratio.on_preemption()
 
-    def _admit(self, request: Request, step: StepBuilder) -> bool:
+    def _admit(self, request: Request, step: Step) -> bool:
         """Give the queue's head a row and pages for all its known tokens, if that leaves the reserve."""
         size = self.limits.page_size
         node = self._match(request)
@@ -302,8 +316,8 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> StepOutput:
         """Turn the oldest step's result into tokens and ends; an ended request's token is dropped."""
-        launched = self.in_flight.popleft()
-        assert launched.step == result.step and len(launched.sampling) == len(result.tokens)
+        step = self.in_flight.popleft()
+        assert step.number == result.step and len(step.sampling) == len(result.tokens)
         page_size = self.limits.page_size
         rids: list[str] = []
         tokens: list[int] = []
@@ -311,16 +325,13 @@ class Scheduler:
         logprobs: dict[str, TokenLogprob] = {}
         prompt_logprobs = {
             request.rid: result.prompt_logprobs[request.row][:count]
-            for request, count in launched.prompt_logprobs
+            for request, count in step.prompt_logprobs
             if request.phase is not Phase.FINISHED
         }
-        for request, end in launched.chunks:
-            if request.phase is not Phase.FINISHED:
-                self._insert_pages(request, end)
-        for index, (request, token) in enumerate(zip(launched.sampling, result.tokens, strict=True)):
+        for index, (request, token) in enumerate(zip(step.sampling, result.tokens, strict=True)):
             if request.phase is Phase.FINISHED:
                 continue
-            request.add_token(token, launched.version)
+            request.add_token(token, step.version)
             rids.append(request.rid)
             tokens.append(token)
             if result.logprobs is not None and (entry := result.logprobs[index]) is not None:
@@ -366,11 +377,6 @@ class Scheduler:
         if given_back:  # they come first: a page new to the cache has no children there
             self._swaps.append((request, first, pages[first : first + len(given_back)]))
             self._free_later(pages=given_back)
-
-    def _take_swaps(self) -> list[tuple[int, int, list[int]]]:
-        """Page-table entries to overwrite on the device, of requests that still own their row."""
-        swaps, self._swaps = self._swaps, []
-        return [(request.row, first, pages) for request, first, pages in swaps]
 
     def output(self, **columns: Any) -> StepOutput:
         """A message to the frontend with the counters of this moment."""

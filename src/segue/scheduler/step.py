@@ -1,29 +1,17 @@
-"""One step: while it is planned, as it is sent, and what is remembered until its result comes."""
+"""One step: what is decided while it is planned, and remembered until its result is applied."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from segue.protocol.messages import NewRow, StepPlan, Tail
 from segue.scheduler.request import Phase, Request
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step in flight."""
+class Step:
+    """A step that is being planned, or is in flight."""
 
-    step: int
-    sampling: list[Request]  # in plan order: one token of the result each
-    chunks: list[tuple[Request, int]]  # (request, end): prefill that goes on after this step
-    prompt_logprobs: list[tuple[Request, int]]  # (request, how many)
-    version: str  # of the weights it runs with
-
-
-class StepBuilder:
-    """A step while it is being planned."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, number: int, version: str) -> None:
+        self.number = number
+        self.version = version  # of the weights it runs with
         self.new_rows: list[NewRow] = []
         self.pages: list[tuple[int, int, list[int]]] = []
         self.num_decode = 0
@@ -31,10 +19,9 @@ class StepBuilder:
         self.starts: list[int] = []
         self.lens: list[int] = []
         self.num_logits: list[int] = []
-        self.sampling: list[Request] = []
+        self.sampling: list[Request] = []  # in plan order: one token of the result each
         self.samples: list[bool] = []
-        self.chunks: list[tuple[Request, int]] = []
-        self.prompt_logprobs: list[tuple[Request, int]] = []
+        self.prompt_logprobs: list[tuple[Request, int]] = []  # (request, how many)
         self.tail: Tail = "plain"
 
     def decode(self, requests: list[Request]) -> None:
@@ -79,18 +66,12 @@ class StepBuilder:
             self.sampling.append(request)
             if request.full_tail:
                 self.tail = "full"
-        else:
-            self.chunks.append((request, start + count))
         return count
 
-    def launched(self, version: str) -> Launched:
-        """What ``apply`` must know of this step."""
-        return Launched(self.step, self.sampling, self.chunks, self.prompt_logprobs, version)
-
-    def build(self) -> StepPlan:
+    def plan(self) -> StepPlan:
         """The message to the runners."""
         return StepPlan(
-            self.step,
+            self.number,
             self.new_rows,
             self.pages,
             self.num_decode,
