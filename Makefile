@@ -1,0 +1,67 @@
+# Segue. `make help` lists the targets. The first run needs a network, later ones do not.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+VENV_STAMP := $(VENV)/.stamp-venv
+INSTALL_STAMP := $(VENV)/.stamp-install
+
+.DEFAULT_GOAL := setup
+.PHONY: setup model demo test lint types imports pytest soak bench clean help
+
+setup: $(INSTALL_STAMP) ## create .venv with Segue, its dependencies and the development tools
+
+$(VENV_STAMP):
+	@command -v $(PYTHON) >/dev/null || { echo "make: '$(PYTHON)' not found; install Python 3.11 or newer, or say make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = "%d.%d" % sys.version_info[:2]; \
+	  sys.exit(0 if sys.version_info >= (3, 11) else "make: $(PYTHON) is Python " + v + ", Segue needs 3.11 or newer; say make PYTHON=/path/to/python")'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# One command, so that the pinned torch is the one the dependencies are resolved with.
+$(INSTALL_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt $(PIP_ARGS) setuptools torch
+	$(PIP) install -c constraints.txt $(PIP_ARGS) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+model: $(INSTALL_STAMP) # fetches and unpacks the bundled model once; later runs find it in the user's cache
+	@$(BIN)/python -m segue.weights.bundled
+
+demo: model ## serve the bundled model, ask it a question, show the answer and the speed
+	@$(BIN)/python examples/demo/demo.py
+
+test: lint types imports pytest ## lint, types, import contracts and all tests
+
+lint: $(INSTALL_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALL_STAMP)
+	$(BIN)/mypy --strict src
+
+imports: $(INSTALL_STAMP)
+	$(BIN)/lint-imports --no-logo
+
+pytest: model
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: model ## the slow proofs: long scheduler properties, the reference fixture made again
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+bench: model ## the CPU benchmarks; results go to bench/results
+	$(BIN)/python -m bench.cpu_vs_transformers
+	$(BIN)/python -m bench.serving_cost
+	$(BIN)/python -m bench.load_time
+	$(BIN)/python -m bench.start_time
+
+clean: ## remove .venv and every cache in this directory (not the models in your user cache)
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -1,0 +1,34 @@
+"""What all tests share. The environment is set before anything imports torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import pytest
+
+# A user's own settings, or a hub that answers today and not tomorrow, must not decide a test.
+for _name in [name for name in os.environ if name.startswith("SEGUE_") and name != "SEGUE_CACHE_DIR"]:
+    del os.environ[_name]
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+class WaitUntil(Protocol):
+    def __call__(self, condition: Callable[[], object], timeout: float = 10.0, what: str = "") -> None: ...
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> WaitUntil:
+    """Waits for a condition, or fails saying what it waited for."""
+
+    def wait(condition: Callable[[], object], timeout: float = 10.0, what: str = "") -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(f"{what or 'the condition'} did not hold within {timeout:g} s")
+            time.sleep(0.005)
+
+    return wait
