@@ -1,0 +1,1 @@
+"""Slabs that hold weights, and the memory budget."""

@@ -1,0 +1,1 @@
+"""Checkpoints, name tables and (later) weight updates."""

@@ -1,0 +1,129 @@
+"""The user's cache directory: things appear whole or not at all, and any number of processes may share it."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from segue.errors import CacheDirectoryError, ModelFileError
+
+
+def publish_file(target: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` fill a temporary file, then put it in place of `target` in one step.
+
+    Raises:
+        CacheDirectoryError: the directory cannot be written.
+    """
+    with _writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        os.close(handle)
+        try:
+            write(Path(name))
+            os.chmod(name, 0o644)
+            os.replace(name, target)
+        finally:
+            Path(name).unlink(missing_ok=True)
+
+
+def publish_directory(target: Path, fill: Callable[[Path], None]) -> None:
+    """Have `fill` make the files of a temporary directory, then rename it to `target`.
+
+    If another process was faster, its directory stays.
+
+    Raises:
+        CacheDirectoryError: the directory cannot be written.
+    """
+    with _writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            fill(temporary)
+            temporary.chmod(0o755)
+            os.rename(temporary, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def exclusive(target: Path) -> Iterator[None]:
+    """Hold the lock that belongs to `target`, so that processes that all need it make it once.
+
+    The lock saves work only: publishing is safe without it, and where files cannot be locked there is none.
+
+    Raises:
+        CacheDirectoryError: the directory cannot be written.
+    """
+    with _writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(target.parent / f".{target.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def sha256_of(path: Path, cache_dir: Path) -> str:
+    """The file's SHA-256 in hex, remembered by path, size and time of change: gigabytes take seconds.
+
+    Raises:
+        ModelFileError: the file cannot be read.
+    """
+    path = path.resolve()
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
+    identity = {"path": str(path), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    memory = cache_dir / "hashes" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
+    known = _read_memory(memory)
+    if known is not None and {key: known.get(key) for key in identity} == identity:
+        return str(known["sha256"])
+    digest = _hash(path)
+    # Not being able to remember costs time only; what must be written complains for itself.
+    with suppress(CacheDirectoryError):
+        publish_file(memory, lambda file: _write_json(file, {**identity, "sha256": digest}))
+    return digest
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content))
+
+
+def _read_memory(memory: Path) -> dict[str, object] | None:
+    try:
+        known = json.loads(memory.read_text())
+    except (OSError, ValueError):
+        return None
+    return known if isinstance(known, dict) and isinstance(known.get("sha256"), str) else None
+
+
+def _hash(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CacheDirectoryError(
+            f"cannot write to the cache directory {target.parent}: {error.strerror}. Make it writable, or "
+            "set "
+            "SEGUE_CACHE_DIR to a directory that is"
+        ) from error

@@ -1,0 +1,167 @@
+"""The header of a GGUF file: metadata and where each tensor lies.
+
+The gguf package's reader makes an array object of every string of the vocabulary, which takes seconds; this
+one walks past them. Dequantisation is the package's.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from segue.errors import ModelFileError
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING = 8
+_ARRAY = 9
+_DEFAULT_ALIGNMENT = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFTensor:
+    """One tensor of a file."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]  # rows first, as torch has it
+    start: int  # bytes from the start of the file
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row: what lies along the last dimension."""
+        block, size = GGML_QUANT_SIZES[self.type]
+        return self.shape[-1] // block * size
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all leading dimensions together."""
+        return prod(self.shape[:-1])
+
+    @property
+    def end(self) -> int:
+        """First byte after the tensor, from the start of the file."""
+        return self.start + self.num_rows * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFFile:
+    """What a GGUF file says of itself. An array of strings is kept as its length only."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
+
+    @classmethod
+    def read(cls, path: Path) -> "GGUFFile":
+        """Read the header of `path` and check it against the file's length.
+
+        Raises:
+            ModelFileError: the file is missing, no GGUF file, truncated, corrupt, or one part of several.
+        """
+        try:
+            with path.open("rb") as file:
+                if file.read(4) != b"GGUF":
+                    raise ModelFileError(
+                        f"model file {path} is not a GGUF file: it does not begin with 'GGUF'"
+                    )
+                size = os.fstat(file.fileno()).st_size
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    metadata, tensors = _read(path, _Cursor(data, 4))
+        except OSError as error:
+            raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
+        if metadata.get("split.count", 0) > 1:
+            raise ModelFileError(
+                f"model file {path} is one of {metadata['split.count']} parts; merge them with llama.cpp's "
+                "gguf-split"
+            )
+        for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+            if tensor.end > size:
+                raise ModelFileError(
+                    f"model file {path} is truncated: tensor {tensor.name!r} ends at byte {tensor.end}, "
+                    "the file at "
+                    f"{size}. Get it again"
+                )
+        return cls(path=path, metadata=metadata, tensors={tensor.name: tensor for tensor in tensors})
+
+
+class _Cursor:
+    """Takes values off a buffer, one after the other."""
+
+    def __init__(self, data: mmap.mmap, position: int) -> None:
+        self.data = data
+        self.position = position
+
+    def take(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{layout}", self.data, self.position)
+        self.position += struct.calcsize(f"<{layout}")
+        return values
+
+    def string(self) -> str:
+        (length,) = self.take("Q")
+        self.skip(length)
+        return self.data[self.position - length : self.position].decode()
+
+    def skip(self, length: int) -> None:
+        if self.position + length > len(self.data):
+            raise EOFError(f"a string of {length} bytes reaches beyond the end")
+        self.position += length
+
+    def value(self) -> Any:
+        (kind,) = self.take("I")
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self.take(_SCALARS[kind])[0]
+        kind, length = self.take("IQ")
+        if kind != _STRING:
+            return self.take(f"{length}{_SCALARS[kind]}")
+        for _ in range(length):
+            self.skip(self.take("Q")[0])
+        return length
+
+
+def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], list[GGUFTensor]]:
+    try:
+        version, num_tensors, num_keys = cursor.take("IQQ")
+        if version not in (2, 3):
+            raise ModelFileError(
+                f"model file {path} has GGUF version {version:#x}; supported: 2 and 3, little-endian"
+            )
+        metadata = {cursor.string(): cursor.value() for _ in range(num_keys)}
+        tensors = [_tensor(path, cursor) for _ in range(num_tensors)]
+        alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+        base = -(-cursor.position // alignment) * alignment
+    except (struct.error, EOFError) as error:
+        raise ModelFileError(
+            f"model file {path} is truncated: it ends within its header. Get it again"
+        ) from error
+    except (KeyError, UnicodeDecodeError, OverflowError, ArithmeticError) as error:
+        raise ModelFileError(
+            f"model file {path} is corrupt: its header cannot be read ({error!r}). Get it again"
+        ) from error
+    return metadata, [replace(tensor, start=base + tensor.start) for tensor in tensors]
+
+
+def _tensor(path: Path, cursor: _Cursor) -> GGUFTensor:
+    name = cursor.string()
+    (num_dims,) = cursor.take("I")
+    shape = tuple(reversed(cursor.take(f"{num_dims}Q")))
+    number, start = cursor.take("IQ")
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError as error:
+        raise ModelFileError(
+            f"model file {path}: tensor {name!r} has an unknown type, number {number}"
+        ) from error
+    if not shape or shape[-1] % GGML_QUANT_SIZES[kind][0]:
+        raise ModelFileError(
+            f"model file {path} is corrupt: tensor {name!r} of shape {list(shape)} cannot have type "
+            f"{kind.name}. Get it again"
+        )
+    return GGUFTensor(name=name, type=kind, shape=shape, start=start)

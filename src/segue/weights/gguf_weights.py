@@ -1,0 +1,110 @@
+"""A GGUF file's weights as a safetensors file in the engine's dtype, made once and kept in the cache."""
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from segue.errors import ModelFileError
+from segue.weights import cache, gguf_names
+from segue.weights.gguf_file import GGUFFile
+from segue.weights.gguf_names import Source
+from segue.weights.safetensors_file import open_writer, read_fully
+
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+_BLOCK_ELEMENTS = (
+    1 << 19
+)  # that are dequantised at once: bounds memory, and temporaries stay in a core's cache
+_MAX_THREADS = 4  # each takes memory for the blocks it works on
+
+
+def convert(path: Path, directory: Path, dtype: torch.dtype, *, progress: bool = False) -> Path:
+    """The file `weights-<dtype>.safetensors` in `directory`, made from the GGUF file at `path` if not there.
+
+    Values are dequantised to float32 in blocks of rows, then cast.
+
+    Raises:
+        ModelFileError: the file is missing, truncated, corrupt, or holds a tensor that cannot be dequantised.
+        CacheDirectoryError: `directory` cannot be written.
+    """
+    target = directory / f"weights-{str(dtype).removeprefix('torch.')}.safetensors"
+    if target.exists():
+        return target
+    with cache.exclusive(target):
+        if not target.exists():
+            file = GGUFFile.read(path)
+            sources = gguf_names.sources(file, json.loads((directory / "config.json").read_text()))
+            cache.publish_file(target, lambda temporary: _write(temporary, file, sources, dtype, progress))
+    return target
+
+
+def _write(target: Path, file: GGUFFile, sources: list[Source], dtype: torch.dtype, progress: bool) -> None:
+    shapes = {source.name: (DTYPE_NAMES[dtype], source.shape) for source in sources}
+    total = sum(prod(source.shape) for source in sources) * dtype.itemsize
+    handle = os.open(file.path, os.O_RDONLY)
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    try:
+        with (
+            open_writer(target, shapes) as output,
+            tqdm(
+                total=total,
+                unit="B",
+                unit_scale=True,
+                desc=f"Converting {file.path.name}",
+                disable=not progress,
+            ) as bar,
+            ThreadPoolExecutor(threads) as pool,
+        ):
+            blocks = (block for source in sources for block in _blocks(source))
+            waiting: deque[Future[Tensor]] = deque()
+            for source, rows in blocks:
+                waiting.append(pool.submit(_dequantise, file.path, handle, source, rows, dtype))
+                if len(waiting) > 2 * threads:
+                    bar.update(output.write(_bytes(waiting.popleft().result())))
+            for block in waiting:
+                bar.update(output.write(_bytes(block.result())))
+    finally:
+        os.close(handle)
+
+
+def _blocks(source: Source) -> Iterator[tuple[Source, range]]:
+    """Cut a tensor into blocks of whole rows, and of whole heads where their rows are to be put in order."""
+    step = max(1, _BLOCK_ELEMENTS // source.shape[-1])
+    if source.head_dim:
+        step = max(step // source.head_dim, 1) * source.head_dim
+    num_rows = prod(source.shape[:-1])
+    for start in range(0, num_rows, step):
+        yield source, range(start, min(start + step, num_rows))
+
+
+def _dequantise(path: Path, handle: int, source: Source, rows: range, dtype: torch.dtype) -> Tensor:
+    tensor = source.tensor
+    raw = np.empty((len(rows), tensor.row_bytes), np.uint8)
+    start = tensor.start + (source.first_row + rows.start) * tensor.row_bytes
+    read_fully(path, handle, start, raw.data.cast("B"), tensor.name)
+    try:
+        values = torch.from_numpy(gguf.dequantize(raw, tensor.type))
+    except NotImplementedError as error:
+        raise ModelFileError(
+            f"model file {path}: tensor {tensor.name!r} has type {tensor.type.name}, which the gguf "
+            "package cannot "
+            "dequantise"
+        ) from error
+    if source.head_dim:
+        pairs = values.view(-1, source.head_dim // 2, 2, values.shape[-1])
+        values = pairs.transpose(1, 2).reshape(values.shape)
+    return values.to(dtype).contiguous()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data

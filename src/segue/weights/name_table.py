@@ -1,0 +1,277 @@
+"""From a checkpoint's tensor names to slices of our fused parameters, for one tensor-parallel rank.
+
+The table is plain data. Loading a checkpoint, applying a weight update, and proving that either is complete
+are loops over it: `for part in table.slices[name]: parameter[part.destination].copy_(tensor[part.source])`.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from segue.distributed.info import TPInfo
+from segue.models.config import ModelConfig
+from segue.models.sharding import Shard, shard
+
+Box = tuple[slice, ...]  # one slice a dimension, with explicit start and stop
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A box of a checkpoint tensor, and the box of a parameter it fills (which may have a leading 1 more)."""
+
+    parameter: str
+    destination: Box
+    source: Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """What a set of checkpoint names writes, held against what there is to write."""
+
+    missing: dict[str, int]  # parameter -> elements nothing writes
+    repeated: dict[str, int]  # parameter -> elements written more than once
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every element is written exactly once."""
+        return not self.missing and not self.repeated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameTable:
+    """All names a checkpoint of one architecture may use, as one rank sees them."""
+
+    parameters: Mapping[str, Shape]  # ours, this rank's
+    shapes: Mapping[str, Shape]  # checkpoint name -> shape of the whole tensor
+    slices: Mapping[str, tuple[Slice, ...]]  # checkpoint name -> what this rank takes of it, perhaps nothing
+    padding: Mapping[str, Box]  # parameter -> vocabulary rows that no token has; they are zero
+    aliases: Mapping[str, str]  # checkpoint name of a tied tensor -> the name it is tied to; it may be absent
+    stacked: Mapping[str, tuple[str, ...]]  # name that holds many experts at once -> the names it stands for
+
+    @property
+    def names(self) -> list[str]:
+        """The names of a full checkpoint, every tensor once; the stacked spellings stand for some of them."""
+        stacked = self.stacked.keys()
+        return [name for name in self.slices if name not in stacked]
+
+    def missing(self, names: Collection[str]) -> list[str]:
+        """The names of `self.names` that `names` gives neither directly nor stacked."""
+        given = set(names)
+        for name in given & self.stacked.keys():
+            given.update(self.stacked[name])
+        return [name for name in self.names if name not in given]
+
+    def coverage(self, names: Iterable[str] | None = None) -> Coverage:
+        """Count, element by element, what `names` (by default all of `self.names`) would write.
+
+        Vocabulary padding counts as written: it is zeroed, not loaded.
+        """
+        boxes: dict[str, list[Box]] = {parameter: [] for parameter in self.parameters}
+        for parameter, box in self.padding.items():
+            boxes[parameter].append(box)
+        for name in self.names if names is None else names:
+            for part in self.slices[name]:
+                boxes[part.parameter].append(part.destination)
+        missing: dict[str, int] = {}
+        repeated: dict[str, int] = {}
+        for parameter, shape in self.parameters.items():
+            never, often = _count(shape, boxes[parameter])
+            if never:
+                missing[parameter] = never
+            if often:
+                repeated[parameter] = often
+        return Coverage(missing=missing, repeated=repeated)
+
+
+def build(config: ModelConfig, tp: TPInfo) -> NameTable:
+    """The table of rank `tp.rank` of `tp.size`.
+
+    Raises:
+        TensorParallelError: the model cannot be cut into `tp.size` parts.
+    """
+    builder = _Builder(config, shard(config, tp))
+    builder.add_model()
+    return NameTable(
+        parameters=builder.parameters,
+        shapes=builder.shapes,
+        slices={name: tuple(parts) for name, parts in builder.slices.items()},
+        padding=builder.padding,
+        aliases={"lm_head.weight": "model.embed_tokens.weight"} if config.tie_embeddings else {},
+        stacked=builder.stacked,
+    )
+
+
+class _Builder:
+    def __init__(self, config: ModelConfig, part: Shard) -> None:
+        self.config = config
+        self.part = part
+        self.parameters: dict[str, Shape] = {}
+        self.shapes: dict[str, Shape] = {}
+        self.slices: dict[str, list[Slice]] = {}
+        self.padding: dict[str, Box] = {}
+        self.stacked: dict[str, tuple[str, ...]] = {}
+
+    def add_model(self) -> None:
+        self._vocabulary("model.embed_tokens.weight", "embed.weight")
+        for layer in range(self.config.num_layers):
+            self._layer(layer, f"model.layers.{layer}", f"layers.{layer}")
+        self._whole("model.norm.weight", "norm.weight", (self.config.hidden_size,))
+        if not self.config.tie_embeddings:
+            self._vocabulary("lm_head.weight", "lm_head.weight")
+
+    def _layer(self, layer: int, theirs: str, ours: str) -> None:
+        hidden = self.config.hidden_size
+        self._whole(f"{theirs}.input_layernorm.weight", f"{ours}.input_norm.weight", (hidden,))
+        self._attention(f"{theirs}.self_attn", f"{ours}.attn")
+        self._whole(f"{theirs}.post_attention_layernorm.weight", f"{ours}.post_norm.weight", (hidden,))
+        if self.config.is_sparse(layer):
+            self._experts(f"{theirs}.mlp", f"{ours}.mlp")
+        else:
+            self._mlp(f"{theirs}.mlp", f"{ours}.mlp")
+
+    def _attention(self, theirs: str, ours: str) -> None:
+        config, part, size = self.config, self.part, self.config.head_dim
+        heads = {  # projection -> first head of this rank, its heads, heads in all
+            "q_proj": (part.head_start, part.num_heads, config.num_heads),
+            "k_proj": (part.kv_head_start, part.num_kv_heads, config.num_kv_heads),
+            "v_proj": (part.kv_head_start, part.num_kv_heads, config.num_kv_heads),
+        }
+        rows = {
+            name: (first * size, count * size, total * size) for name, (first, count, total) in heads.items()
+        }
+        self._fused_rows(theirs, f"{ours}.qkv", rows, config.hidden_size, bias=config.qkv_bias)
+        if config.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                self._whole(f"{theirs}.{name}.weight", f"{ours}.{name}.weight", (size,))
+        first, width, total = rows["q_proj"]
+        self._columns(
+            f"{theirs}.o_proj", f"{ours}.o", first, width, (config.hidden_size, total), bias=config.o_bias
+        )
+
+    def _mlp(self, theirs: str, ours: str) -> None:
+        config, width = self.config, self.part.intermediate_size
+        first = self.part.tp.rank * width
+        rows = {name: (first, width, config.intermediate_size) for name in ("gate_proj", "up_proj")}
+        self._fused_rows(theirs, f"{ours}.gate_up", rows, config.hidden_size, bias=config.mlp_bias)
+        shape = (config.hidden_size, config.intermediate_size)
+        self._columns(f"{theirs}.down_proj", f"{ours}.down", first, width, shape, bias=config.mlp_bias)
+
+    def _experts(self, theirs: str, ours: str) -> None:
+        moe, hidden, width = self.config.moe, self.config.hidden_size, self.part.expert_intermediate_size
+        assert moe is not None
+        count, total = moe.num_experts, moe.expert_intermediate_size
+        first = self.part.tp.rank * width
+        gate_up, down = f"{ours}.experts.gate_up", f"{ours}.experts.down"
+        self._whole(f"{theirs}.gate.weight", f"{ours}.router.weight", (count, hidden))
+        self.parameters[gate_up] = (count, 2 * width, hidden)
+        self.parameters[down] = (count, hidden, width)
+        stacked_gate_up: list[str] = []
+        stacked_down: list[str] = []
+        for expert in range(count):
+            one = slice(expert, expert + 1)
+            for start, name in enumerate(("gate_proj", "up_proj")):
+                to = (one, _span(start * width, width), _span(0, hidden))
+                key = f"{theirs}.experts.{expert}.{name}.weight"
+                self._add(key, (total, hidden), Slice(gate_up, to, (_span(first, width), _span(0, hidden))))
+                stacked_gate_up.append(key)
+            key = f"{theirs}.experts.{expert}.down_proj.weight"
+            to = (one, _span(0, hidden), _span(0, width))
+            self._add(key, (hidden, total), Slice(down, to, (_span(0, hidden), _span(first, width))))
+            stacked_down.append(key)
+        # transformers 5 holds a layer's experts in two tensors, and its state dicts name those.
+        everyone = _span(0, count)
+        self._add(
+            f"{theirs}.experts.gate_up_proj",
+            (count, 2 * total, hidden),
+            *(
+                Slice(
+                    gate_up,
+                    (everyone, _span(half * width, width), _span(0, hidden)),
+                    (everyone, _span(half * total + first, width), _span(0, hidden)),
+                )
+                for half in range(2)
+            ),
+        )
+        box = (everyone, _span(0, hidden))
+        self._add(
+            f"{theirs}.experts.down_proj",
+            (count, hidden, total),
+            Slice(down, (*box, _span(0, width)), (*box, _span(first, width))),
+        )
+        self.stacked[f"{theirs}.experts.gate_up_proj"] = tuple(stacked_gate_up)
+        self.stacked[f"{theirs}.experts.down_proj"] = tuple(stacked_down)
+
+    def _vocabulary(self, theirs: str, ours: str) -> None:
+        config, part = self.config, self.part
+        self.parameters[ours] = (part.vocab_size, config.hidden_size)
+        real = min(max(config.vocab_size - part.vocab_start, 0), part.vocab_size)
+        columns = _span(0, config.hidden_size)
+        parts = (
+            [Slice(ours, (_span(0, real), columns), (_span(part.vocab_start, real), columns))] if real else []
+        )
+        self._add(theirs, (config.vocab_size, config.hidden_size), *parts)
+        if real < part.vocab_size:
+            self.padding[ours] = (_span(real, part.vocab_size - real), columns)
+
+    def _fused_rows(
+        self, theirs: str, ours: str, rows: Mapping[str, tuple[int, int, int]], columns: int, *, bias: bool
+    ) -> None:
+        """Stack projections; `rows` has the first of this rank, the number of this rank, and of all."""
+        start = 0
+        for name, (first, width, total) in rows.items():
+            to, source = _span(start, width), _span(first, width)
+            weight = Slice(f"{ours}.weight", (to, _span(0, columns)), (source, _span(0, columns)))
+            self._add(f"{theirs}.{name}.weight", (total, columns), weight)
+            if bias:
+                self._add(f"{theirs}.{name}.bias", (total,), Slice(f"{ours}.bias", (to,), (source,)))
+            start += width
+        self.parameters[f"{ours}.weight"] = (start, columns)
+        if bias:
+            self.parameters[f"{ours}.bias"] = (start,)
+
+    def _columns(self, theirs: str, ours: str, first: int, width: int, shape: Shape, *, bias: bool) -> None:
+        """This rank's columns of a row-parallel layer; the bias, added once after the sum, is whole."""
+        self.parameters[f"{ours}.weight"] = (shape[0], width)
+        rows = _span(0, shape[0])
+        weight = Slice(f"{ours}.weight", (rows, _span(0, width)), (rows, _span(first, width)))
+        self._add(f"{theirs}.weight", shape, weight)
+        if bias:
+            self._whole(f"{theirs}.bias", f"{ours}.bias", (shape[0],))
+
+    def _whole(self, theirs: str, ours: str, shape: Shape) -> None:
+        box = tuple(_span(0, size) for size in shape)
+        self.parameters[ours] = shape
+        self._add(theirs, shape, Slice(ours, box, box))
+
+    def _add(self, name: str, shape: Shape, *parts: Slice) -> None:
+        self.shapes[name] = shape
+        self.slices[name] = list(parts)
+
+
+def _span(start: int, size: int) -> slice:
+    return slice(start, start + size)
+
+
+def _count(shape: Shape, boxes: list[Box]) -> tuple[int, int]:
+    """Elements of `shape` that no box holds, and that more than one holds.
+
+    The boxes' edges cut the tensor into cells that lie wholly inside or outside each box; cells are counted.
+    """
+    edges = [
+        sorted({0, size, *(e for box in boxes for e in (box[dim].start, box[dim].stop))})
+        for dim, size in enumerate(shape)
+    ]
+    cells = np.zeros([len(edge) - 1 for edge in edges], dtype=np.int32)
+    index = [{edge: place for place, edge in enumerate(line)} for line in edges]
+    for box in boxes:
+        cells[
+            tuple(slice(places[s.start], places[s.stop]) for places, s in zip(index, box, strict=True))
+        ] += 1
+    volume = np.ones_like(cells, dtype=np.int64)
+    for dim, line in enumerate(edges):
+        volume *= np.diff(line).reshape([-1 if d == dim else 1 for d in range(len(shape))])
+    assert volume.sum() == prod(shape), f"a box reaches beyond {shape}"
+    return int(volume[cells == 0].sum()), int(volume[cells > 1].sum())

@@ -1,0 +1,170 @@
+"""From what the user calls a model to the files it is made of. Light: no torch, no weights read."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from segue.config import LoadFormat
+from segue.errors import ModelFileError
+from segue.models.config import ModelConfig
+from segue.weights import bundled, convert, hub
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where a model's parts are."""
+
+    name: str  # short, for people and as the default name clients use
+    format: Literal["safetensors", "gguf", "dummy"]  # of the weights
+    directory: Path  # has config.json; for a GGUF file the one converted from it
+    gguf: Path | None
+    tokenizer_directory: Path | None  # None: the model has no tokenizer, so only token ids can be given
+    config: ModelConfig
+    hf_config: Mapping[str, Any]  # config.json
+    generation_config: Mapping[str, Any]  # generation_config.json, or empty
+    eos_token_ids: tuple[int, ...]  # of generation_config.json, else config.json
+
+    @property
+    def architecture(self) -> str:
+        """The Hugging Face class name."""
+        return self.config.architecture
+
+
+def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -> ModelSource:
+    """Find `model`: a directory, a GGUF file, a hub id, or None for the bundled one.
+
+    Fetches and converts what is not in the cache yet, except for the weights of a GGUF file.
+
+    Raises:
+        ModelFileError: no such model, a file missing or corrupt, or one that does not fit `load_format`.
+        UnsupportedModelError: the architecture is not supported; the message lists those that are.
+        CacheDirectoryError: something has to be put into `cache_dir`, and it cannot be written.
+    """
+    cache_dir = Path(cache_dir)
+    if model is None:
+        name, path = bundled.NAME, bundled.ensure_bundled_model(cache_dir)
+    else:
+        name, path = _name(model), _locate(model, load_format)
+    gguf = _gguf_file(path, load_format)
+    if gguf is not None:
+        if load_format == "safetensors":
+            raise ModelFileError(
+                f"model {path} is a GGUF file, but the load format asked for is 'safetensors'"
+            )
+        directory = convert.convert(gguf, cache_dir)
+    else:
+        if load_format == "gguf":
+            raise ModelFileError(
+                f"model directory {path} has no *.gguf file, but the load format asked for is 'gguf'"
+            )
+        directory = path
+    return _describe(name, directory, gguf, load_format)
+
+
+def _locate(model: str, load_format: LoadFormat) -> Path:
+    path = Path(model).expanduser()
+    if path.exists():
+        return path.resolve()
+    if path.suffix == ".gguf" or not hub.is_repository_id(model):
+        raise ModelFileError(
+            f"model {model!r} does not exist: give a directory, a GGUF file or a hub id (owner/name)"
+        )
+    return hub.fetch(model, weights=load_format != "dummy")
+
+
+def _gguf_file(path: Path, load_format: LoadFormat) -> Path | None:
+    if path.is_file():
+        return path
+    if load_format != "gguf" and (path / "config.json").exists():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ModelFileError(f"model directory {path} has {len(files)} GGUF files; name one of them: {names}")
+    return files[0] if files else None
+
+
+def _describe(name: str, directory: Path, gguf: Path | None, load_format: LoadFormat) -> ModelSource:
+    hf_config = read_json(directory / "config.json")
+    has_generation = (directory / "generation_config.json").exists()
+    generation_config = read_json(directory / "generation_config.json") if has_generation else {}
+    has_tokenizer = any((directory / file).exists() for file in TOKENIZER_FILES)
+    return ModelSource(
+        name=name,
+        format="dummy" if load_format == "dummy" else "safetensors" if gguf is None else "gguf",
+        directory=directory,
+        gguf=gguf,
+        tokenizer_directory=directory if has_tokenizer else None,
+        config=ModelConfig.from_hf(hf_config),
+        hf_config=hf_config,
+        generation_config=generation_config,
+        eos_token_ids=eos_token_ids(hf_config, generation_config),
+    )
+
+
+def eos_token_ids(hf_config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a generation: those of `generation_config`, else of `hf_config`."""
+    found = generation_config.get("eos_token_id")
+    if found is None:
+        found = hf_config.get("eos_token_id")
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (found,)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a model's JSON file.
+
+    Raises:
+        ModelFileError: the file is missing, cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ModelFileError(f"model file {path} is missing; a model directory needs it") from error
+    except (OSError, ValueError) as error:
+        raise ModelFileError(
+            f"model file {path} is corrupt or cannot be read ({error}). Get it again"
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelFileError(f"model file {path} is corrupt: it holds no JSON object. Get it again")
+    return content
+
+
+def _name(model: str) -> str:
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model
+    path = path.resolve()
+    return path.name.removesuffix(".gguf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """A model in the cache."""
+
+    name: str
+    path: Path  # what `resolve` takes; for a converted model what was made of a GGUF file
+    num_bytes: int
+
+
+def installed(cache_dir: Path | str) -> list[Installed]:
+    """What the cache holds: GGUF files fetched, then models converted from GGUF files, each by name."""
+    cache_dir = Path(cache_dir)
+    fetched = [
+        Installed(name=path.stem, path=path, num_bytes=path.stat().st_size)
+        for path in sorted((cache_dir / "bundled").glob("*.gguf"))
+    ]
+    converted = [
+        Installed(
+            name=str(read_json(path)["_name_or_path"]),
+            path=path.parent,
+            num_bytes=sum(file.stat().st_size for file in path.parent.iterdir()),
+        )
+        for path in (cache_dir / "converted").glob(f"*/{convert.FORMAT}/config.json")
+    ]
+    return fetched + sorted(converted, key=lambda model: model.name)

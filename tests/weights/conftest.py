@@ -1,0 +1,12 @@
+from pathlib import Path
+
+import pytest
+
+from segue.config import default_cache_dir
+from segue.weights.bundled import ensure_bundled_model
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Path:
+    """The bundled model's GGUF file; `make` has fetched it."""
+    return ensure_bundled_model(Path(default_cache_dir()))
