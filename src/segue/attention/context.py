@@ -1,0 +1,80 @@
+"""One forward step as the model sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from segue.attention.base import AttentionBackend
+from segue.kvcache.pool import KVPool
+from segue.kvcache.table import PageTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """A batch of ragged sequences, decode rows first. T tokens, S sequences, L rows of logits.
+
+    The host lists and the device tensors say the same; the model itself reads only tensors, so a captured step can be replayed
+    with new values in the same storage.
+    """
+
+    input_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T], each token's place in its sequence
+    slots: Tensor  # int64 [T], where each token's K and V go; padding: a slot of the scratch page
+    logit_indices: Tensor  # int64 [L], the tokens whose hidden state is turned into logits
+    rows: Sequence[int]  # S rows of the page table
+    q_lens: Sequence[int]  # S tokens of this step
+    kv_lens: Sequence[int]  # S tokens in the cache, this step's included
+    rows_device: Tensor  # int64 [S]
+    kv_lens_device: Tensor  # int32 [S]
+    q_starts_device: Tensor  # int32 [S + 1], where each sequence's tokens begin
+    num_decode: int  # the first so many sequences have one token each
+    page_table: PageTable
+    kv: KVPool
+    backend: AttentionBackend
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        input_ids: Tensor,
+        rows: Sequence[int],
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        num_decode: int,
+        page_table: PageTable,
+        kv: KVPool,
+        backend: AttentionBackend,
+        logit_indices: Tensor | None = None,
+    ) -> Context:
+        """Work out positions and slots; `logit_indices` default to each sequence's last token."""
+        device = kv.data.device
+        rows_device = torch.tensor(rows, dtype=torch.int64, device=device)
+        kv_lens_device = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+        ends = list(accumulate(q_lens))
+        positions = torch.cat([torch.arange(kv - q, kv) for q, kv in zip(q_lens, kv_lens, strict=True)]).to(device)
+        token_rows = rows_device.repeat_interleave(
+            torch.tensor(q_lens, device=device), output_size=ends[-1]
+        )
+        if logit_indices is None:
+            logit_indices = torch.tensor([end - 1 for end in ends], dtype=torch.int64, device=device)
+        return cls(
+            input_ids=input_ids,
+            positions=positions,
+            slots=page_table.slots(token_rows, positions),
+            logit_indices=logit_indices,
+            rows=rows,
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            rows_device=rows_device,
+            kv_lens_device=kv_lens_device,
+            q_starts_device=torch.tensor([0, *ends], dtype=torch.int32, device=device),
+            num_decode=num_decode,
+            page_table=page_table,
+            kv=kv,
+            backend=backend,
+        )

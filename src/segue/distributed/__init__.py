@@ -1,0 +1,1 @@
+"""Process groups, tensor-parallel collectives, rank information."""

@@ -1,0 +1,83 @@
+"""The exchanges between tensor-parallel ranks that a model and a runner need."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from segue.distributed.info import TPInfo
+
+
+class Collectives(Protocol):
+    """Exchanges of tensors during a forward pass. Every rank calls the same ones in the same order."""
+
+    @property
+    def tp(self) -> TPInfo:
+        """This rank and the size of its group."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks; may overwrite `tensor`."""
+        ...
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        """On rank 0 all ranks' tensors, of equal shape, side by side along the last dimension; None elsewhere."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Overwrite `tensor` with rank 0's."""
+        ...
+
+
+class SingleRank:
+    """The collectives of a group of one."""
+
+    tp = TPInfo(0, 1)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+
+class GroupCollectives:
+    """Collectives over a process group (gloo on CPU, NCCL on CUDA)."""
+
+    def __init__(self, tp: TPInfo, group: dist.ProcessGroup) -> None:
+        """Exchange over `group`, in which this process has rank `tp.rank`."""
+        self.tp = tp
+        self._group = group
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        self._group.allreduce([tensor]).wait()
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Overwrite `tensor` with rank 0's."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        self._group.broadcast([tensor], options).wait()
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        """On rank 0 all ranks' tensors side by side along the last dimension; None elsewhere."""
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        if not self.tp.is_first:
+            self._group.gather([], [tensor.contiguous()], options).wait()
+            return None
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.tp.size)]
+        self._group.gather([parts], [tensor.contiguous()], options).wait()
+        return torch.cat(parts, dim=-1)

@@ -1,0 +1,1 @@
+"""One module a fused operation, each with its plain-torch reference."""

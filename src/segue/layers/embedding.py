@@ -1,0 +1,57 @@
+"""Token embedding and output head, cut over the ranks by vocabulary rows."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segue.distributed.collectives import Collectives
+
+
+class VocabParallelEmbedding(nn.Module):
+    """One rank's rows of the embedding table; ids of other ranks give 0 and the ranks' results are summed."""
+
+    def __init__(self, rows: int, size: int, *, collectives: Collectives) -> None:
+        """`rows` are this rank's, padding included."""
+        super().__init__()
+        self.collectives = collectives
+        self.rows = rows
+        self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """`[T] -> [T, size]`, equal on every rank."""
+        tp = self.collectives.tp
+        if tp.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - tp.rank * self.rows
+        elsewhere = (local < 0) | (local >= self.rows)
+        embedded = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.collectives.all_reduce(embedded.masked_fill_(elsewhere[:, None], 0))
+
+
+class ParallelHead(nn.Module):
+    """One rank's rows of the output head; the logits are gathered on rank 0."""
+
+    def __init__(
+        self,
+        rows: int,
+        size: int,
+        vocab_size: int,
+        *,
+        tied: VocabParallelEmbedding | None,
+        collectives: Collectives,
+    ) -> None:
+        """`rows` are this rank's, padding included; `vocab_size` is the whole model's; `tied` lends its weight."""
+        super().__init__()
+        self.collectives = collectives
+        self.vocab_size = vocab_size
+        # In a tuple, so that the weight is not a parameter of two modules.
+        self._tied = (tied,)
+        self.weight = None if tied else nn.Parameter(torch.empty(rows, size), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor | None:
+        """`[L, size] -> [L, vocab_size]` in float32 on rank 0; None elsewhere."""
+        (tied,) = self._tied
+        weight = tied.weight if tied is not None else self.weight
+        assert weight is not None
+        logits = self.collectives.gather(F.linear(hidden, weight))
+        return None if logits is None else logits[:, : self.vocab_size].float()

@@ -1,0 +1,52 @@
+"""A sparse mixture of experts in place of one decoder layer's MLP."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segue.distributed.collectives import Collectives
+from segue.layers.linear import Linear
+from segue.layers.moe_backend import MoEBackend
+
+
+class Experts(nn.Module):
+    """The weights of all experts, each cut over the ranks like one MLP."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        """`intermediate_size` is one expert's on this rank."""
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size), requires_grad=False)
+
+
+class MoE(nn.Module):
+    """Routes each token to its best experts and sums what they give, weighted by the router's probabilities."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        intermediate_size: int,
+        norm_topk_prob: bool,
+        backend: MoEBackend,
+        collectives: Collectives,
+    ) -> None:
+        """`intermediate_size` is one expert's on this rank."""
+        super().__init__()
+        self.num_experts_per_tok = num_experts_per_tok
+        self.norm_topk_prob = norm_topk_prob
+        self.backend = backend
+        self.collectives = collectives
+        self.router = Linear(hidden_size, num_experts)
+        self.experts = Experts(num_experts, hidden_size, intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[T, hidden] -> [T, hidden]`."""
+        probabilities = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        weights, experts = probabilities.topk(self.num_experts_per_tok, dim=-1)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        output = self.backend(x, self.experts.gate_up, self.experts.down, weights.to(x.dtype), experts)
+        return self.collectives.all_reduce(output)

@@ -1,0 +1,82 @@
+"""MoE backends: how the chosen experts are run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from segue.errors import ConfigError
+from segue.kernels.activation import silu_mul
+
+
+class MoEBackend(Protocol):
+    """Runs each token through its experts; E experts, k a token, H hidden, I expert rows of this rank."""
+
+    def __call__(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """The weighted sum of each token's experts.
+
+        `x` `[T, H]`, `gate_up` `[E, 2 * I, H]` (gate rows first), `down` `[E, H, I]`, `weights` `[T, k]` in the dtype of `x`, `experts`
+        int64 `[T, k]`. Returns `[T, H]`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEEntry:
+    """One backend and where it runs."""
+
+    name: str
+    devices: tuple[str, ...]  # torch device types
+    graph: bool  # can be captured in a CUDA graph: no value is read on the host
+    run: MoEBackend
+
+
+# In order of preference: "auto" takes the first that runs on the device.
+_BACKENDS: dict[str, MoEEntry] = {}
+
+
+def register(entry: MoEEntry) -> None:
+    """Add a backend under its name; a name can be taken once."""
+    assert entry.name not in _BACKENDS, entry.name
+    _BACKENDS[entry.name] = entry
+
+
+def names() -> list[str]:
+    """Names of all backends, in order of preference."""
+    return list(_BACKENDS)
+
+
+def select(name: str, device: torch.device) -> MoEEntry:
+    """The backend called `name`, or for "auto" the first that runs on `device`.
+
+    Raises:
+        ConfigError: no such backend, or it does not run there.
+    """
+    for entry in _BACKENDS.values():
+        if name in ("auto", entry.name) and device.type in entry.devices:
+            return entry
+    raise ConfigError(f"MoE backend {name!r} does not run on {device.type}; backends: {', '.join(names())}")
+
+
+def run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """Sort the (token, expert) pairs by expert, then run each expert that was chosen over its run of tokens."""
+    num_experts, per_token = gate_up.shape[0], experts.shape[1]
+    order = experts.flatten().argsort(stable=True)
+    tokens = order // per_token
+    counts = experts.flatten().bincount(minlength=num_experts).tolist()
+    grouped = x.index_select(0, tokens)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            run = grouped[start : start + count]
+            run.copy_(F.linear(silu_mul(F.linear(run, gate_up[expert])), down[expert]))
+            start += count
+    grouped.mul_(weights.flatten()[order, None])
+    return torch.zeros_like(x).index_add_(0, tokens, grouped)
+
+
+register(MoEEntry(name="torch", devices=("cpu", "cuda"), graph=False, run=run_by_expert))

@@ -1,0 +1,223 @@
+"""What Segue needs to know of a Hugging Face `config.json`, checked and in one form."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from segue.errors import UnsupportedModelError
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: base frequencies and how they are stretched for long contexts."""
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    factor: float = 1.0  # context stretch, all kinds but default
+    original_max_position: int = 0  # trained context in tokens; llama3 and yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn: scale of cos and sin; None: derived from factor and mscale
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts: sizes, routing, and which layers have it."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    expert_intermediate_size: int
+    norm_topk_prob: bool  # whether the chosen experts' weights are scaled to sum to 1
+    sparse_step: int = 1  # every sparse_step-th layer is sparse
+    dense_layers: tuple[int, ...] = ()  # layers that are dense all the same
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether decoder layer `layer` (from 0) has experts instead of one MLP."""
+        return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One decoder-only model: sizes of the whole model (not of a rank) and the switches that tell families apart."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position: int  # longest sequence in tokens
+    tie_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: str | None  # of the checkpoint, such as "bfloat16"
+    moe: MoEConfig | None = None
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether decoder layer `layer` (from 0) is a mixture of experts."""
+        return self.moe is not None and self.moe.is_sparse(layer)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
+        """Read the content of a `config.json`, old or transformers-5 form.
+
+        Raises:
+            UnsupportedModelError: the architecture, activation, RoPE kind or quantisation is not supported, or a
+                size is missing or wrong.
+        """
+        architecture = _architecture(config)
+        if config.get("quantization_config"):
+            method = config["quantization_config"].get("quant_method", "unknown")
+            raise UnsupportedModelError(
+                f"the model is quantised ({method!r}); supported are float32, float16 and bfloat16 weights and GGUF files: "
+                "use an unquantised or a GGUF version of it"
+            )
+        activation = config.get("hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise UnsupportedModelError(f"activation {activation!r} is not supported; supported: 'silu'")
+
+        num_heads = _size(config, "num_attention_heads")
+        hidden_size = _size(config, "hidden_size")
+        attention_bias = bool(config.get("attention_bias", False))
+        is_qwen2 = architecture == "Qwen2ForCausalLM"
+        is_qwen3 = architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+        default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
+        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        if num_heads % num_kv_heads:
+            raise UnsupportedModelError(
+                f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+            )
+        trained_context = _size(config, "max_position_embeddings")
+        rope = _rope(config, trained_context)
+        return cls(
+            architecture=architecture,
+            vocab_size=_size(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_size(config, "intermediate_size"),
+            num_layers=_size(config, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=config.get("head_dim") or default_head_dim,
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope=rope,
+            max_position=_max_position(config, architecture, rope, trained_context),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=is_qwen2 or attention_bias,
+            o_bias=attention_bias and not is_qwen2,
+            mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
+            qk_norm=is_qwen3,
+            dtype=_dtype(config),
+            moe=_moe(config) if architecture == "Qwen3MoeForCausalLM" else None,
+        )
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures") or []
+    for name in names:
+        if name in SUPPORTED_ARCHITECTURES:
+            return str(name)
+    found = ", ".join(map(repr, names)) or "none (config.json has no 'architectures')"
+    raise UnsupportedModelError(
+        f"model architecture {found} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+    )
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UnsupportedModelError(f"config.json: {key} is {value!r}; it must be a positive integer")
+    return value
+
+
+def _dtype(config: Mapping[str, Any]) -> str | None:
+    name = config.get("dtype") or config.get("torch_dtype")
+    return None if name is None else str(name).removeprefix("torch.")
+
+
+def _rope(config: Mapping[str, Any], trained_context: int) -> RopeConfig:
+    # transformers 5 keeps everything in rope_parameters; before, rope_theta stood beside rope_scaling.
+    fields = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if kind not in get_args(RopeKind):
+        raise UnsupportedModelError(f"RoPE kind {kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
+    partial = fields.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
+    theta = float(fields.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    original = int(
+        fields.get("original_max_position_embeddings")
+        or config.get("original_max_position_embeddings")
+        or trained_context
+    )
+    factor = fields.get("factor") or (trained_context / original if kind == "yarn" else None)
+    if factor is None:
+        raise UnsupportedModelError(f"config.json: RoPE kind {kind!r} has no 'factor'; it needs one")
+    return RopeConfig(
+        kind=cast(RopeKind, kind),
+        theta=theta,
+        factor=float(factor),
+        original_max_position=original,
+        low_freq_factor=float(fields.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(fields.get("high_freq_factor") or 4.0),
+        beta_fast=float(fields.get("beta_fast") or 32.0),
+        beta_slow=float(fields.get("beta_slow") or 1.0),
+        attention_factor=fields.get("attention_factor"),
+        mscale=fields.get("mscale"),
+        mscale_all_dim=fields.get("mscale_all_dim"),
+        truncate=bool(fields.get("truncate", True)),
+    )
+
+
+def _max_position(config: Mapping[str, Any], architecture: str, rope: RopeConfig, trained_context: int) -> int:
+    longest = trained_context
+    if rope.kind == "yarn":
+        longest = max(longest, int(rope.original_max_position * rope.factor))
+    # Attention sees the whole sequence, which equals a sliding window as long as the sequence fits into it.
+    window = _sliding_window(config, architecture)
+    return longest if window is None else min(longest, window)
+
+
+def _sliding_window(config: Mapping[str, Any], architecture: str) -> int | None:
+    if architecture == "MistralForCausalLM":
+        return cast("int | None", config.get("sliding_window", 4096))
+    if architecture == "LlamaForCausalLM" or not config.get("use_sliding_window", False):
+        return None
+    layer_types = config.get("layer_types")
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None
+    return cast("int | None", config.get("sliding_window", 4096))
+
+
+def _moe(config: Mapping[str, Any]) -> MoEConfig:
+    experts = "num_experts" if "num_experts" in config else "num_local_experts"
+    return MoEConfig(
+        num_experts=_size(config, experts),
+        num_experts_per_tok=_size(config, "num_experts_per_tok"),
+        expert_intermediate_size=_size(config, "moe_intermediate_size"),
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        sparse_step=int(config.get("decoder_sparse_step", 1)),
+        dense_layers=tuple(config.get("mlp_only_layers") or ()),
+    )

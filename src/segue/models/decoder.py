@@ -1,0 +1,115 @@
+"""The decoder-only transformer: Llama, Mistral, Qwen2, Qwen3, SmolLM and Qwen3-MoE, told apart by their config."""
+
+import torch
+from torch import Tensor, nn
+
+from segue.attention.context import Context
+from segue.distributed.collectives import Collectives
+from segue.layers.attention import Attention
+from segue.layers.embedding import ParallelHead, VocabParallelEmbedding
+from segue.layers.mlp import MLP
+from segue.layers.moe import MoE
+from segue.layers.moe_backend import MoEBackend
+from segue.layers.norm import RMSNorm
+from segue.layers.rotary import Rotary
+from segue.models.config import ModelConfig
+from segue.models.rope import inverse_frequencies
+from segue.models.sharding import Shard, shard
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP (or experts), each on the normalised residual stream."""
+
+    def __init__(
+        self, index: int, config: ModelConfig, part: Shard, collectives: Collectives, moe_backend: MoEBackend
+    ) -> None:
+        """Layer `index` from 0."""
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn = Attention(
+            layer=index,
+            hidden_size=config.hidden_size,
+            num_heads=part.num_heads,
+            num_kv_heads=part.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.qkv_bias,
+            o_bias=config.o_bias,
+            qk_norm=config.qk_norm,
+            eps=config.rms_norm_eps,
+            collectives=collectives,
+        )
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = _mlp(index, config, part, collectives, moe_backend)
+
+    def forward(self, x: Tensor, residual: Tensor, angles: tuple[Tensor, Tensor], ctx: Context) -> tuple[Tensor, Tensor]:
+        """Take and return a branch's output, `[T, hidden]`, and the residual stream it is yet to be added to."""
+        x, residual = self.input_norm.add(x, residual)
+        x, residual = self.post_norm.add(self.attn(x, angles, ctx), residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """One rank's share of the model. Parameters are made wherever `torch.device` says, on `meta` as a rule."""
+
+    def __init__(self, config: ModelConfig, collectives: Collectives, moe_backend: MoEBackend) -> None:
+        """Cut `config` for the rank of `collectives`.
+
+        Raises:
+            TensorParallelError: the model cannot be cut into so many parts.
+        """
+        super().__init__()
+        self.config = config
+        self.part = shard(config, collectives.tp)
+        self.embed = VocabParallelEmbedding(self.part.vocab_size, config.hidden_size, collectives=collectives)
+        self.layers = nn.ModuleList(
+            DecoderLayer(index, config, self.part, collectives, moe_backend) for index in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = ParallelHead(
+            self.part.vocab_size,
+            config.hidden_size,
+            config.vocab_size,
+            tied=self.embed if config.tie_embeddings else None,
+            collectives=collectives,
+        )
+        with torch.device("cpu"):
+            self.rotary = Rotary(*inverse_frequencies(config.rope, config.head_dim))
+
+    def forward(self, ctx: Context) -> Tensor:
+        """Run the step of `ctx`; the hidden states after the last norm, `[T, hidden]`, equal on every rank."""
+        ctx.backend.prepare(ctx)
+        residual = self.embed(ctx.input_ids)
+        angles = self.rotary.angles(ctx.positions, residual.dtype)
+        x = torch.zeros_like(residual)
+        for layer in self.layers:
+            x, residual = layer(x, residual, angles, ctx)
+        hidden, _ = self.norm.add(x, residual)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """Float32 logits `[L, vocab_size]` of `[L, hidden]` on rank 0; None on the others."""
+        logits: Tensor | None = self.lm_head(hidden)
+        return logits
+
+    def build_derived(self) -> int:
+        """Derive what the device wants besides the weights themselves (packed copies); bytes taken.
+
+        To be called once the weights are in place and after every change of them.
+        """
+        return 0
+
+
+def _mlp(
+    index: int, config: ModelConfig, part: Shard, collectives: Collectives, moe_backend: MoEBackend
+) -> MLP | MoE:
+    if config.moe is None or not config.is_sparse(index):
+        return MLP(config.hidden_size, part.intermediate_size, bias=config.mlp_bias, collectives=collectives)
+    return MoE(
+        hidden_size=config.hidden_size,
+        num_experts=config.moe.num_experts,
+        num_experts_per_tok=config.moe.num_experts_per_tok,
+        intermediate_size=part.expert_intermediate_size,
+        norm_topk_prob=config.moe.norm_topk_prob,
+        backend=moe_backend,
+        collectives=collectives,
+    )

@@ -1,0 +1,77 @@
+"""How one model is cut over the ranks of a tensor-parallel group."""
+
+from dataclasses import dataclass
+
+from segue.distributed.info import TPInfo
+from segue.errors import TensorParallelError
+from segue.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Sizes of one rank's share of the model. Starts are indices into the whole model."""
+
+    tp: TPInfo
+    num_heads: int
+    head_start: int
+    num_kv_heads: int  # at least one: with more ranks than KV heads, neighbours hold the same head
+    kv_head_start: int
+    intermediate_size: int
+    expert_intermediate_size: int  # 0 without experts
+    vocab_size: int  # rows of this rank, padding included
+    vocab_start: int
+    padded_vocab_size: int  # of all ranks together
+
+
+def shard(config: ModelConfig, tp: TPInfo) -> Shard:
+    """Cut `config` for rank `tp.rank` of `tp.size`.
+
+    Raises:
+        TensorParallelError: the heads or the intermediate size cannot be cut into `tp.size` equal parts.
+    """
+    _check_divisible(config, tp.size)
+    expert_size = config.moe.expert_intermediate_size if config.moe else 0
+    rows = -(-config.vocab_size // tp.size)
+    heads = config.num_heads // tp.size
+    return Shard(
+        tp=tp,
+        num_heads=heads,
+        head_start=tp.rank * heads,
+        num_kv_heads=max(1, config.num_kv_heads // tp.size),
+        kv_head_start=tp.rank * config.num_kv_heads // tp.size,
+        intermediate_size=config.intermediate_size // tp.size,
+        expert_intermediate_size=expert_size // tp.size,
+        vocab_size=rows,
+        vocab_start=tp.rank * rows,
+        padded_vocab_size=rows * tp.size,
+    )
+
+
+def allowed_sizes(config: ModelConfig) -> list[int]:
+    """All tensor-parallel sizes that cut `config` into equal parts, ascending."""
+    return [size for size in range(1, config.num_heads + 1) if not _obstacles(config, size)]
+
+
+def _obstacles(config: ModelConfig, size: int) -> list[str]:
+    found = []
+    if config.num_heads % size:
+        found.append("num_attention_heads must be a multiple of it")
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        found.append("num_key_value_heads must be a multiple or a divisor of it")
+    sizes = []
+    if not all(config.is_sparse(layer) for layer in range(config.num_layers)):
+        sizes.append(config.intermediate_size)
+    if config.moe is not None:
+        sizes.append(config.moe.expert_intermediate_size)
+    found.extend(f"the intermediate size {value} must be a multiple of it" for value in sizes if value % size)
+    return found
+
+
+def _check_divisible(config: ModelConfig, size: int) -> None:
+    obstacles = _obstacles(config, size)
+    if obstacles:
+        allowed = ", ".join(map(str, allowed_sizes(config)))
+        raise TensorParallelError(
+            f"tensor-parallel size {size} does not fit this model (num_attention_heads {config.num_heads}, "
+            f"num_key_value_heads {config.num_kv_heads}): {'; '.join(obstacles)}. Sizes that fit: {allowed}"
+        )

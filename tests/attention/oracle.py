@@ -1,0 +1,20 @@
+"""The truth every attention backend is held to: float64, one request at a time, nothing clever."""
+
+import torch
+from torch import Tensor
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Queries `[q, heads, D]` over keys and values `[kv, kv_heads, D]`, bottom-right causal; `[q, heads, D]` float64."""
+    q_len, heads, _ = query.shape
+    kv_len, kv_heads, _ = keys.shape
+    output = torch.zeros(query.shape, dtype=torch.float64)
+    for p in range(q_len):
+        visible = p + kv_len - q_len + 1
+        if visible <= 0:
+            continue
+        for h in range(heads):
+            g = h // (heads // kv_heads)
+            scores = keys[:visible, g].double() @ query[p, h].double() * scale
+            output[p, h] = scores.softmax(0) @ values[:visible, g].double()
+    return output

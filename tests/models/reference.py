@@ -1,0 +1,178 @@
+"""Tiny random transformers models, their weights as ours, and a paged batch that drives our model."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from segue.attention.base import AttentionShape
+from segue.attention.context import Context
+from segue.attention.cpu import CPUAttention
+from segue.kvcache.pool import KVPool
+from segue.kvcache.table import PageTable
+from segue.models.config import ModelConfig
+from segue.models.decoder import Decoder
+from segue.models.registry import build_model
+from segue.models.sharding import Shard, shard
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "attn_implementation": "eager",
+}
+
+
+def hf_model(architecture: str, **options: Any) -> nn.Module:
+    """A float32 model of random weights, biases and norms included."""
+    torch.manual_seed(1)
+    config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
+    model = getattr(transformers, architecture)(config_class(**{**SIZES, **options})).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
+    return model
+
+
+def hf_config(model: nn.Module) -> dict[str, Any]:
+    """What `config.json` would hold."""
+    return {**model.config.to_dict(), "architectures": [type(model).__name__]}
+
+
+def our_model(model: nn.Module, collectives: Any = None, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The same model, cut for the rank of `collectives`."""
+    config = ModelConfig.from_hf(hf_config(model))
+    ours = build_model(config, dtype=dtype, collectives=collectives)
+    weights = convert(model.state_dict(), config, ours.part)
+    expected = dict(ours.named_parameters())
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert weight.shape == expected[name].shape, name
+        owner, _, leaf = name.rpartition(".")
+        setattr(ours.get_submodule(owner), leaf, nn.Parameter(weight.to(dtype), requires_grad=False))
+    ours.build_derived()
+    return ours
+
+
+def convert(state: dict[str, Tensor], config: ModelConfig, part: Shard) -> dict[str, Tensor]:
+    """Our parameters of one rank, cut out of a transformers state dict by hand."""
+    size, rank = part.tp.size, part.tp.rank
+    d = config.head_dim
+
+    def rows(name: str) -> Tensor:
+        return state[name].chunk(size, 0)[rank]
+
+    def vocab(name: str) -> Tensor:
+        whole = state[name]
+        padding = whole.new_zeros(part.padded_vocab_size - whole.shape[0], whole.shape[1])
+        return torch.cat([whole, padding]).chunk(size, 0)[rank]
+
+    def kv(name: str) -> Tensor:
+        return state[name][part.kv_head_start * d : (part.kv_head_start + part.num_kv_heads) * d]
+
+    out = {"embed.weight": vocab("model.embed_tokens.weight"), "norm.weight": state["model.norm.weight"]}
+    if not config.tie_embeddings:
+        out["lm_head.weight"] = vocab("lm_head.weight")
+    for i in range(config.num_layers):
+        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
+        attn = theirs + "self_attn."
+        out[ours + "input_norm.weight"] = state[theirs + "input_layernorm.weight"]
+        out[ours + "post_norm.weight"] = state[theirs + "post_attention_layernorm.weight"]
+        for leaf in ("weight", "bias") if config.qkv_bias else ("weight",):
+            parts = [rows(attn + f"q_proj.{leaf}"), kv(attn + f"k_proj.{leaf}"), kv(attn + f"v_proj.{leaf}")]
+            out[ours + f"attn.qkv.{leaf}"] = torch.cat(parts)
+        out[ours + "attn.o.weight"] = state[attn + "o_proj.weight"].chunk(size, 1)[rank]
+        if config.o_bias:
+            out[ours + "attn.o.bias"] = state[attn + "o_proj.bias"]
+        if config.qk_norm:
+            out[ours + "attn.q_norm.weight"] = state[attn + "q_norm.weight"]
+            out[ours + "attn.k_norm.weight"] = state[attn + "k_norm.weight"]
+        mlp = theirs + "mlp."
+        if config.is_sparse(i):
+            gate, up = state[mlp + "experts.gate_up_proj"].chunk(2, 1)
+            out[ours + "mlp.router.weight"] = state[mlp + "gate.weight"]
+            out[ours + "mlp.experts.gate_up"] = torch.cat(
+                [gate.chunk(size, 1)[rank], up.chunk(size, 1)[rank]], 1
+            )
+            out[ours + "mlp.experts.down"] = state[mlp + "experts.down_proj"].chunk(size, 2)[rank]
+            continue
+        for leaf in ("weight", "bias") if config.mlp_bias else ("weight",):
+            out[ours + f"mlp.gate_up.{leaf}"] = torch.cat(
+                [rows(mlp + f"gate_proj.{leaf}"), rows(mlp + f"up_proj.{leaf}")]
+            )
+        out[ours + "mlp.down.weight"] = state[mlp + "down_proj.weight"].chunk(size, 1)[rank]
+        if config.mlp_bias:
+            out[ours + "mlp.down.bias"] = state[mlp + "down_proj.bias"]
+    return {name: weight.contiguous() for name, weight in out.items()}
+
+
+@dataclass
+class Batch:
+    """Runs ragged steps of several sequences through a model and a dirty paged pool."""
+
+    model: Decoder
+    page_size: int
+    num_sequences: int
+    max_len: int = 64
+    lengths: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        config, part = self.model.config, shard(self.model.config, self.model.part.tp)
+        dtype = self.model.norm.weight.dtype
+        per_row = -(-self.max_len // self.page_size)
+        self.pool = KVPool(
+            num_pages=per_row * self.num_sequences,
+            num_layers=config.num_layers,
+            page_size=self.page_size,
+            num_kv_heads=part.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            device="cpu",
+        )
+        self.pool.data.fill_(float("nan"))
+        self.table = PageTable(
+            max_running=self.num_sequences,
+            max_seq_len=self.max_len,
+            page_size=self.page_size,
+            scratch_page=self.pool.scratch_page,
+            device="cpu",
+        )
+        pages = torch.randperm(self.pool.num_pages, generator=torch.Generator().manual_seed(3)).tolist()
+        for row in range(self.num_sequences):
+            self.table.assign(row, 0, pages[row * per_row : (row + 1) * per_row])
+        shape = AttentionShape(
+            num_heads=part.num_heads,
+            num_kv_heads=part.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+        )
+        self.backend = CPUAttention(shape, self.pool)
+        self.lengths = [0] * self.num_sequences
+
+    def step(self, tokens: dict[int, list[int]]) -> Tensor | None:
+        """Append tokens to rows, decode rows first; logits of every token, in the order given."""
+        q_lens = [len(ids) for ids in tokens.values()]
+        for row, ids in tokens.items():
+            self.lengths[row] += len(ids)
+        num_decode = next((i for i, q in enumerate(q_lens) if q != 1), len(q_lens))
+        ctx = Context.build(
+            input_ids=torch.tensor([i for ids in tokens.values() for i in ids]),
+            rows=list(tokens),
+            q_lens=q_lens,
+            kv_lens=[self.lengths[row] for row in tokens],
+            num_decode=num_decode,
+            page_table=self.table,
+            kv=self.pool,
+            backend=self.backend,
+        )
+        with torch.inference_mode():
+            return self.model.logits(self.model(ctx))
