@@ -1,0 +1,242 @@
+"""How many KV pages fit: free memory, the page-count formula, and the agreement of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from segue.errors import MemoryImbalanceError, OutOfMemoryError
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+MIN_PAGES = 2
+MAX_IMBALANCE = 2 * GIB
+CPU_POOL_LIMIT = 4 * GIB
+GRAPH_RESERVE = 1 * GIB  # CUDA graphs and their private memory pools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Bytes of one rank that are neither weights nor KV pages."""
+
+    batch_state: int
+    derived: int = 0  # copies of weights in another layout, made for speed
+    staging: int = 0  # pinned host buffers and their copies on the device
+    activations: int = 0  # peak of one eager step of the largest chunk
+    graphs: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it, in bytes."""
+        return self.batch_state + self.derived + self.staging + self.activations + self.graphs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What the page count depends on. Sizes are bytes of one rank, unless said otherwise."""
+
+    free_before: int  # before the weights were loaded, the least of all ranks
+    memory_ratio: float  # share of free_before the engine may use
+    arena_bytes: int
+    reserve: Reserve
+    page_bytes: int
+    page_size: int  # tokens
+    longest: int  # tokens: the model's longest sequence, or --max-model-len where that is less
+    max_running_requests: int
+    local_ranks: int = 1  # that share this memory: 1 on CUDA, all ranks of the host on CPU
+    # Bytes, CPU only: the pool takes no more, nor more than all requests at full length need.
+    pool_limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The outcome: the same on all ranks."""
+
+    num_pages: int
+    max_seq_len: int  # tokens of the longest request
+    pool_bytes: int  # of one rank, the scratch page included
+    limited_by: str  # for the log: what set num_pages
+
+
+def page_bytes(
+    *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, itemsize: int, tp_size: int
+) -> int:
+    """Bytes that one page of `page_size` tokens takes on one of `tp_size` ranks, all layers together.
+
+    `num_kv_heads` counts the whole model's; with more ranks than KV heads each rank holds one.
+    """
+    return 2 * head_dim * max(1, num_kv_heads // tp_size) * page_size * itemsize * num_layers
+
+
+def formula_pages(demand: Demand) -> int:
+    """Pages that fit by the formula; may be negative. One page is taken off for the scratch page.
+
+    Where ranks share one memory, what they all hold is taken from it and the rest is split evenly.
+    """
+    ranks = demand.local_ranks
+    usable = int(demand.memory_ratio * demand.free_before)
+    rest = usable - ranks * (demand.arena_bytes + demand.reserve.total)
+    return rest // (ranks * demand.page_bytes) - 1
+
+
+def plan_pages(demand: Demand, num_kv_tokens: int | None = None) -> Budget:
+    """Decide the number of KV pages and the longest sequence.
+
+    Args:
+        demand: sizes and limits.
+        num_kv_tokens: the user's own number, which replaces formula and limits but not what is there.
+
+    Raises:
+        OutOfMemoryError: fewer than two pages, or `num_kv_tokens` needs more memory than is free.
+    """
+    if num_kv_tokens is None:
+        num_pages, limited_by = _automatic_pages(demand)
+    else:
+        num_pages, limited_by = -(-num_kv_tokens // demand.page_size), "--num-kv-tokens"
+        _check_explicit(demand, num_pages, num_kv_tokens)
+    if num_pages < MIN_PAGES:
+        raise _too_few(demand, num_pages, explicit=num_kv_tokens is not None)
+    return Budget(
+        num_pages=num_pages,
+        max_seq_len=min(demand.longest, num_pages * demand.page_size),
+        pool_bytes=(num_pages + 1) * demand.page_bytes,
+        limited_by=limited_by,
+    )
+
+
+def _automatic_pages(demand: Demand) -> tuple[int, str]:
+    choices = [(formula_pages(demand), "free memory")]
+    if demand.pool_limit is not None:
+        full_length = demand.max_running_requests * -(-demand.longest // demand.page_size)
+        choices.append((full_length, f"{demand.max_running_requests} requests of {demand.longest} tokens"))
+        limit = demand.pool_limit // demand.page_bytes - 1
+        choices.append((limit, f"the limit of {gib(demand.pool_limit)} on CPU"))
+    return min(choices)
+
+
+def _check_explicit(demand: Demand, num_pages: int, num_kv_tokens: int) -> None:
+    needed = demand.local_ranks * (
+        demand.arena_bytes + demand.reserve.total + (num_pages + 1) * demand.page_bytes
+    )
+    if needed > demand.free_before:
+        raise OutOfMemoryError(
+            f"num_kv_tokens={num_kv_tokens} needs {gib(needed)} with weights and buffers, but only "
+            f"{gib(demand.free_before)} is free; lower --num-kv-tokens",
+            param="num_kv_tokens",
+        )
+
+
+def _too_few(demand: Demand, num_pages: int, *, explicit: bool) -> OutOfMemoryError:
+    minimum = MIN_PAGES * demand.page_size
+    if explicit:
+        return OutOfMemoryError(
+            f"num_kv_tokens gives {num_pages} KV page of {demand.page_size} tokens; at least {MIN_PAGES} "
+            f"are needed: raise --num-kv-tokens to {minimum} or more, or lower --page-size",
+            param="num_kv_tokens",
+        )
+    ranks = f" for {demand.local_ranks} ranks" if demand.local_ranks > 1 else ""
+    return OutOfMemoryError(
+        f"the KV cache has room for {max(0, num_pages)} pages of {demand.page_size} tokens "
+        f"({demand.page_bytes} bytes each); at least {MIN_PAGES} are needed. Free before loading: "
+        f"{gib(demand.free_before)}{ranks}, usable at memory_ratio {demand.memory_ratio}; of that each rank "
+        f"takes {gib(demand.arena_bytes)} for weights and {gib(demand.reserve.total)} for activations and "
+        f"buffers. Raise --memory-ratio; lower --chunked-prefill-size, --max-running-requests or "
+        f"--page-size; use a smaller model; or free memory",
+        param="memory_ratio",
+    )
+
+
+def agree_on_free(free: Sequence[int], *, separate: bool) -> int:
+    """The least free memory of all ranks.
+
+    Args:
+        free: bytes free on each rank, by rank.
+        separate: whether each rank has a memory of its own (CUDA). Ranks on the CPU look at the same
+            memory at slightly different times, and that says nothing about imbalance.
+
+    Raises:
+        MemoryImbalanceError: separate memories, and two ranks are more than 2 GiB apart.
+    """
+    least, most = min(free), max(free)
+    if separate and most - least > MAX_IMBALANCE:
+        low, high = free.index(least), free.index(most)
+        raise MemoryImbalanceError(
+            f"rank {low} has {least} bytes free and rank {high} has {most}: {gib(most - least)} apart, more "
+            f"than {gib(MAX_IMBALANCE)}. All ranks get the same number of KV pages, so the rest would lie "
+            f"idle: end what else runs on the device of rank {low}"
+        )
+    return least
+
+
+def free_cpu_memory(root: Path = Path("/")) -> int:
+    """Bytes this process can still use: the machine's, or what its control groups leave where that is less.
+
+    Args:
+        root: where `proc` and `sys` are looked for.
+    """
+    free = [_available_of_machine(root)]
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2: one hierarchy for everything
+            base = root / "sys/fs/cgroup"
+            names = ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        free += _left_in_groups(base, path, *names)
+    return max(0, min(free))
+
+
+def _available_of_machine(root: Path) -> int:
+    for line in _lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise OutOfMemoryError(
+        "free memory is unknown: /proc/meminfo has no MemAvailable; set --num-kv-tokens on a Linux system "
+        "that mounts /proc"
+    )
+
+
+def _left_in_groups(base: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
+    # The path is the host's; inside a container its own group is often mounted at the base, so every
+    # ancestor that exists counts, and the base always does.
+    group = base / path.lstrip("/")
+    found = []
+    while True:
+        limit, usage = _number(group / limit_name), _number(group / usage_name)
+        if limit is not None and usage is not None:
+            # Clean file cache counts as used but is given back on demand.
+            found.append(limit - usage + _statistic(group / "memory.stat", cache_name))
+        if group == base:
+            return found
+        group = group.parent
+
+
+def _statistic(file: Path, name: str) -> int:
+    for line in _lines(file):
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _number(file: Path) -> int | None:
+    lines = _lines(file)
+    return int(lines[0]) if lines and lines[0].isdecimal() else None  # "max": no limit
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def gib(num_bytes: int) -> str:
+    """For people: `1.50 GiB`, or MiB below one GiB."""
+    return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= GIB else f"{num_bytes / MIB:.1f} MiB"

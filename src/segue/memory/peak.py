@@ -1,0 +1,60 @@
+"""How much memory a piece of work takes at its peak."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc_pid_clear_refs(5): the high-water mark falls to the resident size
+
+
+class PeakMeter:
+    """Bytes taken beyond what was held at `start`: of the device's allocator, or resident ones on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+
+    def start(self) -> None:
+        """Forget earlier peaks."""
+        if self._device.type == "cpu":
+            self._before = _reset_resident_peak()
+        else:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+
+    def stop(self) -> int:
+        """The peak since `start`, in bytes."""
+        if self._device.type == "cpu":
+            return max(0, _resident_peak() - self._before)
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+def _reset_resident_peak() -> int:
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+    except OSError:  # not every sandbox has it: then only growth over the highest peak so far is seen
+        return _resident_peak()
+    return _status("VmRSS") or _resident_peak()
+
+
+def _resident_peak() -> int:
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _status(name: str) -> int | None:
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    return None

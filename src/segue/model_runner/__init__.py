@@ -1,0 +1,1 @@
+"""Runs one step of a batch on a device."""

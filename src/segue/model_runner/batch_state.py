@@ -1,0 +1,195 @@
+"""What the device knows of the running requests: persistent tensors, one row a request, changed by deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segue.kvcache.table import PageTable, TokenPool
+from segue.protocol.messages import NewRow, SamplingParams, StepPlan
+
+# Below this a draw is the argmax for any logits that differ at all, and 1 / temperature stays finite.
+_LOWEST_TEMPERATURE = 1e-5
+
+
+class PlanError(RuntimeError):
+    """A step plan that does not continue the one before it. Fatal: rank 0 and this rank disagree."""
+
+
+Column = TypeVar("Column", NDArray[Any], Tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingColumns(Generic[Column]):
+    """Sampling parameters of all rows, one column a parameter, each `[max_running_requests + 1]`."""
+
+    temperature: Column  # float32, 0: greedy
+    inverse_temperature: Column  # float32
+    top_k: Column  # int64, 0: off
+    top_p: Column  # float32
+    min_p: Column  # float32
+    presence_penalty: Column  # float32
+    frequency_penalty: Column  # float32
+    repetition_penalty: Column  # float32
+    seed: Column  # int64
+    prompt_len: Column  # int64
+    min_len: Column  # int64, tokens of prompt and output before a stop token may come
+
+
+_INTEGERS = ("top_k", "seed", "prompt_len", "min_len")
+_COLUMNS = tuple(field.name for field in fields(SamplingColumns))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowExtras:
+    """The sampling parameters that few rows have."""
+
+    bias_ids: NDArray[np.int64]
+    bias_values: NDArray[np.float32]
+    stop_ids: NDArray[np.int64]  # masked until min_len
+    logprobs: int  # -1: none, else how many alternatives
+
+
+class BatchState:
+    """Rows of the running requests.
+
+    Row `max_running_requests` is the dummy row that pads captured graphs: no plan names it. What a freed row
+    leaves behind is harmless: a row is read up to its length only, and its next request writes that far
+    first.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_running_requests: int,
+        max_seq_len: int,
+        page_table: PageTable,
+        device: torch.device,
+    ) -> None:
+        num_rows = max_running_requests + 1
+        self.device = device
+        self.step = 0  # of the last plan applied
+        self.page_table = page_table
+        self.token_pool = TokenPool(max_running=max_running_requests, max_seq_len=max_seq_len, device=device)
+        self.lengths = np.zeros(num_rows, dtype=np.int64)  # tokens whose KV is computed or being computed
+        # The host's columns decide what is launched, the device's are computed with; on a CPU they are one.
+        self.host = _host_columns(num_rows)
+        self.on_device = _device_columns(self.host, device)
+        self.extras: dict[int, RowExtras] = {}  # rows without an entry have none
+
+    @staticmethod
+    def num_bytes(*, max_running_requests: int, max_seq_len: int, page_size: int) -> int:
+        """Bytes on the device, for the memory budget; at most a page table line more than it takes."""
+        table = 4 * (max_seq_len // page_size + 32)
+        tokens = 4 * (max_seq_len + 1)
+        columns = 4 * (len(_COLUMNS) + len(_INTEGERS))  # integers are twice as wide
+        return (max_running_requests + 1) * (table + tokens + columns)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over a plan's deltas: new rows, page table entries, lengths after this step.
+
+        Raises:
+            PlanError: the plan is not the next one, or a sequence does not go on where its row ended.
+        """
+        if plan.step != self.step + 1:
+            raise PlanError(f"step {plan.step} came after step {self.step}: a plan was lost or repeated")
+        self.step = plan.step
+        if plan.new_rows:
+            self._add_rows(plan.new_rows)
+        if plan.pages:
+            self._put_pages(plan.pages)
+        self._advance(plan)
+
+    def write_tokens(self, rows: NDArray[np.int64], positions: NDArray[np.int64], tokens: Tensor) -> None:
+        """Put `tokens` (int64, on the device) at `positions` of `rows`, where the next step reads them."""
+        where = torch.from_numpy(np.stack([rows, positions])).to(self.device)
+        self.token_pool.data[where[0], where[1]] = tokens.to(torch.int32)
+
+    def num_top(self, row: int) -> int:
+        """How many alternatives the row's log-probabilities come with; -1: it wants none."""
+        extras = self.extras.get(row)
+        return -1 if extras is None else extras.logprobs
+
+    def _add_rows(self, new_rows: Sequence[NewRow]) -> None:
+        for new in new_rows:
+            tokens = np.frombuffer(new.tokens, dtype=np.int32)
+            self.token_pool.data[new.row, : len(tokens)] = torch.from_numpy(tokens.copy())
+            self.page_table.data[new.row] = self.page_table.scratch_page
+            self.lengths[new.row] = -1  # known when the plan's first chunk says where it starts
+            self._set_columns(new.row, new.prompt_len, new.params)
+            self._set_extras(new.row, new.params)
+        if self.device.type != "cpu":
+            changed = np.array([new.row for new in new_rows])
+            index = torch.from_numpy(changed).to(self.device)
+            for name in _COLUMNS:
+                values = torch.from_numpy(getattr(self.host, name)[changed])
+                getattr(self.on_device, name)[index] = values.to(self.device)
+
+    def _set_columns(self, row: int, prompt_len: int, params: SamplingParams) -> None:
+        host = self.host
+        host.temperature[row] = params.temperature
+        host.inverse_temperature[row] = 1.0 / max(params.temperature, _LOWEST_TEMPERATURE)
+        host.top_k[row] = params.top_k
+        host.top_p[row] = params.top_p
+        host.min_p[row] = params.min_p
+        host.presence_penalty[row] = params.presence_penalty
+        host.frequency_penalty[row] = params.frequency_penalty
+        host.repetition_penalty[row] = params.repetition_penalty
+        host.seed[row] = (params.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+        host.prompt_len[row] = prompt_len
+        host.min_len[row] = prompt_len + params.min_new_tokens
+
+    def _set_extras(self, row: int, params: SamplingParams) -> None:
+        waits = params.min_new_tokens > 0 and params.stop_token_ids
+        if not waits and not params.logit_bias and params.logprobs < 0 and params.prompt_logprobs_start < 0:
+            self.extras.pop(row, None)
+            return
+        self.extras[row] = RowExtras(
+            bias_ids=np.fromiter(params.logit_bias, dtype=np.int64),
+            bias_values=np.fromiter(params.logit_bias.values(), dtype=np.float32),
+            stop_ids=np.array(params.stop_token_ids if waits else (), dtype=np.int64),
+            logprobs=params.logprobs,
+        )
+
+    def _put_pages(self, pages: Sequence[tuple[int, int, list[int]]]) -> None:
+        rows: list[int] = []
+        columns: list[int] = []
+        values: list[int] = []
+        for row, first, ids in pages:
+            rows += [row] * len(ids)
+            columns += range(first, first + len(ids))
+            values += ids
+        where = torch.tensor([rows, columns], dtype=torch.int64).to(self.device)
+        data = torch.tensor(values, dtype=torch.int32).to(self.device)
+        self.page_table.data[where[0], where[1]] = data
+
+    def _advance(self, plan: StepPlan) -> None:
+        rows = np.array(plan.rows, dtype=np.int64)
+        starts = np.array(plan.starts, dtype=np.int64)
+        known = self.lengths[rows]
+        wrong = (known != starts) & (known >= 0)
+        if wrong.any():
+            index = int(wrong.argmax())
+            raise PlanError(
+                f"step {plan.step} starts row {rows[index]} at {starts[index]}, but {known[index]} of its "
+                f"tokens are computed"
+            )
+        self.lengths[rows] = starts + np.array(plan.lens, dtype=np.int64)
+
+
+def _host_columns(num_rows: int) -> SamplingColumns[NDArray[Any]]:
+    def column(name: str) -> NDArray[Any]:
+        return np.zeros(num_rows, dtype=np.int64 if name in _INTEGERS else np.float32)
+
+    return SamplingColumns(**{name: column(name) for name in _COLUMNS})
+
+
+def _device_columns(host: SamplingColumns[NDArray[Any]], device: torch.device) -> SamplingColumns[Tensor]:
+    columns = {name: torch.from_numpy(getattr(host, name)).to(device) for name in _COLUMNS}
+    return SamplingColumns(**columns)

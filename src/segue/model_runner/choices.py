@@ -1,0 +1,67 @@
+"""What is chosen at start where the user did not: device, dtype, sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from segue.config import EngineConfig
+from segue.distributed.info import TPInfo
+from segue.errors import ConfigError, TensorParallelError
+from segue.weights.source import ModelSource
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """Options with nothing left open."""
+
+    device: torch.device
+    dtype: torch.dtype  # of weights and KV
+    page_size: int
+    max_running_requests: int
+    chunked_prefill_size: int
+    longest: int  # tokens: what the model or --max-model-len allows
+
+
+def choose(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Choices:
+    """Fill in what `config` leaves open.
+
+    Raises:
+        ConfigError: a device that is not there.
+        TensorParallelError: more ranks than CUDA devices.
+    """
+    device = _device(config, tp)
+    model_len = source.config.max_position
+    on_cpu = device.type == "cpu"
+    return Choices(
+        device=device,
+        dtype=_dtype(config, source),
+        page_size=config.page_size or (16 if on_cpu else 64),
+        max_running_requests=config.max_running_requests or (16 if on_cpu else 256),
+        chunked_prefill_size=config.chunked_prefill_size or (512 if on_cpu else 8192),
+        longest=min(model_len, config.max_model_len or model_len),
+    )
+
+
+def _device(config: EngineConfig, tp: TPInfo) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cpu" or (config.device == "auto" and not has_cuda):
+        return torch.device("cpu")
+    if not has_cuda:
+        raise ConfigError("device='cuda', but torch sees no CUDA device; use --device cpu", param="device")
+    if tp.size > torch.cuda.device_count():
+        raise TensorParallelError(
+            f"tp={tp.size}, but there are {torch.cuda.device_count()} CUDA devices; lower --tp", param="tp"
+        )
+    return torch.device("cuda", tp.rank)
+
+
+def _dtype(config: EngineConfig, source: ModelSource) -> torch.dtype:
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    # Quantised values and float32 checkpoints lose nothing that matters in bfloat16.
+    is_half = source.config.dtype == "float16" and source.gguf is None
+    return torch.float16 if is_half else torch.bfloat16

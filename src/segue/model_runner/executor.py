@@ -1,0 +1,98 @@
+"""One step on the device: trunk (the model, up to the logits) and tail (sampling and writing the tokens)."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from segue.distributed.collectives import Collectives
+from segue.model_runner.batch_state import BatchState
+from segue.model_runner.inputs import InputBuilder, PromptRun, StepInputs
+from segue.model_runner.logprobs import Logprobs, logprobs_of
+from segue.model_runner.output import StepOutputs
+from segue.model_runner.sampler import Sampled, Sampler
+from segue.models.decoder import Decoder
+from segue.protocol.messages import StepPlan
+
+_LOGITS_BYTES = 16 << 20  # float32 logits of a prompt held at a time
+
+
+class StepExecutor:
+    """Runs step plans, one after the other, on the thread or stream that calls it."""
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        state: BatchState,
+        inputs: InputBuilder,
+        sampler: Sampler,
+        collectives: Collectives,
+        vocab_size: int,
+    ) -> None:
+        self._model = model
+        self._state = state
+        self._inputs = inputs
+        self._sampler = sampler
+        self._collectives = collectives
+        self._slice = max(1, _LOGITS_BYTES // (4 * vocab_size))
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepOutputs:
+        """Apply the deltas, run the model, sample, and write the tokens where the next step reads them."""
+        started = time.monotonic()
+        self._state.apply(plan)
+        inputs = self._inputs.build(plan)
+        hidden = self._model(inputs.context)
+        sampled = self._sample(hidden, inputs, plan)
+        prompt_logprobs = {run.row: self._prompt_logprobs(hidden, run) for run in inputs.prompt_runs}
+        return _outputs(plan.step, started, sampled, prompt_logprobs)
+
+    def _sample(self, hidden: Tensor, inputs: StepInputs, plan: StepPlan) -> Sampled:
+        count = len(inputs.rows)
+        if count == 0:
+            return Sampled(tokens=torch.empty(0, dtype=torch.int64, device=hidden.device))
+        context = inputs.context
+        every_token = count == len(hidden)
+        logits = self._model.logits(hidden if every_token else hidden[context.logit_indices])
+        if logits is not None:
+            sampled = self._sampler.sample(logits, inputs.rows, inputs.positions, plan.tail)
+        else:
+            sampled = Sampled(tokens=torch.empty(count, dtype=torch.int64, device=hidden.device))
+        tokens = self._collectives.broadcast(sampled.tokens)
+        self._state.write_tokens(inputs.rows, inputs.positions, tokens)
+        return sampled
+
+    def _prompt_logprobs(self, hidden: Tensor, run: PromptRun) -> list[Logprobs]:
+        # A slice at a time: all logits of a chunk at once would be hundreds of MB.
+        known = self._state.token_pool.data[run.row, run.position : run.position + run.count].to(torch.int64)
+        num_top = max(0, self._state.num_top(run.row))
+        parts = []
+        for start in range(0, run.count, self._slice):
+            end = min(start + self._slice, run.count)
+            logits = self._model.logits(hidden[run.hidden_start + start : run.hidden_start + end])
+            if logits is not None:
+                parts.append(logprobs_of(logits, known[start:end], [num_top] * (end - start)))
+        return parts
+
+
+def _outputs(
+    step: int, started: float, sampled: Sampled, prompt_logprobs: dict[int, list[Logprobs]]
+) -> StepOutputs:
+    on_cpu = sampled.tokens.device.type == "cpu"
+    outputs = StepOutputs(
+        step=step,
+        started=started,
+        next_tokens_device=sampled.tokens,
+        next_tokens_host=sampled.tokens.to("cpu", non_blocking=True),
+        logprobs=sampled.logprobs.to_host() if sampled.logprobs else None,
+        logprob_indices=sampled.logprob_indices,
+        prompt_logprobs={row: [part.to_host() for part in parts] for row, parts in prompt_logprobs.items()},
+        copy_done=None if on_cpu else torch.Event(sampled.tokens.device),
+        finished=time.monotonic() if on_cpu else 0.0,
+    )
+    if outputs.copy_done is not None:
+        outputs.copy_done.record()
+    return outputs

@@ -1,0 +1,108 @@
+"""From a step plan to what the model and the sampler take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segue.attention.base import AttentionBackend
+from segue.attention.context import Context
+from segue.kvcache.pool import KVPool
+from segue.model_runner.batch_state import BatchState
+from segue.protocol.messages import StepPlan
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRun:
+    """Neighbouring tokens of one prompt whose log-probabilities are wanted."""
+
+    row: int
+    hidden_start: int  # the step's token whose logits are of the run's first token
+    position: int  # of the run's first token
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """One step, ready to run."""
+
+    context: Context  # its logit_indices are those of the sampling sequences
+    rows: Indices  # of the sampling sequences
+    positions: Indices  # of the tokens they sample
+    prompt_runs: list[PromptRun]
+
+
+def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    """The array as a tensor; on a CPU it is the same memory, to CUDA the copy is under way."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class InputBuilder:
+    """Builds each step's forward context from the batch state: a fixed number of vectorised operations."""
+
+    def __init__(self, state: BatchState, kv: KVPool, backend: AttentionBackend) -> None:
+        self._state = state
+        self._kv = kv
+        self._backend = backend
+
+    def build(self, plan: StepPlan) -> StepInputs:
+        """The inputs of `plan`, whose deltas are already applied."""
+        state, device = self._state, self._state.device
+        rows = np.array(plan.rows, dtype=np.int64)
+        starts = np.array(plan.starts, dtype=np.int64)
+        lens = np.array(plan.lens, dtype=np.int64)
+        kv_lens = starts + lens
+        ends = lens.cumsum()
+        if plan.num_decode == len(rows):
+            token_rows, positions = rows, starts
+        else:
+            token_rows = rows.repeat(lens)
+            positions = np.arange(ends[-1]) + (kv_lens - ends).repeat(lens)
+        samples = np.array(plan.samples, dtype=np.bool_)
+        rows_of_tokens = to_device(token_rows, device)
+        positions_device = to_device(positions, device)
+        context = Context(
+            input_ids=state.token_pool.tokens(rows_of_tokens, positions_device),
+            positions=positions_device,
+            slots=state.page_table.slots(rows_of_tokens, positions_device),
+            logit_indices=to_device((ends - 1)[samples], device),
+            rows=plan.rows,
+            q_lens=plan.lens,
+            kv_lens=kv_lens.tolist(),
+            rows_device=to_device(rows, device),
+            kv_lens_device=to_device(kv_lens.astype(np.int32), device),
+            q_starts_device=to_device(np.concatenate(([0], ends)).astype(np.int32), device),
+            num_decode=plan.num_decode,
+            page_table=state.page_table,
+            kv=self._kv,
+            backend=self._backend,
+        )
+        return StepInputs(
+            context=context,
+            rows=rows[samples],
+            positions=kv_lens[samples],
+            prompt_runs=_prompt_runs(plan, samples, ends, kv_lens),
+        )
+
+
+def _prompt_runs(
+    plan: StepPlan, samples: NDArray[np.bool_], ends: Indices, kv_lens: Indices
+) -> list[PromptRun]:
+    # A sampling sequence's last logits are for the token it samples.
+    counts = np.array(plan.num_logits, dtype=np.int64) - samples
+    return [
+        PromptRun(
+            row=plan.rows[i],
+            hidden_start=int(ends[i]) - plan.num_logits[i],
+            position=int(kv_lens[i]) - plan.num_logits[i] + 1,
+            count=int(counts[i]),
+        )
+        for i in counts.nonzero()[0].tolist()
+    ]

@@ -1,0 +1,272 @@
+"""One rank's model on its device: made in twelve steps, then asked for one forward step after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from segue.attention import registry as attention
+from segue.attention.base import AttentionShape
+from segue.config import EngineConfig
+from segue.distributed.groups import TPGroups, connect
+from segue.distributed.info import TPInfo
+from segue.kvcache.table import PageTable
+from segue.layers import moe_backend
+from segue.memory.budget import (
+    CPU_POOL_LIMIT,
+    GRAPH_RESERVE,
+    Budget,
+    Demand,
+    Reserve,
+    agree_on_free,
+    free_cpu_memory,
+    gib,
+    page_bytes,
+    plan_pages,
+)
+from segue.model_runner.batch_state import BatchState
+from segue.model_runner.choices import Choices, choose
+from segue.model_runner.executor import StepExecutor
+from segue.model_runner.inputs import InputBuilder
+from segue.model_runner.output import ForwardOutput
+from segue.model_runner.sampler import Sampler
+from segue.model_runner.stream import keep_freed_memory, make_stream
+from segue.model_runner.trial import make_pool, measure_activations
+from segue.models.config import ModelConfig
+from segue.models.registry import build_model
+from segue.models.sharding import shard
+from segue.protocol.messages import InitStep, StepPlan
+from segue.weights.checkpoint import load_weights
+from segue.weights.source import ModelSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLimits:
+    """What the runner can hold; the same on every rank."""
+
+    num_pages: int
+    page_size: int  # tokens
+    max_seq_len: int  # tokens of one request, prompt and output
+    max_running_requests: int
+    chunked_prefill_size: int  # prompt tokens a step
+
+
+class _Progress:
+    """Times the steps of the initialisation and reports each."""
+
+    def __init__(self, report: Callable[[InitStep], None]) -> None:
+        self._report = report
+        self.num_bytes = 0
+        self.detail = ""
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """One step; inside it `num_bytes` and `detail` may be set."""
+        self.num_bytes, self.detail = 0, ""
+        started = time.monotonic()
+        yield
+        self._report(InitStep(name, time.monotonic() - started, self.num_bytes, self.detail))
+
+
+class ModelRunner:
+    """Runs step plans on one rank. Every rank gets the same plans in the same order."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        tp: TPInfo,
+        run_dir: Path,
+        report: Callable[[InitStep], None],
+    ) -> None:
+        """Initialise in twelve steps (seed 003), each timed and reported.
+
+        Args:
+            config: the engine's options.
+            source: where the weights come from.
+            tp: this rank.
+            run_dir: a directory that all ranks see, where they meet.
+            report: called once for each step, in order, when it is done.
+
+        Raises:
+            SegueError: what the user can change: device, sizes, memory, model files.
+        """
+        progress = _Progress(report)
+        self.tp = tp
+        with progress.step("device"):
+            model_config = source.config
+            shard(model_config, tp)  # fails here, where no rank waits for another yet
+            choices = choose(config, source, tp)
+            backend_entry = attention.select(
+                config.attention_backend,
+                device=choices.device,
+                dtype=choices.dtype,
+                page_size=choices.page_size,
+            )
+            experts = moe_backend.select("auto", choices.device)
+            progress.detail = f"{choices.device}, {choices.dtype}, rank {tp.rank} of {tp.size}"
+        with progress.step("communication"):
+            groups = connect(tp, rendezvous=run_dir / "rendezvous", device=choices.device)
+            progress.detail = "none: one rank" if tp.size == 1 else f"{tp.size} ranks"
+        with progress.step("free memory"):
+            free_before = progress.num_bytes = _agree_on_free_memory(groups, choices.device)
+        with progress.step("weights"):
+            model = build_model(
+                model_config,
+                dtype=choices.dtype,
+                collectives=groups.collectives,
+                moe_backend=experts.run,
+            )
+            self.arena = load_weights(
+                model, model_config, source, tp, choices.device, choices.dtype, seed=config.seed
+            )
+            derived = model.build_derived()
+            if choices.device.type == "cpu":
+                keep_freed_memory()
+            progress.num_bytes = self.arena.num_bytes
+            progress.detail = f"and {gib(derived)} of packed copies" if derived else ""
+        with progress.step("page count"):
+            shape = AttentionShape(
+                num_heads=model.part.num_heads,
+                num_kv_heads=model.part.num_kv_heads,
+                head_dim=model_config.head_dim,
+                scale=model_config.head_dim**-0.5,
+            )
+            # On the stream: the first step there pays for its worker threads.
+            self._stream = make_stream(choices.device)
+            trial = partial(measure_activations, model, choices, backend_entry, shape)
+            budget = _plan_memory(
+                config,
+                choices,
+                model_config,
+                groups,
+                free_before=free_before,
+                arena_bytes=self.arena.num_bytes,
+                derived=derived,
+                activations=self._stream.submit(trial).result(),
+            )
+            progress.detail = (
+                f"{budget.num_pages} pages of {choices.page_size} tokens, set by {budget.limited_by}; "
+                f"longest sequence {budget.max_seq_len} tokens"
+            )
+        with progress.step("KV pool"):
+            kv = make_pool(model, choices, num_pages=budget.num_pages)
+            progress.num_bytes = kv.data.nbytes
+        with progress.step("page table"):
+            page_table = PageTable(
+                max_running=choices.max_running_requests,
+                max_seq_len=budget.max_seq_len,
+                page_size=choices.page_size,
+                scratch_page=kv.scratch_page,
+                device=choices.device,
+            )
+            state = BatchState(
+                max_running_requests=choices.max_running_requests,
+                max_seq_len=budget.max_seq_len,
+                page_table=page_table,
+                device=choices.device,
+            )
+            progress.num_bytes = page_table.data.nbytes + state.token_pool.data.nbytes
+        with progress.step("attention backend"):
+            backend = backend_entry.make(shape, kv)
+            progress.detail = backend_entry.name
+        with progress.step("MoE backend"):
+            progress.detail = experts.name if model_config.moe else "none: a dense model"
+        with progress.step("context"):
+            inputs = InputBuilder(state, kv, backend)
+        with progress.step("sampler"):
+            self._executor = StepExecutor(
+                model=model,
+                state=state,
+                inputs=inputs,
+                sampler=Sampler(state),
+                collectives=groups.collectives,
+                vocab_size=model_config.vocab_size,
+            )
+        with progress.step("CUDA graphs"):
+            progress.detail = "none: steps run eagerly"
+        self.tp = tp
+        self.device = choices.device
+        self.dtype = choices.dtype
+        self.vocab_size = model_config.vocab_size
+        self.attention_backend = backend_entry.name
+        self.weight_bytes = self.arena.num_bytes
+        self.kv_bytes = kv.data.nbytes
+        self.limits = RunnerLimits(
+            num_pages=budget.num_pages,
+            page_size=choices.page_size,
+            max_seq_len=budget.max_seq_len,
+            max_running_requests=choices.max_running_requests,
+            chunked_prefill_size=choices.chunked_prefill_size,
+        )
+
+    def forward_batch(self, plan: StepPlan) -> ForwardOutput:
+        """Submit a step and return at once; steps run in the order they are submitted.
+
+        A step may be submitted before the one ahead of it is read: its decode rows take their input where
+        that one wrote it.
+        """
+        return ForwardOutput(self._stream.submit(partial(self._executor.run, plan)))
+
+    def close(self) -> None:
+        """Finish what was submitted and stop."""
+        self._stream.close()
+
+
+def _agree_on_free_memory(groups: TPGroups, device: torch.device) -> int:
+    on_cpu = device.type == "cpu"
+    free = free_cpu_memory() if on_cpu else torch.cuda.mem_get_info(device)[0]
+    return agree_on_free([values[0] for values in groups.all_gather([free])], separate=not on_cpu)
+
+
+def _plan_memory(
+    config: EngineConfig,
+    choices: Choices,
+    model: ModelConfig,
+    groups: TPGroups,
+    *,
+    free_before: int,
+    arena_bytes: int,
+    derived: int,
+    activations: int,
+) -> Budget:
+    # The most that any rank takes, so that all ranks come to the same number, or to the same error.
+    gathered = groups.all_gather([arena_bytes, derived, activations])
+    arena_bytes, derived, activations = (max(values) for values in zip(*gathered, strict=True))
+    on_cpu = choices.device.type == "cpu"
+    reserve = Reserve(
+        batch_state=BatchState.num_bytes(
+            max_running_requests=choices.max_running_requests,
+            max_seq_len=choices.longest,
+            page_size=choices.page_size,
+        ),
+        derived=derived,
+        activations=activations,
+        graphs=0 if on_cpu else GRAPH_RESERVE,
+    )
+    demand = Demand(
+        free_before=free_before,
+        memory_ratio=config.memory_ratio,
+        arena_bytes=arena_bytes,
+        reserve=reserve,
+        page_bytes=page_bytes(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            page_size=choices.page_size,
+            itemsize=choices.dtype.itemsize,
+            tp_size=groups.tp.size,
+        ),
+        page_size=choices.page_size,
+        longest=choices.longest,
+        max_running_requests=choices.max_running_requests,
+        local_ranks=groups.tp.size if on_cpu else 1,
+        pool_limit=CPU_POOL_LIMIT if on_cpu else None,
+    )
+    return plan_pages(demand, config.num_kv_tokens)

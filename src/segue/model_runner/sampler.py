@@ -1,0 +1,154 @@
+"""From logits to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segue.model_runner.batch_state import BatchState, SamplingColumns
+from segue.model_runner.categorical import argmax, draw, draw_candidates
+from segue.model_runner.filters import candidates
+from segue.model_runner.logprobs import Logprobs, logprobs_of
+from segue.model_runner.penalties import penalise
+from segue.protocol.messages import Tail
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """The tokens of a step and, where rows asked for them, log-probabilities."""
+
+    tokens: Tensor  # int64 [B]
+    logprobs: Logprobs | None = None  # of the sequences below
+    logprob_indices: Sequence[int] = ()  # into tokens
+
+
+class Sampler:
+    """Samples one token for each of B rows, with the parameters that `state` holds for them.
+
+    In this order: log-probabilities are taken from the raw logits; penalties; bias; stop tokens masked until
+    min_new_tokens; then the likeliest token, or temperature, top-k, top-p, min-p and a draw. Randomness is a
+    function of (seed, position), and each row is computed as if it were alone, so that batch, tail, rank and
+    retraction make no difference.
+    """
+
+    def __init__(self, state: BatchState) -> None:
+        self._state = state
+
+    def sample(self, logits: Tensor, rows: Indices, positions: Indices, tail: Tail) -> Sampled:
+        """Choose the tokens at `positions` of `rows`.
+
+        Args:
+            logits: float32 `[B, V]`; overwritten in the full tail.
+            rows: `[B]`.
+            positions: `[B]`: of the tokens sampled, so as many tokens of the row are known.
+            tail: "plain" promises that no row has more than a temperature.
+        """
+        if tail == "plain":
+            return Sampled(tokens=self._choose(logits, rows, positions, filtered=None))
+        asked = [i for i, row in enumerate(rows.tolist()) if self._state.num_top(row) >= 0]
+        raw = logits[self._index(asked)] if asked else None
+        self._penalise(logits, rows, positions)
+        self._bias(logits, rows, positions)
+        tokens = self._choose(logits, rows, positions, filtered=self._filtered(rows))
+        if raw is None:
+            return Sampled(tokens=tokens)
+        num_top = [self._state.num_top(int(rows[i])) for i in asked]
+        logprobs = logprobs_of(raw, tokens[self._index(asked)], num_top)
+        return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=asked)
+
+    def _filtered(self, rows: Indices) -> NDArray[np.bool_]:
+        host = self._state.host
+        return (host.top_k[rows] > 0) | (host.top_p[rows] < 1.0) | (host.min_p[rows] > 0.0)
+
+    def _choose(
+        self, logits: Tensor, rows: Indices, positions: Indices, *, filtered: NDArray[np.bool_] | None
+    ) -> Tensor:
+        warm = self._state.host.temperature[rows] > 0.0
+        if not warm.any():
+            return argmax(logits)
+        if filtered is None:
+            filtered = np.zeros(len(rows), dtype=np.bool_)
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        for kind, method in (
+            (~warm, self._take_likeliest),
+            (warm & ~filtered, self._draw),
+            (warm & filtered, self._draw_filtered),
+        ):
+            if kind.all():
+                return method(logits, rows, positions)
+            if kind.any():
+                index = self._index(kind.nonzero()[0])
+                tokens[index] = method(logits[index], rows[kind], positions[kind])
+        return tokens
+
+    def _take_likeliest(self, logits: Tensor, rows: Indices, positions: Indices) -> Tensor:
+        return argmax(logits)
+
+    def _draw(self, logits: Tensor, rows: Indices, positions: Indices) -> Tensor:
+        at, columns = self._index(rows), self._state.on_device
+        return draw(logits, columns.inverse_temperature[at], columns.seed[at], self._index(positions))
+
+    def _draw_filtered(self, logits: Tensor, rows: Indices, positions: Indices) -> Tensor:
+        at, columns = self._index(rows), self._state.on_device
+        weights, tokens = candidates(
+            logits,
+            inverse_temperatures=columns.inverse_temperature[at],
+            top_k=columns.top_k[at].clamp(max=logits.shape[1]),
+            top_p=columns.top_p[at],
+            min_p=columns.min_p[at],
+            max_top_k=int(self._state.host.top_k[rows].max()),
+        )
+        return draw_candidates(weights, tokens, columns.seed[at], self._index(positions))
+
+    def _penalise(self, logits: Tensor, rows: Indices, positions: Indices) -> None:
+        host = self._state.host
+        needed = (
+            (host.repetition_penalty[rows] != 1.0)
+            | (host.presence_penalty[rows] != 0.0)
+            | (host.frequency_penalty[rows] != 0.0)
+        ).nonzero()[0]
+        if not len(needed):
+            return
+        index, at = self._index(needed), self._index(rows[needed])
+        columns: SamplingColumns[Tensor] = self._state.on_device
+        longest = int(positions[needed].max())
+        logits[index] = penalise(
+            logits[index],
+            self._state.token_pool.data[at, :longest].to(torch.int64),
+            prompt_lens=columns.prompt_len[at],
+            lengths=self._index(positions[needed]),
+            repetition=columns.repetition_penalty[at],
+            presence=columns.presence_penalty[at],
+            frequency=columns.frequency_penalty[at],
+        )
+
+    def _bias(self, logits: Tensor, rows: Indices, positions: Indices) -> None:
+        which: list[int] = []
+        ids: list[NDArray[np.int64]] = []
+        values: list[NDArray[np.float32]] = []
+        too_early = positions < self._state.host.min_len[rows]
+        for i, row in enumerate(rows.tolist()):
+            extras = self._state.extras.get(row)
+            if extras is None:
+                continue
+            which += [i] * len(extras.bias_ids)
+            ids.append(extras.bias_ids)
+            values.append(extras.bias_values)
+            if too_early[i]:
+                which += [i] * len(extras.stop_ids)
+                ids.append(extras.stop_ids)
+                values.append(np.full(len(extras.stop_ids), -np.inf, dtype=np.float32))
+        if which:
+            where = (self._index(which), self._index(np.concatenate(ids)))
+            change = torch.from_numpy(np.concatenate(values)).to(logits.device)
+            logits.index_put_(where, change, accumulate=True)
+
+    def _index(self, values: Sequence[int] | Indices) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._state.device)

@@ -1,0 +1,208 @@
+"""The page-count formula, the ranks' agreement and free memory, with numbers worked out by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from segue.errors import MemoryImbalanceError, OutOfMemoryError
+from segue.memory.budget import (
+    GIB,
+    Demand,
+    Reserve,
+    agree_on_free,
+    formula_pages,
+    free_cpu_memory,
+    page_bytes,
+    plan_pages,
+)
+
+CUDA = Demand(
+    free_before=10_000_000,
+    memory_ratio=0.88,
+    arena_bytes=3_000_000,
+    reserve=Reserve(batch_state=80_000, derived=20_000, staging=50_000, activations=250_000, graphs=400_000),
+    page_bytes=1000,
+    page_size=64,
+    longest=32768,
+    max_running_requests=256,
+)
+CPU = replace(CUDA, page_size=16, longest=1000, max_running_requests=4, pool_limit=2_000_000)
+
+
+def test_page_bytes_of_smollm2():
+    # 30 layers, 3 KV heads of 64, bfloat16: 23,040 bytes a token
+    sizes = dict(num_layers=30, num_kv_heads=3, head_dim=64, itemsize=2)
+    assert page_bytes(**sizes, page_size=1, tp_size=1) == 23_040
+    assert page_bytes(**sizes, page_size=16, tp_size=1) == 368_640
+    assert page_bytes(**sizes, page_size=16, tp_size=3) == 122_880
+
+
+def test_page_bytes_with_more_ranks_than_kv_heads_counts_one_head():
+    assert page_bytes(num_layers=1, num_kv_heads=2, head_dim=8, page_size=4, itemsize=4, tp_size=4) == 256
+
+
+def test_formula_is_ratio_minus_arena_minus_reserve_over_page_minus_one():
+    # int(0.88 * 10,000,000) = 8,800,000; minus 3,000,000 and 800,000 leaves 5,000,000: 5000 pages
+    assert formula_pages(CUDA) == 4999
+
+
+def test_formula_rounds_pages_down():
+    assert formula_pages(replace(CUDA, page_bytes=1001)) == 5_000_000 // 1001 - 1 == 4994
+
+
+def test_formula_splits_a_shared_memory_over_local_ranks():
+    # 8,800,000 - 2 * 3,800,000 = 1,200,000: 600 pages each, one is scratch
+    assert formula_pages(replace(CUDA, local_ranks=2)) == 599
+
+
+def test_separate_memory_is_not_limited_by_request_count_or_pool_limit():
+    budget = plan_pages(CUDA)
+    assert (budget.num_pages, budget.limited_by) == (4999, "free memory")
+    assert budget.pool_bytes == 5_000_000
+
+
+def test_cpu_pool_is_at_most_all_requests_at_full_length():
+    assert plan_pages(CPU).num_pages == 4 * 63  # 1000 tokens are 63 pages of 16
+    assert plan_pages(CPU).limited_by == "4 requests of 1000 tokens"
+
+
+def test_cpu_pool_with_its_scratch_page_is_at_most_the_limit():
+    budget = plan_pages(replace(CPU, max_running_requests=1000))
+    assert (budget.num_pages, budget.pool_bytes) == (1999, 2_000_000)
+
+
+def test_cpu_pool_is_at_most_the_formula():
+    budget = plan_pages(replace(CPU, free_before=4_400_000, max_running_requests=1000))
+    assert (budget.num_pages, budget.limited_by) == (71, "free memory")  # 3,872,000 - 3,800,000: 72 pages
+
+
+def test_max_seq_len_is_the_shorter_of_model_and_pool():
+    assert plan_pages(CUDA).max_seq_len == 32768
+    assert plan_pages(CUDA, num_kv_tokens=640).max_seq_len == 640
+
+
+def test_num_kv_tokens_replaces_the_formula_and_rounds_up_to_pages():
+    budget = plan_pages(CPU, num_kv_tokens=100)
+    assert (budget.num_pages, budget.limited_by) == (7, "--num-kv-tokens")
+
+
+def test_num_kv_tokens_may_use_more_than_the_ratio_but_not_more_than_is_free():
+    assert plan_pages(CUDA, num_kv_tokens=64 * 6199).num_pages == 6199  # 6,200,000 bytes: all that is left
+    with pytest.raises(OutOfMemoryError, match=r"num_kv_tokens=396800 .*lower --num-kv-tokens"):
+        plan_pages(CUDA, num_kv_tokens=64 * 6200)
+
+
+def test_two_pages_are_enough():
+    demand = replace(CUDA, free_before=10_000_000, memory_ratio=0.3803)
+    assert plan_pages(demand).num_pages == 2
+
+
+def test_fewer_than_two_pages_says_what_to_change():
+    demand = replace(CUDA, memory_ratio=0.3802)
+    with pytest.raises(OutOfMemoryError) as caught:
+        plan_pages(demand)
+    for word in ("1 pages of 64 tokens", "memory_ratio 0.3802", "--memory-ratio", "--chunked-prefill-size"):
+        assert word in caught.value.message
+    assert caught.value.param == "memory_ratio"
+
+
+def test_memory_that_does_not_even_hold_the_weights_is_out_of_memory():
+    with pytest.raises(OutOfMemoryError, match="room for 0 pages"):
+        plan_pages(replace(CUDA, arena_bytes=20_000_000))
+
+
+def test_one_page_by_num_kv_tokens_says_the_least_number():
+    with pytest.raises(OutOfMemoryError, match=r"raise --num-kv-tokens to 32 or more"):
+        plan_pages(CPU, num_kv_tokens=16)
+
+
+def test_ranks_agree_on_the_least():
+    assert agree_on_free([7 * GIB, 6 * GIB, 8 * GIB], separate=True) == 6 * GIB
+
+
+def test_ranks_two_gib_apart_are_allowed():
+    assert agree_on_free([8 * GIB, 6 * GIB], separate=True) == 6 * GIB
+
+
+def test_imbalance_names_ranks_and_bytes():
+    free = [8 * GIB + 1, 7 * GIB, 6 * GIB]
+    with pytest.raises(MemoryImbalanceError) as caught:
+        agree_on_free(free, separate=True)
+    for word in ("rank 2", str(6 * GIB), "rank 0", str(8 * GIB + 1)):
+        assert word in caught.value.message
+
+
+def test_ranks_that_share_memory_are_never_imbalanced():
+    assert agree_on_free([9 * GIB, 1 * GIB], separate=False) == 1 * GIB
+
+
+def _fake_root(root: Path, cgroup: str, files: dict[str, str], available_kib: int = 8_000_000) -> Path:
+    files = {
+        "proc/meminfo": f"MemTotal: 9000000 kB\nMemFree: 5 kB\nMemAvailable:  {available_kib} kB\n",
+        "proc/self/cgroup": cgroup,
+        **files,
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_without_control_groups_the_machine_decides(tmp_path):
+    assert free_cpu_memory(_fake_root(tmp_path, "", {})) == 8_000_000 * 1024
+
+
+def test_cgroup_v2_limit_minus_usage(tmp_path):
+    files = {"sys/fs/cgroup/app/memory.max": "3000000\n", "sys/fs/cgroup/app/memory.current": "1000000\n"}
+    assert free_cpu_memory(_fake_root(tmp_path, "0::/app\n", files)) == 2_000_000
+
+
+def test_cgroup_v2_counts_clean_file_cache_as_free(tmp_path):
+    files = {
+        "sys/fs/cgroup/app/memory.max": "3000000\n",
+        "sys/fs/cgroup/app/memory.current": "2900000\n",
+        "sys/fs/cgroup/app/memory.stat": "anon 1000000\ninactive_file 1900000\nactive_file 5\n",
+    }
+    assert free_cpu_memory(_fake_root(tmp_path, "0::/app\n", files)) == 2_000_000
+
+
+def test_cgroup_v2_tightest_ancestor_decides(tmp_path):
+    files = {
+        "sys/fs/cgroup/a/memory.max": "5000000\n",
+        "sys/fs/cgroup/a/memory.current": "4000000\n",
+        "sys/fs/cgroup/a/b/memory.max": "3000000\n",
+        "sys/fs/cgroup/a/b/memory.current": "1000000\n",
+    }
+    assert free_cpu_memory(_fake_root(tmp_path, "0::/a/b\n", files)) == 1_000_000
+
+
+def test_cgroup_v2_without_limit_leaves_the_machine(tmp_path):
+    files = {"sys/fs/cgroup/app/memory.max": "max\n", "sys/fs/cgroup/app/memory.current": "1000000\n"}
+    assert free_cpu_memory(_fake_root(tmp_path, "0::/app\n", files)) == 8_000_000 * 1024
+
+
+def test_cgroup_v1_limit_minus_usage(tmp_path):
+    files = {
+        "sys/fs/cgroup/memory/app/memory.limit_in_bytes": "3000000\n",
+        "sys/fs/cgroup/memory/app/memory.usage_in_bytes": "1500000\n",
+        "sys/fs/cgroup/memory/app/memory.stat": "inactive_file 7\ntotal_inactive_file 500000\n",
+    }
+    assert free_cpu_memory(_fake_root(tmp_path, "3:cpu,cpuacct:/x\n9:memory:/app\n", files)) == 2_000_000
+
+
+def test_cgroup_v1_path_of_the_host_falls_back_to_the_mount(tmp_path):
+    files = {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "3000000\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000000\n",
+    }
+    assert free_cpu_memory(_fake_root(tmp_path, "9:memory:/docker/0123abcd\n", files)) == 2_000_000
+
+
+def test_cgroup_above_its_limit_leaves_nothing(tmp_path):
+    files = {"sys/fs/cgroup/app/memory.max": "1000000\n", "sys/fs/cgroup/app/memory.current": "1000001\n"}
+    assert free_cpu_memory(_fake_root(tmp_path, "0::/app\n", files)) == 0
+
+
+def test_this_machine_has_free_memory():
+    assert free_cpu_memory() > 0

@@ -1,0 +1,42 @@
+"""Runners of tiny checkpoints. Does not import transformers: worker processes of tests start with it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from segue.config import EngineConfig
+from segue.distributed.info import TPInfo
+from segue.model_runner.runner import ModelRunner
+from segue.weights.source import resolve
+
+VOCAB = 331
+
+
+def options(directory: Path, **changes: Any) -> dict[str, Any]:
+    """Engine options that are small, and exact in float32."""
+    return {
+        "model": str(directory),
+        "dtype": "float32",
+        "device": "cpu",
+        "page_size": 4,
+        "num_kv_tokens": 1024,
+        "max_running_requests": 8,
+        "chunked_prefill_size": 64,
+        **changes,
+    }
+
+
+def make_runner(
+    directory: Path, tp: TPInfo | None = None, run_dir: Path = Path("/nonexistent"), **changes: Any
+) -> ModelRunner:
+    """A runner of the checkpoint in `directory`."""
+    config = EngineConfig(**options(directory, **changes))
+    source = resolve(config.model, config.load_format, config.cache_dir)
+    return ModelRunner(config, source, tp or TPInfo(), run_dir, lambda step: None)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (length,), generator=generator).tolist()

@@ -1,0 +1,143 @@
+"""The least of a scheduler: writes step plans by hand for a few requests, and drives one runner with them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from segue.model_runner.output import ForwardOutput
+from segue.model_runner.runner import ModelRunner
+from segue.protocol.messages import NewRow, SamplingParams, StepPlan, StepResult, TokenLogprob, pack_ids
+
+
+@dataclass
+class Sequence:
+    """One request: its tokens and where it stands."""
+
+    row: int
+    tokens: list[int]
+    prompt_len: int
+    params: SamplingParams
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0  # positions launched
+    launched: int = 0  # tokens that exist or are being sampled
+    is_new: bool = True
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+
+class Planner:
+    """Adds requests, plans steps over any of them, reads results."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.step = 0
+        self.free_pages = list(range(runner.limits.num_pages))[::-1]
+        self.free_rows = list(range(runner.limits.max_running_requests))[::-1]
+
+    def add(self, prompt: list[int], *, prompt_len: int | None = None, **params: Any) -> Sequence:
+        """A request; `prompt_len` less than the tokens is one that comes back after a retraction."""
+        options = {"max_new_tokens": 1000, "temperature": 0.0, **params}
+        length = len(prompt) if prompt_len is None else prompt_len
+        sequence = Sequence(self.free_rows.pop(), list(prompt), length, SamplingParams(**options))
+        sequence.launched = len(prompt)
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Give back row and pages."""
+        self.free_rows.append(sequence.row)
+        self.free_pages += sequence.pages
+
+    def plan(self, work: list[tuple[Sequence, int]], tail: str | None = None) -> StepPlan:
+        """A step of `(sequence, tokens)`; whoever reaches its last known token samples."""
+        self.step += 1
+        size = self.runner.limits.page_size
+        new_rows, pages, starts, num_logits, samples = [], [], [], [], []
+        work = sorted(work, key=lambda item: item[1] != 1 or item[0].is_new)
+        num_decode = sum(count == 1 and not sequence.is_new for sequence, count in work)
+        for sequence, count in work:
+            if sequence.is_new:
+                tokens = pack_ids(sequence.tokens)
+                new_rows.append(NewRow(sequence.row, tokens, sequence.prompt_len, sequence.params))
+                sequence.is_new = False
+            end = sequence.computed + count
+            missing = -(-end // size) - len(sequence.pages)
+            if missing > 0:
+                taken = [self.free_pages.pop() for _ in range(missing)]
+                pages.append((sequence.row, len(sequence.pages), taken))
+                sequence.pages += taken
+            last = end == sequence.launched
+            first = sequence.params.prompt_logprobs_start
+            owed = 0
+            if first >= 0:
+                owed = max(0, min(end, sequence.prompt_len - 1) - max(sequence.computed, first - 1))
+            starts.append(sequence.computed)
+            num_logits.append(end - max(sequence.computed, first - 1) if owed else int(last))
+            samples.append(last)
+            sequence.computed = end
+            sequence.launched += last
+        full = any(s.params.tail == "full" or s.params.prompt_logprobs_start >= 0 for s, _ in work)
+        return StepPlan(
+            step=self.step,
+            new_rows=new_rows,
+            pages=pages,
+            num_decode=num_decode,
+            rows=[sequence.row for sequence, _ in work],
+            starts=starts,
+            lens=[count for _, count in work],
+            num_logits=num_logits,
+            samples=samples,
+            tail=tail or ("full" if full else "plain"),
+        )
+
+    def launch(self, work: list[tuple[Sequence, int]], tail: str | None = None) -> "Launched":
+        """Submit a step without reading it."""
+        plan = self.plan(work, tail)
+        by_row = {sequence.row: sequence for sequence, _ in work}
+        return Launched(self.runner.forward_batch(plan), plan, by_row)
+
+    def run(self, work: list[tuple[Sequence, int]], tail: str | None = None) -> StepResult:
+        """Submit a step and read it."""
+        return self.launch(work, tail).read()
+
+    def prefill(self, sequence: Sequence, chunk: int = 1 << 30) -> None:
+        """Compute all known tokens, at most `chunk` a step, and sample the first."""
+        known = len(sequence.tokens)
+        while sequence.computed < known:
+            self.run([(sequence, min(chunk, known - sequence.computed))])
+
+    def decode(self, sequences: list[Sequence], steps: int, tail: str | None = None) -> None:
+        """One token a step for each sequence."""
+        for _ in range(steps):
+            self.run([(sequence, 1) for sequence in sequences], tail)
+
+    def generate(self, prompt: list[int], count: int, chunk: int = 1 << 30, **params: Any) -> Sequence:
+        """One request from start to end, alone."""
+        sequence = self.add(prompt, **params)
+        self.prefill(sequence, chunk)
+        self.decode([sequence], count - 1)
+        self.remove(sequence)
+        return sequence
+
+
+@dataclass
+class Launched:
+    """A step in flight."""
+
+    output: ForwardOutput
+    plan: StepPlan
+    by_row: dict[int, Sequence]
+
+    def read(self) -> StepResult:
+        """Wait, and give every sequence what it got."""
+        result = self.output.result()
+        sampling = [row for row, samples in zip(self.plan.rows, self.plan.samples, strict=True) if samples]
+        logprobs = result.logprobs or [None] * len(sampling)
+        for row, token, logprob in zip(sampling, result.tokens, logprobs, strict=True):
+            self.by_row[row].tokens.append(token)
+            self.by_row[row].logprobs.append(logprob)
+        for row, entries in result.prompt_logprobs.items():
+            self.by_row[row].prompt_logprobs += entries
+        return result

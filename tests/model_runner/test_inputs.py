@@ -1,0 +1,89 @@
+"""From a plan to the forward context."""
+
+import pytest
+import torch
+
+from segue.attention.base import AttentionShape
+from segue.attention.cpu import CPUAttention
+from segue.kvcache.pool import KVPool
+from segue.kvcache.table import PageTable
+from segue.model_runner.batch_state import BatchState
+from segue.model_runner.inputs import InputBuilder, StepInputs
+from segue.protocol.messages import NewRow, SamplingParams, StepPlan, pack_ids
+
+
+@pytest.fixture
+def build():
+    """Applies plans and builds their inputs; rows 0 and 1 decode, row 2 prefills."""
+    kv = KVPool(
+        num_pages=50, num_layers=1, page_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32, device="cpu"
+    )
+    table = PageTable(max_running=4, max_seq_len=64, page_size=4, scratch_page=kv.scratch_page, device="cpu")
+    state = BatchState(max_running_requests=4, max_seq_len=64, page_table=table, device=torch.device("cpu"))
+    shape = AttentionShape(num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
+    builder = InputBuilder(state, kv, CPUAttention(shape, kv))
+
+    def build(plan: StepPlan) -> StepInputs:
+        state.apply(plan)
+        return builder.build(plan)
+
+    params = SamplingParams(max_new_tokens=9)
+    new_rows = [NewRow(row, pack_ids(range(row * 100, row * 100 + 30)), 30, params) for row in range(3)]
+    pages = [(row, 0, [row * 10 + i for i in range(8)]) for row in range(3)]
+    lens = [6, 9, 5]
+    first = build(StepPlan(1, new_rows, pages, 0, [0, 1, 2], [0] * 3, lens, [0] * 3, [False] * 3, "plain"))
+    assert first.context.logit_indices.tolist() == []
+    return build
+
+
+def _mixed(num_logits: list[int], samples: list[bool]) -> StepPlan:
+    return StepPlan(2, [], [], 2, [1, 0, 2], [9, 6, 5], [1, 1, 4], num_logits, samples, "plain")
+
+
+def test_tokens_positions_and_slots_of_a_mixed_step(build):
+    context = build(_mixed([1, 1, 0], [True, True, False])).context
+    assert context.input_ids.tolist() == [109, 6, 205, 206, 207, 208]
+    assert context.positions.tolist() == [9, 6, 5, 6, 7, 8]
+    assert context.slots.tolist() == [12 * 4 + 1, 1 * 4 + 2, 21 * 4 + 1, 21 * 4 + 2, 21 * 4 + 3, 22 * 4]
+    assert context.num_decode == 2
+
+
+def test_the_context_says_the_same_on_the_host_and_the_device(build):
+    context = build(_mixed([1, 1, 0], [True, True, False])).context
+    assert list(context.rows) == context.rows_device.tolist() == [1, 0, 2]
+    assert list(context.kv_lens) == context.kv_lens_device.tolist() == [10, 7, 9]
+    assert list(context.q_lens) == [1, 1, 4]
+    assert context.q_starts_device.tolist() == [0, 1, 2, 6]
+    assert context.kv_lens_device.dtype == context.q_starts_device.dtype == torch.int32
+    assert context.rows_device.dtype == context.slots.dtype == torch.int64
+
+
+def test_only_sampling_sequences_get_logits(build):
+    inputs = build(_mixed([1, 0, 1], [True, False, True]))
+    assert inputs.context.logit_indices.tolist() == [0, 5]
+    assert inputs.rows.tolist() == [1, 2]
+    assert inputs.positions.tolist() == [10, 9]
+    assert inputs.prompt_runs == []
+
+
+def test_a_decode_step_has_one_token_a_row(build):
+    plan = StepPlan(2, [], [], 3, [2, 0, 1], [5, 6, 9], [1] * 3, [1] * 3, [True] * 3, "plain")
+    context = build(plan).context
+    assert context.input_ids.tolist() == [205, 6, 109]
+    assert context.positions.tolist() == [5, 6, 9]
+    assert context.logit_indices.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("num_logits", "samples", "run"),
+    [
+        (3, True, (2, 3, 7, 2)),  # two of the prompt, and the one that samples
+        (3, False, (2, 3, 7, 3)),
+        (1, False, (2, 5, 9, 1)),
+        (4, True, (2, 2, 6, 3)),
+    ],
+)
+def test_logits_beyond_the_sampling_one_are_of_the_prompt(build, num_logits, samples, run):
+    inputs = build(_mixed([1, 1, num_logits], [True, True, samples]))
+    (found,) = inputs.prompt_runs
+    assert (found.row, found.hidden_start, found.position, found.count) == run

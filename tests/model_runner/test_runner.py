@@ -1,0 +1,261 @@
+"""A whole runner on tiny models, driven by hand-written plans, against transformers."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from segue.config import EngineConfig
+from segue.distributed.info import TPInfo
+from segue.errors import ConfigError, OutOfMemoryError, TensorParallelError
+from segue.model_runner.batch_state import PlanError
+from segue.model_runner.runner import ModelRunner
+from segue.weights.source import resolve
+from tests.model_runner import making, tiny
+from tests.model_runner.planner import Planner
+
+STEPS = [
+    "device",
+    "communication",
+    "free memory",
+    "weights",
+    "page count",
+    "KV pool",
+    "page table",
+    "attention backend",
+    "MoE backend",
+    "context",
+    "sampler",
+    "CUDA graphs",
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """Directory and transformers model."""
+    directory = tmp_path_factory.mktemp("llama")
+    return directory, tiny.save_llama(directory)
+
+
+@pytest.fixture(scope="module")
+def runner(llama):
+    runner = making.make_runner(llama[0])
+    yield runner
+    runner.close()
+
+
+@pytest.fixture
+def planner(llama):
+    """On a runner of its own: plans are numbered from 1."""
+    runner = making.make_runner(llama[0])
+    yield Planner(runner)
+    runner.close()
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(1, 64), (5, 64), (37, 8), (70, 64), (33, 1)])
+def test_greedy_tokens_are_those_of_transformers(llama, planner, length, chunk):
+    prompt = making.prompt(length, seed=length)
+    assert planner.generate(prompt, 24, chunk=chunk).output == tiny.reference(llama[1], prompt, 24)
+
+
+def test_prefill_and_decode_share_a_step(llama, planner):
+    prompts = [making.prompt(length, seed=length) for length in (3, 20, 45)]
+    first = planner.add(prompts[0])
+    planner.prefill(first)
+    second = planner.add(prompts[1])
+    planner.run([(first, 1), (second, 13)])
+    third = planner.add(prompts[2])
+    planner.run([(second, 7), (first, 1), (third, 45)])
+    everyone = [first, second, third]
+    planner.decode(everyone, 12)
+    for sequence, prompt in zip(everyone, prompts, strict=True):
+        count = len(sequence.output)
+        assert count >= 13
+        assert sequence.output == tiny.reference(llama[1], prompt, count)
+
+
+def test_a_step_may_be_launched_before_the_one_ahead_is_read(llama, planner):
+    prompts = [making.prompt(length, seed=length) for length in (6, 30)]
+    sequences = [planner.add(prompt) for prompt in prompts]
+    in_flight = [planner.launch([(sequences[0], 6), (sequences[1], 30)])]
+    for _ in range(15):
+        in_flight.append(planner.launch([(sequence, 1) for sequence in sequences]))
+        in_flight.pop(0).read()
+    in_flight.pop(0).read()
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        assert sequence.output == tiny.reference(llama[1], prompt, 16)
+
+
+def test_a_retracted_request_goes_on_as_if_nothing_had_happened(planner):
+    prompt = making.prompt(11)
+    params = {"temperature": 1.1, "seed": 5, "top_p": 0.95, "frequency_penalty": 0.4}
+    undisturbed = planner.generate(prompt, 30, **params).output
+    first = planner.add(prompt, **params)
+    planner.prefill(first)
+    planner.decode([first], 9)
+    planner.remove(first)
+    other = planner.generate(making.prompt(40, seed=3), 5)
+    again = planner.add(first.tokens, prompt_len=len(prompt), **params)
+    planner.prefill(again, chunk=4)
+    planner.decode([again], 19)
+    assert other.row == first.row
+    assert again.output == undisturbed
+
+
+def test_a_row_samples_the_same_alone_and_in_a_batch_and_in_both_tails(planner):
+    prompt = making.prompt(9)
+    params = {"temperature": 0.9, "seed": 21}
+    alone = planner.generate(prompt, 20, **params).output
+    sequence = planner.add(prompt, **params)
+    others = [planner.add(making.prompt(n, seed=n), temperature=1.0, seed=n, top_k=5) for n in (4, 17, 30)]
+    planner.prefill(sequence)
+    for other in others:
+        planner.prefill(other)
+    planner.decode([others[0], sequence, *others[1:]], 19)
+    assert sequence.output == alone
+
+
+def test_logprobs_are_those_of_transformers(llama, planner):
+    prompt = making.prompt(12)
+    sequence = planner.generate(prompt, 8, temperature=1.3, seed=2, top_k=10, logprobs=4)
+    expected = llama[1](torch.tensor([sequence.tokens])).logits[0].log_softmax(-1)
+    for i, entry in enumerate(sequence.logprobs):
+        assert entry is not None
+        row = expected[len(prompt) - 1 + i]
+        assert entry.token == sequence.output[i]
+        assert math.isclose(entry.logprob, row[entry.token], abs_tol=1e-4)
+        assert [token for token, _ in entry.top] == row.topk(4).indices.tolist()
+
+
+@pytest.mark.parametrize("chunk", [64, 7])
+@pytest.mark.parametrize("first", [1, 10])
+def test_prompt_logprobs_are_those_of_transformers(llama, planner, chunk, first):
+    prompt = making.prompt(25)
+    sequence = planner.generate(prompt, 3, chunk=chunk, logprobs=2, prompt_logprobs_start=first)
+    expected = llama[1](torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert [entry.token for entry in sequence.prompt_logprobs] == prompt[first:]
+    for position, entry in enumerate(sequence.prompt_logprobs, start=first):
+        row = expected[position - 1]
+        assert math.isclose(entry.logprob, row[prompt[position]], abs_tol=1e-4)
+        assert [token for token, _ in entry.top] == row.topk(2).indices.tolist()
+    assert sequence.output == tiny.reference(llama[1], prompt, 3)
+
+
+def test_prompt_logits_are_computed_a_slice_at_a_time(llama, planner, monkeypatch):
+    counts = []
+    executor = planner.runner._executor
+    monkeypatch.setattr(executor, "_slice", 4)
+    compute = executor._model.logits
+    monkeypatch.setattr(executor._model, "logits", lambda h: counts.append(len(h)) or compute(h))
+    prompt = making.prompt(15)
+    sequence = planner.generate(prompt, 1, prompt_logprobs_start=1)
+    assert counts == [1, 4, 4, 4, 2]
+    expected = llama[1](torch.tensor([prompt])).logits[0].log_softmax(-1)
+    for position, entry in enumerate(sequence.prompt_logprobs, start=1):
+        assert math.isclose(entry.logprob, expected[position - 1, prompt[position]], abs_tol=1e-4)
+
+
+def test_a_request_can_fill_the_longest_sequence(llama, planner):
+    longest = planner.runner.limits.max_seq_len
+    prompt = making.prompt(longest - 10)
+    sequence = planner.generate(prompt, 11)  # the last token is sampled from the last position
+    assert len(sequence.tokens) == longest + 1
+    assert sequence.output[:10] == tiny.reference(llama[1], prompt, 10)
+
+
+def test_a_bad_plan_fails_its_step_and_all_after_it(planner):
+    sequence = planner.add(making.prompt(5))
+    plan = planner.plan([(sequence, 5)])
+    planner.runner.forward_batch(plan).result()
+    for _ in range(2):
+        with pytest.raises(PlanError):
+            planner.runner.forward_batch(plan).result()
+
+
+def test_a_result_says_how_long_its_step_took(planner):
+    result = planner.run([(planner.add(making.prompt(5)), 5)])
+    assert result.step == 1
+    assert 0 < result.seconds < 60
+
+
+def test_the_twelve_steps_are_reported_in_order_with_time_and_bytes(llama):
+    config = EngineConfig(**making.options(llama[0]))
+    steps = []
+    runner = ModelRunner(
+        config, resolve(config.model, "auto", ""), TPInfo(), Path("/nonexistent"), steps.append
+    )
+    runner.close()
+    assert [step.name for step in steps] == STEPS
+    assert all(step.seconds >= 0 for step in steps)
+    by_name = {step.name: step for step in steps}
+    assert by_name["weights"].num_bytes == runner.weight_bytes > 0
+    assert by_name["KV pool"].num_bytes == runner.kv_bytes == 257 * 2 * 2 * 4 * 4 * 8 * 4
+    assert by_name["free memory"].num_bytes > 1 << 20
+    assert "longest sequence 256 tokens" in by_name["page count"].detail
+    assert "eager" in by_name["CUDA graphs"].detail
+
+
+def test_limits_come_from_options(runner):
+    limits = runner.limits
+    assert (limits.num_pages, limits.page_size, limits.max_seq_len) == (256, 4, 256)
+    assert (limits.max_running_requests, limits.chunked_prefill_size) == (8, 64)
+    assert runner.vocab_size == making.VOCAB
+    assert runner.attention_backend == "cpu"
+
+
+def test_a_small_cache_shortens_the_longest_sequence(llama):
+    runner = making.make_runner(llama[0], num_kv_tokens=40)
+    runner.close()
+    assert runner.limits.max_seq_len == 40
+
+
+def test_max_model_len_shortens_the_longest_sequence(llama):
+    runner = making.make_runner(llama[0], max_model_len=100, num_kv_tokens=None)
+    runner.close()
+    assert runner.limits.max_seq_len == 100
+    assert runner.limits.num_pages == 8 * 25  # all 8 requests at full length
+
+
+def test_a_chunk_longer_than_the_model_is_tried_in_several_sequences(llama):
+    runner = making.make_runner(llama[0], chunked_prefill_size=600)
+    runner.close()
+    assert runner.limits.chunked_prefill_size == 600
+
+
+def test_defaults_on_a_cpu(llama):
+    runner = making.make_runner(
+        llama[0],
+        dtype="auto",
+        page_size=None,
+        num_kv_tokens=None,
+        max_running_requests=None,
+        chunked_prefill_size=None,
+    )
+    runner.close()
+    limits = runner.limits
+    assert (limits.page_size, limits.max_running_requests, limits.chunked_prefill_size) == (16, 16, 512)
+    assert limits.num_pages == 16 * 16
+    assert runner.dtype == torch.bfloat16  # the checkpoint's float32 is more than is needed
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"num_kv_tokens": 4}, OutOfMemoryError, "--num-kv-tokens"),
+        ({"memory_ratio": 0.01, "num_kv_tokens": 1 << 40}, OutOfMemoryError, "lower --num-kv-tokens"),
+        ({"attention_backend": "nosuch"}, ConfigError, "nosuch"),
+        ({"device": "cuda"}, ConfigError, "--device cpu"),
+    ],
+)
+def test_what_cannot_work_is_a_clear_error(llama, changes, error, words):
+    if changes.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(error, match=words):
+        making.make_runner(llama[0], **changes)
+
+
+def test_a_model_that_cannot_be_cut_names_its_heads(llama, tmp_path):
+    # The ranks need not meet for it: rank 0 of 3 fails before it waits for anyone.
+    with pytest.raises(TensorParallelError, match=r"num_attention_heads 8.*num_key_value_heads 4"):
+        making.make_runner(llama[0], TPInfo(0, 3), tmp_path)

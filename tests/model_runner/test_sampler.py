@@ -1,0 +1,197 @@
+"""All sampling parameters together: order, mixed batches, both tails."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from segue.kvcache.table import PageTable
+from segue.model_runner.batch_state import BatchState
+from segue.model_runner.sampler import Sampled, Sampler
+from segue.protocol.messages import NewRow, SamplingParams, StepPlan, pack_ids
+
+VOCAB = 700
+PROMPT = [3, 4, 5]
+
+
+class Rows:
+    """A batch state of one row for each set of parameters, with `PROMPT` and then `output` in each."""
+
+    def __init__(self, *params: dict[str, Any], output: tuple[int, ...] = ()) -> None:
+        self.count = len(params)
+        tokens = [*PROMPT, *output]
+        table = PageTable(max_running=self.count, max_seq_len=64, page_size=4, scratch_page=99, device="cpu")
+        self.state = BatchState(
+            max_running_requests=self.count, max_seq_len=64, page_table=table, device=torch.device("cpu")
+        )
+        new_rows = [
+            NewRow(row, pack_ids(tokens), len(PROMPT), SamplingParams(**{"max_new_tokens": 9, **options}))
+            for row, options in enumerate(params)
+        ]
+        rows = list(range(self.count))
+        lens = [len(tokens)] * self.count
+        flags = [1] * self.count
+        self.state.apply(StepPlan(1, new_rows, [], 0, rows, [0] * self.count, lens, flags, flags, "full"))
+        self.position = len(tokens)
+
+    def sample(self, logits: torch.Tensor, tail: str = "full", rows: list[int] | None = None) -> Sampled:
+        rows = list(range(self.count)) if rows is None else rows
+        positions = np.full(len(rows), self.position)
+        return Sampler(self.state).sample(logits.clone(), np.array(rows), positions, tail)
+
+    def tokens(self, logits: torch.Tensor, **options: Any) -> list[int]:
+        return self.sample(logits, **options).tokens.tolist()
+
+
+def _logits(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+GREEDY = {"temperature": 0.0}
+MIXED = [
+    GREEDY,
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 0.8, "seed": 1, "top_k": 5},
+    {"temperature": 1.2, "seed": 2, "top_p": 0.9, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
+    {"temperature": 2.0, "seed": 3, "min_p": 0.05, "logit_bias": {8: 3.0}},
+    {"temperature": 1.0, "seed": 1},
+]
+
+
+def test_greedy_takes_the_likeliest():
+    logits = _logits(2)
+    for tail in ("plain", "full"):
+        assert Rows(GREEDY, GREEDY).tokens(logits, tail=tail) == logits.argmax(-1).tolist()
+
+
+def test_a_row_gets_the_same_token_in_any_batch():
+    logits = _logits(len(MIXED))
+    rows = Rows(*MIXED)
+    together = rows.tokens(logits)
+    for row in range(len(MIXED)):
+        assert rows.tokens(logits[row : row + 1], rows=[row]) == [together[row]]
+    reversed_rows = list(range(len(MIXED)))[::-1]
+    assert rows.tokens(logits.flip(0), rows=reversed_rows) == together[::-1]
+
+
+def test_a_plain_row_gets_the_same_token_in_both_tails():
+    logits = _logits(60)
+    rows = Rows(*[{"temperature": 0.9, "seed": seed} if seed % 3 else GREEDY for seed in range(60)])
+    assert rows.tokens(logits, tail="plain") == rows.tokens(logits, tail="full")
+
+
+def test_the_row_itself_does_not_matter_only_seed_and_position():
+    logits = _logits(1).expand(4, -1)
+    tokens = Rows(*[{"temperature": 1.5, "seed": 9}] * 4).tokens(logits)
+    assert len(set(tokens)) == 1
+
+
+def test_the_same_seed_draws_anew_at_each_position():
+    logits = torch.zeros(1, VOCAB)
+    drawn = {
+        Rows({"temperature": 1.0, "seed": 4}, output=(1,) * n).tokens(logits, tail="plain")[0]
+        for n in range(20)
+    }
+    assert len(drawn) > 15
+
+
+def test_a_row_that_was_retracted_gets_the_same_token():
+    # The output is part of the new row's tokens; prompt_len still says where the output begins.
+    options = {"temperature": 1.0, "seed": 3, "frequency_penalty": 1.0, "repetition_penalty": 1.2}
+    logits = _logits(1)
+    running = Rows(options)
+    running.state.write_tokens(np.array([0, 0]), np.array([3, 4]), torch.tensor([8, 9]))
+    running.position = 5
+    assert running.tokens(logits) == Rows(options, output=(8, 9)).tokens(logits)
+
+
+def test_top_k_of_one_is_greedy():
+    logits = _logits(30)
+    tokens = Rows(*[{"temperature": 1.0, "seed": seed, "top_k": 1} for seed in range(30)]).tokens(logits)
+    assert tokens == logits.argmax(-1).tolist()
+
+
+def test_filtered_draws_follow_the_filtered_distribution():
+    count = 4000
+    rows = Rows(*[{"temperature": 1.0, "seed": seed, "top_k": 4, "top_p": 0.9} for seed in range(count)])
+    logits = torch.full((VOCAB,), -9.0)
+    logits[[10, 300, 50, 699]] = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    counts = np.bincount(rows.tokens(logits.expand(count, -1)), minlength=VOCAB)
+    expected = np.array([0.5, 0.3, 0.15]) / 0.95 * count
+    assert counts[[10, 300, 50]].sum() == count
+    assert ((counts[[10, 300, 50]] - expected) ** 2 / expected).sum() < 13.8  # 0.1 %
+
+
+def test_penalties_look_at_the_rows_own_tokens():
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 42], logits[:, 7] = 2.0, 1.9
+    rows = Rows({"temperature": 0.0, "presence_penalty": 0.5}, GREEDY, output=(42,))
+    assert rows.tokens(logits) == [7, 42]
+
+
+def test_logit_bias_is_added_after_penalties():
+    # Before a repetition penalty of 4 the bias of 8 would be worth 2.
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9] = 5.0
+    options = {"temperature": 0.0, "repetition_penalty": 4.0, "logit_bias": {PROMPT[0]: 8.0}}
+    assert Rows(options).tokens(logits) == [PROMPT[0]]
+
+
+def test_a_bias_of_minus_100_bans_a_token():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9], logits[0, 11] = 50.0, 1.0
+    assert Rows({"temperature": 0.0, "logit_bias": {9: -100.0}}).tokens(logits) == [11]
+
+
+@pytest.mark.parametrize(("num_output", "token"), [(0, 11), (1, 11), (2, 9)])
+def test_stop_tokens_are_masked_until_min_new_tokens(num_output, token):
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9], logits[0, 10], logits[0, 11] = 5.0, 4.0, 3.0
+    options = {"temperature": 0.0, "min_new_tokens": 2, "stop_token_ids": (9, 10)}
+    assert Rows(options, output=(1,) * num_output).tokens(logits) == [token]
+
+
+def test_a_bias_cannot_bring_a_masked_stop_token_back():
+    logits = torch.zeros(1, VOCAB)
+    options = {
+        "temperature": 0.0,
+        "min_new_tokens": 1,
+        "stop_token_ids": (9,),
+        "logit_bias": {9: 100.0, 4: 1.0},
+    }
+    assert Rows(options).tokens(logits) == [4]
+
+
+def test_logprobs_are_of_the_raw_logits():
+    logits = _logits(1)
+    options = {
+        "temperature": 3.0,
+        "top_k": 3,
+        "presence_penalty": 2.0,
+        "logit_bias": {1: 50.0},
+        "logprobs": 3,
+    }
+    sampled = Rows(options).sample(logits)
+    assert sampled.logprobs is not None
+    (entry,) = sampled.logprobs.messages()
+    assert entry.token == sampled.tokens.item() == 1
+    expected = logits.double().log_softmax(-1)[0]
+    assert abs(entry.logprob - expected[1]) < 1e-5
+    assert [token for token, _ in entry.top] == expected.topk(3).indices.tolist()
+
+
+def test_logprobs_are_given_to_those_rows_that_asked():
+    sampled = Rows(GREEDY, {"logprobs": 0}, GREEDY, {"logprobs": 5}).sample(_logits(4))
+    assert sampled.logprobs is not None
+    assert sampled.logprob_indices == [1, 3]
+    assert [len(entry.top) for entry in sampled.logprobs.messages()] == [0, 5]
+
+
+def test_greedy_rows_leave_the_logits_of_others_alone():
+    logits = _logits(len(MIXED))
+    plain = Rows(*MIXED).tokens(logits)
+    louder = logits.clone()
+    louder[0] *= 3  # row 0 is greedy
+    assert Rows(*MIXED).tokens(louder) == plain

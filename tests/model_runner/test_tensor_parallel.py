@@ -1,0 +1,21 @@
+"""Tensor parallelism over gloo: every rank gets the tokens of a single one, in float32 token for token."""
+
+import pytest
+
+from tests.model_runner import making, tiny
+from tests.model_runner.ranks import run_ranks, scenario
+
+
+@pytest.mark.parametrize(
+    ("save", "size"),
+    [(tiny.save_llama, 2), (tiny.save_qwen3, 4)],  # Qwen3 has 2 KV heads: two ranks hold each
+    ids=["llama at 2", "qwen3 at 4 with replicated KV heads"],
+)
+def test_all_ranks_sample_what_one_rank_alone_does(save, size, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    model = save(tmp_path)
+    runner = making.make_runner(tmp_path)
+    expected = scenario(runner)
+    runner.close()
+    assert expected[1] == tiny.reference(model, making.prompt(30, seed=30), 16)
+    assert run_ranks(tmp_path, size, tmp_path) == [expected] * size
