@@ -1,7 +1,7 @@
 """What a decode step costs the host: the pure scheduler and the msgspec hops, without a device.
 
-256 requests decode; the pages they fill are appended and go into the prefix cache. Every message is encoded and decoded
-as it would be between processes: the plan to a rank, the result, the output to the frontend.
+256 requests decode; the pages they fill are appended and go into the prefix cache. Every message is encoded
+and decoded as it would be between processes: the plan to a rank, the result, the output to the frontend.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -139,9 +140,10 @@ def _run_follower(config: EngineConfig, tp: TPInfo, run_dir: Path, address: str,
         follow(started[0], plans, depth=OVERLAP_DEPTH)
 
 
-def _watch_lifeline() -> None:
+def _watch_lifeline(run_dir: Path) -> None:
     while os.read(0, 1024):
         pass
+    shutil.rmtree(run_dir, ignore_errors=True)  # a parent that was killed could not
     os._exit(0)
 
 
@@ -149,9 +151,9 @@ def main() -> None:
     """Entry point of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the frontend decides
     spec = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
     config = EngineConfig(**spec["config"])
     tp, run_dir = TPInfo(rank=spec["rank"], size=spec["size"]), Path(spec["run_dir"])
+    threading.Thread(target=_watch_lifeline, args=(run_dir,), name="lifeline", daemon=True).start()
     configure(config.log_level, rank=tp.rank if tp.size > 1 else None)
     addresses = (f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
     context: zmq.Context[Any] = zmq.Context()

@@ -70,6 +70,8 @@ class FakeDevice:
             self.born[new.row] = version
             self.num_owners += 1
             self.owner[new.row] = self.num_owners
+        entries = [(row, first + i) for row, first, pages in plan.pages for i in range(len(pages))]
+        assert len(entries) == len(set(entries)), "an entry is told twice: a device may take either"
         for row, first, pages in plan.pages:
             self.tables[row].update(enumerate(pages, first))
         assert plan.lens[: plan.num_decode] == [1] * plan.num_decode

@@ -83,6 +83,7 @@ class Scheduler:
         self._swaps: list[tuple[Request, int, list[int]]] = []  # (request, first index, pages): next plan
         self._step = 0
         self._arrivals = 0
+        self._decode_steps = 0
         self._totals = Counters()
 
     # --- requests come and go ---
@@ -224,6 +225,7 @@ class Scheduler:
             self._swaps = swaps
             return None
         self._totals.num_steps += 1
+        self._decode_steps += step.num_decode > 0
         self.new_token_ratio.on_step()
         return step.plan()
 
@@ -417,6 +419,7 @@ class Scheduler:
             "req_to_token_pool_available": len(self.free_rows),
             "available_kv_tokens": self.allocator.num_free * self.limits.page_size,
             "num_generated_tokens": self._totals.output_tokens,
+            "forward_ct_decode": self._decode_steps,
             "num_steps": self._totals.num_steps,
             "num_preemptions": self._totals.num_preemptions,
             "new_token_ratio": ratio.value,

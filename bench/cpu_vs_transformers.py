@@ -1,0 +1,159 @@
+"""Segue against transformers' ``generate`` on the same cores, model and prompts, in one run.
+
+bfloat16, greedy, no early end. Decode: 128 tokens behind prompts of 128, at batch 1 and 16; a token's time is
+``(t(128 new) - t(1 new)) / 127``, so prefill is not in it. Prefill: the first token behind a prompt of 1024.
+The engines take turns, each repetition has its own prompts, and medians are compared. Transformers runs with
+SDPA, its default, and with eager attention, and the better of the two counts; its KV cache is its default.
+Segue has its defaults, but no prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import segue
+from bench import report, workload
+from tests.fixtures.make_reference import load_model
+
+Generate = Callable[[list[list[int]], int], None]
+"""Continue equally long prompts by so many tokens each."""
+
+PREFILL_LEN = 1024
+DECODE_PROMPT_LEN = 128
+DECODE_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """One row of the table: what is timed, and the ratio that must be reached."""
+
+    name: str
+    batch: int
+    bar: float
+
+
+DECODE_1 = Measure(name="decode, batch 1", batch=1, bar=1.7)
+DECODE_16 = Measure(name="decode, batch 16", batch=16, bar=2.1)
+PREFILL = Measure(name=f"prefill {PREFILL_LEN}", batch=1, bar=1.5)
+MEASURES = (DECODE_1, DECODE_16, PREFILL)
+
+
+def tokens_per_second(generate: Generate, measure: Measure, seed: int) -> float:
+    """One repetition: two timed calls for decode, one for prefill."""
+    if measure is PREFILL:
+        return PREFILL_LEN / _seconds(generate, workload.prompts(1, PREFILL_LEN, seed=seed), 1)
+    batch = workload.prompts(measure.batch, DECODE_PROMPT_LEN, seed=seed)
+    first = _seconds(generate, batch, 1)
+    whole = _seconds(generate, batch, DECODE_TOKENS)
+    return measure.batch * (DECODE_TOKENS - 1) / (whole - first)
+
+
+def _seconds(generate: Generate, batch: list[list[int]], num_tokens: int) -> float:
+    began = time.perf_counter()
+    generate(batch, num_tokens)
+    return time.perf_counter() - began
+
+
+def transformers_sides(gguf: Path) -> dict[str, Generate]:
+    """One model of transformers, read from the same GGUF, with either attention."""
+    model, _ = load_model(gguf, torch.bfloat16)
+
+    def side(attention: str) -> Generate:
+        @torch.inference_mode()
+        def generate(batch: list[list[int]], num_tokens: int) -> None:
+            if model.config._attn_implementation != attention:
+                model.set_attn_implementation(attention)
+            ids = torch.tensor(batch)
+            mask = torch.ones_like(ids)
+            reply = model.generate(
+                ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+            )
+            assert reply.shape[1] == ids.shape[1] + num_tokens
+
+        return generate
+
+    return {f"transformers {attention}": side(attention) for attention in ("sdpa", "eager")}
+
+
+def segue_side(engine: Any) -> Generate:
+    """A running engine."""
+
+    def generate(batch: list[list[int]], num_tokens: int) -> None:
+        replies = engine.generate(input_ids=batch, sampling_params=workload.greedy(num_tokens))
+        assert all(len(reply["output_ids"]) == num_tokens for reply in replies)
+
+    return generate
+
+
+def measure_all(sides: dict[str, Generate], repetitions: int) -> dict[str, dict[str, list[float]]]:
+    """Tokens a second of each repetition, by measure and engine; repetition 0 warms up and is dropped."""
+    found: dict[str, dict[str, list[float]]] = {m.name: {side: [] for side in sides} for m in MEASURES}
+    for repetition in range(repetitions + 1):
+        for measure in MEASURES:
+            for side, generate in sides.items():
+                speed = tokens_per_second(generate, measure, seed=repetition)
+                if repetition > 0:
+                    found[measure.name][side].append(round(speed, 2))
+    return found
+
+
+def main() -> int:
+    """Exit code 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument(
+        "--only", choices=("transformers", "segue"), help="measure one engine, compare nothing"
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(report.num_cores())
+    sides = {} if args.only == "segue" else transformers_sides(workload.bundled_model())
+    if args.only == "transformers":
+        found = measure_all(sides, args.repetitions)
+    else:
+        with segue.Engine(dtype="bfloat16", disable_prefix_cache=True) as engine:
+            sides["segue"] = segue_side(engine)
+            found = measure_all(sides, args.repetitions)
+    medians = {name: {side: statistics.median(v) for side, v in by.items()} for name, by in found.items()}
+    if args.only:
+        report.show("tokens/s, bfloat16, medians", ["", *sides], _rows(medians))
+        return 0
+    ratios = {
+        name: by["segue"] / max(v for k, v in by.items() if k != "segue") for name, by in medians.items()
+    }
+    report.show(
+        "tokens/s, bfloat16, medians",
+        ["", *sides, "ratio", "bar"],
+        [
+            [*row, f"{ratios[m.name]:.2f}", f"{m.bar:.1f}"]
+            for row, m in zip(_rows(medians), MEASURES, strict=True)
+        ],
+    )
+    path = report.save(
+        "cpu_vs_transformers",
+        {
+            "unit": "tokens/s",
+            "medians": medians,
+            "ratios": {name: round(ratio, 3) for name, ratio in ratios.items()},
+            "bars": {m.name: m.bar for m in MEASURES},
+            "repetitions": found,
+        },
+    )
+    print(f"written to {path}")
+    return 0 if all(ratios[m.name] >= m.bar for m in MEASURES) else 1
+
+
+def _rows(medians: dict[str, dict[str, float]]) -> list[list[str]]:
+    return [[name, *(f"{speed:.1f}" for speed in by.values())] for name, by in medians.items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

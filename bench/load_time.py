@@ -1,0 +1,74 @@
+"""How long weights and tokenizer take to load: from the GGUF with an empty cache, and again with a full one.
+
+Each load is a process of its own. The clock starts when torch is imported and runs through finding the model,
+converting it where the cache has nothing, filling the arena in bfloat16, and loading the tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench import report
+from bench.workload import bundled_model
+
+BARS_S = {"first": 6.0, "later": 3.0}
+
+
+def load(model: Path, cache_dir: Path) -> float:
+    """Load once, here; seconds."""
+    import torch
+
+    from segue.distributed.info import TPInfo
+    from segue.frontend.tokenizer import Tokenizer
+    from segue.models.registry import build_model
+    from segue.weights.checkpoint import load_weights
+    from segue.weights.source import resolve
+
+    began = time.perf_counter()
+    source = resolve(str(model), "auto", cache_dir)
+    skeleton = build_model(source.config, dtype=torch.bfloat16)
+    arena = load_weights(skeleton, source.config, source, TPInfo(), "cpu", torch.bfloat16, progress=False)
+    assert source.tokenizer_directory is not None
+    Tokenizer.load(source.tokenizer_directory)
+    seconds = time.perf_counter() - began
+    assert arena.num_bytes > 0
+    return seconds
+
+
+def load_in_a_process(model: Path, cache_dir: Path) -> float:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "bench.load_time", "--cache-dir", str(cache_dir), "--model", str(model)]
+    return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def main() -> int:
+    """Exit code 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--cache-dir", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.cache_dir is not None:
+        print(load(args.model, args.cache_dir))
+        return 0
+    found: dict[str, list[float]] = {"first": [], "later": []}
+    for _ in range(args.repetitions):
+        with tempfile.TemporaryDirectory(prefix="segue-bench-") as cache_dir:
+            for seconds in found.values():
+                seconds.append(round(load_in_a_process(bundled_model(), Path(cache_dir)), 3))
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    rows = [[name, f"{medians[name]:.2f}", f"{BARS_S[name]:g}"] for name in found]
+    report.show("seconds to load weights and tokenizer", ["", "median", "bar"], rows)
+    figures = {"unit": "s", "medians": medians, "bars": BARS_S, "repetitions": found}
+    print(f"written to {report.save('load_time', figures)}")
+    return 0 if all(medians[name] <= BARS_S[name] for name in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

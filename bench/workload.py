@@ -1,0 +1,29 @@
+"""The model and the prompts, the same for every engine: random ids, so that nothing is cached by chance."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from segue.config import EngineConfig
+from segue.weights.bundled import ensure_bundled_model
+
+FIRST_ORDINARY_ID = 300  # below are special tokens and single bytes
+LAST_ORDINARY_ID = 49_000
+
+
+def bundled_model() -> Path:
+    """The GGUF of the bundled model."""
+    return ensure_bundled_model(Path(EngineConfig.create().cache_dir))
+
+
+def prompts(count: int, length: int, *, seed: int) -> list[list[int]]:
+    """``count`` prompts of ``length`` token ids."""
+    rng = random.Random(f"{seed} {count} {length}")
+    return [[rng.randint(FIRST_ORDINARY_ID, LAST_ORDINARY_ID) for _ in range(length)] for _ in range(count)]
+
+
+def greedy(num_tokens: int) -> dict[str, Any]:
+    """Sampling parameters of exactly ``num_tokens`` greedy tokens."""
+    return {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}

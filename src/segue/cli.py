@@ -1,0 +1,236 @@
+"""The command line: ``segue serve | chat | generate | models``."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import Field, asdict, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import segue
+from segue.config import EngineConfig
+from segue.errors import SegueError
+from segue.frontend.engine import Engine
+from segue.frontend.installed import installed_models
+from segue.frontend.runtime import Runtime
+from segue.frontend.terminal import LocalChat, RemoteChat, converse, pieces
+from segue.logs import configure
+
+app = typer.Typer(
+    name="segue",
+    help="Segue: an LLM inference engine for the places where serving must not break.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# Flags that make no sense without a server.
+SERVER_GROUP = "Server"
+
+
+def main() -> None:
+    """Run the command line. A user's error is one red line and exit code 1."""
+    try:
+        app()
+    except SegueError as error:
+        Console(stderr=True, highlight=False).print(
+            f"segue: {error.message}", style="red", markup=False, soft_wrap=True
+        )
+        sys.exit(1)
+
+
+def with_engine_options(*, server: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace a command's ``config`` parameter by a flag for each option of :class:`EngineConfig`."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        options = [
+            option for option in fields(EngineConfig) if server or option.metadata["group"] != SERVER_GROUP
+        ]
+
+        def run(**given: Any) -> Any:
+            names = [option.name for option in options]
+            chosen = {name: value for name in names if (value := given.pop(name)) is not None}
+            return command(config=EngineConfig.create(**chosen), **given)
+
+        hints = get_type_hints(EngineConfig)
+        own = [
+            parameter
+            for parameter in inspect.signature(command, eval_str=True).parameters.values()
+            if parameter.name != "config"
+        ]
+        flags = [_flag(option, hints[option.name]) for option in options]
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in [*own, *flags]]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _flag(option: Field[Any], kind: Any) -> inspect.Parameter:
+    """A flag that is None unless given, so that the environment can decide."""
+    rule = option.metadata
+    flag = f"--{option.name.replace('_', '-')}"
+    bases = [each for each in get_args(kind) if each is not type(None)]
+    base = kind if get_origin(kind) is Literal or not bases else bases[0]
+    shown = (
+        None if option.default in (None, False) or callable(option.default_factory) else str(option.default)
+    )
+    text = rule["help"] if shown is None else f"{rule['help']} [dim]\\[{shown}][/dim]"
+    info = typer.Option(
+        flag,
+        help=f"{text} [dim]SEGUE_{option.name.upper()}[/dim]",
+        rich_help_panel=rule["group"],
+        show_default=False,
+    )
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[Optional[base], info],  # noqa: UP045
+    )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"segue {segue.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Segue: an LLM inference engine for the places where serving must not break."""
+
+
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Most tokens of an answer; default: the rest of the context.")
+]
+Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
+TopP = Annotated[
+    float, typer.Option(help="Sample from the likeliest tokens that have this probability together.")
+]
+
+
+@app.command()
+@with_engine_options(server=True)
+def serve(config: EngineConfig) -> None:
+    """Serve a model over HTTP: OpenAI's API, and SGLang's /generate.
+
+    Every option is also an environment variable, named behind it.
+    """
+    from segue.server import lifecycle
+
+    configure(config.log_level)
+    listener = lifecycle.bind(config.host, config.port)
+    sys.exit(asyncio.run(lifecycle.serve(config, listener, _print_ready)))
+
+
+def _print_ready(runtime: Runtime, url: str) -> None:
+    ready = runtime.manager.ready
+    facts = {
+        "model": f"{runtime.name} ({runtime.source.config.architecture})",
+        "weights": f"{_size(ready.weight_bytes)}, {ready.dtype}",
+        "device": f"{ready.device}, tensor parallel {runtime.config.tp}, attention {ready.attention_backend}",
+        "context": f"{ready.max_seq_len} tokens",
+        "KV cache": (
+            f"{ready.num_pages} pages of {ready.page_size} = {ready.num_pages * ready.page_size} tokens, "
+            f"{_size(ready.kv_bytes)}"
+        ),
+        "batch": f"{ready.max_running_requests} requests, {ready.chunked_prefill_size} prompt tokens a step",
+        "start": f"{sum(step.seconds for step in ready.init_steps):.1f} s in {len(ready.init_steps)} steps",
+    }
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+    for name, fact in facts.items():
+        table.add_row(f"[dim]{name}[/dim]", escape(fact))
+    console = Console(highlight=False)
+    console.print(table)
+    line = f"[bold green]Ready[/bold green] at [bold]{url}[/bold] (OpenAI base URL {url}/v1)"
+    console.print(line, soft_wrap=True)
+
+
+@app.command()
+@with_engine_options(server=False)
+def generate(
+    config: EngineConfig,
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+) -> None:
+    """Continue a text, and print it as it comes."""
+    params = {"max_new_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    with _engine(config) as engine:
+        for piece in pieces(engine.generate(prompt, params, stream=True)):
+            typer.echo(piece, nl=False)
+        typer.echo()
+
+
+@app.command()
+@with_engine_options(server=False)
+def chat(
+    config: EngineConfig,
+    url: Annotated[
+        str | None, typer.Option(help="Talk to this server instead of starting an engine.")
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="The server's API key.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+) -> None:
+    """Talk to a model in the terminal."""
+    params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    if url is not None:
+        remote = RemoteChat(url, key, {name: value for name, value in params.items() if value is not None})
+        converse(remote.model, remote.reply, system)
+        return
+    with _engine(config) as engine:
+        local = LocalChat(engine, params)
+        converse(local.model, local.reply, system)
+
+
+@app.command()
+def models(
+    cache_dir: Annotated[str | None, typer.Option(help="Where models are kept.")] = None,
+) -> None:
+    """List the bundled model and those converted from GGUF files, with their sizes."""
+    given: dict[str, Any] = {} if cache_dir is None else {"cache_dir": cache_dir}
+    directory = Path(EngineConfig.create(**given).cache_dir)
+    table = Table(box=None, pad_edge=False)
+    for column in ("model", "kind", "size", "path"):
+        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
+    for model in installed_models(directory):
+        size = "-" if model.num_bytes is None else _size(model.num_bytes)
+        table.add_row(escape(model.name), model.kind, size, escape(str(model.path)))
+    Console(highlight=False).print(table)
+
+
+@contextmanager
+def _engine(config: EngineConfig) -> Iterator[Engine]:
+    """An engine for one command: only its warnings are logged."""
+    if config.log_level == "info":
+        config = config.with_(log_level="warning")
+    configure(config.log_level)
+    console = Console(stderr=True)
+    with console.status(f"Loading {config.model or 'the bundled model'} …"):
+        engine = Engine(**asdict(config))
+    with engine:
+        yield engine
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -1,0 +1,1 @@
+"""Tokenization, detokenization and the public Engine."""

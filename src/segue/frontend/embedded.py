@@ -1,0 +1,55 @@
+"""The scheduler in a thread of this process: no worker, sockets over ``inproc://``."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from segue.config import EngineConfig
+from segue.frontend.channel import Addresses
+from segue.logs import logger
+
+
+class EmbeddedScheduler:
+    """Runs what a worker process would; there is no other rank."""
+
+    addresses = Addresses("inproc://to_scheduler", "inproc://to_frontend")
+
+    def __init__(self, config: EngineConfig, run_dir: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._context = context
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """No processes."""
+        return []
+
+    def start(self, on_exit: Callable[[str], None]) -> None:
+        """Start the thread. ``on_exit`` gets one sentence, on that thread, if it fails."""
+        self._thread = threading.Thread(
+            target=self._run, args=(on_exit,), name="segue-scheduler", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self, polite_s: float, patience_s: float) -> bool:
+        """Wait for the thread to see ``Shutdown``; it cannot be killed. True: it has ended."""
+        if self._thread is not None:
+            self._thread.join(max(polite_s, patience_s))
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _run(self, on_exit: Callable[[str], None]) -> None:
+        from segue.worker import run_scheduler  # torch
+
+        pair = (self.addresses.to_scheduler, self.addresses.to_frontend)
+        try:
+            run_scheduler(self._config, self._run_dir, pair, self._context)
+        except Exception as error:
+            logger.exception("the embedded scheduler failed")
+            on_exit(f"the embedded scheduler failed: {type(error).__name__}: {error}")

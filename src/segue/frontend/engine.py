@@ -1,0 +1,188 @@
+"""The engine for Python: ``segue.Engine``."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from segue.config import EngineConfig
+from segue.errors import EngineDeadError
+from segue.frontend.generation import Generation
+from segue.frontend.loop_thread import AsyncStream, BlockingStream, LoopThread
+from segue.frontend.native import parse_call
+from segue.frontend.processes import WORKER_COMMAND
+from segue.frontend.runtime import Runtime
+from segue.frontend.tokenizer import Tokenizer
+
+
+class Engine:
+    """A model, ready to generate.
+
+    Works in scripts, in notebooks and beside a running event loop: the engine has a thread of its own, and
+    every method has an ``async_`` twin. Use it as a context manager, or call :meth:`shutdown`::
+
+        with segue.Engine("path/to/model") as engine:
+            print(engine.generate("The capital of France is")["text"])
+
+    Args:
+        model: directory, GGUF file or hub id; None is the bundled SmolLM2-135M-Instruct.
+        embedded: run the scheduler in a thread of this process instead of worker processes.
+        options: those of :class:`segue.config.EngineConfig`; unset ones come from ``SEGUE_…`` variables.
+
+    Raises:
+        SegueError: the engine cannot start; the message says what to change.
+    """
+
+    _worker_command: Sequence[str] = WORKER_COMMAND
+
+    def __init__(self, model: str | None = None, *, embedded: bool = False, **options: Any) -> None:
+        if model is not None:
+            options["model"] = model
+        self.config = EngineConfig.create(**options)
+        self._thread = LoopThread("segue-engine")
+        try:
+            self._runtime = self._thread.call(
+                Runtime.start(self.config, embedded=embedded, command=self._worker_command)
+            )
+        except BaseException:
+            self._thread.stop()
+            raise
+        self._closer = weakref.finalize(self, _close, self._thread, self._runtime)  # also at exit
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use."""
+        return self._runtime.name
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer and chat template, if it has them."""
+        return self._runtime.manager.tokenizer
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Any:
+        """Continue a prompt, or a batch of prompts.
+
+        ``sampling_params`` and ``fields`` are those of the native API (``POST /generate``):
+        ``max_new_tokens``, ``temperature``, …, and ``return_logprob``, ``rid``, ``priority``, ….
+
+        Returns:
+            The reply ``{"text", "output_ids", "meta_info"}``; a list of them for a batch; with ``stream`` an
+            iterator of growing replies.
+
+        Raises:
+            InvalidRequestError: a value outside its rule.
+            EngineDeadError: the engine's worker died, or it was shut down.
+        """
+        body = _body(prompt, sampling_params, input_ids, stream, fields)
+        if stream:
+            return BlockingStream(self._running, self._updates(body), self)
+        return self._running.call(self._generate(body))
+
+    def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Any:
+        """As :meth:`generate`: to be awaited, or with ``stream`` an asynchronous iterator."""
+        body = _body(prompt, sampling_params, input_ids, stream, fields)
+        if stream:
+            return AsyncStream(self._running, self._updates(body), self)
+        return self._running.call_async(self._generate(body))
+
+    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
+        """End a request, a batch, or all; their replies are what they have. An unknown rid does nothing."""
+        self._running.call(self._abort(rid, abort_all))
+
+    async def async_abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
+        """As :meth:`abort_request`."""
+        await self._running.call_async(self._abort(rid, abort_all))
+
+    def get_server_info(self) -> dict[str, Any]:
+        """Options, version, what was decided at start, and ``internal_states``."""
+        return self._running.call(self._runtime.server_info())
+
+    async def async_get_server_info(self) -> dict[str, Any]:
+        """As :meth:`get_server_info`."""
+        return await self._running.call_async(self._runtime.server_info())
+
+    def shutdown(self) -> None:
+        """End requests in flight with what they have, and the workers. Calling it again does nothing."""
+        self._closer()
+
+    async def async_shutdown(self) -> None:
+        """As :meth:`shutdown`."""
+        await asyncio.to_thread(self._closer)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.async_shutdown()
+
+    @property
+    def _running(self) -> LoopThread:
+        if not self._closer.alive:
+            raise EngineDeadError("this engine was shut down; make a new segue.Engine")
+        return self._thread
+
+    async def _generate(self, body: dict[str, Any]) -> Any:
+        with await Generation.start(self._runtime.manager, parse_call(body)) as generation:
+            return await generation.result()
+
+    async def _updates(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        with await Generation.start(self._runtime.manager, parse_call(body)) as generation:
+            async for update in generation.updates():
+                yield update
+
+    async def _abort(self, rid: str | None, abort_all: bool) -> None:
+        self._runtime.manager.abort(rid or "", abort_all=abort_all)
+
+
+def _body(
+    prompt: Any, sampling_params: Any, input_ids: Any, stream: bool, fields: dict[str, Any]
+) -> dict[str, Any]:
+    body = {
+        "text": prompt,
+        "sampling_params": sampling_params,
+        "input_ids": _lists(input_ids),
+        "stream": stream,
+        **fields,
+    }
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _lists(input_ids: Sequence[Any] | None) -> list[Any] | None:
+    if input_ids is None:
+        return None
+    return [
+        list(each) if isinstance(each, Sequence) and not isinstance(each, str) else each for each in input_ids
+    ]
+
+
+def _close(thread: LoopThread, runtime: Runtime) -> None:
+    if thread.is_current:  # collected on the engine's own thread, which cannot wait for itself
+        threading.Thread(target=_close, args=(thread, runtime)).start()
+        return
+    thread.call(runtime.shutdown())
+    thread.stop()

@@ -1,0 +1,109 @@
+"""An event loop in a thread of its own, so that a blocking caller, a notebook or another loop can use it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines for callers on other threads and loops."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is this thread, which must not wait for itself."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine there."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and wait; an interrupted wait cancels it."""
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def call_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The same from another event loop; cancelling the caller cancels it."""
+        return await asyncio.wrap_future(self.submit(coroutine))
+
+    def stop(self) -> None:
+        """End the loop and its thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+
+async def _step(source: AsyncIterator[T]) -> T | None:
+    """The next item, or None at the end."""
+    return await anext(source, None)
+
+
+class BlockingStream(Iterator[T], Generic[T]):
+    """Items of an asynchronous generator on the other thread; leaving it early closes it there."""
+
+    def __init__(self, thread: LoopThread, source: Any, owner: object) -> None:
+        self._owner = owner  # must outlive the stream
+        self._items = self._pull(thread, source)
+
+    def __next__(self) -> T:
+        return next(self._items)
+
+    def close(self) -> None:
+        """End early."""
+        self._items.close()
+
+    @staticmethod
+    def _pull(thread: LoopThread, source: Any) -> Generator[T, None, None]:
+        try:
+            while (item := thread.call(_step(source))) is not None:
+                yield item
+        finally:
+            thread.call(source.aclose())
+
+
+class AsyncStream(AsyncIterator[T], Generic[T]):
+    """The same for a caller with its own event loop; ``await`` gives the stream itself, as SGLang does."""
+
+    def __init__(self, thread: LoopThread, source: Any, owner: object) -> None:
+        self._owner = owner  # must outlive the stream
+        self._items = self._pull(thread, source)
+
+    def __await__(self) -> Generator[Any, None, AsyncStream[T]]:
+        yield from ()
+        return self
+
+    async def __anext__(self) -> T:
+        return await anext(self._items)
+
+    async def aclose(self) -> None:
+        """End early."""
+        await self._items.aclose()
+
+    @staticmethod
+    async def _pull(thread: LoopThread, source: Any) -> Any:
+        try:
+            while (item := await thread.call_async(_step(source))) is not None:
+                yield item
+        finally:
+            await thread.call_async(source.aclose())

@@ -1,0 +1,210 @@
+"""The native API, for HTTP and for :class:`segue.Engine` alike: SGLang's names and shapes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from segue.errors import InvalidRequestError, UnsupportedFieldError
+from segue.frontend.request import LOWEST_LOGPROB, End, GenerateRequest, Output
+from segue.frontend.sampling import SamplingOptions
+from segue.frontend.tokenizer_manager import Stream, TokenizerManager
+from segue.protocol.messages import TokenLogprob
+from segue.protocol.native import (
+    NAMES,
+    RULES,
+    UNSUPPORTED_FIELDS,
+    UNSUPPORTED_SAMPLING,
+    NativeGenerate,
+    NativeSampling,
+    refuse_unsupported,
+)
+from segue.protocol.validation import parse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeCall:
+    """One call: a single request or a batch."""
+
+    requests: list[GenerateRequest]
+    batch_id: str | None  # None: a single request
+    stream: bool
+    text_in_logprobs: bool
+
+
+def parse_call(body: Any) -> NativeCall:
+    """Check a body and split it into requests.
+
+    Raises:
+        InvalidRequestError: a wrong or missing field.
+        UnsupportedFieldError: a known field that is not implemented.
+    """
+    call = parse(NativeGenerate, body, rules=RULES)
+    refuse_unsupported(body, UNSUPPORTED_FIELDS)
+    if (call.text is None) == (call.input_ids is None):
+        raise InvalidRequestError("give either text or input_ids, and not both", param="text")
+    param = "text" if call.text is not None else "input_ids"
+    prompts, batched = _prompts(call)
+    rids, batch_id = _rids(call.rid, len(prompts), batched)
+    params = _per_prompt(call.sampling_params, len(prompts))
+    options = [_options(each, call) for each in params]
+    return NativeCall(
+        requests=[
+            GenerateRequest(
+                rid=rid, prompt=prompt, options=option, priority=call.priority, param=param, names=NAMES
+            )
+            for rid, prompt, option in zip(rids, prompts, options, strict=True)
+        ],
+        batch_id=batch_id,
+        stream=call.stream,
+        text_in_logprobs=call.return_text_in_logprobs,
+    )
+
+
+def _prompts(call: NativeGenerate) -> tuple[Sequence[str | list[int]], bool]:
+    if call.text is not None:
+        return ([call.text], False) if isinstance(call.text, str) else (_not_empty(call.text, "text"), True)
+    assert call.input_ids is not None
+    if call.input_ids and isinstance(call.input_ids[0], list):
+        return call.input_ids, True
+    return [call.input_ids], False
+
+
+def _not_empty(prompts: list[str], param: str) -> list[str]:
+    if not prompts:
+        raise InvalidRequestError(f"{param} is an empty list; it must have at least one prompt", param=param)
+    return prompts
+
+
+def _rids(rid: str | list[str] | None, count: int, batched: bool) -> tuple[list[str], str | None]:
+    if isinstance(rid, list):
+        if len(rid) != count:
+            raise InvalidRequestError(
+                f"rid has {len(rid)} ids for {count} prompts; give one each", param="rid"
+            )
+        return rid, uuid.uuid4().hex if batched else None
+    base = rid or uuid.uuid4().hex
+    return ([f"{base}_{index}" for index in range(count)], base) if batched else ([base], None)
+
+
+def _per_prompt(params: dict[str, Any] | list[dict[str, Any]] | None, count: int) -> list[dict[str, Any]]:
+    if isinstance(params, list):
+        if len(params) != count:
+            text = f"sampling_params has {len(params)} objects for {count} prompts; give one, or one each"
+            raise InvalidRequestError(text, param="sampling_params")
+        return params
+    return [params or {}] * count
+
+
+def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
+    refuse_unsupported(params, UNSUPPORTED_SAMPLING)
+    sampling = parse(NativeSampling, params, rules=RULES)
+    if sampling.n != 1:
+        raise UnsupportedFieldError(f"n={sampling.n}: only 1 is supported", param="n")
+    if call.top_logprobs_num < 0:
+        raise InvalidRequestError(
+            f"top_logprobs_num={call.top_logprobs_num}: must be at least 0", param="top_logprobs_num"
+        )
+    stop = sampling.stop
+    return SamplingOptions(
+        max_tokens=sampling.max_new_tokens,
+        min_tokens=sampling.min_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.sampling_seed,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=bias_of(sampling.logit_bias),
+        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(sampling.stop_token_ids or ()),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=call.top_logprobs_num if call.return_logprob else -1,
+        prompt_logprobs_start=max(-1, call.logprob_start_len) if call.return_logprob else -1,
+        skip_special_tokens=sampling.skip_special_tokens,
+        keep_stop=sampling.no_stop_trim,
+        must_fit=False,
+    )
+
+
+def bias_of(bias: Mapping[str, float] | None) -> dict[int, float]:
+    """``logit_bias`` with its keys, strings in JSON, as token ids."""
+    try:
+        return {int(token): value for token, value in (bias or {}).items()}
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"logit_bias: keys must be token ids ({error})", param="logit_bias"
+        ) from None
+
+
+class Reply:
+    """The reply to one request, as far as it has come; texts and ids are cumulative, as SGLang's are."""
+
+    def __init__(
+        self, manager: TokenizerManager, stream: Stream, *, logprobs: bool, text_in_logprobs: bool
+    ) -> None:
+        self._manager = manager
+        self._stream = stream
+        self._logprobs = logprobs
+        self._text_in_logprobs = text_in_logprobs
+        self._text = ""
+        self._ids: list[int] = []
+        self._entries: list[TokenLogprob] = []
+        self._end: End | None = None
+
+    def add(self, output: Output) -> None:
+        """Take news."""
+        self._text += output.text
+        self._ids += output.token_ids
+        self._entries += output.logprobs
+        self._end = output.end
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"text": self._text, "output_ids": self._ids, "meta_info": self._meta_info()}
+
+    def _meta_info(self) -> dict[str, Any]:
+        end = self._end
+        versions = end.versions if end is not None else []
+        meta: dict[str, Any] = {
+            "id": self._stream.rid,
+            "finish_reason": None if end is None else finish_reason(end),
+            "prompt_tokens": len(self._stream.prompt_ids),
+            "completion_tokens": len(self._ids),
+            "cached_tokens": 0 if end is None else end.cached_tokens,
+            "weight_version": versions[-1][0] if versions else self._manager.weight_version,
+            "weight_versions": [{"version": v, "start": start, "end": stop} for v, start, stop in versions],
+        }
+        if self._logprobs:
+            meta["output_token_logprobs"] = [self._entry(e.token, e.logprob) for e in self._entries]
+            meta["output_top_logprobs"] = [[self._entry(t, p) for t, p in e.top] for e in self._entries]
+            meta["input_token_logprobs"] = self._input_logprobs()
+        if end is not None:
+            meta["e2e_latency"] = self._stream.age()
+        return meta
+
+    def _input_logprobs(self) -> list[list[Any]]:
+        stream = self._stream
+        entries = [self._entry(entry.token, entry.logprob) for entry in stream.prompt_logprobs]
+        if stream.prompt_logprobs_start == 0:  # nothing predicts the first token
+            entries.insert(0, self._entry(stream.prompt_ids[0], None))
+        return entries
+
+    def _entry(self, token: int, logprob: float | None) -> list[Any]:
+        text = self._manager.table.text(token) if self._text_in_logprobs else None
+        return [None if logprob is None else max(logprob, LOWEST_LOGPROB), token, text]
+
+
+def finish_reason(end: End) -> dict[str, Any]:
+    """SGLang's ``finish_reason``."""
+    match end.reason:
+        case "stop":
+            return {"type": "stop", "matched": end.matched}
+        case "length":
+            return {"type": "length", "length": end.num_tokens}
+        case _:
+            return {"type": end.reason, "message": end.message or "Aborted"}

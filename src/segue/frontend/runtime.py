@@ -1,0 +1,225 @@
+"""One running engine as the frontend sees it: workers, sockets, tokenizer manager; from start to shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar, cast
+
+import msgspec
+import zmq
+
+import segue
+from segue.config import EngineConfig
+from segue.errors import ConfigError, EngineDeadError, EngineStartError, SegueError
+from segue.frontend.channel import Addresses, Channel
+from segue.frontend.embedded import EmbeddedScheduler
+from segue.frontend.processes import WORKER_COMMAND, WorkerProcesses, make_run_dir, socket_addresses
+from segue.frontend.tokenizer import Tokenizer
+from segue.frontend.tokenizer_manager import TokenizerManager, error_of
+from segue.logs import logger
+from segue.protocol.messages import Ready, SchedulerMessage, Shutdown, StartFailed
+from segue.weights.source import ModelSource, resolve
+
+T = TypeVar("T")
+SECRETS = ("api_key", "admin_api_key")
+# Fields of ``internal_states`` that clients read, of features that this engine does not have.
+NOT_HERE: dict[str, Any] = {
+    "pause_mode": None,
+    "pending_dp_reqs_size": 0,
+    "prefill_decode_size": 0,
+    "disagg_prefill_bootstrap_queue_size": 0,
+    "disagg_prefill_inflight_queue_size": 0,
+    "disagg_decode_prealloc_queue_size": 0,
+    "disagg_decode_transfer_queue_size": 0,
+}
+DRAIN_S = 0.7  # for requests in flight to end at a shutdown
+STOP_S = 0.8  # for workers to end, before they are killed
+LAST_WORDS_S = 0.3  # between a worker's exit and the arrival of its last message, at most
+
+
+class Runtime:
+    """Made by :meth:`start`; lives on the event loop that made it."""
+
+    def __init__(
+        self, config: EngineConfig, source: ModelSource, *, embedded: bool, command: Sequence[str]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.config = config
+        self.source = source
+        self.died: asyncio.Future[SegueError] = loop.create_future()  # the reason, once the engine is gone
+        self._ready: asyncio.Future[Ready] = loop.create_future()
+        self._manager: TokenizerManager | None = None
+        self._stopping = False
+        self._context: zmq.Context[Any] = zmq.Context()
+        run_dir = make_run_dir()
+        self._workers: WorkerProcesses | EmbeddedScheduler
+        addresses: Addresses
+        if embedded:
+            self._workers = EmbeddedScheduler(config, run_dir, self._context)
+            addresses = EmbeddedScheduler.addresses
+        else:
+            self._workers = WorkerProcesses(config, run_dir, command)
+            addresses = socket_addresses(run_dir)
+        self._channel = Channel(self._context, addresses, self._receive)
+        self._loop = loop
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, *, embedded: bool = False, command: Sequence[str] = WORKER_COMMAND
+    ) -> Runtime:
+        """Resolve the model, start the workers, wait until they are ready.
+
+        Raises:
+            SegueError: what the workers, or the model's files, complained of.
+            EngineStartError: a worker ended before it was ready.
+        """
+        if embedded and config.tp != 1:
+            raise ConfigError(
+                f"tp={config.tp}: an embedded engine has one rank; use tp=1 or embedded=False", param="tp"
+            )
+        source = await _in_thread(lambda: resolve(config.model, config.load_format, config.cache_dir))
+        runtime = cls(config, source, embedded=embedded, command=command)
+        try:
+            runtime._workers.start(runtime._on_exit)
+            tokenizer = await _in_thread(lambda: _load_tokenizer(source))
+            ready = await runtime._ready
+            runtime._manager = TokenizerManager(tokenizer, ready, runtime._channel.send, source.eos_token_ids)
+            if runtime.died.done():
+                raise EngineStartError(runtime.died.result().message)
+        except BaseException:
+            await runtime.shutdown()
+            raise
+        return runtime
+
+    @property
+    def manager(self) -> TokenizerManager:
+        """Where requests go."""
+        assert self._manager is not None, "the engine is not ready"
+        return self._manager
+
+    @property
+    def name(self) -> str:
+        """The model's name for clients."""
+        return self.config.served_model_name or self.source.name
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers, by rank; none if embedded."""
+        return self._workers.pids
+
+    async def server_info(self) -> dict[str, Any]:
+        """Options, version, what was decided at start, and the scheduler's state."""
+        state = await self.manager.get_state()
+        ready = self.manager.ready
+        options = asdict(self.config) | {
+            name: "***" for name in SECRETS if getattr(self.config, name) is not None
+        }
+        return {
+            **options,
+            "version": segue.__version__,
+            "model_path": self.config.model or self.source.name,
+            "served_model_name": self.name,
+            "status": "dead" if self.died.done() else "ready",
+            "max_total_num_tokens": ready.num_pages * ready.page_size,
+            "decided": msgspec.to_builtins(ready),
+            "internal_states": [NOT_HERE | state.state],
+        }
+
+    async def shutdown(self) -> None:
+        """End requests in flight with what they have, then the workers. May be called again."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._manager is not None:
+            await self._drain(self._manager)
+            self._manager.die(EngineDeadError("the engine was shut down"))
+        self._ready.cancel()
+        self._channel.send(Shutdown())
+        polite_s = STOP_S / 2 if self._manager is not None and not self.died.done() else 0.0
+        ended = await asyncio.to_thread(self._workers.stop, polite_s, STOP_S)
+        self._channel.close()
+        if ended:  # else a scheduler's thread holds sockets, and this would wait for it
+            await asyncio.to_thread(self._context.term)
+
+    async def _drain(self, manager: TokenizerManager) -> None:
+        if self.died.done() or not manager.num_requests:
+            return
+        manager.abort(abort_all=True, message="the engine is shutting down")
+        try:
+            await asyncio.wait_for(manager.wait_idle(), DRAIN_S)
+        except TimeoutError:
+            logger.warning("%d requests did not end at shutdown", manager.num_requests)
+
+    def _receive(self, message: SchedulerMessage) -> None:
+        try:
+            if isinstance(message, Ready):
+                if not self._ready.done():
+                    self._ready.set_result(message)
+            elif isinstance(message, StartFailed):
+                self._fail_start(error_of(message.kind, message.message))
+            elif self.died.done():
+                return
+            else:
+                self.manager.receive(message)
+        except Exception as error:
+            logger.exception("the frontend failed on a message of the scheduler")
+            self._die(EngineDeadError(f"the frontend failed: {type(error).__name__}: {error}"))
+
+    def _on_exit(self, reason: str) -> None:
+        """From a watcher's thread: a worker has ended by itself."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._on_worker_exit, reason)
+
+    def _on_worker_exit(self, reason: str) -> None:
+        if self._stopping or self.died.done():
+            return
+        if self._ready.done():
+            self._die(EngineDeadError(f"{reason}; the engine is gone, start it again"))
+        else:  # a message that says why may be on its way
+            error = EngineStartError(f"{reason} before it was ready; its log is above")
+            self._loop.call_later(LAST_WORDS_S, self._fail_start, error)
+
+    def _fail_start(self, error: SegueError) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+
+    def _die(self, error: SegueError) -> None:
+        if self.died.done():
+            return
+        logger.error("%s", error.message)
+        self.died.set_result(error)
+        if self._manager is not None:
+            self._manager.die(error)
+
+
+def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
+    return None if source.tokenizer_directory is None else Tokenizer.load(source.tokenizer_directory)
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Like ``asyncio.to_thread``, but once its caller is cancelled nothing waits for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: Exception | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(cast(T, result))
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="segue-start", daemon=True).start()
+    return await future

@@ -1,0 +1,181 @@
+"""What clients ask for in sampling, and its translation into :class:`SamplingParams`."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from segue.errors import ContextLengthError, InvalidRequestError
+from segue.protocol.messages import SamplingParams
+
+MAX_STOPS = 64
+MAX_LOGPROBS = 20
+SEED_LIMIT = 1 << 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """Sampling as the client asked for it, in OpenAI's names; defaults are OpenAI's.
+
+    A model's ``generation_config.json`` gives EOS ids only: the temperature and top-p it recommends are not
+    applied.
+    """
+
+    max_tokens: int | None = None  # None: the rest of the context
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and -1: off
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int = -1  # -1: none; 0: of the chosen token; n: and of the n likeliest
+    prompt_logprobs_start: int = -1  # -1: none; else the first prompt position
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    keep_stop: bool = False  # leave a matched stop string or stop token in the text
+    must_fit: bool = True  # a max_tokens that does not fit behind the prompt is an error, not clamped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What requests are checked against: ``max_seq_len`` and ``vocab_size`` in tokens, and the EOS ids."""
+
+    max_seq_len: int
+    vocab_size: int
+    eos_ids: Collection[int]
+
+
+def build_params(
+    options: SamplingOptions, prompt_len: int, limits: Vocabulary, names: Mapping[str, str]
+) -> SamplingParams:
+    """Validate; work out the token limit, the stop ids and the seed.
+
+    ``names`` maps OpenAI's field names to those of the API in use, for error messages.
+
+    Raises:
+        ContextLengthError: the prompt, or the prompt and ``max_tokens``, do not fit the context.
+        InvalidRequestError: a value outside its rule.
+    """
+    check_options(options, limits, names)
+    max_new_tokens = _max_new_tokens(options, prompt_len, limits, names)
+    stop_ids = set(options.stop_token_ids)
+    if not options.ignore_eos:
+        stop_ids.update(limits.eos_ids)
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min(options.min_tokens, max_new_tokens),
+        temperature=float(options.temperature),
+        top_k=options.top_k if 0 < options.top_k < limits.vocab_size else 0,
+        top_p=float(options.top_p),
+        min_p=float(options.min_p),
+        seed=secrets.randbits(63) if options.seed is None else options.seed % SEED_LIMIT,
+        presence_penalty=float(options.presence_penalty),
+        frequency_penalty=float(options.frequency_penalty),
+        repetition_penalty=float(options.repetition_penalty),
+        logit_bias={int(token): float(bias) for token, bias in options.logit_bias.items()},
+        stop_token_ids=tuple(sorted(stop_ids)),
+        logprobs=options.logprobs,
+        prompt_logprobs_start=options.prompt_logprobs_start,
+    )
+
+
+def check_options(options: SamplingOptions, limits: Vocabulary, names: Mapping[str, str]) -> None:
+    """Everything that does not depend on the prompt."""
+    fail = _Rules(names)
+    fail.outside("temperature", options.temperature, 0.0, None)
+    fail.outside("top_p", options.top_p, 0.0, 1.0, open_below=True)
+    fail.outside("min_p", options.min_p, 0.0, 1.0)
+    fail.outside("top_k", options.top_k, -1, None)
+    fail.outside("presence_penalty", options.presence_penalty, -2.0, 2.0)
+    fail.outside("frequency_penalty", options.frequency_penalty, -2.0, 2.0)
+    fail.outside("repetition_penalty", options.repetition_penalty, 0.0, None, open_below=True)
+    fail.outside("min_tokens", options.min_tokens, 0, None)
+    fail.outside("logprobs", options.logprobs, -1, MAX_LOGPROBS)
+    if options.max_tokens is not None:
+        fail.outside("max_tokens", options.max_tokens, 1, None)
+        if options.min_tokens > options.max_tokens:
+            rule = f"must be at most {fail.name('max_tokens')}={options.max_tokens}"
+            fail.error("min_tokens", options.min_tokens, rule)
+    if options.seed is not None:
+        fail.outside("seed", options.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+    if len(options.stop) > MAX_STOPS:
+        fail.error("stop", f"{len(options.stop)} strings", f"at most {MAX_STOPS} are allowed")
+    if "" in options.stop:
+        fail.error("stop", "", "an empty string cannot be a stop string; leave it out")
+    for token in options.stop_token_ids:
+        fail.outside("stop_token_ids", token, 0, limits.vocab_size - 1)
+    for token, bias in options.logit_bias.items():
+        fail.outside("logit_bias", token, 0, limits.vocab_size - 1)
+        fail.outside("logit_bias", bias, -100.0, 100.0)
+
+
+def check_token_ids(ids: Collection[int], limits: Vocabulary, param: str) -> None:
+    """Raise InvalidRequestError for an id that the model does not have."""
+    if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
+        raise InvalidRequestError(
+            f"{param} contains token id {wrong}; ids of this model are 0 to {limits.vocab_size - 1}",
+            param=param,
+        )
+
+
+def check_prompt_len(prompt_len: int, limits: Vocabulary, param: str, *, at_least: bool = False) -> None:
+    """Raise if a prompt of so many tokens is empty, or leaves no room for one output token."""
+    if prompt_len == 0:
+        raise InvalidRequestError(f"{param} is empty; it must have at least one token", param=param)
+    if prompt_len >= limits.max_seq_len:
+        count = f"at least {prompt_len}" if at_least else prompt_len
+        raise ContextLengthError(
+            f"The prompt has {count} tokens, but this model's maximum context length is {limits.max_seq_len} "
+            f"tokens, the output included; shorten the prompt to at most {limits.max_seq_len - 1} tokens.",
+            param=param,
+        )
+
+
+def _max_new_tokens(
+    options: SamplingOptions, prompt_len: int, limits: Vocabulary, names: Mapping[str, str]
+) -> int:
+    room = limits.max_seq_len - prompt_len
+    if options.max_tokens is None or (options.max_tokens > room and not options.must_fit):
+        return room
+    if options.max_tokens > room:
+        name = names.get("max_tokens", "max_tokens")
+        raise ContextLengthError(
+            f"{name}={options.max_tokens} does not fit: this model's maximum context length is "
+            f"{limits.max_seq_len} tokens and the prompt has {prompt_len}; "
+            f"ask for at most {room}, or leave {name} out.",
+            param=name,
+        )
+    return options.max_tokens
+
+
+class _Rules:
+    """Checks that name the field as the client does."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def name(self, field_: str) -> str:
+        return self._names.get(field_, field_)
+
+    def error(self, field_: str, value: Any, rule: str) -> None:
+        raise InvalidRequestError(f"{self.name(field_)}={value!r}: {rule}", param=self.name(field_))
+
+    def outside(
+        self, field_: str, value: float, low: float, high: float | None, *, open_below: bool = False
+    ) -> None:
+        above = math.isfinite(value) if high is None else value <= high
+        below = value > low if open_below else value >= low
+        if not (above and below):
+            least = f"above {low:g}" if open_below else f"at least {low:g}"
+            most = "" if high is None else f" and at most {high:g}"
+            self.error(field_, value, f"must be {least}{most}")

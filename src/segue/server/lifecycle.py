@@ -1,0 +1,129 @@
+"""The server's life: bind the port, load the model, serve, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from segue.config import EngineConfig
+from segue.errors import ConfigError
+from segue.frontend.processes import WORKER_COMMAND
+from segue.frontend.runtime import Runtime
+from segue.logs import logger
+from segue.server.app import create_app
+
+GRACE_S = 1  # for replies to end at a shutdown
+BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port before anything slow happens.
+
+    Raises:
+        ConfigError: it is in use, or the address is not ours.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            remedy = "stop what listens there, or choose another with --port (0 picks a free one)"
+            raise ConfigError(f"port {port} on {host} is in use; {remedy}", param="port") from None
+        if error.errno == errno.EACCES:
+            raise ConfigError(
+                f"port {port} needs privileges; choose one above 1023 with --port", param="port"
+            ) from None
+        raise ConfigError(
+            f"cannot listen on host {host!r}: {error.strerror}; check --host", param="host"
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where clients reach it."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(
+    config: EngineConfig,
+    listener: socket.socket,
+    on_ready: Callable[[Runtime, str], None],
+    command: Sequence[str] = WORKER_COMMAND,
+) -> int:
+    """Serve until a signal or the engine's death; returns the exit code.
+
+    While the model loads, requests are answered 503.
+
+    Raises:
+        SegueError: the engine cannot start.
+    """
+    app = create_app(config)
+    server = _Server(_uvicorn_config(app, config))
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(each, stop.set)
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    starting = asyncio.create_task(Runtime.start(config, command=command))
+    stopping = asyncio.create_task(stop.wait())
+    runtime: Runtime | None = None
+    try:
+        await asyncio.wait({starting, stopping, http}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            return 0 if stop.is_set() else 1
+        runtime = app.state.service.runtime = starting.result()
+        on_ready(runtime, url_of(listener))
+        return await _serve_until_the_end(runtime, stopping, http, config.exit_grace)
+    finally:
+        stopping.cancel()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        if runtime is not None:
+            await runtime.shutdown()
+        server.should_exit = True
+        await http
+
+
+async def _serve_until_the_end(
+    runtime: Runtime, stopping: asyncio.Task[bool], http: asyncio.Task[None], exit_grace: float
+) -> int:
+    ends: set[asyncio.Future[Any]] = {stopping, http, runtime.died}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if not runtime.died.done():
+        return 0 if stopping.done() else 1
+    logger.error("the engine is dead; /health answers 503 for %g s, then the server ends", exit_grace)
+    await asyncio.wait({stopping, http}, timeout=exit_grace, return_when=asyncio.FIRST_COMPLETED)
+    return 1
+
+
+def _uvicorn_config(app: FastAPI, config: EngineConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        log_level=config.log_level,
+        access_log=config.log_level == "debug",
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=65,
+        server_header=False,
+    )
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

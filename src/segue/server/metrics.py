@@ -1,0 +1,88 @@
+"""``/metrics`` for Prometheus: what the frontend counted, read when it is scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from segue.frontend.stats import Histogram
+from segue.server.service import Service, service_of
+
+LABELS = ["model_name"]
+
+router = APIRouter(tags=["Health"])
+
+
+class EngineCollector(Collector):
+    """Every metric of one server, labelled with its model."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics; none while the engine starts."""
+        if self._service.runtime is None:
+            return
+        label = self._service.runtime.name
+        manager = self._service.manager
+        stats, now = manager.stats, manager.stats.counters
+        used, live = (
+            n / manager.ready.num_pages for n in (now.used_pages, now.used_pages - now.cached_pages)
+        )
+        for name, text, gauge in (
+            ("num_requests_running", "Requests that run.", now.num_running),
+            ("num_requests_waiting", "Requests that wait.", now.num_waiting),
+            ("kv_cache_usage_perc", "KV pages of live requests and the prefix cache; 1 is full.", used),
+            ("kv_cache_live_perc", "KV pages of live requests alone, not shared; 1 is full.", live),
+        ):
+            yield _filled(GaugeMetricFamily(f"segue:{name}", text, labels=LABELS), label, gauge)
+        for name, text, total in (
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.prompt_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.cached_tokens),
+            ("num_preemptions", "Requests retracted for want of KV pages.", now.num_preemptions),
+            ("prompt_tokens", "Prompt tokens of requests that got a first token.", stats.prompt_tokens),
+            ("generation_tokens", "Output tokens.", now.output_tokens),
+            ("engine_steps", "Steps planned.", now.num_steps),
+        ):
+            yield _filled(CounterMetricFamily(f"segue:{name}", text, labels=LABELS), label, total)
+        requests = CounterMetricFamily(
+            "segue:request_success",
+            "Requests that ended, by reason.",
+            labels=[*LABELS, "finished_reason"],
+        )
+        for reason, count in stats.finished.items():
+            requests.add_metric([label, reason], count)
+        yield requests
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "From the request to its first token.", stats.first_token),
+            ("inter_token_latency_seconds", "Between tokens of a request.", stats.between_tokens),
+            ("e2e_request_latency_seconds", "From the request to its end.", stats.request),
+            ("step_time_seconds", "From a step's launch to its tokens on the host.", stats.step),
+        ):
+            yield _histogram(name, text, label, histogram)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Metrics in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(EngineCollector(service_of(request)))
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _filled(
+    metric: GaugeMetricFamily | CounterMetricFamily, label: str, value: float
+) -> GaugeMetricFamily | CounterMetricFamily:
+    metric.add_metric([label], value)
+    return metric
+
+
+def _histogram(name: str, text: str, label: str, histogram: Histogram) -> Metric:
+    metric = HistogramMetricFamily(f"segue:{name}", text, labels=LABELS)
+    metric.add_metric([label], histogram.cumulative(), histogram.total)
+    return metric

@@ -1,0 +1,45 @@
+"""The native API: SGLang's ``/generate``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from fastapi import APIRouter, Request, Response
+
+from segue.frontend.generation import Generation
+from segue.frontend.merge import accepted
+from segue.frontend.native import parse_call
+from segue.protocol.native import NativeGenerate
+from segue.server.body import read_json
+from segue.server.errors import json_response, native_body
+from segue.server.openai_routes import ACCEPT_S
+from segue.server.schema import body_schema
+from segue.server.service import service_of
+from segue.server.sse import DONE, EventStream, event, unless_gone
+
+router = APIRouter(tags=["Native"])
+
+
+@router.post("/generate", openapi_extra=body_schema(NativeGenerate))
+async def generate(request: Request) -> Response:
+    """Continue a prompt, or a batch of prompts."""
+    service = service_of(request)
+    manager = service.manager
+    call = parse_call(await read_json(request, service.config.max_body_mib))
+    generation = await Generation.start(manager, call)
+    if call.stream:
+        try:
+            await accepted(generation.streams, ACCEPT_S)
+        except BaseException:
+            generation.close()
+            raise
+        return EventStream(_events(generation), native_body)
+    with generation:
+        return json_response(await unless_gone(request, generation.result()))
+
+
+async def _events(generation: Generation) -> AsyncGenerator[bytes, None]:
+    with generation:
+        async for update in generation.updates():
+            yield event(update)
+    yield DONE

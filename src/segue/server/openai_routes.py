@@ -1,0 +1,137 @@
+"""The OpenAI API: chat completions, completions, models."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from segue.frontend.merge import accepted, merged
+from segue.frontend.runtime import Runtime
+from segue.frontend.tokenizer_manager import Stream
+from segue.protocol import openai
+from segue.protocol.validation import parse
+from segue.server.body import read_json
+from segue.server.errors import json_response, openai_body
+from segue.server.openai_replies import ChatDialect, Chunks, CompletionDialect, Dialect, usage
+from segue.server.openai_requests import Wanted, chat_call, check_model, completion_call
+from segue.server.schema import body_schema
+from segue.server.service import service_of
+from segue.server.sse import DONE, EventStream, unless_gone
+
+ACCEPT_S = 2.0  # how long a stream's status line waits for the scheduler's word
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post("/v1/chat/completions", openapi_extra=body_schema(openai.ChatCompletionRequest))
+async def chat_completions(request: Request) -> Response:
+    """Continue a conversation."""
+    service = service_of(request)
+    runtime = service.running
+    body = openai.without_extras(await read_json(request, service.config.max_body_mib), openai.CHAT_NOT_YET)
+    call = parse(openai.ChatCompletionRequest, body, rules=openai.RULES)
+    dialect = ChatDialect(runtime.manager.table)
+    return await _answer(request, runtime, dialect, chat_call(call, runtime, _new_id(dialect)))
+
+
+@router.post("/v1/completions", openapi_extra=body_schema(openai.CompletionRequest))
+async def completions(request: Request) -> Response:
+    """Continue a text, or several."""
+    service = service_of(request)
+    runtime = service.running
+    body = openai.without_extras(
+        await read_json(request, service.config.max_body_mib), openai.COMPLETION_NOT_YET
+    )
+    call = parse(openai.CompletionRequest, body, rules=openai.RULES)
+    dialect = CompletionDialect(runtime.manager.table)
+    return await _answer(request, runtime, dialect, completion_call(call, runtime, _new_id(dialect)))
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The one model served."""
+    return json_response({"object": "list", "data": [_model_card(request)]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    """The model by name."""
+    check_model(name, service_of(request).running)
+    return json_response(_model_card(request))
+
+
+def _model_card(request: Request) -> dict[str, Any]:
+    service = service_of(request)
+    runtime = service.running
+    return {
+        "id": runtime.name,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "segue",
+        "root": runtime.config.model or runtime.source.name,
+        "max_model_len": runtime.manager.limits.max_seq_len,
+    }
+
+
+async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: Wanted) -> Response:
+    batch_id = wanted.id if wanted.is_batch else None
+    streams = await runtime.manager.submit_batch(wanted.requests, batch_id)
+    stack = ExitStack()
+    for stream in streams:
+        stack.enter_context(stream)
+    created = int(time.time())
+    if wanted.stream:
+        chunks = Chunks(
+            dialect,
+            id=wanted.id,
+            created=created,
+            model=runtime.name,
+            logprobs=wanted.logprobs >= 0,
+            usage_in_stream=wanted.usage_in_stream,
+        )
+        try:
+            await accepted(streams, ACCEPT_S)
+        except BaseException:
+            stack.close()
+            raise
+        return EventStream(_events(chunks, streams, stack), openai_body)
+    with stack:
+        outputs = [await unless_gone(request, stream.result()) for stream in streams]
+    ends = [output.end for output in outputs if output.end is not None]
+    reply = {
+        "id": wanted.id,
+        "object": dialect.object,
+        "created": created,
+        "model": runtime.name,
+        "choices": [
+            dialect.choice(index, output, wanted.logprobs >= 0) for index, output in enumerate(outputs)
+        ],
+        "usage": usage(ends),
+    }
+    return json_response(reply)
+
+
+async def _events(chunks: Chunks, streams: list[Stream], stack: ExitStack) -> AsyncGenerator[bytes, None]:
+    ends = []
+    begun: set[int] = set()
+    with stack:
+        async for index, output in merged(streams):
+            data = chunks.of(index, output)
+            if index not in begun:
+                begun.add(index)
+                data = chunks.first(index) + data
+            if output.end is not None:
+                ends.append(output.end)
+            if len(ends) == len(streams):
+                data += chunks.usage(ends) + DONE
+            if data:
+                yield data
+
+
+def _new_id(dialect: Dialect) -> str:
+    return f"{dialect.prefix}{uuid.uuid4().hex}"

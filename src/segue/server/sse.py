@@ -1,0 +1,106 @@
+"""Server-sent events: bytes from a generator, ended early when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from segue.errors import SegueError
+from segue.logs import logger
+from segue.server.errors import InternalError
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+encode = msgspec.json.Encoder().encode
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; nobody reads the answer."""
+
+
+def event(content: Any) -> bytes:
+    """One event of JSON."""
+    return b"data: " + encode(content) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends what ``events`` yields.
+
+    While the client is slow, ``send`` waits, and what is generated meanwhile comes as one event. An error
+    becomes a last event of ``error_body``. However it ends, ``events`` is closed, which aborts what it reads.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], error_body: Callable[[SegueError], dict[str, Any]]
+    ) -> None:
+        super().__init__()
+        self._events = events
+        self._error_body = error_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        sender = asyncio.create_task(self._send_all(send))
+        watcher = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watcher.cancel()
+            sender.cancel()
+            with suppress(asyncio.CancelledError, OSError):
+                await sender
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except SegueError as error:
+            await send(
+                {"type": "http.response.body", "body": event(self._error_body(error)), "more_body": True}
+            )
+        except (OSError, asyncio.CancelledError):
+            raise
+        except Exception:
+            logger.exception("a stream failed")
+            body = self._error_body(InternalError("internal error; the server's log has the details"))
+            await send({"type": "http.response.body", "body": event(body), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Do the work, but cancel it when the client goes away. The body must have been read.
+
+    Raises:
+        ClientGoneError: it did.
+    """
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientGoneError
+        return worker.result()
+    finally:
+        watcher.cancel()
+        if not worker.done():
+            worker.cancel()
+            with suppress(asyncio.CancelledError):
+                await worker
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,143 @@
+"""SmolLM2 in float32 against transformers, token by token, plain and under every kind of stress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+import segue
+from tests.e2e.teacher import Verdict, greedy, judge
+from tests.fixtures import reference
+from tests.fixtures.reference import NUM_TOKENS, NUM_TOP
+
+pytestmark = pytest.mark.timeout(300)
+
+REFERENCE = reference.load()
+CASES = REFERENCE.cases
+LOGPROB_TOLERANCE = 1e-4
+WITH_LOGPROBS: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": NUM_TOP}
+# KV tokens that hold the longest request (584) and little more, so that not all that start can stay.
+TIGHT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Options of an engine, and what must have happened in it for the run to prove anything."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    logprobs: bool = False  # ask for them from the start: another sampling path than the plain one
+    preempts: bool = False
+    caches: bool = True
+
+
+SETUPS = (
+    Setup("plain"),
+    Setup(
+        "page-1-chunk-16-no-prefix-cache",
+        {"page_size": 1, "chunked_prefill_size": 16, "disable_prefix_cache": True},
+        caches=False,
+    ),
+    Setup(
+        "page-4-chunk-16-preempted-logprobs",
+        {"page_size": 4, "chunked_prefill_size": 16, "num_kv_tokens": TIGHT},
+        logprobs=True,
+        preempts=True,
+    ),
+    Setup(
+        "page-16-preempted-no-prefix-cache-no-overlap",
+        {"page_size": 16, "num_kv_tokens": TIGHT, "disable_prefix_cache": True, "disable_overlap": True},
+        preempts=True,
+        caches=False,
+    ),
+    Setup("tp-3-logprobs", {"tp": 3}, logprobs=True),
+)
+
+
+@pytest.fixture(scope="module", params=SETUPS, ids=lambda setup: setup.name)
+def running(request: pytest.FixtureRequest) -> Iterator[tuple[Setup, Any]]:
+    """One engine a setup; pytest runs all tests of one before it starts the next."""
+    setup: Setup = request.param
+    with segue.Engine(dtype="float32", **setup.options) as engine:
+        yield setup, engine
+
+
+@pytest.fixture(scope="module")
+def verdict(running: tuple[Setup, Any]) -> Verdict:
+    """All 30 prompts at once."""
+    setup, engine = running
+    return judge(engine, CASES, **(WITH_LOGPROBS if setup.logprobs else {}))
+
+
+def state(engine: Any) -> dict[str, Any]:
+    internal: dict[str, Any] = engine.get_server_info()["internal_states"][0]
+    return internal
+
+
+def test_every_token_is_the_choice_of_the_reference(verdict: Verdict) -> None:
+    print("excused as near ties:", verdict.excused or "none")
+    assert verdict.wrong == []
+
+
+def test_free_running_text_is_that_of_the_reference(verdict: Verdict) -> None:
+    assert len(verdict.different_texts) <= 2, verdict.different_texts
+
+
+def test_logprobs_are_those_of_the_reference(running: tuple[Setup, Any], verdict: Verdict) -> None:
+    setup, engine = running
+    cases, replies = CASES, verdict.first_round
+    if not setup.logprobs:
+        cases = [case for case in CASES if len(case.prompt_ids) <= 40][::3]
+        prompts = [case.prompt_ids for case in cases]
+        replies = engine.generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS), **WITH_LOGPROBS)
+    compared, worst = 0, 0.0
+    for case, reply in zip(cases, replies, strict=True):
+        chosen = reply["meta_info"]["output_token_logprobs"]
+        alternatives = reply["meta_info"]["output_top_logprobs"]
+        for position, token in enumerate(reply["output_ids"]):
+            if token != case.output_ids[position]:
+                break
+            ours = [chosen[position][0], *(entry[0] for entry in alternatives[position])]
+            theirs = [case.logprobs[position], *case.top_logprobs[position]]
+            worst = max(worst, *(abs(a - b) for a, b in zip(ours, theirs, strict=True)))
+            assert chosen[position][1] == token
+            compared += 1
+    print(f"{compared} positions, largest difference {worst:.2e}")
+    assert compared >= 0.9 * len(cases) * NUM_TOKENS
+    assert worst <= LOGPROB_TOLERANCE
+
+
+def test_prompt_logprobs_are_those_of_the_reference(running: tuple[Setup, Any], verdict: Verdict) -> None:
+    """The reference's output, given as part of the prompt, has the logprobs it had when it was generated."""
+    case = REFERENCE.case("turns")
+    start = len(case.prompt_ids)
+    reply = running[1].generate(
+        input_ids=case.prompt_ids + case.output_ids,
+        sampling_params=greedy(1),
+        return_logprob=True,
+        logprob_start_len=start - 1,
+    )
+    found = reply["meta_info"]["input_token_logprobs"][-NUM_TOKENS:]
+    assert [entry[1] for entry in found] == case.output_ids
+    assert (
+        max(abs(entry[0] - right) for entry, right in zip(found, case.logprobs, strict=True))
+        <= LOGPROB_TOLERANCE
+    )
+
+
+def test_the_stress_took_place(running: tuple[Setup, Any], verdict: Verdict) -> None:
+    setup, engine = running
+    assert (state(engine)["num_preemptions"] > 0) == setup.preempts
+    case = REFERENCE.case("turns")
+    for _ in range(2):
+        reply = engine.generate(input_ids=case.prompt_ids, sampling_params=greedy(1))
+    assert (reply["meta_info"]["cached_tokens"] > 0) == setup.caches
+
+
+def test_nothing_is_left_behind(running: tuple[Setup, Any], verdict: Verdict) -> None:
+    internal = state(running[1])
+    assert (internal["running_batch_size"], internal["waiting_queue_size"]) == (0, 0)
+    assert internal["req_to_token_pool_used"] == 0

@@ -1,0 +1,155 @@
+"""A worker process without a model: the real scheduler and loop over a runner that repeats the prompt.
+
+Run as the worker command of an engine. Variables of the environment make it slow or let it fail:
+``FAKE_STEP_S`` seconds a step, ``FAKE_START`` one of ``fail``, ``exit``, ``hang``, ``FAKE_EXIT_AT_STEP`` n.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from segue.config import EngineConfig
+from segue.protocol.messages import Ready, StartFailed, StepPlan, StepResult, TokenLogprob, unpack_ids
+from segue.scheduler.loop import SchedulerLoop
+from segue.scheduler.scheduler import Limits, Scheduler
+
+LOGPROB = -0.5
+RUNNER_UP_LOGPROB = -1.5
+
+
+class Done:
+    """A step whose result is known."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class EchoRunner:
+    """Output token k of a request is prompt token k, again from the start when the prompt is through."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rows: dict[
+            int, tuple[list[int], int, int]
+        ] = {}  # row -> prompt, logprobs, prompt logprobs start
+        self._step_s = float(os.environ.get("FAKE_STEP_S", "0"))
+        self._exit_at = int(os.environ.get("FAKE_EXIT_AT_STEP", "0"))
+
+    def forward_batch(self, plan: StepPlan) -> Done:
+        time.sleep(self._step_s)
+        if plan.step == self._exit_at:
+            os._exit(3)
+        for row in plan.new_rows:
+            prompt = unpack_ids(row.tokens)[: row.prompt_len]
+            self._rows[row.row] = (prompt, row.params.logprobs, row.params.prompt_logprobs_start)
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob | None] = []
+        prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        for index, row_id in enumerate(plan.rows):
+            prompt, wanted, _ = self._rows[row_id]
+            end = plan.starts[index] + plan.lens[index]
+            behind = range(end - plan.num_logits[index] + 1, min(end + 1, len(prompt)))
+            if len(behind) > 0 and plan.num_logits[index] > 1:
+                prompt_logprobs[row_id] = [self._logprob(prompt[p], wanted) for p in behind]
+            if plan.samples[index]:
+                token = prompt[(end - len(prompt)) % len(prompt)]
+                tokens.append(token)
+                logprobs.append(self._logprob(token, wanted) if wanted >= 0 else None)
+        return Done(StepResult(plan.step, tokens, max(self._step_s, 1e-4), logprobs, prompt_logprobs))
+
+    def _logprob(self, token: int, wanted: int) -> TokenLogprob:
+        top = [(token, LOGPROB), ((token + 1) % self._vocab_size, RUNNER_UP_LOGPROB)]
+        return TokenLogprob(token, LOGPROB, top[: max(wanted, 0)])
+
+
+def watch_lifeline() -> None:
+    while os.read(0, 1024):
+        pass
+    os._exit(0)
+
+
+def serve(config: EngineConfig, to_scheduler: str, to_frontend: str, context: zmq.Context[Any]) -> None:
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, address in ((inbox, to_scheduler), (outbox, to_frontend)):
+        socket.set_hwm(0)
+        socket.connect(address)
+    match os.environ.get("FAKE_START"):
+        case "fail":
+            outbox.send(
+                msgspec.msgpack.encode(StartFailed("OutOfMemoryError", "only 1 page fits; use more memory"))
+            )
+            outbox.close(linger=500)
+            inbox.close()
+            return
+        case "exit":
+            os._exit(7)
+        case "hang":
+            threading.Event().wait()
+    assert config.model is not None
+    hf_config = json.loads((Path(config.model) / "config.json").read_text())
+    page_size, max_seq_len = config.page_size or 16, config.max_model_len or 512
+    limits = Limits(
+        num_pages=(config.num_kv_tokens or 8 * max_seq_len) // page_size,
+        page_size=page_size,
+        max_seq_len=max_seq_len,
+        max_running_requests=config.max_running_requests or 16,
+        max_queued_requests=config.max_queued_requests,
+        chunked_prefill_size=config.chunked_prefill_size or 512,
+    )
+    ready = Ready(
+        max_seq_len=limits.max_seq_len,
+        vocab_size=hf_config["vocab_size"],
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        max_running_requests=limits.max_running_requests,
+        chunked_prefill_size=limits.chunked_prefill_size,
+        device="cpu",
+        dtype="float32",
+        attention_backend="fake",
+        weight_bytes=0,
+        kv_bytes=0,
+        init_steps=[],
+    )
+    outbox.send(msgspec.msgpack.encode(ready))
+    SchedulerLoop(
+        Scheduler(limits),
+        EchoRunner(ready.vocab_size),
+        inbox=inbox,
+        outbox=outbox,
+        overlap=not config.disable_overlap,
+        memory_usage={},
+    ).run()
+    outbox.close(linger=500)
+    inbox.close()
+
+
+def main() -> None:
+    spec = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=watch_lifeline, daemon=True).start()
+    context: zmq.Context[Any] = zmq.Context()
+    run_dir = spec["run_dir"]
+    if spec["rank"] != 0:
+        threading.Event().wait()
+    serve(
+        EngineConfig(**spec["config"]),
+        f"ipc://{run_dir}/to_scheduler",
+        f"ipc://{run_dir}/to_frontend",
+        context,
+    )
+    context.term()
+
+
+if __name__ == "__main__":
+    main()

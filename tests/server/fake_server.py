@@ -1,0 +1,32 @@
+"""The real server over the fake worker: ``python fake_server.py '{option: value, …}'`` prints its URL."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from segue.config import EngineConfig
+from segue.errors import SegueError
+from segue.logs import configure
+from segue.server.lifecycle import bind, serve
+
+WORKER = Path(__file__).resolve().parent.parent / "frontend" / "fake_worker.py"
+
+
+def main() -> int:
+    config = EngineConfig.create(**json.loads(sys.argv[1]))
+    configure(config.log_level)
+    listener = bind(config.host, config.port)
+    print(f"bound {listener.getsockname()[1]}", flush=True)
+    command = (sys.executable, str(WORKER))
+    try:
+        return asyncio.run(serve(config, listener, lambda _, url: print(f"ready {url}", flush=True), command))
+    except SegueError as error:
+        print(f"failed {error.message}", flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

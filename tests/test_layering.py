@@ -1,0 +1,42 @@
+"""The rule that import contracts cannot see whole: pure modules run where torch cannot be imported at all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import segue
+
+SOURCE = Path(segue.__path__[0])
+IMPURE = {"segue.scheduler.loop"}
+BLOCKED = ("torch", "transformers", "zmq")
+
+PROGRAM = """
+import importlib, sys
+for name in {blocked!r}:
+    sys.modules[name] = None  # importing it now raises ImportError
+for module in {modules!r}:
+    importlib.import_module(module)
+"""
+
+
+def pure_modules() -> list[str]:
+    scheduler = [f"segue.scheduler.{path.stem}" for path in sorted((SOURCE / "scheduler").glob("*.py"))]
+    pure = [name for name in scheduler if name not in IMPURE]
+    return [*pure, "segue.kvcache.pages", "segue.kvcache.prefix"]
+
+
+def imports_without_torch(modules: list[str]) -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.format(blocked=BLOCKED, modules=modules)
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=SOURCE.parent, capture_output=True, text=True, timeout=60)
+
+
+def test_pure_modules_import_without_torch() -> None:
+    result = imports_without_torch(pure_modules())
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_check_sees_a_module_that_needs_torch() -> None:
+    assert "torch" in imports_without_torch(["segue.kvcache.pool"]).stderr
