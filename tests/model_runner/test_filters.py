@@ -91,3 +91,17 @@ def test_masked_tokens_are_no_candidates():
     logits = torch.full((1, 200), -torch.inf)
     logits[0, [4, 150]] = torch.tensor([1.0, 0.0])
     assert (_run(logits, [(1.0, 50, 1.0, 0.0)]) > 0).nonzero()[:, 1].tolist() == [4, 150]
+
+
+def test_tokens_of_no_weight_are_not_looked_for():
+    logits = torch.full((1, 5000), -200.0)
+    logits[0, 17] = 0.0
+    weights, _ = candidates(
+        logits,
+        inverse_temperatures=torch.ones(1),
+        top_k=torch.tensor([60]),
+        top_p=torch.ones(1),
+        min_p=torch.zeros(1),
+        max_top_k=60,
+    )
+    assert weights.shape == (1, 64)

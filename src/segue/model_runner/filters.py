@@ -51,7 +51,7 @@ def _candidates(
     if count >= weights.shape[1]:
         return values, ids
     # It is enough once one of them is ruled out: all that follow are less likely.
-    short = kept[:, -1:0].nonzero().squeeze(1)
+    short = kept[:, -1].nonzero().squeeze(1)
     if not len(short):
         return values, ids
     more, more_ids = _candidates(weights[short], top_k[short], top_p[short], min_p[short], count * _GROWTH)
@@ -72,4 +72,4 @@ def _kept(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
     in_top_p[:, 0] = True
     lowest = values.masked_fill(~(in_top_k & in_top_p), 1.0).amin(-1)
     lowest = torch.maximum(lowest, min_p * values[:, 0])
-    return (values >= lowest[:, None]) & (values > 0)
+    return (values >= lowest[:, None]) & (values > 0)  # no use to look for more of no weight

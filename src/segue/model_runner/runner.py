@@ -141,6 +141,7 @@ class ModelRunner:
             # On the stream: the first step there pays for its worker threads.
             self._stream = make_stream(choices.device)
             trial = partial(measure_activations, model, choices, backend_entry, shape)
+            activations = self._stream.submit(trial).result()
             budget = _plan_memory(
                 config,
                 choices,
@@ -149,11 +150,11 @@ class ModelRunner:
                 free_before=free_before,
                 arena_bytes=self.arena.num_bytes,
                 derived=derived,
-                activations=self._stream.submit(trial).result(),
+                activations=activations,
             )
             progress.detail = (
                 f"{budget.num_pages} pages of {choices.page_size} tokens, set by {budget.limited_by}; "
-                f"longest sequence {budget.max_seq_len} tokens"
+                f"longest sequence {budget.max_seq_len} tokens; a step takes {gib(activations)}"
             )
         with progress.step("KV pool"):
             kv = make_pool(model, choices, num_pages=budget.num_pages)

@@ -54,17 +54,27 @@ class CPUStream:
 
 
 class CUDAStream:
-    """A compute stream of one device; work is launched from the thread that submits it."""
+    """A compute stream of one device; work is launched from the thread that submits it.
+
+    After work that failed, all later work fails with the same error.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.Stream(device)
         self._lock = threading.Lock()
+        self._failure: Exception | None = None
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
         """Launch `work` now."""
         done: Future[Result] = Future()
         with self._lock, self._stream:
-            done.set_result(work())
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                done.set_result(work())
+            except Exception as failure:
+                self._failure = failure
+                done.set_exception(failure)
         return done
 
     def close(self) -> None:
