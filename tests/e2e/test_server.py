@@ -1,0 +1,199 @@
+"""`segue serve` with the real model, talked to by the official client; deaths by `kill -9`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.conftest import WaitUntil
+
+MODEL = "SmolLM2-135M-Instruct"
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+LONG: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server process."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=5)
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.get("/server_info").json()["internal_states"][0]
+        return state
+
+    def workers(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
+
+@contextmanager
+def serve(*options: str) -> Iterator[Served]:
+    command = [sys.executable, "-m", "segue", "serve", "--port", "0", "--log-level", "warning", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "http://" in line:
+                url = next(word for word in line.split() if word.startswith("http://"))
+                break
+        else:
+            pytest.fail(f"the server ended with exit code {process.wait()} before it was ready")
+        yield Served(process, url)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(10)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    with serve("--dtype", "float32") as served:
+        yield served
+
+
+@pytest.fixture
+def served(shared: Served, wait_until: WaitUntil) -> Iterator[Served]:
+    yield shared
+    wait_until(lambda: shared.state()["req_to_token_pool_used"] == 0, what="an empty engine after the test")
+
+
+def alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_a_streamed_answer_is_the_whole_answer(served: Served) -> None:
+    ask = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 16}
+    whole = served.openai.chat.completions.create(**ask)
+    chunks = list(
+        served.openai.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    )
+    streamed = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert "Paris" in streamed and streamed == whole.choices[0].message.content
+    assert chunks[-1].usage is not None and whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_seed_repeats_a_sampled_answer_in_any_company(served: Served) -> None:
+    ask = {"model": MODEL, "prompt": "A list of animals:", "seed": 7, "max_tokens": 24, "temperature": 0.9}
+    alone = served.openai.completions.create(**ask).choices[0].text
+    others = [{**ask, "prompt": f"Number {n}:", "max_tokens": 40, "seed": n} for n in range(3)]
+    threads = [threading.Thread(target=served.openai.completions.create, kwargs=each) for each in others]
+    for thread in threads:
+        thread.start()
+    together = served.openai.completions.create(**ask).choices[0].text
+    for thread in threads:
+        thread.join()
+    assert alone == together
+
+
+def test_a_second_equal_prompt_is_mostly_cached(served: Served) -> None:
+    ask = {"model": MODEL, "prompt": "The same long prompt, word for word. " * 20, "max_tokens": 2}
+    served.openai.completions.create(**ask)
+    usage = served.openai.completions.create(**ask).usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    assert (usage.prompt_tokens_details.cached_tokens or 0) > 0.8 * usage.prompt_tokens
+
+
+def test_a_client_that_leaves_frees_its_request(served: Served, wait_until: WaitUntil) -> None:
+    body = {**LONG, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as reply:
+        next(reply.iter_lines())
+        assert served.state()["running_batch_size"] == 1
+    wait_until(lambda: served.state()["running_batch_size"] == 0, timeout=2, what="the request's abort")
+
+
+def test_a_prompt_that_does_not_fit_is_refused_at_once(served: Served) -> None:
+    began = time.monotonic()
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.openai.completions.create(model=MODEL, prompt="word " * 300_000, max_tokens=1)
+    assert refused.value.code == "context_length_exceeded"
+    assert time.monotonic() - began < 3
+
+
+def test_metrics_count_what_was_served(served: Served) -> None:
+    served.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=4)
+    lines = served.get("/metrics").text.splitlines()
+    values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
+    tokens = next(value for name, value in values.items() if name.startswith("segue:generation_tokens_total"))
+    assert tokens >= 4
+
+
+def test_a_dead_worker_fails_its_requests_and_ends_the_server() -> None:
+    with serve("--exit-grace", "3") as served:
+        errors: list[object] = []
+        started = threading.Event()
+
+        def read() -> None:
+            try:
+                with httpx.stream(
+                    "POST", f"{served.url}/v1/completions", json={**LONG, "stream": True}
+                ) as reply:
+                    for line in reply.iter_lines():
+                        started.set()
+                        if '"error"' in line:
+                            errors.append(line)
+            except httpx.TransportError as error:
+                errors.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert started.wait(30)
+        (worker,) = served.workers()
+        os.kill(worker, signal.SIGKILL)
+        reader.join(1.5)
+        assert errors, "the stream must end with an error within a second"
+        assert served.get("/health").status_code == 503
+        assert served.process.wait(6) == 1
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_no_worker_survives_a_killed_server(tp: int, wait_until: WaitUntil) -> None:
+    with serve("--tp", str(tp), "--dtype", "float32", "--num-kv-tokens", "2048") as served:
+        workers = served.workers()
+        assert len(workers) == tp
+        served.process.kill()
+        wait_until(lambda: not any(alive(pid) for pid in workers), timeout=1.5, what="the end of the workers")
+
+
+def test_ctrl_c_ends_the_server_and_its_workers_in_good_order() -> None:
+    with serve() as served:
+        workers = served.workers()
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(4) == 0
+        assert not any(alive(pid) for pid in workers)
+
+
+def test_tp_that_does_not_divide_the_heads_is_one_clear_line() -> None:
+    command = [sys.executable, "-m", "segue", "serve", "--port", "0", "--tp", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert all(word in ended.stderr for word in ("size 2", "num_attention_heads 9", "num_key_value_heads 3"))
