@@ -125,7 +125,8 @@ def test_a_second_equal_prompt_is_mostly_cached(served: Served) -> None:
 def test_a_client_that_leaves_frees_its_request(served: Served, wait_until: WaitUntil) -> None:
     body = {**LONG, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as reply:
-        next(reply.iter_lines())
+        lines = reply.iter_lines()  # dropped, it would close the stream
+        next(lines)
         assert served.state()["running_batch_size"] == 1
     wait_until(lambda: served.state()["running_batch_size"] == 0, timeout=2, what="the request's abort")
 
