@@ -7,6 +7,6 @@ from segue.weights.bundled import ensure_bundled_model
 
 
 @pytest.fixture(scope="session")
-def bundled() -> Path:
+def bundled_path() -> Path:
     """The bundled model's GGUF file; `make` has fetched it."""
     return ensure_bundled_model(Path(default_cache_dir()))

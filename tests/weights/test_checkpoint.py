@@ -123,7 +123,9 @@ def test_experts_may_be_stacked(models: dict[str, Any], changed: Callable[[str, 
 def test_the_head_of_a_tied_model_may_be_in_the_file(
     models: dict[str, Any], changed: Callable[[str, Change], Path]
 ) -> None:
-    path = changed("llama-tied", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    path = changed(
+        "llama-tied", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    )
     _, arena = tiny.load(path)
     tiny.assert_equal(arena, tiny.expected(models["llama-tied"], TPInfo()))
 
@@ -139,12 +141,16 @@ def test_the_model_is_bound_to_the_arena(checkpoints: dict[str, Path]) -> None:
         assert parameter.data_ptr() == arena.view(name).data_ptr()
 
 
-def test_progress_is_shown_when_asked(checkpoints: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_when_asked(
+    checkpoints: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
     tiny.load(checkpoints["llama"], progress=True)
     assert "Loading weights: 100%" in capfd.readouterr().err
 
 
-def test_no_progress_without_a_terminal(checkpoints: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_progress_without_a_terminal(
+    checkpoints: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
     tiny.load(checkpoints["llama"])
     assert capfd.readouterr().err == ""
 
@@ -173,7 +179,9 @@ def test_many_missing_tensors_are_counted(changed: Callable[[str, Change], Path]
 def test_a_wrong_shape_is_named_with_its_file(changed: Callable[[str, Change], Path]) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
     path = changed("llama", lambda tensors: tensors.update({name: torch.zeros(48, 47)}))
-    expected = f"{path / shards.SINGLE}: tensor '{name}' has shape \\[48, 47\\]; config.json asks for \\[48, 48\\]"
+    expected = (
+        f"{path / shards.SINGLE}: tensor '{name}' has shape \\[48, 47\\]; config.json asks for \\[48, 48\\]"
+    )
     with pytest.raises(ModelFileError, match=expected):
         tiny.load(path)
 
@@ -297,12 +305,19 @@ def test_memory_of_a_safetensors_load_has_no_second_copy(tmp_path: Path) -> None
     with torch.device("meta"):
         model = tiny.make("llama-tied", vocab_size=24_000, hidden_size=960, intermediate_size=4608)
     tiny.save_config(model, tmp_path)
-    weights = {name: torch.ones(weight.shape, dtype=torch.bfloat16) for name, weight in model.state_dict().items()}
+    weights = {
+        name: torch.ones(weight.shape, dtype=torch.bfloat16) for name, weight in model.state_dict().items()
+    }
     del weights["lm_head.weight"]
-    save_file({"model.embed_tokens.weight": weights.pop("model.embed_tokens.weight").float()}, tmp_path / "a.safetensors")
+    save_file(
+        {"model.embed_tokens.weight": weights.pop("model.embed_tokens.weight").float()},
+        tmp_path / "a.safetensors",
+    )
     save_file(weights, tmp_path / "b.safetensors")
     assert_no_second_copy(growth(tmp_path, "safetensors", tmp_path))
 
 
-def test_memory_of_the_bundled_models_conversion_has_no_second_copy(bundled: Path, tmp_path: Path) -> None:
-    assert_no_second_copy(growth(bundled, "gguf", tmp_path))
+def test_memory_of_the_bundled_models_conversion_has_no_second_copy(
+    bundled_path: Path, tmp_path: Path
+) -> None:
+    assert_no_second_copy(growth(bundled_path, "gguf", tmp_path))

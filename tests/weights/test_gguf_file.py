@@ -28,8 +28,11 @@ def test_metadata_is_what_the_gguf_package_reads(path: Path) -> None:
     found = GGUFFile.read(path).metadata
     assert found["tokenizer.ggml.tokens"] == len(fields["tokenizer.ggml.tokens"].contents())
     assert list(found["tokenizer.ggml.token_type"]) == fields["tokenizer.ggml.token_type"].contents()
-    plain = {key: value for key, value in found.items() if not isinstance(value, tuple) and key not in (
-        "tokenizer.ggml.tokens", "tokenizer.ggml.merges")}
+    plain = {
+        key: value
+        for key, value in found.items()
+        if not isinstance(value, tuple) and key not in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+    }
     assert plain == {key: fields[key].contents() for key in plain}
     assert found.keys() == {key for key in fields if not key.startswith("GGUF.")}
 
@@ -78,7 +81,7 @@ def test_another_version_is_named(path: Path, content: bytes) -> None:
 def test_a_tensor_of_unknown_type_is_named(path: Path, content: bytes) -> None:
     start = content.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8
     path.write_bytes(content[:start] + (250).to_bytes(4, "little") + content[start + 4 :])
-    with pytest.raises(ModelFileError, match="tensor 'output_norm.weight' has an unknown type, number 250"):
+    with pytest.raises(ModelFileError, match=r"tensor 'output_norm.weight' has an unknown type, number 250"):
         GGUFFile.read(path)
 
 

@@ -50,7 +50,9 @@ def test_shapes_are_those_of_the_checkpoint(kind: str) -> None:
     with torch.device("meta"):
         model = tiny.make(kind)
     names = table(kind)
-    state = {name: tuple(weight.shape) for name, weight in model.state_dict().items() if name not in names.aliases}
+    state = {
+        name: tuple(weight.shape) for name, weight in model.state_dict().items() if name not in names.aliases
+    }
     assert {name: names.shapes[name] for name in state} == state
 
 
@@ -58,7 +60,11 @@ def test_each_name_is_a_slice_of_its_fused_parameter() -> None:
     names = table("qwen2")
     parts = [names.slices[f"model.layers.0.self_attn.{p}_proj.weight"][0] for p in "qkv"]
     assert [part.parameter for part in parts] == ["layers.0.attn.qkv.weight"] * 3
-    assert [(part.destination[0].start, part.destination[0].stop) for part in parts] == [(0, 48), (48, 64), (64, 80)]
+    assert [(part.destination[0].start, part.destination[0].stop) for part in parts] == [
+        (0, 48),
+        (48, 64),
+        (64, 80),
+    ]
 
 
 def test_ranks_beyond_the_kv_heads_hold_the_same_head() -> None:

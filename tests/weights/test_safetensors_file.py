@@ -55,12 +55,15 @@ def test_what_is_written_the_safetensors_package_reads(tmp_path: Path) -> None:
         file.write(data[:5])
         file.write(data[5:])
         file.write(TENSORS["b"].view(torch.int16).numpy().tobytes())
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0, "data must be aligned"
     loaded = load_file(path)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match=f"cannot open model file {tmp_path / 'no.safetensors'}: No such file"):
+    with pytest.raises(
+        ModelFileError, match=f"cannot open model file {tmp_path / 'no.safetensors'}: No such file"
+    ):
         SafetensorsFile(tmp_path / "no.safetensors")
 
 

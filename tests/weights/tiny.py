@@ -28,7 +28,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", EIGHT),
     "qwen3-moe": (
         "Qwen3MoeForCausalLM",
-        {**EIGHT, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+        {
+            **EIGHT,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+        },
     ),
 }
 
@@ -61,9 +67,9 @@ def save_config(model: nn.Module, directory: Path) -> Path:
     return directory
 
 
-def expected(model: nn.Module, tp: TPInfo) -> dict[str, Tensor]:
+def expected(model: nn.Module, tp: TPInfo, config: ModelConfig | None = None) -> dict[str, Tensor]:
     """Our parameters on one rank, made from the transformers weights by hand."""
-    config = config_of(model)
+    config = config or config_of(model)
     return convert(model.state_dict(), config, shard(config, tp))
 
 

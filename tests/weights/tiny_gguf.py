@@ -1,4 +1,4 @@
-"""GGUF files of tiny transformers models, written with the gguf package's own names, as llama.cpp's converter does."""
+"""GGUF files of tiny transformers models, as llama.cpp's converter writes them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,13 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+}
 
 SPECIALS = ["<|end|>", "<|user|>"]
 PLAIN_ADDED = ["<think>"]
@@ -33,20 +39,24 @@ def write(
     model: Any,
     *,
     types: Mapping[str, Type] | Type = Type.F32,
-    tokenizer: bool = True,
+    tokenizer: str | None = "gpt2",
     extra: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
-    """Write `model`; `types` by GGUF name ("blk.0.attn_q.weight") or for all matrices; norms and biases stay F32."""
+    """Write `model`; `types` by GGUF name, such as "blk.0.attn_q.weight", or of all matrices."""
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
     _metadata(writer, config, architecture)
-    if tokenizer:
-        _tokenizer(writer, architecture)
+    if tokenizer == "gpt2":
+        _byte_level(writer, architecture)
+    elif tokenizer == "llama":
+        _sentencepiece(writer)
     for key, value in (extra or {}).items():
         if isinstance(value, str):
             writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
         else:
@@ -85,7 +95,7 @@ def _metadata(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
-def _tokenizer(writer: gguf.GGUFWriter, architecture: str) -> None:
+def _byte_level(writer: gguf.GGUFWriter, architecture: str) -> None:
     vocabulary = tokens()
     kinds = {token: 3 for token in SPECIALS} | {token: 4 for token in PLAIN_ADDED}
     writer.add_tokenizer_model("gpt2")
@@ -95,6 +105,21 @@ def _tokenizer(writer: gguf.GGUFWriter, architecture: str) -> None:
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(vocabulary.index("<|user|>"))
     writer.add_eos_token_id(vocabulary.index("<|end|>"))
+    writer.add_chat_template(TEMPLATE)
+
+
+def _sentencepiece(writer: gguf.GGUFWriter) -> None:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁w", "he", "ll", "▁wo", "hell", "hello", *"▁helowrd", "<|im_end|>"]
+    special = {"<unk>": 2, "<s>": 3, "</s>": 3, "<|im_end|>": 3}
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([float(-index) for index in range(len(pieces))])
+    writer.add_token_types([special.get(piece, 6 if piece.startswith("<0x") else 1) for piece in pieces])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
     writer.add_chat_template(TEMPLATE)
 
 

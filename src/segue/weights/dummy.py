@@ -59,7 +59,7 @@ def _fill(target: Tensor, key: int, shape: tuple[int, ...], box: Box, mean: floa
         block = target[row : row + step]
         first = box[0].start + row
         rows = torch.arange(first, first + len(block), dtype=torch.int32, device=target.device)
-        # Row and column are hashed one after the other: a place may need more than 32 bits, fast hashes do not.
+        # Row and column are hashed one after the other: a place may need more than a fast hash's 32 bits.
         hashes = _mix(_mix(rows.add_(key))[:, None] + column)
         block.copy_(_normal(hashes).mul_(STD / _BYTES_STD).add_(mean).view(block.shape))
         yield block.nbytes

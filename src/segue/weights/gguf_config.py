@@ -125,8 +125,8 @@ def _rope(file: GGUFFile, reader: _Keys) -> dict[str, Any]:
         return found
     if kind not in ("linear", "yarn"):
         raise UnsupportedModelError(
-            f"model file {file.path} has RoPE scaling {kind!r}; supported in GGUF files: linear, yarn, "
-            "Llama 3's"
+            f"model file {file.path} has RoPE scaling {kind!r}; supported in GGUF files: linear, yarn, Llama "
+            "3's"
         )
     found |= {"rope_type": kind, "factor": reader.need("rope.scaling.factor")}
     if kind == "yarn":
@@ -146,8 +146,7 @@ def _llama3(file: GGUFFile, theta: float) -> dict[str, Any]:
     if not np.allclose(factors, expected, rtol=1e-3):
         raise UnsupportedModelError(
             f"model file {file.path}: tensor 'rope_freqs.weight' holds RoPE factors other than Llama 3's, "
-            "which Segue "
-            "does not implement"
+            "which Segue does not implement"
         )
     return {
         "rope_type": "llama3",

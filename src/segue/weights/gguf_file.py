@@ -55,7 +55,7 @@ class GGUFFile:
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, GGUFTensor]
+    tensors: Mapping[str, GGUFTensor]  # in the order of their bytes
 
     @classmethod
     def read(cls, path: Path) -> "GGUFFile":
@@ -80,14 +80,19 @@ class GGUFFile:
                 f"model file {path} is one of {metadata['split.count']} parts; merge them with llama.cpp's "
                 "gguf-split"
             )
+        by_name: dict[str, GGUFTensor] = {}
         for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+            if tensor.name in by_name:
+                raise ModelFileError(
+                    f"model file {path} is corrupt: it has two tensors called {tensor.name!r}. Get it again"
+                )
+            by_name[tensor.name] = tensor
             if tensor.end > size:
                 raise ModelFileError(
-                    f"model file {path} is truncated: tensor {tensor.name!r} ends at byte {tensor.end}, "
-                    "the file at "
-                    f"{size}. Get it again"
+                    f"model file {path} is truncated: tensor {tensor.name!r} ends at byte {tensor.end}, the "
+                    f"file at {size}. Get it again"
                 )
-        return cls(path=path, metadata=metadata, tensors={tensor.name: tensor for tensor in tensors})
+        return cls(path=path, metadata=metadata, tensors=by_name)
 
 
 class _Cursor:

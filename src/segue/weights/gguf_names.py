@@ -47,9 +47,8 @@ def sources(file: GGUFFile, config: Mapping[str, Any]) -> list[Source]:
     Raises:
         ModelFileError: a tensor has no counterpart.
     """
-    in_order = sorted(file.tensors.values(), key=lambda tensor: tensor.start)
     found: list[Source] = []
-    for tensor in in_order:
+    for tensor in file.tensors.values():
         if tensor.name not in _IGNORED:
             found.extend(_sources_of(file, tensor, config))
     return found
@@ -81,7 +80,6 @@ def _sources_of(file: GGUFFile, tensor: GGUFTensor, config: Mapping[str, Any]) -
             )
     else:
         raise ModelFileError(
-            f"model file {file.path}: tensor {tensor.name!r} is none of this architecture's; the model "
-            "needs more than "
-            "Segue implements"
+            f"model file {file.path}: tensor {tensor.name!r} is none of this architecture's; the model needs "
+            "more than Segue implements"
         )

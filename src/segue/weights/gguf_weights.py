@@ -96,9 +96,8 @@ def _dequantise(path: Path, handle: int, source: Source, rows: range, dtype: tor
         values = torch.from_numpy(gguf.dequantize(raw, tensor.type))
     except NotImplementedError as error:
         raise ModelFileError(
-            f"model file {path}: tensor {tensor.name!r} has type {tensor.type.name}, which the gguf "
-            "package cannot "
-            "dequantise"
+            f"model file {path}: tensor {tensor.name!r} has type {tensor.type.name}, which the gguf package "
+            "cannot dequantise"
         ) from error
     if source.head_dim:
         pairs = values.view(-1, source.head_dim // 2, 2, values.shape[-1])

@@ -36,9 +36,8 @@ def fetch(model: str, *, weights: bool) -> Path:
     except (LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ModelFileError(
             f"model {model!r} is no local file or directory, and the Hugging Face hub cannot be reached to "
-            "fetch it "
-            f"({_first_line(error)}). Give the path of a model directory or GGUF file, or fetch it with "
-            f"`hf download {model}` while there is a network"
+            f"fetch it ({_first_line(error)}). Give the path of a model directory or GGUF file, or fetch it "
+            f"with `hf download {model}` while there is a network"
         ) from error
 
 

@@ -113,8 +113,8 @@ def _read_table(path: Path, fd: int) -> dict[str, StoredTensor]:
         )
     if 8 + header_size > size:
         raise ModelFileError(
-            f"model file {path} is truncated: its header alone needs {8 + header_size} bytes, it has "
-            f"{size}. Get it again"
+            f"model file {path} is truncated: its header alone needs {8 + header_size} bytes, it has {size}. "
+            "Get it again"
         )
     try:
         header = json.loads(os.pread(fd, header_size, 8))
@@ -149,16 +149,14 @@ def _check(path: Path, tensors: list[StoredTensor], data_start: int, size: int) 
         if tensor.start != position or tensor.num_bytes != prod(tensor.shape) * item_size:
             raise ModelFileError(
                 f"model file {path} is corrupt: tensor {tensor.name!r} of shape {list(tensor.shape)} and "
-                "type "
-                f"{tensor.dtype} cannot lie in bytes {tensor.start} to {tensor.start + tensor.num_bytes}. "
-                "Get it again"
+                f"type {tensor.dtype} cannot lie in bytes {tensor.start} to "
+                f"{tensor.start + tensor.num_bytes}. Get it again"
             )
         position += tensor.num_bytes
         if position > size:
             raise ModelFileError(
                 f"model file {path} is truncated: tensor {tensor.name!r} ends at byte {position}, the file "
-                f"at {size}. "
-                "Get it again"
+                f"at {size}. Get it again"
             )
     if position != size:
         raise ModelFileError(

@@ -68,8 +68,8 @@ class Shards:
         for name, file in places.items():
             if not (index.parent / file).exists():
                 raise ModelFileError(
-                    f"model file {index.parent / file} is missing; {index.name} says that tensor {name!r} "
-                    "is in it"
+                    f"model file {index.parent / file} is missing; {index.name} says that tensor {name!r} is "
+                    "in it"
                 )
         shards = cls(index, [index.parent / file for file in sorted(set(places.values()))])
         for name, file in places.items():
@@ -112,8 +112,7 @@ class Shards:
             if stored.shape != table.shapes[name]:
                 raise ModelFileError(
                     f"model file {file.path}: tensor {name!r} has shape {list(stored.shape)}; config.json "
-                    "asks for "
-                    f"{list(table.shapes[name])}"
+                    f"asks for {list(table.shapes[name])}"
                 )
             if stored.dtype not in _DTYPES:
                 raise ModelFileError(

@@ -1,6 +1,7 @@
 """From what the user calls a model to the files it is made of. Light: no torch, no weights read."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,22 +53,20 @@ def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -
     gguf = _gguf_file(path, load_format)
     if gguf is not None:
         if load_format == "safetensors":
-            raise ModelFileError(
-                f"model {path} is a GGUF file, but the load format asked for is 'safetensors'"
-            )
+            raise ModelFileError(f"model {gguf} is a file; the load format 'safetensors' needs a directory")
         directory = convert.convert(gguf, cache_dir)
     else:
         if load_format == "gguf":
             raise ModelFileError(
-                f"model directory {path} has no *.gguf file, but the load format asked for is 'gguf'"
+                f"model directory {path} has no *.gguf file; the load format 'gguf' needs one"
             )
         directory = path
     return _describe(name, directory, gguf, load_format)
 
 
 def _locate(model: str, load_format: LoadFormat) -> Path:
-    path = Path(model).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(model))
+    if model and path.exists():
         return path.resolve()
     if path.suffix == ".gguf" or not hub.is_repository_id(model):
         raise ModelFileError(
@@ -136,11 +135,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _name(model: str) -> str:
-    path = Path(model).expanduser()
-    if not path.exists():
-        return model
-    path = path.resolve()
-    return path.name.removesuffix(".gguf")
+    path = Path(os.path.expanduser(model))
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

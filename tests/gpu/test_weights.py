@@ -1,0 +1,41 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from segue.distributed.info import TPInfo
+from segue.memory.arena import Arena
+from segue.models.registry import build_model
+from segue.weights.checkpoint import load_weights
+from segue.weights.source import ModelSource, resolve
+from tests.weights import tiny
+
+pytestmark = pytest.mark.gpu
+
+RANKS = [TPInfo(), TPInfo(1, 2)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Large enough that tensors take both staging buffers several times.
+    model = tiny.make("qwen3-moe", vocab_size=70_000, hidden_size=192)
+    return tiny.save(model, tmp_path_factory.mktemp("model"))
+
+
+def load(source: ModelSource, device: str, tp: TPInfo, dtype: torch.dtype) -> Arena:
+    model = build_model(source.config, dtype=dtype, collectives=tiny.Rank(tp))
+    return load_weights(model, source.config, source, tp, device, dtype)
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+@pytest.mark.parametrize("tp", RANKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_device_holds_what_the_cpu_would(
+    directory: Path, load_format: str, tp: TPInfo, dtype: torch.dtype
+) -> None:
+    source = resolve(str(directory), load_format, "/nonexistent")
+    on_cpu, on_cuda = (load(source, device, tp, dtype) for device in ("cpu", "cuda"))
+    for name in on_cpu.table:
+        assert torch.equal(on_cpu.view(name), on_cuda.view(name).cpu()), name
+    assert on_cuda.checksum() == on_cpu.checksum()
