@@ -37,7 +37,7 @@ def served(*options: str) -> Iterator[str]:
         "warning",
         *options,
     ]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
         _wait(process, url)

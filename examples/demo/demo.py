@@ -20,10 +20,11 @@ from typing import Any
 import httpx
 import openai
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-QUESTION = "Explain gravity to a six-year-old."
+QUESTION = "What is photosynthesis?"
 START_TIMEOUT = 180.0
 STOP_TIMEOUT = 15.0
 
@@ -51,7 +52,9 @@ def server(port: int, options: list[str]) -> Iterator[str]:
             wait_until_ready(process, f"http://127.0.0.1:{port}", Path(log.name))
             yield f"http://127.0.0.1:{port}"
         except DemoError:
-            console.print(Panel(tail(Path(log.name), 20), title="the server's log", border_style="red"))
+            console.print(
+                Panel(escape(tail(Path(log.name), 20)), title="the server's log", border_style="red")
+            )
             raise
         finally:
             stop(process)
@@ -75,7 +78,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> N
                     break
             except httpx.TransportError:
                 pass
-            status.update(f"starting the server  [dim]{seconds:3.0f} s  {tail(log, 1)[-80:]}[/dim]")
+            status.update(f"starting the server  [dim]{seconds:3.0f} s  {escape(tail(log, 1)[-80:])}[/dim]")
             time.sleep(0.1)
     console.print(f"[green]ready[/green] at {url} after {seconds:.1f} s")
 
@@ -91,7 +94,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def tail(log: Path, lines: int) -> str:
-    content = log.read_text(errors="replace").replace("\r", "\n").replace("[", r"\[")
+    content = log.read_text(errors="replace").replace("\r", "\n")
     return "\n".join([line for line in content.splitlines() if line.strip()][-lines:])
 
 
@@ -108,7 +111,7 @@ def ask(url: str, question: str) -> dict[str, Any]:
         model=model,
         messages=[{"role": "user", "content": question}],
         temperature=0,
-        max_tokens=200,
+        max_tokens=256,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -150,7 +153,7 @@ def main() -> int:
     try:
         run(arguments.question, options)
     except (DemoError, openai.OpenAIError) as error:
-        console.print(f"[bold red]demo failed:[/bold red] {error}", markup=True)
+        console.print(f"[bold red]demo failed:[/bold red] {escape(str(error))}")
         return 1
     except KeyboardInterrupt:
         console.print("\ninterrupted; the server is stopped")
