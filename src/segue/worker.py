@@ -1,7 +1,7 @@
-"""The worker process of one tensor-parallel rank, and the engine that rank 0 runs, also without a process of its own.
+"""The worker process of one tensor-parallel rank, and the engine that rank 0 runs, embedded or not.
 
-Started as ``python -m segue.worker`` with one line of JSON on standard input, which then stays open as a lifeline: when
-it closes, because the frontend ended in whatever way, the worker ends at once.
+Started as ``python -m segue.worker`` with one line of JSON on standard input, which then stays open as a
+lifeline: when it closes, because the frontend ended in whatever way, the worker ends at once.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ OVERLAP_DEPTH = 2  # steps launched and not yet read
 
 
 def run_scheduler(
-    config: EngineConfig, run_dir: Path, addresses: tuple[str, str], context: zmq.Context[Any], *, size: int = 1
+    config: EngineConfig,
+    run_dir: Path,
+    addresses: tuple[str, str],
+    context: zmq.Context[Any],
+    *,
+    size: int = 1,
 ) -> None:
     """Rank 0: start the engine and serve until ``Shutdown``.
 
-    ``addresses`` are those of the frontend's messages and of the answers. What goes wrong before the engine is ready
-    is answered with ``StartFailed``; what goes wrong later is raised.
+    ``addresses`` are those of the frontend's messages and of the answers. What goes wrong before the engine
+    is ready is answered with ``StartFailed``; what goes wrong later is raised.
     """
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket, address in zip((inbox, outbox), addresses, strict=True):
@@ -91,7 +96,9 @@ def start_runner(
             failed = StartFailed(type(error).__name__, error.message)
         else:
             logger.exception("rank %d could not start", tp.rank)
-            failed = StartFailed(EngineStartError.__name__, f"rank {tp.rank}: {type(error).__name__}: {error}")
+            failed = StartFailed(
+                EngineStartError.__name__, f"rank {tp.rank}: {type(error).__name__}: {error}"
+            )
         outbox.send(msgspec.msgpack.encode(failed))
         return None
 
@@ -129,7 +136,9 @@ def _plan_address(run_dir: Path, rank: int) -> str:
     return f"ipc://{run_dir}/plan{rank}"
 
 
-def _run_follower(config: EngineConfig, tp: TPInfo, run_dir: Path, address: str, context: zmq.Context[Any]) -> None:
+def _run_follower(
+    config: EngineConfig, tp: TPInfo, run_dir: Path, address: str, context: zmq.Context[Any]
+) -> None:
     plans, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     plans.set_hwm(0)
     plans.connect(_plan_address(run_dir, tp.rank))
