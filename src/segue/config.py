@@ -167,9 +167,9 @@ def _check(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name}={value!r}: expected {names}", param=name)
     if value is None or isinstance(value, str):
         return
-    if rule["min"] is not None and value < rule["min"]:
+    if rule["min"] is not None and not value >= rule["min"]:  # so that NaN is refused
         raise ConfigError(f"{name}={value}: must be at least {rule['min']}", param=name)
-    if rule["max"] is not None and value > rule["max"]:
+    if rule["max"] is not None and not value <= rule["max"]:
         raise ConfigError(f"{name}={value}: must be at most {rule['max']}", param=name)
 
 

@@ -67,6 +67,10 @@ def test_cpu_pool_is_at_most_all_requests_at_full_length():
     assert plan_pages(CPU).limited_by == "4 requests of 1000 tokens"
 
 
+def test_one_short_request_at_a_time_still_gets_two_pages():
+    assert plan_pages(replace(CPU, longest=16, max_running_requests=1)).num_pages == 2
+
+
 def test_cpu_pool_with_its_scratch_page_is_at_most_the_limit():
     budget = plan_pages(replace(CPU, max_running_requests=1000))
     assert (budget.num_pages, budget.pool_bytes) == (1999, 2_000_000)

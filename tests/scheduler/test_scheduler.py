@@ -246,6 +246,19 @@ def test_prompt_logprobs_cover_the_prompt_once_in_chunks_and_behind_a_cached_pre
     assert (sim.finished["all"].cached_tokens, sim.finished["tail"].cached_tokens) == (0, 28)
 
 
+def test_a_retracted_request_that_has_its_prompt_logprobs_finds_its_output_in_the_cache() -> None:
+    sim = Simulation(num_pages=25, page_size=4, chunked_prefill_size=64)
+    sim.add("r", list(range(8)), max_new_tokens=60, prompt_logprobs_start=0)
+    while len(sim.outputs["r"]) < 20:
+        sim.step()
+    sim.scheduler._retract(sim.scheduler.running["r"])
+    plan = sim.launch()
+    assert plan is not None and plan.starts == [24]
+    sim.apply()
+    sim.run()
+    assert sim.prompt_logprobs["r"] == list(range(1, 8))
+
+
 @pytest.mark.parametrize(
     ("prompt_len", "queued", "kind"),
     [(0, 0, "ContextLengthError"), (100, 0, "ContextLengthError"), (3, 100, "OverloadedError")],

@@ -108,6 +108,17 @@ def test_nobody_else_gets_a_lock_that_is_held(tmp_path: Path) -> None:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_what_a_killed_process_left_goes_with_the_next_lock(tmp_path: Path) -> None:
+    left, other = tmp_path / ".target.abc123", tmp_path / ".target2.abc123"
+    for path in (left, other):
+        path.write_text("half")
+    for _ in range(2):
+        with cache.exclusive(tmp_path / "target"):
+            assert not left.exists()
+            assert other.exists()
+            assert (tmp_path / ".target.lock").exists()
+
+
 @pytest.mark.parametrize("place", ["occupied/file", "occupied/below/file"])
 def test_what_cannot_be_written_names_directory_and_remedy(tmp_path: Path, place: str) -> None:
     (tmp_path / "occupied").write_text("")

@@ -113,6 +113,16 @@ def test_a_missing_key_is_named(write: Write) -> None:
         config(path)
 
 
+def test_a_number_of_heads_that_is_none_is_named(write: Write) -> None:
+    path = write()
+    key = b"llama.attention.head_count" + (4).to_bytes(4, "little")  # 4: UINT32
+    start = path.read_bytes().index(key) + len(key)
+    content = path.read_bytes()
+    path.write_bytes(content[:start] + bytes(4) + content[start + 4 :])
+    with pytest.raises(ModelFileError, match=r"'llama.attention.head_count' is 0; it must be a positive"):
+        config(path)
+
+
 def test_linear_rope_scaling_is_read(write: Write) -> None:
     path = write(extra={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
     assert ModelConfig.from_hf(config(path)).rope.kind == "linear"

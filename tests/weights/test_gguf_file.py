@@ -105,3 +105,16 @@ def test_one_part_of_several_is_an_error(tmp_path: Path) -> None:
     path = tiny_gguf.write(tmp_path / "a.gguf", model, extra={"split.count": 3})
     with pytest.raises(ModelFileError, match="one of 3 parts; merge them"):
         GGUFFile.read(path)
+
+
+@pytest.mark.parametrize("key", ["split.count", "general.alignment"])
+def test_a_number_that_is_text_is_corrupt(tmp_path: Path, key: str) -> None:
+    model = tiny.make("llama", vocab_size=tiny_gguf.vocab_size())
+    path = tiny_gguf.write(tmp_path / "a.gguf", model, extra={"general.thing": "text"})
+    content = path.read_bytes()
+    old, new = b"general.thing", key.encode()
+    path.write_bytes(
+        content.replace(len(old).to_bytes(8, "little") + old, len(new).to_bytes(8, "little") + new)
+    )
+    with pytest.raises(ModelFileError, match=f"{path} is corrupt: its header cannot be read"):
+        GGUFFile.read(path)

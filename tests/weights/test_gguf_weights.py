@@ -154,6 +154,17 @@ def test_a_file_is_converted_once(tmp_path: Path, cache_dir: Path, monkeypatch: 
     tiny.load(path, cache_dir=cache_dir)
 
 
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_broken_conversion_is_made_again(size: int, tmp_path: Path, cache_dir: Path) -> None:
+    original = model("llama")
+    path = tiny_gguf.write(tmp_path / "model.gguf", original)
+    tiny.load(path, cache_dir=cache_dir)
+    (weights,) = cache_dir.rglob("weights-*.safetensors")
+    os.truncate(weights, size)
+    _, arena = tiny.load(path, cache_dir=cache_dir)
+    tiny.assert_equal(arena, tiny.expected(original, TPInfo()))
+
+
 def test_another_dtype_is_converted_from_the_file(tmp_path: Path, cache_dir: Path) -> None:
     original = model("llama")
     path = tiny_gguf.write(tmp_path / "model.gguf", original)

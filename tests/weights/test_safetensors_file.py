@@ -128,3 +128,14 @@ def test_bytes_after_the_last_tensor_are_corrupt(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"12")
     with pytest.raises(ModelFileError, match=f"{path} is corrupt: 2 bytes follow"):
         SafetensorsFile(path)
+
+
+def test_a_directory_in_place_of_a_file_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=f"cannot read model file {tmp_path}: Is a directory"):
+        SafetensorsFile(tmp_path)
+
+
+def test_a_header_nested_without_end_is_corrupt(path: Path) -> None:
+    path.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
+    with pytest.raises(ModelFileError, match=f"{path} is corrupt: its header cannot be read"):
+        SafetensorsFile(path)

@@ -9,7 +9,7 @@ import torch
 
 import segue
 from segue.errors import ModelFileError, UnsupportedModelError
-from segue.weights import bundled, hub
+from segue.weights import bundled, convert, hub
 from segue.weights.source import ModelSource, installed, resolve
 from tests.weights import tiny, tiny_gguf
 
@@ -177,6 +177,26 @@ def test_generation_config_says_what_ends_a_generation(
     assert find(directory).eos_token_ids == wanted
 
 
+@pytest.mark.parametrize("wrong", ["2", -1, [None], [2, "3"], True, {}])
+def test_eos_ids_that_are_no_token_ids_are_an_error(directory: Path, wrong: Any) -> None:
+    change(directory / "generation_config.json", eos_token_id=wrong)
+    with pytest.raises(ModelFileError, match="the model's eos_token_id is"):
+        find(directory)
+
+
+@pytest.mark.parametrize("field", ["rms_norm_eps", "num_key_value_heads", "rope_parameters", "architectures"])
+def test_a_config_field_of_the_wrong_kind_is_corrupt(directory: Path, field: str) -> None:
+    change(directory / "config.json", **{field: [1, 2] if field != "architectures" else 5})
+    with pytest.raises(ModelFileError, match="a field has a value of the wrong kind"):
+        find(directory)
+
+
+def test_a_config_nested_without_end_is_corrupt(directory: Path) -> None:
+    (directory / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelFileError, match=r"config.json is corrupt"):
+        find(directory)
+
+
 def test_installed_lists_what_is_in_the_cache(gguf_file: Path, tmp_path: Path) -> None:
     cache_dir = tmp_path / "cache"
     assert installed(cache_dir) == []
@@ -187,6 +207,13 @@ def test_installed_lists_what_is_in_the_cache(gguf_file: Path, tmp_path: Path) -
     assert (fetched.name, fetched.num_bytes) == ("small", 4)
     assert (converted.name, converted.path) == ("tiny-q8", source.directory)
     assert converted.num_bytes == sum(path.stat().st_size for path in source.directory.iterdir())
+
+
+def test_installed_names_a_converted_model_without_a_name_by_its_hash(tmp_path: Path) -> None:
+    directory = tmp_path / "converted" / "abc" / convert.FORMAT
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    assert [model.name for model in installed(tmp_path)] == ["abc"]
 
 
 def test_importing_it_does_not_import_torch() -> None:

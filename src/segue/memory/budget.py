@@ -109,7 +109,7 @@ def plan_pages(demand: Demand, num_kv_tokens: int | None = None) -> Budget:
 def _automatic_pages(demand: Demand) -> tuple[int, str]:
     choices = [(formula_pages(demand), "free memory")]
     if demand.pool_limit is not None:
-        full_length = demand.max_running_requests * -(-demand.longest // demand.page_size)
+        full_length = max(MIN_PAGES, demand.max_running_requests * -(-demand.longest // demand.page_size))
         choices.append((full_length, f"{demand.max_running_requests} requests of {demand.longest} tokens"))
         limit = demand.pool_limit // demand.page_bytes - 1
         choices.append((limit, f"the limit of {gib(demand.pool_limit)} on CPU"))

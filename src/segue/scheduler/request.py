@@ -101,6 +101,11 @@ class Request:
         return self.phase is Phase.DECODE and self.outputs_launched < self.max_new_tokens
 
     @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether logprobs of prompt tokens are wanted and not all launched yet."""
+        return 0 <= self.prompt_logprobs_next < self.prompt_len
+
+    @property
     def own_pages(self) -> list[int]:
         """Pages that are this request's alone."""
         return self.pages[self.num_inserted :]

@@ -305,7 +305,7 @@ class Scheduler:
         if not self.limits.prefix_cache:
             return self.prefix.root(self.weight_version)
         usable = len(request.tokens) - 1  # the last token is always computed: its logits are needed
-        if request.prompt_logprobs_next >= 0:
+        if request.owes_prompt_logprobs:
             usable = min(usable, max(0, request.prompt_logprobs_next - 1))
         return self.prefix.match(self.weight_version, request.tokens, usable)
 

@@ -44,7 +44,7 @@ class Step:
         count = min(budget, len(request.tokens) - start)
         last = start + count == len(request.tokens)
         num_logits = int(last)
-        if 0 <= request.prompt_logprobs_next < request.prompt_len:
+        if request.owes_prompt_logprobs:
             # The logits of position p are of the token at p + 1, so a chunk owes those of its own positions
             # but the very last, which samples; and position 0 has no logprob.
             first = max(start, request.prompt_logprobs_next - 1)

@@ -59,6 +59,7 @@ def exclusive(target: Path) -> Iterator[None]:
     """Hold the lock that belongs to `target`, so that processes that all need it make it once.
 
     The lock saves work only: publishing is safe without it, and where files cannot be locked there is none.
+    What a process that was killed while it held the lock left of `target` is removed.
 
     Raises:
         CacheDirectoryError: the directory cannot be written.
@@ -69,6 +70,9 @@ def exclusive(target: Path) -> Iterator[None]:
     try:
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
+            for left in target.parent.glob(f".{target.name}.*"):
+                if left.suffix != ".lock":
+                    left.unlink()
         yield
     finally:
         os.close(handle)

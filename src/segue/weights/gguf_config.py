@@ -42,7 +42,7 @@ def config(file: GGUFFile) -> dict[str, Any]:
             f"{', '.join(ARCHITECTURES)} without experts, qwen3moe with them"
         )
     model_type, architecture = ARCHITECTURES[name]
-    heads, hidden = reader.need("attention.head_count"), reader.need("embedding_length")
+    heads, hidden = reader.size("attention.head_count"), reader.size("embedding_length")
     found = {
         "_name_or_path": file.path.stem,
         "architectures": [architecture],
@@ -98,6 +98,15 @@ class _Keys:
         if value is None:
             raise ModelFileError(
                 f"model file {self.file.path} has no metadata key '{self.prefix}.{key}'. Convert it again"
+            )
+        return value
+
+    def size(self, key: str) -> int:
+        value = self.need(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelFileError(
+                f"model file {self.file.path}: metadata key '{self.prefix}.{key}' is {value!r}; it must be a "
+                "positive integer. Convert it again"
             )
         return value
 

@@ -75,11 +75,6 @@ class GGUFFile:
                     metadata, tensors = _read(path, _Cursor(data, 4))
         except OSError as error:
             raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
-        if metadata.get("split.count", 0) > 1:
-            raise ModelFileError(
-                f"model file {path} is one of {metadata['split.count']} parts; merge them with llama.cpp's "
-                "gguf-split"
-            )
         by_name: dict[str, GGUFTensor] = {}
         for tensor in sorted(tensors, key=lambda tensor: tensor.start):
             if tensor.name in by_name:
@@ -139,6 +134,7 @@ def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], list[GGUFTensor]
                 f"model file {path} has GGUF version {version:#x}; supported: 2 and 3, little-endian"
             )
         metadata = {cursor.string(): cursor.value() for _ in range(num_keys)}
+        num_parts = int(metadata.get("split.count", 0))
         tensors = [_tensor(path, cursor) for _ in range(num_tensors)]
         alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
         base = -(-cursor.position // alignment) * alignment
@@ -146,10 +142,14 @@ def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], list[GGUFTensor]
         raise ModelFileError(
             f"model file {path} is truncated: it ends within its header. Get it again"
         ) from error
-    except (KeyError, UnicodeDecodeError, OverflowError, ArithmeticError) as error:
+    except (KeyError, ValueError, TypeError, ArithmeticError) as error:
         raise ModelFileError(
             f"model file {path} is corrupt: its header cannot be read ({error!r}). Get it again"
         ) from error
+    if num_parts > 1:
+        raise ModelFileError(
+            f"model file {path} is one of {num_parts} parts; merge them with llama.cpp's gguf-split"
+        )
     return metadata, [replace(tensor, start=base + tensor.start) for tensor in tensors]
 
 

@@ -51,6 +51,9 @@ class SafetensorsFile:
             raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
         try:
             self.tensors = _read_table(path, self._fd)
+        except OSError as error:
+            self.close()
+            raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
         except BaseException:
             self.close()
             raise
@@ -121,7 +124,7 @@ def _read_table(path: Path, fd: int) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         items = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         tensors = [_stored(name, fields, 8 + header_size) for name, fields in items]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelFileError(
             f"model file {path} is corrupt: its header cannot be read ({error}). Get it again"
         ) from error

@@ -98,21 +98,42 @@ def _describe(name: str, directory: Path, gguf: Path | None, load_format: LoadFo
         directory=directory,
         gguf=gguf,
         tokenizer_directory=directory if has_tokenizer else None,
-        config=ModelConfig.from_hf(hf_config),
+        config=_model_config(directory, hf_config),
         hf_config=hf_config,
         generation_config=generation_config,
         eos_token_ids=eos_token_ids(hf_config, generation_config),
     )
 
 
+def _model_config(directory: Path, hf_config: Mapping[str, Any]) -> ModelConfig:
+    try:
+        return ModelConfig.from_hf(hf_config)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelFileError(
+            f"model file {directory / 'config.json'} is corrupt: a field has a value of the wrong kind "
+            f"({error}). Get it again"
+        ) from error
+
+
 def eos_token_ids(hf_config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a generation: those of `generation_config`, else of `hf_config`."""
+    """The tokens that end a generation: those of `generation_config`, else of `hf_config`.
+
+    Raises:
+        ModelFileError: they are no token ids.
+    """
     found = generation_config.get("eos_token_id")
     if found is None:
         found = hf_config.get("eos_token_id")
     if found is None:
         return ()
-    return tuple(found) if isinstance(found, list) else (found,)
+    ids = tuple(found) if isinstance(found, list) else (found,)
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise ModelFileError(
+                f"the model's eos_token_id is {found!r}; it must be a token id or a list of such: correct "
+                "generation_config.json or config.json"
+            )
+    return ids
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -125,7 +146,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ModelFileError(f"model file {path} is missing; a model directory needs it") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(
             f"model file {path} is corrupt or cannot be read ({error}). Get it again"
         ) from error
@@ -157,7 +178,7 @@ def installed(cache_dir: Path | str) -> list[Installed]:
     ]
     converted = [
         Installed(
-            name=str(read_json(path)["_name_or_path"]),
+            name=str(read_json(path).get("_name_or_path", path.parent.parent.name)),
             path=path.parent,
             num_bytes=sum(file.stat().st_size for file in path.parent.iterdir()),
         )

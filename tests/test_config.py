@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from segue.config import EngineConfig, default_cache_dir, default_of
+from segue.errors import ConfigError
+
+
+def test_every_option_has_a_group_and_a_help_text() -> None:
+    for option in fields(EngineConfig):
+        assert option.metadata["group"], option.name
+        assert option.metadata["help"].endswith("."), option.name
+
+
+def test_explicit_options_win_over_the_environment_and_that_over_defaults() -> None:
+    environment = {"SEGUE_PORT": "1", "SEGUE_TP": "2", "OTHER": "x"}
+    config = EngineConfig.create(environment, port=3)
+    assert (config.port, config.tp, config.host) == (3, 2, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "name", "expected"),
+    [
+        ("SEGUE_DISABLE_OVERLAP", "1", "disable_overlap", True),
+        ("SEGUE_DISABLE_OVERLAP", "no", "disable_overlap", False),
+        ("SEGUE_MEMORY_RATIO", "0.5", "memory_ratio", 0.5),
+        ("SEGUE_PAGE_SIZE", "4", "page_size", 4),
+        ("SEGUE_DTYPE", "float16", "dtype", "float16"),
+        ("SEGUE_MODEL", "x", "model", "x"),
+    ],
+)
+def test_variables_become_typed_options(variable: str, value: str, name: str, expected: Any) -> None:
+    assert getattr(EngineConfig.create({variable: value}), name) == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("SEGUE_PORT", "many"),
+        ("SEGUE_DISABLE_OVERLAP", "perhaps"),
+        ("SEGUE_MEMORY_RATIO", "half"),
+        ("SEGUE_TP", "0"),
+    ],
+)
+def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?i){variable[6:]}"):
+        EngineConfig.create({variable: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"port": 65536}, "port=65536: must be at most 65535"),
+        ({"page_size": 0}, "page_size=0: must be at least 1"),
+        ({"page_size": 1.5}, "page_size=1.5: expected int or None"),
+        ({"tp": True}, "tp=True: expected int"),
+        ({"dtype": "int8"}, "dtype='int8': choose one of auto, float32, bfloat16, float16"),
+        ({"memory_ratio": 2}, "must be at most 1"),
+        ({"memory_ratio": float("nan")}, "memory_ratio=nan: must be at least 0.01"),
+        ({"model": 5}, "expected str or None"),
+        ({"colour": 1}, "unknown option 'colour'; known: "),
+    ],
+)
+def test_a_wrong_option_names_value_and_rule(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        EngineConfig.create({}, **options)
+    assert words in raised.value.message
+    assert raised.value.param == next(iter(options))
+
+
+def test_a_copy_is_checked_too() -> None:
+    assert EngineConfig().with_(port=5).port == 5
+    with pytest.raises(ConfigError):
+        EngineConfig().with_(port=-1)
+
+
+def test_defaults_by_name() -> None:
+    assert default_of("port") == 30000
+    assert default_of("cache_dir") == default_cache_dir()
+    with pytest.raises(KeyError):
+        default_of("colour")
+
+
+def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_cache_dir() == "/somewhere/segue"
