@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from segue.config import EngineConfig, default_cache_dir, default_of
+from segue.config import EngineConfig, default_cache_dir
 from segue.errors import ConfigError
 
 
@@ -75,13 +75,6 @@ def test_a_copy_is_checked_too() -> None:
     assert EngineConfig().with_(port=5).port == 5
     with pytest.raises(ConfigError):
         EngineConfig().with_(port=-1)
-
-
-def test_defaults_by_name() -> None:
-    assert default_of("port") == 30000
-    assert default_of("cache_dir") == default_cache_dir()
-    with pytest.raises(KeyError):
-        default_of("colour")
 
 
 def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -171,11 +171,3 @@ def _check(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name}={value}: must be at least {rule['min']}", param=name)
     if rule["max"] is not None and not value <= rule["max"]:
         raise ConfigError(f"{name}={value}: must be at most {rule['max']}", param=name)
-
-
-def default_of(name: str) -> Any:
-    """The default of an option, by name."""
-    for option in fields(EngineConfig):
-        if option.name == name:
-            return option.default if option.default is not MISSING else option.default_factory()  # type: ignore[misc]
-    raise KeyError(name)

@@ -21,7 +21,7 @@ CUDA = Demand(
     free_before=10_000_000,
     memory_ratio=0.88,
     arena_bytes=3_000_000,
-    reserve=Reserve(batch_state=80_000, derived=20_000, staging=50_000, activations=250_000, graphs=400_000),
+    reserve=Reserve(batch_state=80_000, derived=20_000, activations=250_000, sampling=50_000, graphs=400_000),
     page_bytes=1000,
     page_size=64,
     longest=32768,

@@ -23,14 +23,14 @@ class Reserve:
 
     batch_state: int
     derived: int = 0  # copies of weights in another layout, made for speed
-    staging: int = 0  # pinned host buffers and their copies on the device
     activations: int = 0  # peak of one eager step of the largest chunk
+    sampling: int = 0  # temporaries of the sampler, with every parameter in use and every row running
     graphs: int = 0
 
     @property
     def total(self) -> int:
         """All of it, in bytes."""
-        return self.batch_state + self.derived + self.staging + self.activations + self.graphs
+        return self.batch_state + self.derived + self.activations + self.sampling + self.graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

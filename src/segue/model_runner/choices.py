@@ -36,13 +36,16 @@ def choose(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Choices:
     device = _device(config, tp)
     model_len = source.config.max_position
     on_cpu = device.type == "cpu"
+    longest = min(model_len, config.max_model_len or model_len)
+    max_running = config.max_running_requests or (16 if on_cpu else 256)
+    chunk = config.chunked_prefill_size or (512 if on_cpu else 8192)
     return Choices(
         device=device,
         dtype=_dtype(config, source),
         page_size=config.page_size or (16 if on_cpu else 64),
-        max_running_requests=config.max_running_requests or (16 if on_cpu else 256),
-        chunked_prefill_size=config.chunked_prefill_size or (512 if on_cpu else 8192),
-        longest=min(model_len, config.max_model_len or model_len),
+        max_running_requests=max_running,
+        chunked_prefill_size=min(chunk, max_running * longest),  # there is never more to compute at once
+        longest=longest,
     )
 
 

@@ -249,6 +249,7 @@ def _plan_memory(
         ),
         derived=derived,
         activations=activations,
+        sampling=Sampler.num_bytes(choices.max_running_requests, model.vocab_size),
         graphs=0 if on_cpu else GRAPH_RESERVE,
     )
     demand = Demand(
