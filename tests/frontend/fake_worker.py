@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -74,9 +75,10 @@ class EchoRunner:
         return TokenLogprob(token, LOGPROB, top[: max(wanted, 0)])
 
 
-def watch_lifeline() -> None:
+def watch_lifeline(run_dir: str) -> None:
     while os.read(0, 1024):
         pass
+    shutil.rmtree(run_dir, ignore_errors=True)
     os._exit(0)
 
 
@@ -137,9 +139,9 @@ def serve(config: EngineConfig, to_scheduler: str, to_frontend: str, context: zm
 
 def main() -> None:
     spec = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=watch_lifeline, daemon=True).start()
-    context: zmq.Context[Any] = zmq.Context()
     run_dir = spec["run_dir"]
+    threading.Thread(target=watch_lifeline, args=(run_dir,), daemon=True).start()
+    context: zmq.Context[Any] = zmq.Context()
     if spec["rank"] != 0:
         threading.Event().wait()
     serve(

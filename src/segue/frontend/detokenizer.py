@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from codecs import utf_8_decode
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
 
 from tokenizers import Tokenizer
 
@@ -36,8 +35,7 @@ class TokenTable:
         Raises:
             UnsupportedModelError: a tokenizer whose tokens are not pieces of text.
         """
-        decoder = json.loads(tokenizer.to_str())["decoder"]
-        to_bytes = _rule(decoder)
+        to_bytes = _rule(tokenizer)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         tokens = [b""] * max(size, max(vocabulary.values(), default=-1) + 1)
         for text, token in vocabulary.items():
@@ -87,9 +85,10 @@ def _piece(token: bytes) -> str | None:
         return None
 
 
-def _rule(decoder: dict[str, Any] | None) -> Any:
+def _rule(tokenizer: Tokenizer) -> Callable[[str], bytes]:
     """How a token's name becomes bytes."""
-    parts = [] if decoder is None else decoder.get("decoders", [decoder])
+    decoder = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+    parts = decoder.get("decoders", [decoder]) if decoder else []
     kinds = {part["type"] for part in parts}
     if kinds <= {"ByteLevel", "Fuse"} and "ByteLevel" in kinds:
         alphabet = _byte_alphabet()

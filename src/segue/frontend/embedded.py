@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import zmq
 
 from segue.config import EngineConfig
 from segue.frontend.channel import Addresses
+from segue.frontend.processes import POLL_S
 from segue.logs import logger
 
 
@@ -31,25 +34,32 @@ class EmbeddedScheduler:
         return []
 
     def start(self, on_exit: Callable[[str], None]) -> None:
-        """Start the thread. ``on_exit`` gets one sentence, on that thread, if it fails."""
+        """Start the thread. ``on_exit`` gets a sentence, on that thread, when it ends."""
         self._thread = threading.Thread(
             target=self._run, args=(on_exit,), name="segue-scheduler", daemon=True
         )
         self._thread.start()
 
-    def stop(self, polite_s: float, patience_s: float) -> bool:
+    async def stop(self, polite_s: float, patience_s: float) -> bool:
         """Wait for the thread to see ``Shutdown``; it cannot be killed. True: it has ended."""
-        if self._thread is not None:
-            self._thread.join(max(polite_s, patience_s))
+        deadline = time.monotonic() + max(polite_s, patience_s)
+        while self._is_alive and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
         shutil.rmtree(self._run_dir, ignore_errors=True)
-        return self._thread is None or not self._thread.is_alive()
+        return not self._is_alive
+
+    @property
+    def _is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _run(self, on_exit: Callable[[str], None]) -> None:
-        from segue.worker import run_scheduler  # torch
-
         pair = (self.addresses.to_scheduler, self.addresses.to_frontend)
+        reason = "the embedded scheduler ended"
         try:
+            from segue.worker import run_scheduler  # torch
+
             run_scheduler(self._config, self._run_dir, pair, self._context)
         except Exception as error:
             logger.exception("the embedded scheduler failed")
-            on_exit(f"the embedded scheduler failed: {type(error).__name__}: {error}")
+            reason = f"the embedded scheduler failed: {type(error).__name__}: {error}"
+        on_exit(reason)

@@ -12,7 +12,7 @@ from segue.config import EngineConfig
 from segue.errors import EngineDeadError
 from segue.frontend.generation import Generation
 from segue.frontend.loop_thread import AsyncStream, BlockingStream, LoopThread
-from segue.frontend.native import parse_call
+from segue.frontend.native import NativeCall, parse_call
 from segue.frontend.processes import WORKER_COMMAND
 from segue.frontend.runtime import Runtime
 from segue.frontend.tokenizer import Tokenizer
@@ -147,13 +147,16 @@ class Engine:
         return self._thread
 
     async def _generate(self, body: dict[str, Any]) -> Any:
-        with await Generation.start(self._runtime.manager, parse_call(body)) as generation:
+        with await Generation.start(self._runtime.manager, self._call(body)) as generation:
             return await generation.result()
 
     async def _updates(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        with await Generation.start(self._runtime.manager, parse_call(body)) as generation:
+        with await Generation.start(self._runtime.manager, self._call(body)) as generation:
             async for update in generation.updates():
                 yield update
+
+    def _call(self, body: dict[str, Any]) -> NativeCall:
+        return parse_call(body, self.config.max_queued_requests)
 
     async def _abort(self, rid: str | None, abort_all: bool) -> None:
         self._runtime.manager.abort(rid or "", abort_all=abort_all)

@@ -8,7 +8,8 @@ from typing import Any
 
 from segue.frontend.merge import merged
 from segue.frontend.native import NativeCall, Reply
-from segue.frontend.tokenizer_manager import Stream, TokenizerManager
+from segue.frontend.stream import Stream
+from segue.frontend.tokenizer_manager import TokenizerManager
 
 
 class Generation:

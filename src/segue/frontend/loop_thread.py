@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+PATIENCE_S = 5.0  # for what still runs when the loop is to stop
 
 
 class LoopThread:
@@ -50,7 +51,8 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        if tasks := asyncio.all_tasks(self._loop):  # a start that was interrupted stops its workers
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=PATIENCE_S))
         self._loop.close()
 
 

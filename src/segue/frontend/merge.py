@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Any
+from contextlib import suppress
 
+from segue.errors import SegueError
 from segue.frontend.request import Output
-from segue.frontend.tokenizer_manager import Stream
+from segue.frontend.stream import Stream
 
 
 async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output], None]:
@@ -18,38 +19,45 @@ async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output]
             yield 0, output
             if output.end is not None:
                 return
-    tasks = [asyncio.create_task(stream.next()) for stream in streams]
-    waiting = {task: index for index, task in enumerate(tasks)}
+    ready: asyncio.Queue[int] = asyncio.Queue()
+
+    async def watch(index: int) -> None:
+        with suppress(SegueError):  # raised when it is read
+            await streams[index].changed()
+        ready.put_nowait(index)
+
+    watchers = {index: asyncio.create_task(watch(index)) for index in range(len(streams))}
     try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index = waiting[task]
-                output = task.result()
-                del waiting[task]
-                if output.end is None:
-                    waiting[asyncio.create_task(streams[index].next())] = index
-                yield index, output
+        while watchers:
+            index = await ready.get()
+            output = await streams[index].next()
+            if output.end is None:
+                watchers[index] = asyncio.create_task(watch(index))
+            else:
+                del watchers[index]
+            yield index, output
     finally:
-        await _end(waiting)
+        await _end(watchers.values())
 
 
 async def accepted(streams: Sequence[Stream], patience_s: float) -> None:
-    """Wait until every stream has news, at most ``patience_s``: the scheduler may refuse a request.
+    """Wait until a stream has news, at most ``patience_s``: the scheduler may refuse a request.
+
+    It does so before it runs any that came with it.
 
     Raises:
         SegueError: one was refused, or has failed.
     """
     waits = [asyncio.create_task(stream.changed()) for stream in streams]
     try:
-        done, _ = await asyncio.wait(waits, timeout=patience_s, return_when=asyncio.FIRST_EXCEPTION)
+        done, _ = await asyncio.wait(waits, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
         await _end(waits)
 
 
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
     """Cancel what still runs, and look at every outcome."""
     tasks = list(tasks)
     for task in tasks:

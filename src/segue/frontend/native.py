@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from segue.errors import InvalidRequestError, UnsupportedFieldError
 from segue.frontend.request import LOWEST_LOGPROB, End, GenerateRequest, Output
-from segue.frontend.sampling import SamplingOptions
-from segue.frontend.tokenizer_manager import Stream, TokenizerManager
+from segue.frontend.sampling import SamplingOptions, check_batch
+from segue.frontend.stream import Stream
+from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.protocol.messages import TokenLogprob
 from segue.protocol.native import (
     NAMES,
@@ -21,7 +22,10 @@ from segue.protocol.native import (
     NativeSampling,
     refuse_unsupported,
 )
-from segue.protocol.validation import parse
+from segue.protocol.validation import parse, shown
+
+MAX_RID_CHARS = 256
+MAX_PRIORITY = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +38,8 @@ class NativeCall:
     text_in_logprobs: bool
 
 
-def parse_call(body: Any) -> NativeCall:
-    """Check a body and split it into requests.
+def parse_call(body: Any, max_prompts: int) -> NativeCall:
+    """Check a body and split it into requests, at most ``max_prompts``.
 
     Raises:
         InvalidRequestError: a wrong or missing field.
@@ -47,9 +51,15 @@ def parse_call(body: Any) -> NativeCall:
         raise InvalidRequestError("give either text or input_ids, and not both", param="text")
     param = "text" if call.text is not None else "input_ids"
     prompts, batched = _prompts(call)
+    check_batch(len(prompts), max_prompts, param)
     rids, batch_id = _rids(call.rid, len(prompts), batched)
     params = _per_prompt(call.sampling_params, len(prompts))
     options = [_options(each, call) for each in params]
+    for rid in rids:
+        check_rid(rid)
+    if abs(call.priority) > MAX_PRIORITY:
+        text = f"priority={shown(call.priority)}: must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
+        raise InvalidRequestError(text, param="priority")
     return NativeCall(
         requests=[
             GenerateRequest(
@@ -63,19 +73,21 @@ def parse_call(body: Any) -> NativeCall:
     )
 
 
+def check_rid(rid: str) -> None:
+    """Raise InvalidRequestError for a request id that is too long."""
+    if len(rid) > MAX_RID_CHARS:
+        text = f"rid={shown(rid)} has {len(rid)} characters; at most {MAX_RID_CHARS} are allowed"
+        raise InvalidRequestError(text, param="rid")
+
+
 def _prompts(call: NativeGenerate) -> tuple[Sequence[str | list[int]], bool]:
     if call.text is not None:
-        return ([call.text], False) if isinstance(call.text, str) else (_not_empty(call.text, "text"), True)
-    assert call.input_ids is not None
-    if call.input_ids and isinstance(call.input_ids[0], list):
-        return call.input_ids, True
-    return [call.input_ids], False
-
-
-def _not_empty(prompts: list[str], param: str) -> list[str]:
-    if not prompts:
-        raise InvalidRequestError(f"{param} is an empty list; it must have at least one prompt", param=param)
-    return prompts
+        return ([call.text], False) if isinstance(call.text, str) else (call.text, True)
+    ids = call.input_ids
+    assert ids is not None
+    if ids and isinstance(ids[0], list):
+        return ids, True
+    return [cast(list[int], ids)], False
 
 
 def _rids(rid: str | list[str] | None, count: int, batched: bool) -> tuple[list[str], str | None]:
@@ -84,7 +96,7 @@ def _rids(rid: str | list[str] | None, count: int, batched: bool) -> tuple[list[
             raise InvalidRequestError(
                 f"rid has {len(rid)} ids for {count} prompts; give one each", param="rid"
             )
-        return rid, uuid.uuid4().hex if batched else None
+        return [each or uuid.uuid4().hex for each in rid], uuid.uuid4().hex if batched else None
     base = rid or uuid.uuid4().hex
     return ([f"{base}_{index}" for index in range(count)], base) if batched else ([base], None)
 
@@ -119,7 +131,7 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
-        logit_bias=bias_of(sampling.logit_bias),
+        logit_bias=sampling.logit_bias or {},
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(sampling.stop_token_ids or ()),
         ignore_eos=sampling.ignore_eos,
@@ -129,16 +141,6 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
         keep_stop=sampling.no_stop_trim,
         must_fit=False,
     )
-
-
-def bias_of(bias: Mapping[str, float] | None) -> dict[int, float]:
-    """``logit_bias`` with its keys, strings in JSON, as token ids."""
-    try:
-        return {int(token): value for token, value in (bias or {}).items()}
-    except ValueError as error:
-        raise InvalidRequestError(
-            f"logit_bias: keys must be token ids ({error})", param="logit_bias"
-        ) from None
 
 
 class Reply:

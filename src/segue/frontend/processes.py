@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -22,6 +23,8 @@ from segue.logs import logger
 
 # -P: a file named like a module of the standard library in the user's directory must not shadow it.
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "segue.worker")
+POLL_S = 0.005
+KILL_S = 5.0  # for a killed process to be gone
 SOCKET_PATH_MAX = 100  # of 107 bytes that the kernel allows, some for the socket's own name
 
 
@@ -103,23 +106,27 @@ class WorkerProcesses:
                 target=self._watch, args=(rank, process, on_exit), name=f"segue-watch-{rank}", daemon=True
             ).start()
 
-    def stop(self, polite_s: float, patience_s: float) -> bool:
+    async def stop(self, polite_s: float, patience_s: float) -> bool:
         """Give rank 0 ``polite_s`` to end by itself, close the lifelines, kill the rest after ``patience_s``.
 
-        True: all have ended. May be called again.
+        True: all have ended. May be called again. Needs no thread: at the interpreter's exit there are none.
         """
         self._stopping = True
         deadline = time.monotonic() + patience_s
-        for process in self._processes[:1]:
-            _wait(process, time.monotonic() + polite_s)
+        await self._wait(self._processes[:1], time.monotonic() + polite_s)
         for process in self._processes:
             _close_lifeline(process)
+        await self._wait(self._processes, deadline)
         for process in self._processes:
-            if not _wait(process, deadline):
+            if process.poll() is None:
                 process.kill()
-                process.wait()
+        await self._wait(self._processes, time.monotonic() + KILL_S)
         shutil.rmtree(self._run_dir, ignore_errors=True)
         return True
+
+    async def _wait(self, processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
 
     def _send_config(self, process: subprocess.Popen[bytes], rank: int) -> None:
         line = {
@@ -147,14 +154,6 @@ def describe_exit(code: int) -> str:
         return f"with exit code {code}"
     hint = ", perhaps for want of memory" if -code == signal.SIGKILL else ""
     return f"by signal {signal.Signals(-code).name}{hint}"
-
-
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return False
-    return True
 
 
 def _close_lifeline(process: subprocess.Popen[bytes]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
-import msgspec
 import zmq
+from msgspec.structs import asdict
 
 import segue
 from segue.config import EngineConfig
@@ -113,8 +114,9 @@ class Runtime:
     async def server_info(self) -> dict[str, Any]:
         """Options, version, what was decided at start, and the scheduler's state."""
         state = await self.manager.get_state()
+        kv_tokens = state.state.get("available_kv_tokens", 0)
         ready = self.manager.ready
-        options = asdict(self.config) | {
+        options = dataclasses.asdict(self.config) | {
             name: "***" for name in SECRETS if getattr(self.config, name) is not None
         }
         return {
@@ -124,8 +126,8 @@ class Runtime:
             "served_model_name": self.name,
             "status": "dead" if self.died.done() else "ready",
             "max_total_num_tokens": ready.num_pages * ready.page_size,
-            "decided": msgspec.to_builtins(ready),
-            "internal_states": [NOT_HERE | state.state],
+            "decided": asdict(ready) | {"init_steps": [asdict(step) for step in ready.init_steps]},
+            "internal_states": [NOT_HERE | {"available_kv_tokens_per_dp": [kv_tokens]} | state.state],
         }
 
     async def shutdown(self) -> None:
@@ -136,13 +138,14 @@ class Runtime:
         if self._manager is not None:
             await self._drain(self._manager)
             self._manager.die(EngineDeadError("the engine was shut down"))
-        self._ready.cancel()
+        if not self._ready.cancel() and not self._ready.cancelled():
+            self._ready.exception()  # seen, or not needed any more
         self._channel.send(Shutdown())
         polite_s = STOP_S / 2 if self._manager is not None and not self.died.done() else 0.0
-        ended = await asyncio.to_thread(self._workers.stop, polite_s, STOP_S)
+        ended = await self._workers.stop(polite_s, STOP_S)
         self._channel.close()
         if ended:  # else a scheduler's thread holds sockets, and this would wait for it
-            await asyncio.to_thread(self._context.term)
+            self._context.term()
 
     async def _drain(self, manager: TokenizerManager) -> None:
         if self.died.done() or not manager.num_requests:
@@ -170,7 +173,7 @@ class Runtime:
 
     def _on_exit(self, reason: str) -> None:
         """From a watcher's thread: a worker has ended by itself."""
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             self._loop.call_soon_threadsafe(self._on_worker_exit, reason)
 
     def _on_worker_exit(self, reason: str) -> None:

@@ -84,7 +84,7 @@ def build_params(
         logit_bias={int(token): float(bias) for token, bias in options.logit_bias.items()},
         stop_token_ids=tuple(sorted(stop_ids)),
         logprobs=options.logprobs,
-        prompt_logprobs_start=options.prompt_logprobs_start,
+        prompt_logprobs_start=min(options.prompt_logprobs_start, prompt_len),
     )
 
 
@@ -116,6 +116,15 @@ def check_options(options: SamplingOptions, limits: Vocabulary, names: Mapping[s
     for token, bias in options.logit_bias.items():
         fail.outside("logit_bias", token, 0, limits.vocab_size - 1)
         fail.outside("logit_bias", bias, -100.0, 100.0)
+
+
+def check_batch(count: int, most: int, param: str) -> None:
+    """Raise InvalidRequestError for a batch that is empty, or too large to wait in the queue."""
+    if count == 0:
+        raise InvalidRequestError(f"{param} is an empty list; it must have at least one prompt", param=param)
+    if count > most:
+        rule = f"at most {most} (--max-queued-requests) go in one call"
+        raise InvalidRequestError(f"{param} has {count} prompts; {rule}", param=param)
 
 
 def check_token_ids(ids: Collection[int], limits: Vocabulary, param: str) -> None:

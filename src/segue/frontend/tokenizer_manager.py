@@ -10,9 +10,10 @@ from typing import Any
 from segue import errors
 from segue.errors import EngineDeadError, InvalidRequestError, SegueError
 from segue.frontend.detokenizer import TokenTable
-from segue.frontend.request import GenerateRequest, Output, RequestState
+from segue.frontend.request import GenerateRequest, RequestState
 from segue.frontend.sampling import Vocabulary, build_params, check_prompt_len, check_token_ids
 from segue.frontend.stats import Stats
+from segue.frontend.stream import Stream
 from segue.frontend.tokenizer import Tokenizer
 from segue.protocol.messages import (
     Abort,
@@ -27,76 +28,15 @@ from segue.protocol.messages import (
     SchedulerMessage,
     State,
     StepOutput,
-    TokenLogprob,
     pack_ids,
 )
 
-INLINE_CHARS = 4096  # longer texts are tokenized in a thread
+INLINE_CHARS = 4096  # of a call's texts; more are tokenized in a thread
+INLINE_MESSAGES = 64  # of a conversation; longer ones are rendered in a thread
 PROBE_CHARS_PER_TOKEN = 16  # texts longer than this a token of context are judged by their beginning
 PROBE_SLACK = 256  # tokens by which the beginning of a text may exceed the whole
 FIRST_VERSION = "0"
 NO_TOKENIZER = "this model has no tokenizer; give the prompt as token ids"
-
-
-class Stream:
-    """The reader's end of one request. Leaving the ``with`` block before the end aborts the request."""
-
-    __slots__ = ("_manager", "_state")
-
-    def __init__(self, manager: TokenizerManager, state: RequestState) -> None:
-        self._manager = manager
-        self._state = state
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._manager.discard(self._state)
-
-    @property
-    def rid(self) -> str:
-        """The request's id."""
-        return self._state.rid
-
-    @property
-    def prompt_ids(self) -> Sequence[int]:
-        """The prompt, tokenized."""
-        return self._state.prompt_ids
-
-    @property
-    def prompt_logprobs(self) -> list[TokenLogprob]:
-        """Log-probabilities of prompt tokens, those known so far."""
-        return self._state.prompt_logprobs
-
-    @property
-    def prompt_logprobs_start(self) -> int:
-        """The first prompt position whose logprob was asked for; -1: none."""
-        return self._state.prompt_logprobs_start
-
-    def age(self) -> float:
-        """Seconds since it was submitted."""
-        return time.monotonic() - self._state.created
-
-    async def next(self) -> Output:
-        """Wait for news; all that came since the last call is one output. The last one has an ``end``."""
-        await self.changed()
-        return self._state.take()
-
-    async def result(self) -> Output:
-        """Wait for the end; everything (not yet read) in one output."""
-        state = self._state
-        state.streaming = False
-        while state.end is None and state.error is None:
-            state.changed.clear()
-            await state.changed.wait()
-        return await self.next()
-
-    async def changed(self) -> None:
-        """Wait for news without taking them; raises the error that ended the request."""
-        self._state.streaming = True
-        await self._state.changed.wait()
-        if self._state.error is not None:
-            raise self._state.error
 
 
 class TokenizerManager:
@@ -118,6 +58,8 @@ class TokenizerManager:
         else:
             self.table = TokenTable.of(tokenizer.backend, tokenizer.special_ids, ready.vocab_size)
             eos_ids = {*eos_ids, *tokenizer.eos_ids}
+        # A small test model may come with a real tokenizer: ids that it has no logit for cannot end anything.
+        eos_ids = {token for token in eos_ids if token < ready.vocab_size}
         self.limits = Vocabulary(max_seq_len=ready.max_seq_len, vocab_size=ready.vocab_size, eos_ids=eos_ids)
         self._send = send
         self._states: dict[str, RequestState] = {}
@@ -146,7 +88,10 @@ class TokenizerManager:
         """
         created = time.monotonic()
         self._check_rids(requests, batch_id)
-        prompts = [await self._tokenize(request) for request in requests]
+        if sum(len(each.prompt) for each in requests if isinstance(each.prompt, str)) <= INLINE_CHARS:
+            prompts = [self._tokenize(request) for request in requests]
+        else:
+            prompts = await asyncio.to_thread(lambda: [self._tokenize(request) for request in requests])
         params = [
             build_params(request.options, len(ids), self.limits, request.names)
             for request, ids in zip(requests, prompts, strict=True)
@@ -160,7 +105,7 @@ class TokenizerManager:
             )
             state.batch_id = batch_id
             self._states[request.rid] = state
-            streams.append(Stream(self, state))
+            streams.append(Stream(state, self.discard))
         if batch_id is not None:
             self._batches[batch_id] = {request.rid for request in requests}
         self._idle.clear()
@@ -206,7 +151,7 @@ class TokenizerManager:
         """Until nothing is in flight."""
         await self._idle.wait()
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    async def render(self, messages: list[dict[str, Any]]) -> str:
         """The prompt that the model's chat template makes of messages.
 
         Raises:
@@ -214,7 +159,9 @@ class TokenizerManager:
         """
         if self.tokenizer is None:
             raise InvalidRequestError(NO_TOKENIZER, param="messages")
-        return self.tokenizer.apply_chat_template(messages)
+        if len(messages) <= INLINE_MESSAGES:
+            return self.tokenizer.apply_chat_template(messages)
+        return await asyncio.to_thread(self.tokenizer.apply_chat_template, messages)
 
     def _check_rids(self, requests: Sequence[GenerateRequest], batch_id: str | None) -> None:
         if self._dead is not None:
@@ -229,33 +176,25 @@ class TokenizerManager:
         if batch_id is not None and (batch_id in self._batches or batch_id in self._states):
             raise InvalidRequestError(f"rid={batch_id!r} is in flight; use another", param="rid")
 
-    async def _tokenize(self, request: GenerateRequest) -> Sequence[int]:
-        if isinstance(request.prompt, str) and self.tokenizer is None:
-            raise InvalidRequestError(NO_TOKENIZER, param=request.param)
-        if not isinstance(request.prompt, str):
-            check_prompt_len(len(request.prompt), self.limits, request.param)
-            check_token_ids(request.prompt, self.limits, request.param)
-            return request.prompt
-        if len(request.prompt) <= INLINE_CHARS:
-            ids = self._encode(request.prompt, request.add_special_tokens)
-        else:
-            ids = await asyncio.to_thread(self._encode_long, request)
-        check_prompt_len(len(ids), self.limits, request.param)
-        return ids
+    def _tokenize(self, request: GenerateRequest) -> Sequence[int]:
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            prompt = self._encode(prompt, request)
+        check_prompt_len(len(prompt), self.limits, request.param)
+        check_token_ids(prompt, self.limits, request.param)
+        return prompt
 
-    def _encode_long(self, request: GenerateRequest) -> list[int]:
-        """Tokenize megabytes only if their beginning could fit the context."""
-        assert isinstance(request.prompt, str)
+    def _encode(self, text: str, request: GenerateRequest) -> list[int]:
+        """Tokenize; megabytes only if their beginning could fit the context."""
+        if self.tokenizer is None:
+            raise InvalidRequestError(NO_TOKENIZER, param=request.param)
+        special = request.add_special_tokens
         size = PROBE_CHARS_PER_TOKEN * self.limits.max_seq_len
-        if len(request.prompt) > size:
-            count = len(self._encode(request.prompt[:size], request.add_special_tokens)) - PROBE_SLACK
+        if len(text) > size:
+            count = len(self.tokenizer.encode(text[:size], add_special_tokens=special)) - PROBE_SLACK
             if count >= self.limits.max_seq_len:
                 check_prompt_len(count, self.limits, request.param, at_least=True)
-        return self._encode(request.prompt, request.add_special_tokens)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        assert self.tokenizer is not None
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(text, add_special_tokens=special)
 
     # --- the scheduler ---
 

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from segue.errors import UnsupportedFieldError
+from segue.protocol.validation import FastList, LogitBias
 
 RULES = {
     "text": "a string or a list of strings",
@@ -55,9 +56,9 @@ class NativeSampling(_Body):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    logit_bias: LogitBias | None = None
+    stop: str | FastList[str] | None = None
+    stop_token_ids: FastList[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
@@ -67,15 +68,15 @@ class NativeSampling(_Body):
 class NativeGenerate(_Body):
     """``POST /generate``; lists are batches."""
 
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    text: str | FastList[str] | None = None
+    input_ids: FastList[int] | FastList[FastList[int]] | None = None
+    sampling_params: dict[str, Any] | FastList[dict[str, Any]] | None = None
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
-    rid: str | list[str] | None = None
+    rid: str | FastList[str] | None = None
     priority: int = 0
 
 

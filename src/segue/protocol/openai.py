@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from segue.errors import InvalidRequestError, UnsupportedFieldError
+from segue.protocol.validation import FastList, LogitBias, StrictBody
 
 # Accepted because they cannot change the output.
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
@@ -54,7 +55,7 @@ RULES = {
 }
 
 
-class _Body(BaseModel):
+class _Body(StrictBody):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
@@ -73,15 +74,15 @@ class _Sampling(_Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | FastList[str] | None = None
+    stop_token_ids: FastList[int] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -97,7 +98,7 @@ class ChatMessage(_Body):
     """One message. The last four fields are empty in replies that clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | FastList[TextPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     refusal: None = None
@@ -110,7 +111,7 @@ class ChatMessage(_Body):
 class ChatCompletionRequest(_Sampling):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[FastList[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -119,7 +120,7 @@ class ChatCompletionRequest(_Sampling):
 class CompletionRequest(_Sampling):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | FastList[str] | FastList[int] | FastList[FastList[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, PlainValidator, ValidationError, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from segue.errors import InvalidRequestError, UnsupportedFieldError
 
 Model = TypeVar("Model", bound=BaseModel)
-SHOWN_CHARS = 80  # of a wrong value, in an error message
+Item = TypeVar("Item")
+UNKNOWN_FIELD = "unknown_field"
+MAX_NAME_CHARS = 80  # of a field's name, in an error
+MAX_ID_DIGITS = 18
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+
+# A list that is given up at its first wrong item: a report of millions takes a minute and gigabytes.
+FastList = Annotated[list[Item], Field(fail_fast=True)]
 
 
 def parse(
@@ -32,17 +42,52 @@ def parse(
         raise _field_error(invalid, rules or {}, prefix) from None
 
 
+class StrictBody(BaseModel):
+    """A body whose unknown fields are errors, the first of them at once."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_every_field(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls.model_fields:
+                    raise PydanticCustomError(UNKNOWN_FIELD, "{name}", {"name": name})
+        return data
+
+
 def shown(value: Any) -> str:
     """A value for an error message, shortened."""
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 1]}…"
+    return _SHORT.repr(value)
+
+
+def _token_biases(value: Any) -> dict[int, float]:
+    """``logit_bias``, whose keys are strings in JSON."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)):
+            raise ValueError(f"the bias of token {shown(token)} must be a number")
+        if not str(token).isascii() or not str(token).isdigit() or len(str(token)) > MAX_ID_DIGITS:
+            raise ValueError(f"{shown(token)} is not a token id")
+        biases[int(token)] = float(bias)
+    return biases
+
+
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_token_biases),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
 
 
 def _field_error(invalid: ValidationError, rules: Mapping[str, str], prefix: str) -> InvalidRequestError:
-    error = invalid.errors(include_url=False, include_context=False)[0]
+    error = invalid.errors(include_url=False)[0]
     location, rule = _cut(error["loc"], rules)
+    if error["type"] == UNKNOWN_FIELD:
+        location, rule = [*location, error["ctx"]["name"]], None
     param = _path(location, prefix)
-    if error["type"] == "extra_forbidden":
+    if error["type"] == UNKNOWN_FIELD:
         return UnsupportedFieldError(f"{param}: this field is not known here; leave it out", param=param)
     if error["type"] == "missing":
         return InvalidRequestError(f"{param}: this field is required", param=param)
@@ -65,5 +110,6 @@ def _cut(location: Sequence[int | str], rules: Mapping[str, str]) -> tuple[Seque
 def _path(location: Sequence[int | str], prefix: str) -> str:
     path = prefix
     for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+        name = str(part)[:MAX_NAME_CHARS]
+        path += f"[{name}]" if isinstance(part, int) else f".{name}" if path else name
     return path

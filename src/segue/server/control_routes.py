@@ -20,7 +20,7 @@ router = APIRouter(tags=["Control"])
 async def abort_request(request: Request) -> Response:
     """End a request, a batch, or all; an unknown rid does nothing."""
     service = service_of(request)
-    body = parse(AbortRequest, await read_json(request, service.config.max_body_mib))
+    body = await read_json(request, service.config.max_body_mib, lambda body: parse(AbortRequest, body))
     service.manager.abort(body.rid or "", abort_all=body.abort_all, message=body.aborted_message)
     return Response()
 

@@ -30,6 +30,7 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: it is in use, or the address is not ours.
     """
+    listener: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -37,6 +38,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
+        if listener is not None:
+            listener.close()
         if error.errno == errno.EADDRINUSE:
             remedy = "stop what listens there, or choose another with --port (0 picks a free one)"
             raise ConfigError(f"port {port} on {host} is in use; {remedy}", param="port") from None
@@ -70,7 +73,7 @@ async def serve(
         SegueError: the engine cannot start.
     """
     app = create_app(config)
-    server = _Server(_uvicorn_config(app, config))
+    server = make_server(app, config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for each in (signal.SIGINT, signal.SIGTERM):
@@ -108,16 +111,19 @@ async def _serve_until_the_end(
     return 1
 
 
-def _uvicorn_config(app: FastAPI, config: EngineConfig) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        log_config=None,
-        log_level=config.log_level,
-        access_log=config.log_level == "debug",
-        lifespan="off",
-        timeout_graceful_shutdown=GRACE_S,
-        timeout_keep_alive=65,
-        server_header=False,
+def make_server(app: FastAPI, config: EngineConfig) -> uvicorn.Server:
+    """The HTTP server of an application."""
+    return _Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            log_level=config.log_level,
+            access_log=config.log_level == "debug",
+            lifespan="off",
+            timeout_graceful_shutdown=GRACE_S,
+            timeout_keep_alive=65,
+            server_header=False,
+        )
     )
 
 

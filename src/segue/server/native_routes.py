@@ -25,7 +25,8 @@ async def generate(request: Request) -> Response:
     """Continue a prompt, or a batch of prompts."""
     service = service_of(request)
     manager = service.manager
-    call = parse_call(await read_json(request, service.config.max_body_mib))
+    most = service.config.max_queued_requests
+    call = await read_json(request, service.config.max_body_mib, lambda body: parse_call(body, most))
     generation = await Generation.start(manager, call)
     if call.stream:
         try:
@@ -33,13 +34,12 @@ async def generate(request: Request) -> Response:
         except BaseException:
             generation.close()
             raise
-        return EventStream(_events(generation), native_body)
+        return EventStream(_events(generation), native_body, generation.close)
     with generation:
         return json_response(await unless_gone(request, generation.result()))
 
 
 async def _events(generation: Generation) -> AsyncGenerator[bytes, None]:
-    with generation:
-        async for update in generation.updates():
-            yield event(update)
+    async for update in generation.updates():
+        yield event(update)
     yield DONE

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from segue.errors import InvalidRequestError, ModelNotFoundError
-from segue.frontend.native import bias_of
 from segue.frontend.request import GenerateRequest
 from segue.frontend.runtime import Runtime
-from segue.frontend.sampling import SamplingOptions
+from segue.frontend.sampling import SamplingOptions, check_batch
 from segue.protocol.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
+from segue.protocol.validation import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Wanted:
     logprobs: int  # -1: none; n: with the n likeliest
 
 
-def chat_call(body: ChatCompletionRequest, runtime: Runtime, rid: str) -> Wanted:
+async def chat_call(body: ChatCompletionRequest, runtime: Runtime, rid: str) -> Wanted:
     """Render the chat template and check what pydantic cannot."""
     check_model(body.model, runtime)
     if body.top_logprobs is not None and not body.logprobs:
@@ -35,7 +35,7 @@ def chat_call(body: ChatCompletionRequest, runtime: Runtime, rid: str) -> Wanted
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     request = GenerateRequest(
         rid=rid,
-        prompt=runtime.manager.render(_messages(body.messages)),
+        prompt=await runtime.manager.render(_messages(body.messages)),
         options=_options(body, max_tokens, logprobs),
         add_special_tokens=False,
         param="messages",
@@ -50,6 +50,7 @@ def completion_call(body: CompletionRequest, runtime: Runtime, rid: str) -> Want
     logprobs = -1 if body.logprobs is None else body.logprobs
     options = _options(body, body.max_tokens, logprobs)
     prompts = _prompts(body.prompt)
+    check_batch(len(prompts), runtime.config.max_queued_requests, "prompt")
     is_batch = len(prompts) > 1
     requests = [
         GenerateRequest(rid=f"{rid}-{index}" if is_batch else rid, prompt=prompt, options=options)
@@ -62,7 +63,7 @@ def check_model(name: str, runtime: Runtime) -> None:
     """Raise ModelNotFoundError unless this server serves ``name``."""
     if name not in (runtime.name, runtime.config.model):
         raise ModelNotFoundError(
-            f"The model {name!r} does not exist; this server serves {runtime.name!r}.", param="model"
+            f"The model {shown(name)} does not exist; this server serves {runtime.name!r}.", param="model"
         )
 
 
@@ -108,7 +109,7 @@ def _options(
     return SamplingOptions(
         **given,
         max_tokens=max_tokens,
-        logit_bias=bias_of(body.logit_bias),
+        logit_bias=body.logit_bias or {},
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs,

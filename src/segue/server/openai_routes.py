@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from segue.frontend.merge import accepted, merged
 from segue.frontend.runtime import Runtime
-from segue.frontend.tokenizer_manager import Stream
+from segue.frontend.stream import Stream
 from segue.protocol import openai
 from segue.protocol.validation import parse
 from segue.server.body import read_json
@@ -33,10 +33,9 @@ async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
     service = service_of(request)
     runtime = service.running
-    body = openai.without_extras(await read_json(request, service.config.max_body_mib), openai.CHAT_NOT_YET)
-    call = parse(openai.ChatCompletionRequest, body, rules=openai.RULES)
+    call = await read_json(request, service.config.max_body_mib, _parse_chat)
     dialect = ChatDialect(runtime.manager.table)
-    return await _answer(request, runtime, dialect, chat_call(call, runtime, _new_id(dialect)))
+    return await _answer(request, runtime, dialect, await chat_call(call, runtime, _new_id(dialect)))
 
 
 @router.post("/v1/completions", openapi_extra=body_schema(openai.CompletionRequest))
@@ -44,10 +43,7 @@ async def completions(request: Request) -> Response:
     """Continue a text, or several."""
     service = service_of(request)
     runtime = service.running
-    body = openai.without_extras(
-        await read_json(request, service.config.max_body_mib), openai.COMPLETION_NOT_YET
-    )
-    call = parse(openai.CompletionRequest, body, rules=openai.RULES)
+    call = await read_json(request, service.config.max_body_mib, _parse_completion)
     dialect = CompletionDialect(runtime.manager.table)
     return await _answer(request, runtime, dialect, completion_call(call, runtime, _new_id(dialect)))
 
@@ -63,6 +59,16 @@ async def model(request: Request, name: str) -> Response:
     """The model by name."""
     check_model(name, service_of(request).running)
     return json_response(_model_card(request))
+
+
+def _parse_chat(body: Any) -> openai.ChatCompletionRequest:
+    body = openai.without_extras(body, openai.CHAT_NOT_YET)
+    return parse(openai.ChatCompletionRequest, body, rules=openai.RULES)
+
+
+def _parse_completion(body: Any) -> openai.CompletionRequest:
+    body = openai.without_extras(body, openai.COMPLETION_NOT_YET)
+    return parse(openai.CompletionRequest, body, rules=openai.RULES)
 
 
 def _model_card(request: Request) -> dict[str, Any]:
@@ -99,7 +105,7 @@ async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: 
         except BaseException:
             stack.close()
             raise
-        return EventStream(_events(chunks, streams, stack), openai_body)
+        return EventStream(_events(chunks, streams), openai_body, stack.close)
     with stack:
         outputs = [await unless_gone(request, stream.result()) for stream in streams]
     ends = [output.end for output in outputs if output.end is not None]
@@ -116,21 +122,20 @@ async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: 
     return json_response(reply)
 
 
-async def _events(chunks: Chunks, streams: list[Stream], stack: ExitStack) -> AsyncGenerator[bytes, None]:
+async def _events(chunks: Chunks, streams: list[Stream]) -> AsyncGenerator[bytes, None]:
     ends = []
     begun: set[int] = set()
-    with stack:
-        async for index, output in merged(streams):
-            data = chunks.of(index, output)
-            if index not in begun:
-                begun.add(index)
-                data = chunks.first(index) + data
-            if output.end is not None:
-                ends.append(output.end)
-            if len(ends) == len(streams):
-                data += chunks.usage(ends) + DONE
-            if data:
-                yield data
+    async for index, output in merged(streams):
+        data = chunks.of(index, output)
+        if index not in begun:
+            begun.add(index)
+            data = chunks.first(index) + data
+        if output.end is not None:
+            ends.append(output.end)
+        if len(ends) == len(streams):
+            data += chunks.usage(ends) + DONE
+        if data:
+            yield data
 
 
 def _new_id(dialect: Dialect) -> str:

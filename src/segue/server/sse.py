@@ -39,13 +39,17 @@ class EventStream(Response):
     """Sends what ``events`` yields.
 
     While the client is slow, ``send`` waits, and what is generated meanwhile comes as one event. An error
-    becomes a last event of ``error_body``. However it ends, ``events`` is closed, which aborts what it reads.
+    becomes a last event of ``error_body``. However it ends, ``close`` is called: it aborts what is not done.
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], error_body: Callable[[SegueError], dict[str, Any]]
+        self,
+        events: AsyncGenerator[bytes, None],
+        error_body: Callable[[SegueError], dict[str, Any]],
+        close: Callable[[], None],
     ) -> None:
         super().__init__()
+        self._close = close
         self._events = events
         self._error_body = error_body
 
@@ -61,6 +65,7 @@ class EventStream(Response):
             with suppress(asyncio.CancelledError, OSError):
                 await sender
             await self._events.aclose()
+            self._close()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})

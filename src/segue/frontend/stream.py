@@ -1,0 +1,70 @@
+"""The reader's end of a request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from segue.frontend.request import Output, RequestState
+from segue.protocol.messages import TokenLogprob
+
+
+class Stream:
+    """The reader's end of one request. Leaving the ``with`` block before the end aborts the request."""
+
+    __slots__ = ("_discard", "_state")
+
+    def __init__(self, state: RequestState, discard: Callable[[RequestState], None]) -> None:
+        self._state = state
+        self._discard = discard
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._discard(self._state)
+
+    @property
+    def rid(self) -> str:
+        """The request's id."""
+        return self._state.rid
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The prompt, tokenized."""
+        return self._state.prompt_ids
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob]:
+        """Log-probabilities of prompt tokens, those known so far."""
+        return self._state.prompt_logprobs
+
+    @property
+    def prompt_logprobs_start(self) -> int:
+        """The first prompt position whose logprob was asked for; -1: none."""
+        return self._state.prompt_logprobs_start
+
+    def age(self) -> float:
+        """Seconds since it was submitted."""
+        return time.monotonic() - self._state.created
+
+    async def next(self) -> Output:
+        """Wait for news; all that came since the last call is one output. The last one has an ``end``."""
+        await self.changed()
+        return self._state.take()
+
+    async def result(self) -> Output:
+        """Wait for the end; everything (not yet read) in one output."""
+        state = self._state
+        state.streaming = False
+        while state.end is None and state.error is None:
+            state.changed.clear()
+            await state.changed.wait()
+        return await self.next()
+
+    async def changed(self) -> None:
+        """Wait for news without taking them; raises the error that ended the request."""
+        self._state.streaming = True
+        await self._state.changed.wait()
+        if self._state.error is not None:
+            raise self._state.error

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from segue.frontend.channel import Addresses, Channel
+from segue.protocol.messages import Abort, FrontendMessage, SchedulerMessage, State
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def test_messages_sent_before_the_scheduler_connects_arrive_in_order(tmp_path: Path) -> None:
+    async def work() -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        addresses = Addresses(f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b")
+        channel = Channel(context, addresses, lambda _: None)
+        for number in range(20):
+            channel.send(Abort(rid=str(number)))
+        inbox = context.socket(zmq.PULL)
+        inbox.connect(addresses.to_scheduler)
+        decoder = msgspec.msgpack.Decoder(FrontendMessage)
+        frames = [await asyncio.to_thread(inbox.recv) for _ in range(20)]
+        assert [decoder.decode(frame) for frame in frames] == [Abort(rid=str(number)) for number in range(20)]
+        channel.close()
+        inbox.close()
+        context.term()
+
+    asyncio.run(work())
+
+
+def test_every_message_of_a_burst_is_received(tmp_path: Path) -> None:
+    async def work() -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        addresses = Addresses(f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b")
+        got: list[SchedulerMessage] = []
+        channel = Channel(context, addresses, got.append)
+        outbox = context.socket(zmq.PUSH)
+        outbox.set_hwm(0)
+        outbox.connect(addresses.to_frontend)
+        for burst in (1, 5000, 1):
+            del got[:]
+            for call in range(burst):
+                outbox.send(msgspec.msgpack.encode(State(call, {})))
+            await until(lambda burst=burst: len(got) == burst)
+            assert got == [State(call, {}) for call in range(burst)]
+        channel.close()
+        outbox.close()
+        context.term()
+
+    asyncio.run(work())
+
+
+def test_a_closed_channel_drops_what_is_sent(tmp_path: Path) -> None:
+    async def work() -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        channel = Channel(context, Addresses(f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b"), lambda _: None)
+        channel.close()
+        channel.send(Abort())
+        channel.close()
+        context.term()
+
+    asyncio.run(work())

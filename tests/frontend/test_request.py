@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from segue.errors import EngineDeadError
+from segue.frontend.detokenizer import TokenTable
+from segue.frontend.request import GenerateRequest, RequestState
+from segue.frontend.sampling import SamplingOptions
+from segue.protocol.messages import Finished, FinishReason, SamplingParams, TokenLogprob
+
+WORDS = [b"zero", b"one ", b"two ", b"three ", b"\xe6", b"\x9d", b"\xb1", b"<end>"]
+TABLE = TokenTable(WORDS, special_ids=(7,))
+
+
+def make(min_tokens: int = 0, logprobs: int = -1, **options: Any) -> RequestState:
+    request = GenerateRequest(rid="r", prompt=[1], options=SamplingOptions(**options))
+    params = SamplingParams(max_new_tokens=100, min_new_tokens=min_tokens, logprobs=logprobs)
+    return RequestState(request, [1], params, TABLE, created=0.0)
+
+
+def ended(count: int, reason: FinishReason = "length", **fields: Any) -> Finished:
+    return Finished(rid="r", reason=reason, num_tokens=count, prompt_tokens=1, cached_tokens=0, **fields)
+
+
+def push(state: RequestState, *tokens: int) -> list[bool]:
+    return [state.add(token, None, is_stop=False) for token in tokens]
+
+
+def test_text_comes_as_tokens_do() -> None:
+    state = make()
+    push(state, 1, 2)
+    assert state.take().text == "one two "
+    push(state, 3)
+    state.finish(ended(3))
+    output = state.take()
+    assert (output.text, output.token_ids) == ("three ", [3])
+    assert output.end is not None
+    assert output.end.reason == "length"
+
+
+def test_a_stop_string_cuts_text_ids_and_versions() -> None:
+    state = make(stop=("e two",))
+    assert push(state, 1, 2, 3) == [False, True, False]
+    assert state.cut == 2
+    end = state.finish(ended(3, versions=[("0", 0, 1), ("1", 1, 2), ("2", 2, 3)]))
+    output = state.take()
+    assert (output.text, output.token_ids) == ("on", [1, 2])
+    assert (end.reason, end.matched, end.num_tokens) == ("stop", "e two", 2)
+    assert end.versions == [("0", 0, 1), ("1", 1, 2)]
+
+
+def test_a_stop_string_wins_over_an_end_by_length_that_the_scheduler_saw_first() -> None:
+    state = make(stop=("two",))
+    push(state, 1, 2)
+    assert state.finish(ended(2, "length")).reason == "stop"
+
+
+def test_text_held_back_for_a_stop_string_is_shown_at_the_end() -> None:
+    state = make(stop=("two three and",))
+    push(state, 1, 2)
+    assert state.take().text == "one "
+    state.finish(ended(2))
+    assert state.take().text == "two "
+
+
+def test_a_stop_token_counts_but_is_not_text() -> None:
+    state = make()
+    push(state, 1)
+    state.add(2, None, is_stop=True)
+    end = state.finish(ended(2, "stop", matched=2))
+    assert state.take().text == "one "
+    assert (end.num_tokens, end.matched) == (2, 2)
+
+
+def test_keep_stop_leaves_stop_tokens_and_strings_in_the_text() -> None:
+    token, string = make(keep_stop=True), make(keep_stop=True, stop=("wo",))
+    token.add(2, None, is_stop=True)
+    assert token.take().text == "two "
+    push(string, 2)
+    assert string.take().text == "two"
+
+
+def test_stop_strings_count_only_behind_min_tokens() -> None:
+    state = make(stop=("one",), min_tokens=2)
+    assert push(state, 1, 1, 1) == [False, False, True]
+    assert state.take().text == "one one "
+
+
+def test_a_character_that_was_never_completed_is_replaced_at_the_end() -> None:
+    state = make()
+    push(state, 4, 5)
+    assert state.take().text == ""
+    state.finish(ended(2))
+    assert state.take().text == "\ufffd"
+
+
+def test_logprobs_come_with_the_place_of_their_token_in_the_text() -> None:
+    state = make(logprobs=0)
+    for token in (1, 4, 5, 6, 2):
+        state.add(token, TokenLogprob(token, -1.0), is_stop=False)
+    output = state.take()
+    assert [entry.token for entry in output.logprobs] == [1, 4, 5, 6, 2]
+    assert output.offsets == [0, 4, 4, 4, 5]
+
+
+def test_an_error_after_the_end_changes_nothing() -> None:
+    state = make()
+    state.finish(ended(0, "abort"))
+    state.fail(EngineDeadError("gone"))
+    assert state.error is None
+
+
+def test_tokens_that_the_frontend_did_not_see_are_a_bug() -> None:
+    state = make()
+    with pytest.raises(AssertionError, match="0 tokens came, 1 count"):
+        state.finish(ended(1))

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from segue.config import EngineConfig
+from segue.errors import EngineStartError, OutOfMemoryError
+from segue.frontend.runtime import Runtime
+from segue.protocol.messages import StartFailed
+from segue.weights.source import resolve
+from tests.frontend.test_processes import SLEEPER
+
+
+def run(model: Path, work: Callable[[Runtime], Awaitable[None]]) -> None:
+    """With a runtime whose workers are not started."""
+
+    async def whole() -> None:
+        config = EngineConfig(model=str(model), load_format="dummy")
+        source = resolve(config.model, config.load_format, config.cache_dir)
+        runtime = Runtime(config, source, embedded=False, command=SLEEPER)
+        try:
+            await work(runtime)
+        finally:
+            await runtime.shutdown()
+
+    asyncio.run(asyncio.wait_for(whole(), 10))
+
+
+def test_a_workers_last_words_that_come_after_its_exit_are_the_reason(tiny_model: Path) -> None:
+    async def work(runtime: Runtime) -> None:
+        runtime._on_worker_exit("worker rank 0 ended with exit code 0")
+        runtime._receive(StartFailed("OutOfMemoryError", "only 1 page fits"))
+        with pytest.raises(OutOfMemoryError, match="only 1 page"):
+            await runtime._ready
+
+    run(tiny_model, work)
+
+
+def test_without_last_words_the_exit_is_the_reason(tiny_model: Path) -> None:
+    async def work(runtime: Runtime) -> None:
+        runtime._on_worker_exit("worker rank 0 ended with exit code 5")
+        with pytest.raises(EngineStartError, match="exit code 5 before it was ready"):
+            await runtime._ready
+
+    run(tiny_model, work)

@@ -1,0 +1,271 @@
+"""The manager without sockets: what it sends, and what it makes of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segue.errors import ContextLengthError, EngineDeadError, InvalidRequestError, OverloadedError
+from segue.frontend.request import GenerateRequest
+from segue.frontend.sampling import SamplingOptions, Vocabulary
+from segue.frontend.tokenizer import Tokenizer
+from segue.frontend.tokenizer_manager import TokenizerManager, error_of
+from segue.protocol.messages import (
+    Abort,
+    AddRequest,
+    Counters,
+    Finish,
+    Finished,
+    FrontendMessage,
+    GetState,
+    Ready,
+    Rejected,
+    State,
+    StepOutput,
+    unpack_ids,
+)
+
+
+class Bench:
+    """A manager whose messages are kept."""
+
+    def __init__(self, model: Path | None, max_seq_len: int = 512) -> None:
+        self.sent: list[FrontendMessage] = []
+        ready = Ready(
+            max_seq_len=max_seq_len,
+            vocab_size=320,
+            num_pages=10,
+            page_size=16,
+            max_running_requests=4,
+            chunked_prefill_size=64,
+            device="cpu",
+            dtype="float32",
+            attention_backend="fake",
+            weight_bytes=0,
+            kv_bytes=0,
+            init_steps=[],
+        )
+        tokenizer = None if model is None else Tokenizer.load(model)
+        self.manager = TokenizerManager(tokenizer, ready, self.sent.append)
+
+    def step(self, *tokens: tuple[str, int], finished: tuple[Finished, ...] = ()) -> None:
+        self.manager.receive(
+            StepOutput(
+                rids=[rid for rid, _ in tokens],
+                tokens=[token for _, token in tokens],
+                finished=list(finished),
+                counters=Counters(),
+            )
+        )
+
+
+@pytest.fixture
+def bench(tiny_model: Path) -> Bench:
+    return Bench(tiny_model)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 10))
+
+
+def request(rid: str = "r", prompt: Any = (65, 66), **options: Any) -> GenerateRequest:
+    return GenerateRequest(rid=rid, prompt=prompt, options=SamplingOptions(**options))
+
+
+def ended(rid: str, count: int, reason: Any = "length") -> Finished:
+    return Finished(rid=rid, reason=reason, num_tokens=count, prompt_tokens=2, cached_tokens=0)
+
+
+def test_a_text_is_tokenized_and_sent(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.manager.submit(request(prompt="Hello"))
+        (message,) = bench.sent
+        assert isinstance(message, AddRequest)
+        assert bench.manager.table.text(unpack_ids(message.prompt)[0]) == "He"
+
+    run(work())
+
+
+def test_a_rid_in_flight_is_refused_and_free_again_after_its_end(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.manager.submit(request("r"))
+        with pytest.raises(InvalidRequestError, match="'r' is in flight"):
+            await bench.manager.submit(request("r"))
+        bench.step(("r", 70), finished=(ended("r", 1),))
+        await bench.manager.submit(request("r"))
+
+    run(work())
+
+
+def test_of_two_calls_with_one_rid_that_are_tokenized_at_once_one_is_refused(bench: Bench) -> None:
+    async def work() -> None:
+        text = "Hello " * 1000  # long enough for a thread
+        bench.manager.limits = Vocabulary(max_seq_len=10_000, vocab_size=320, eos_ids=())
+        calls = [bench.manager.submit(request("r", text)) for _ in range(2)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["InvalidRequestError", "Stream"]
+        assert len(bench.sent) == 1
+
+    run(work())
+
+
+def test_an_aborted_rid_is_in_flight_until_the_scheduler_says_so(bench: Bench) -> None:
+    async def work() -> None:
+        with await bench.manager.submit(request("r")):
+            pass
+        assert bench.sent[-1] == Abort(rid="r")
+        with pytest.raises(InvalidRequestError):
+            await bench.manager.submit(request("r"))
+
+    run(work())
+
+
+def test_a_batch_is_sent_whole_or_not_at_all(bench: Bench) -> None:
+    async def work() -> None:
+        with pytest.raises(InvalidRequestError, match="9999"):
+            await bench.manager.submit_batch([request("a"), request("b", prompt=[9999])], "batch")
+        assert bench.sent == []
+        assert bench.manager.num_requests == 0
+
+    run(work())
+
+
+def test_the_same_rid_twice_in_a_batch_is_refused(bench: Bench) -> None:
+    async def work() -> None:
+        with pytest.raises(InvalidRequestError, match="'a'"):
+            await bench.manager.submit_batch([request("a"), request("a")], "batch")
+
+    run(work())
+
+
+def test_a_batchs_id_aborts_its_children_that_still_run(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.manager.submit_batch([request("a"), request("b"), request("c")], "batch")
+        bench.step(("b", 70), finished=(ended("b", 1),))
+        del bench.sent[:]
+        bench.manager.abort("batch", message="enough")
+        assert sorted(bench.sent, key=str) == [Abort("a", message="enough"), Abort("c", message="enough")]
+
+    run(work())
+
+
+def test_only_exact_rids_are_aborted(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.manager.submit(request("abc"))
+        del bench.sent[:]
+        for rid in ("", "ab", "abcd", "unknown"):
+            bench.manager.abort(rid)
+        assert bench.sent == []
+
+    run(work())
+
+
+def test_a_stop_string_is_reported_to_the_scheduler_once(bench: Bench) -> None:
+    async def work() -> None:
+        ids = bench.manager.tokenizer.encode("ab") if bench.manager.tokenizer else []
+        await bench.manager.submit(request("r", stop=("a",)))
+        for token in (*ids, *ids):
+            bench.step(("r", token))
+        assert [message for message in bench.sent if isinstance(message, Finish)] == [Finish("r", 1)]
+
+    run(work())
+
+
+def test_tokens_that_came_while_nobody_read_are_one_output(bench: Bench) -> None:
+    async def work() -> None:
+        stream = await bench.manager.submit(request("r"))
+        for token in (65, 66, 67):
+            bench.step(("r", token))
+        reader = asyncio.create_task(stream.next())
+        bench.step(("r", 68), finished=(ended("r", 4),))
+        assert (await reader).token_ids == [65, 66, 67, 68]
+
+    run(work())
+
+
+def test_a_refused_request_gets_the_schedulers_error(bench: Bench) -> None:
+    async def work() -> None:
+        stream = await bench.manager.submit(request("r"))
+        bench.manager.receive(Rejected("r", "OverloadedError", "4096 requests wait"))
+        with pytest.raises(OverloadedError, match="4096"):
+            await stream.next()
+        assert bench.manager.num_requests == 0
+
+    run(work())
+
+
+def test_death_ends_everything_and_refuses_what_comes(bench: Bench) -> None:
+    async def work() -> None:
+        stream = await bench.manager.submit(request("r"))
+        state = asyncio.create_task(bench.manager.get_state())
+        await asyncio.sleep(0)
+        bench.manager.die(EngineDeadError("gone"))
+        for waiting in (
+            stream.result(),
+            state,
+            bench.manager.submit(request("s")),
+            bench.manager.get_state(),
+        ):
+            with pytest.raises(EngineDeadError, match="gone"):
+                await waiting
+
+    run(work())
+
+
+def test_state_answers_find_their_callers(bench: Bench) -> None:
+    async def work() -> None:
+        calls = [asyncio.create_task(bench.manager.get_state()) for _ in range(2)]
+        await asyncio.sleep(0)
+        numbers = [message.call for message in bench.sent if isinstance(message, GetState)]
+        for number in reversed(numbers):
+            bench.manager.receive(State(number, {"n": number}))
+        assert [(await call).state["n"] for call in calls] == numbers
+
+    run(work())
+
+
+def test_a_prompt_of_megabytes_is_refused_by_its_beginning(bench: Bench) -> None:
+    async def work() -> None:
+        start = time.perf_counter()
+        with pytest.raises(ContextLengthError, match="at least"):
+            await bench.manager.submit(request(prompt="Hello world, how are you? " * 500_000))
+        assert time.perf_counter() - start < 1.0  # tokenizing it all takes several
+
+    run(work())
+
+
+def test_a_long_text_of_few_tokens_is_not_judged_by_its_length(tiny_model: Path) -> None:
+    bench = Bench(tiny_model, max_seq_len=2000)
+
+    async def work() -> None:
+        text = "a" * 1999
+        assert len(bench.manager.tokenizer.encode(text)) == 1999 if bench.manager.tokenizer else False
+        await bench.manager.submit(request(prompt=text))
+        with pytest.raises(ContextLengthError, match="has 2000 tokens"):
+            await bench.manager.submit(request("s", prompt=text + "a"))
+
+    run(work())
+
+
+def test_a_model_without_a_tokenizer_takes_ids_only() -> None:
+    bench = Bench(None)
+
+    async def work() -> None:
+        with pytest.raises(InvalidRequestError, match="no tokenizer"):
+            await bench.manager.submit(request(prompt="Hello"))
+        stream = await bench.manager.submit(request(prompt=[1, 2]))
+        bench.step(("r", 5), finished=(ended("r", 1),))
+        output = await stream.result()
+        assert (output.text, output.token_ids) == ("", [5])
+
+    run(work())
+
+
+def test_errors_are_known_by_name() -> None:
+    assert type(error_of("ContextLengthError", "x")) is ContextLengthError
+    assert type(error_of("ZeroDivisionError", "x")) is EngineDeadError

@@ -1,0 +1,55 @@
+"""One server for most tests; after each, nothing may be left in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.frontend.tiny_model import write_model
+from tests.server.live import LiveServer
+
+MODEL = "tiny-model"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny") / MODEL)
+
+
+@pytest.fixture(scope="session")
+def shared_server(tiny_model: Path) -> Iterator[LiveServer]:
+    with LiveServer(tiny_model) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: LiveServer) -> Iterator[LiveServer]:
+    yield shared_server
+    shared_server.assert_nothing_left()
+
+
+class Api:
+    """Short ways to ask."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self.http = client
+
+    def chat(self, content: Any = "Hello", **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 20}
+        return self.http.post("/v1/chat/completions", json=body | fields)
+
+    def complete(self, prompt: Any = "Hello", **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 20}
+        return self.http.post("/v1/completions", json=body | fields)
+
+    def generate(self, text: Any = "Hello", **fields: Any) -> httpx.Response:
+        return self.http.post("/generate", json={"text": text} | fields)
+
+
+@pytest.fixture
+def api(server: LiveServer) -> Api:
+    return Api(server.client)

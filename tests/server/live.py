@@ -1,0 +1,71 @@
+"""The real application on a real socket, in a thread of the test process, over the fake worker."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from segue.config import EngineConfig
+from segue.frontend.loop_thread import LoopThread
+from segue.frontend.runtime import Runtime
+from segue.protocol.messages import State
+from segue.server.app import create_app
+from segue.server.lifecycle import bind, make_server, url_of
+from tests.frontend.conftest import FAKE_WORKER
+
+
+class LiveServer:
+    """Serves until the ``with`` block is left."""
+
+    def __init__(self, model: Path, *, started: bool = True, **options: Any) -> None:
+        self.config = EngineConfig(
+            model=str(model), load_format="dummy", port=0, log_level="error", **options
+        )
+        self._thread = LoopThread("test-server")
+        self.app = create_app(self.config)
+        if started:
+            self.app.state.service.runtime = self._thread.call(
+                Runtime.start(self.config, command=FAKE_WORKER)
+            )
+        listener = bind(self.config.host, self.config.port)
+        self.url = url_of(listener)
+        self._http = make_server(self.app, self.config)
+        self._serving = self._thread.submit(self._http.serve(sockets=[listener]))
+        self.client = httpx.Client(base_url=self.url, timeout=20)
+
+    def __enter__(self) -> LiveServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.client.close()
+        if self.app.state.service.runtime is not None:
+            self._thread.call(self.runtime.shutdown())
+        self._http.should_exit = True
+        self._serving.result(10)
+        self._thread.stop()
+
+    @property
+    def runtime(self) -> Runtime:
+        runtime: Runtime = self.app.state.service.runtime
+        return runtime
+
+    def assert_nothing_left(self) -> None:
+        """No request in flight, every row and page accounted for."""
+        manager = self.runtime.manager
+
+        async def settle() -> State:
+            await manager.wait_idle()
+            while True:  # a surplus step may be in flight
+                answer = await manager.get_state(check=True)
+                if answer.problems or not answer.state["req_to_token_pool_used"]:
+                    return answer
+
+        answer = self._thread.call(asyncio.wait_for(settle(), 5))
+        assert answer.problems == []
+        assert answer.state["running_batch_size"] == answer.state["waiting_queue_size"] == 0

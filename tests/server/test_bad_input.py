@@ -1,0 +1,304 @@
+"""Wrong requests: a clear 4xx that names the field, and nothing left behind."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import MODEL, Api
+from tests.server.live import LiveServer
+
+JSON = {"content-type": "application/json"}
+
+
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in error["message"]
+    return dict(error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": "1"}, "top_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": "x"}, "seed"),
+        ({"seed": 10**30}, "seed"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"min_tokens": 21}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop_token_ids": [99999]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": "x"}, "stop_token_ids"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
+        ({"model": None}, "model"),
+        ({"model": 5}, "model"),
+    ],
+)
+def test_a_wrong_value_is_named_on_both_routes(api: Api, fields: dict[str, Any], param: str) -> None:
+    for response in (api.chat(**fields), api.complete(**fields)):
+        error = error_of(response)
+        assert error["param"] == param
+        assert param in error["message"]
+        assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("Hello", "messages"),
+        ([{"role": "bob", "content": "x"}], "messages[0].role"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "messages[0].content",
+        ),
+        ([{"role": "user", "content": "x", "colour": "red"}], "messages[0].colour"),
+        (
+            [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{}]}],
+            "messages[1].tool_calls",
+        ),
+        ([{"role": "user", "content": "refuse"}], "messages"),
+        ([5], "messages[0]"),
+    ],
+)
+def test_wrong_messages_are_named(api: Api, messages: Any, param: str) -> None:
+    assert error_of(api.chat(messages=messages))["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "word"),
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([[]], "empty"),
+        (["a", ""], "empty"),
+        ([1, 99999], "99999"),
+        ([-1], "-1"),
+        ([2**40], str(2**40)),
+        ([1.5], "expected a string"),
+        ({"text": "x"}, "expected a string"),
+        (5, "expected a string"),
+        (["a", 5], "expected a string"),
+        ([[1], "a"], "expected a string"),
+        (None, "expected a string"),
+    ],
+)
+def test_wrong_prompts_are_named(api: Api, prompt: Any, word: str) -> None:
+    error = error_of(api.complete(prompt))
+    assert error["param"] == "prompt"
+    assert word in error["message"]
+
+
+def test_missing_fields_are_named(server: LiveServer) -> None:
+    for path, field in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):
+        error = error_of(server.client.post(path, json={"model": MODEL}))
+        assert (error["param"], "required" in error["message"]) == (field, True)
+
+
+@pytest.mark.parametrize(
+    "field", ["foo", "Temperature", "max_new_tokens", "__class__", "suffix2", "adapter", "repeat_penalty"]
+)
+def test_unknown_fields_are_named(api: Api, field: str) -> None:
+    for response in (api.chat(**{field: 1}), api.complete(**{field: 1})):
+        error = error_of(response)
+        assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "auto"),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("include_stop_str_in_output", True),
+        ("prompt_logprobs", 1),
+        ("regex", "a+"),
+        ("ebnf", "root ::= a"),
+        ("choice", ["a"]),
+    ],
+)
+def test_fields_of_the_contract_that_are_not_there_yet_are_refused_by_name(
+    api: Api, field: str, value: Any
+) -> None:
+    error = error_of(api.chat(**{field: value}))
+    assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", 0])
+def test_only_the_very_value_that_asks_for_nothing_is_accepted(api: Api, value: Any) -> None:
+    assert error_of(api.chat(n=value))["param"] == "n"
+
+
+@pytest.mark.parametrize(("field", "value"), [("echo", True), ("best_of", 2), ("suffix", "x"), ("n", 3)])
+def test_fields_of_completions_that_are_not_there_yet(api: Api, field: str, value: Any) -> None:
+    assert error_of(api.complete(**{field: value}))["param"] == field
+
+
+@pytest.mark.parametrize(
+    "fields", [{"logprobs": 5}, {"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 21}]
+)
+def test_wrong_logprobs_of_chat(api: Api, fields: dict[str, Any]) -> None:
+    assert error_of(api.chat(**fields))["param"] in fields
+
+
+def test_contradicting_limits(api: Api) -> None:
+    assert error_of(api.chat(max_tokens=3, max_completion_tokens=4))["param"] == "max_tokens"
+
+
+def test_a_prompt_that_is_too_long_is_refused_at_once(api: Api) -> None:
+    start = time.monotonic()
+    for response in (api.chat("word " * 100_000), api.complete("word " * 100_000), api.complete([70] * 512)):
+        error = error_of(response)
+        assert error["code"] == "context_length_exceeded"
+        assert "512" in error["message"]
+    assert time.monotonic() - start < 2.0
+
+
+def test_max_tokens_that_do_not_fit(api: Api) -> None:
+    for field, response in (
+        ("max_tokens", api.complete([70] * 500, max_tokens=13)),
+        ("max_completion_tokens", api.chat("x", max_tokens=None, max_completion_tokens=512)),
+    ):
+        error = error_of(response)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert api.complete([70] * 500, max_tokens=12).status_code == 200
+
+
+def test_an_unknown_model_is_404(api: Api) -> None:
+    for response in (api.chat(model="gpt-4"), api.complete(model="")):
+        error = error_of(response, 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert MODEL in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b'{"model": "x",}',
+        b"\xff\xfe",
+        b'{"a": NaN}',
+        b"[" * 100_000,
+        b'{"model": "\\ud800"}',
+        b"[]",
+        b"5",
+        b"null",
+        b'"text"',
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_what_is_not_a_json_object_is_400(server: LiveServer, path: str, body: bytes) -> None:
+    error_of(server.client.post(path, content=body, headers=JSON))
+
+
+def test_an_empty_body_lacks_its_fields(server: LiveServer) -> None:
+    assert "required" in error_of(server.client.post("/v1/completions"))["message"]
+
+
+def test_a_lone_surrogate_is_refused(server: LiveServer) -> None:
+    body = b'{"model": "tiny-model", "prompt": "a\\ud83d", "max_tokens": 2}'
+    assert server.client.post("/v1/completions", content=body).status_code in (200, 400)
+
+
+def test_a_body_of_20_mb_is_refused_without_being_read(server: LiveServer) -> None:
+    error = error_of(server.client.post("/v1/completions", content=b"x" * 20_000_000), 413)
+    assert error["code"] == "request_too_large"
+    assert "16 MiB" in error["message"]
+
+
+def test_a_client_that_reads_only_after_it_has_sent_20_mb_gets_the_answer(server: LiveServer) -> None:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    connection.request("POST", "/v1/completions", body=b"x" * 20_000_000)
+    with connection.getresponse() as response:
+        assert (response.status, json.loads(response.read())["error"]["code"]) == (413, "request_too_large")
+    connection.close()
+
+
+def test_a_body_of_20_mb_in_chunks_is_refused(server: LiveServer) -> None:
+    def chunks() -> Any:
+        for _ in range(20):
+            yield b"x" * 1_000_000
+
+    error_of(server.client.post("/v1/completions", content=chunks()), 413)
+
+
+def test_wrong_routes_and_methods(server: LiveServer) -> None:
+    assert error_of(server.client.get("/v1/nothing"), 404)["code"] == "not_found"
+    assert error_of(server.client.get("/v1/completions"), 405)["code"] == "method_not_allowed"
+    other = server.client.get("/nothing")
+    assert (other.status_code, other.json()["object"], other.json()["code"]) == (404, "error", 404)
+
+
+def test_streams_are_refused_before_they_begin(api: Api) -> None:
+    error_of(api.chat(stream=True, max_tokens=100_000))
+    error_of(api.complete([99999], stream=True))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "tiny-model", "prompt": [' + b"1.5," * 2_000_000 + b"1.5]}",
+        b'{"model": "tiny-model", "prompt": [' + b"[1]," * 2_000_000 + b"[1]]}",
+        b'{"model": "tiny-model", "messages": [' + b"{}," * 2_000_000 + b"{}]}",
+        b"{" + b"".join(b'"x%d":0,' % number for number in range(500_000)) + b'"x":0}',
+        b'{"model": "tiny-model", "prompt": "a", "logit_bias": {'
+        + b"".join(b'"x%d":0,' % number for number in range(500_000))
+        + b'"x":0}}',
+        b'{"model": "' + b"x" * 10_000_000 + b'", "prompt": "a"}',
+        b'{"' + b"x" * 10_000_000 + b'": 1}',
+    ],
+    ids=["numbers", "lists", "messages", "fields", "biases", "model", "name"],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_millions_of_mistakes_cost_no_more_than_one(server: LiveServer, path: str, body: bytes) -> None:
+    start = time.monotonic()
+    response = server.client.post(path, content=body, headers=JSON)
+    assert time.monotonic() - start < 3.0
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 1000
+
+
+def test_more_prompts_than_the_queue_takes_are_refused_by_number(api: Api) -> None:
+    assert "at most 4096" in error_of(api.complete(["a"] * 4097))["message"]
+    response = api.generate(["a"] * 4097)
+    assert (response.status_code, "at most 4096" in response.text) == (400, True)

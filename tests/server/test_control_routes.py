@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import segue
+from tests.server.conftest import MODEL, Api
+from tests.server.events import parse_events
+from tests.server.live import LiveServer
+
+# At least these, in each of internal_states.
+STATE_FIELDS = {
+    "engine_paused",
+    "pause_mode",
+    "waiting_queue_size",
+    "waiting_queue_rids",
+    "running_batch_size",
+    "running_batch_rids",
+    "cur_batch_is_none",
+    "last_batch_is_none",
+    "chunked_req_is_none",
+    "tree_cache_size",
+    "req_to_token_pool_total",
+    "req_to_token_pool_used",
+    "available_kv_tokens",
+    "num_generated_tokens",
+    "forward_ct_decode",
+    "new_token_ratio",
+    "init_new_token_ratio",
+    "weight_version",
+    "memory_usage",
+    "last_gen_throughput",
+    "pending_dp_reqs_size",
+    "prefill_decode_size",
+    "chunked_req_rids",
+    "req_to_token_pool_available",
+    "available_kv_tokens_per_dp",
+}
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_server_info(server: LiveServer, path: str) -> None:
+    info = server.client.get(path).json()
+    assert info["version"] == segue.__version__
+    assert info["served_model_name"] == MODEL
+    (state,) = info["internal_states"]
+    assert set(state) >= STATE_FIELDS
+    assert state["req_to_token_pool_total"] == 16
+
+
+def test_abort_of_an_unknown_rid_is_200_and_empty(server: LiveServer) -> None:
+    for body in ({"rid": "unknown"}, {"rid": ""}, {}, {"rid": "x", "surprise": 1}):
+        response = server.client.post("/abort_request", json=body)
+        assert (response.status_code, response.content) == (200, b"")
+
+
+def test_abort_with_a_wrong_body(server: LiveServer) -> None:
+    response = server.client.post("/abort_request", json={"rid": 5})
+    assert (response.status_code, response.json()["object"]) == (400, "error")
+
+
+@pytest.fixture
+def slow(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    with LiveServer(tiny_model) as server:
+        yield server
+        server.assert_nothing_left()
+
+
+LONG = {"max_new_tokens": 400, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("abort", [{"rid": "one"}, {"abort_all": True}])
+def test_an_aborted_stream_gets_its_last_chunk(slow: LiveServer, abort: dict[str, Any]) -> None:
+    body = {"text": "abc", "rid": "one", "stream": True, "sampling_params": LONG}
+    with slow.client.stream("POST", "/generate", json=body) as response:
+        events = parse_events(response.iter_lines())
+        next(events)
+        slow.client.post("/abort_request", json=abort | {"aborted_message": "enough"})
+        *_, last, done = events
+    assert last["meta_info"]["finish_reason"] == {"type": "abort", "message": "enough"}
+    assert 0 < last["meta_info"]["completion_tokens"] < 400
+    assert done == "[DONE]"
+
+
+def test_a_batchs_id_means_its_children(slow: LiveServer, wait_until: Any) -> None:
+    replies: list[Any] = []
+    body = {"rid": "batch", "sampling_params": LONG}
+    thread = threading.Thread(
+        target=lambda: replies.extend(Api(slow.client).generate(["abc", "def"], **body).json())
+    )
+    thread.start()
+    wait_until(lambda: slow.runtime.manager.num_requests == 2)
+    slow.client.post("/abort_request", json={"rid": "batc"})
+    assert slow.runtime.manager.num_requests == 2
+    slow.client.post("/abort_request", json={"rid": "batch"})
+    thread.join(5)
+    assert [reply["meta_info"]["finish_reason"]["type"] for reply in replies] == ["abort", "abort"]
+
+
+def test_openais_finish_reason_of_an_aborted_request(slow: LiveServer, wait_until: Any) -> None:
+    replies: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: replies.append(Api(slow.client).complete("abc", max_tokens=400).json())
+    )
+    thread.start()
+    wait_until(lambda: slow.runtime.manager.num_requests == 1)
+    slow.client.post("/abort_request", json={"abort_all": True})
+    thread.join(5)
+    assert replies[0]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_a_rid_in_flight_twice_is_400(slow: LiveServer) -> None:
+    body = {"text": "abc", "rid": "one", "stream": True, "sampling_params": LONG}
+    with slow.client.stream("POST", "/generate", json=body) as response:
+        next(parse_events(response.iter_lines()))
+        again = slow.client.post("/generate", json={"text": "abc", "rid": "one"})
+        assert (again.status_code, "in flight" in again.text) == (400, True)

@@ -1,0 +1,150 @@
+"""A whole server process: start, ready, signals, death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from segue.errors import ConfigError
+from segue.server.lifecycle import bind, url_of
+from tests.frontend.test_processes import is_alive
+from tests.server.conftest import MODEL
+from tests.server.events import parse_events
+
+PROGRAM = Path(__file__).with_name("fake_server.py")
+STREAM = {"model": MODEL, "prompt": "abc", "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+class ServerProcess:
+    """The server in a process of its own; killed, at the latest, when the ``with`` block is left."""
+
+    def __init__(self, model: Path, environment: dict[str, str] | None = None, **options: Any) -> None:
+        given = {"model": str(model), "load_format": "dummy", "port": 0, "log_level": "error", **options}
+        root = str(PROGRAM.parents[2])
+        paths = os.pathsep.join([f"{root}/src", root])
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), json.dumps(given)],
+            env=os.environ | {"PYTHONPATH": paths} | (environment or {}),
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def ready(self) -> str:
+        """Its URL, once it serves."""
+        assert self.line().startswith("bound ")
+        word, url = self.line().split()
+        assert word == "ready"
+        return url
+
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_within_two_seconds_and_streams_with_it(tiny_model: Path, number: int) -> None:
+    with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}) as server:
+        url = server.ready()
+        children = server.children()
+        with httpx.stream("POST", f"{url}/v1/completions", json=STREAM) as response:
+            events = parse_events(response.iter_lines())
+            next(events)
+            began = time.monotonic()
+            os.killpg(server.process.pid, number)  # as the terminal does for Ctrl-C
+            *_, last, done = events
+        assert server.process.wait(5) == 0
+        assert time.monotonic() - began < 2.0
+        assert (last["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
+        assert children
+        assert not any(is_alive(child) for child in children)
+
+
+def test_it_answers_503_while_the_model_loads_and_can_be_stopped(tiny_model: Path) -> None:
+    with ServerProcess(tiny_model, {"FAKE_START": "hang"}) as server:
+        port = server.line().split()[1]
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                response = httpx.get(f"http://127.0.0.1:{port}/health")
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < deadline
+        assert response.status_code == 503
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+        assert time.monotonic() - began < 2.0
+
+
+def test_a_worker_that_cannot_start_ends_the_server_with_its_reason(tiny_model: Path) -> None:
+    with ServerProcess(tiny_model, {"FAKE_START": "fail"}) as server:
+        server.line()
+        assert server.line() == "failed only 1 page fits; use more memory"
+        assert server.process.wait(5) == 1
+
+
+def test_a_dead_engine_is_503_for_the_grace_period_and_then_exit_code_1(tiny_model: Path) -> None:
+    with ServerProcess(tiny_model, exit_grace=0.7) as server:
+        url = server.ready()
+        assert httpx.get(f"{url}/health").status_code == 200
+        began = time.monotonic()
+        os.kill(server.children()[0], signal.SIGKILL)
+        statuses = []
+        while server.process.poll() is None and time.monotonic() - began < 5:
+            try:
+                statuses.append(httpx.get(f"{url}/health").status_code)
+            except httpx.TransportError:
+                break
+        assert server.process.wait(5) == 1
+        assert 0.7 <= time.monotonic() - began < 3.0
+        assert statuses[-1] == 503
+        assert 503 in statuses
+
+
+def test_killing_the_server_ends_its_workers_within_a_second(tiny_model: Path, wait_until: Any) -> None:
+    with ServerProcess(tiny_model) as server:
+        server.ready()
+        children = server.children()
+        server.process.kill()
+        wait_until(lambda: not any(is_alive(child) for child in children), 1.0)
+
+
+def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is in use.*--port"):
+            bind("127.0.0.1", port)
+
+
+def test_an_address_that_is_not_ours_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*--host"):
+        bind("192.0.2.1", 0)
+
+
+def test_port_0_picks_a_free_one() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        assert url_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,0 +1,154 @@
+"""Clients that go away, that are slow, and engines that die under them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import MODEL, Api
+from tests.server.events import parse_events
+from tests.server.live import LiveServer
+
+BODY = {"model": MODEL, "prompt": "abc", "max_tokens": 500, "ignore_eos": True}
+
+
+@pytest.fixture
+def slow(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
+    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    with LiveServer(tiny_model) as server:
+        yield server
+
+
+def test_a_disconnect_aborts_a_stream(slow: LiveServer, wait_until: Any) -> None:
+    with slow.client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
+        next(response.iter_lines())
+        assert slow.runtime.manager.num_requests == 1
+    wait_until(lambda: slow.runtime.manager.num_requests == 0, 1.0)
+    slow.assert_nothing_left()
+    assert slow.runtime.manager.stats.finished["abort"] == 1
+
+
+@pytest.mark.parametrize("prompt", ["abc", ["abc", "def", "ghi"]])
+def test_a_disconnect_aborts_a_reply_that_is_awaited(
+    slow: LiveServer, wait_until: Any, caplog: pytest.LogCaptureFixture, prompt: Any
+) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        slow.client.post("/v1/completions", json=BODY | {"prompt": prompt}, timeout=0.2)
+    wait_until(lambda: slow.runtime.manager.num_requests == 0, 1.0)
+    slow.assert_nothing_left()
+    assert "Exception" not in caplog.text
+
+
+def test_a_disconnect_aborts_a_native_call(slow: LiveServer, wait_until: Any) -> None:
+    body = {"text": ["abc", "def"], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+    with pytest.raises(httpx.ReadTimeout):
+        slow.client.post("/generate", json=body, timeout=0.2)
+    wait_until(lambda: slow.runtime.manager.num_requests == 0, 1.0)
+    slow.assert_nothing_left()
+
+
+def test_a_client_that_vanishes_while_sending_its_body_is_forgotten(server: LiveServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+    assert server.client.get("/health").status_code == 200
+
+
+def test_a_client_that_does_not_read_gets_fewer_and_larger_events(tiny_model: Path, wait_until: Any) -> None:
+    count = 4000
+    with LiveServer(tiny_model, max_model_len=8192) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        params = {"max_new_tokens": count, "ignore_eos": True}
+        # The native API repeats the text so far in each event: without coalescing tens of megabytes.
+        body = json.dumps({"text": "abc", "sampling_params": params, "stream": True}).encode()
+        head = (
+            f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            connection.sendall(head.encode() + body)
+            wait_until(lambda: server.runtime.manager.stats.counters.output_tokens >= count, 30)
+            data = b""
+            while block := connection.recv(1 << 16):
+                data += block
+        events = data.count(b"data: {")
+        assert b"data: [DONE]" in data
+        assert b"abc" * (count // 3) in data
+        assert events < count / 2
+        server.assert_nothing_left()
+
+
+def test_one_slow_client_does_not_hold_up_another(slow: LiveServer) -> None:
+    with slow.client.stream("POST", "/v1/completions", json=BODY | {"stream": True}):
+        start = time.monotonic()
+        assert Api(slow.client).complete("abc", max_tokens=5).is_success
+        assert time.monotonic() - start < 1.0
+
+
+def test_the_engines_death_is_an_event_in_the_stream(slow: LiveServer) -> None:
+    with slow.client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
+        events = parse_events(response.iter_lines())
+        next(events)
+        start = time.monotonic()
+        os.kill(slow.runtime.worker_pids[0], signal.SIGKILL)
+        *_, last = events
+        assert time.monotonic() - start < 1.0
+    assert last["error"]["code"] == "engine_dead"
+    assert "SIGKILL" in last["error"]["message"]
+
+
+def test_the_engines_death_is_503_for_those_who_wait_and_those_who_come(
+    slow: LiveServer, wait_until: Any
+) -> None:
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(Api(slow.client).complete("abc", max_tokens=400)))
+    thread.start()
+    wait_until(lambda: slow.runtime.manager.num_requests == 1)
+    os.kill(slow.runtime.worker_pids[0], signal.SIGKILL)
+    thread.join(1.0)
+    answers.append(Api(slow.client).complete("abc"))
+    answers.append(slow.client.get("/health"))
+    assert [answer.status_code for answer in answers] == [503] * 3
+    assert all("retry-after" in answer.headers for answer in answers)
+
+
+def test_too_many_requests_are_503_with_retry_after(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any
+) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    with LiveServer(tiny_model, max_queued_requests=1, max_running_requests=1) as server:
+        answers: list[httpx.Response] = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(Api(server.client).complete("abc", max_tokens=10)))
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        refused = [answer for answer in answers if answer.status_code == 503]
+        assert refused
+        assert len(refused) + sum(answer.is_success for answer in answers) == 8
+        assert refused[0].json()["error"]["code"] == "overloaded"
+        assert refused[0].headers["retry-after"] == "1"
+        api, now = Api(server.client), server.runtime.manager.stats
+        holders = [threading.Thread(target=lambda: api.complete("abc", max_tokens=50)) for _ in range(2)]
+        holders[0].start()
+        wait_until(lambda: now.counters.num_running == 1)
+        holders[1].start()
+        wait_until(lambda: now.counters.num_waiting == 1)
+        assert api.complete("abc", stream=True).status_code == 503  # not 200, and then an error
+        for holder in holders:
+            holder.join()
+        server.assert_nothing_left()
