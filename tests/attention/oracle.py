@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Queries `[q, heads, D]` over keys and values `[kv, kv_heads, D]`, bottom-right causal; `[q, heads, D]` float64."""
+    """Bottom-right causal attention, `[q, heads, D]` float64, over keys and values `[kv, kv_heads, D]`."""
     q_len, heads, _ = query.shape
     kv_len, kv_heads, _ = keys.shape
     output = torch.zeros(query.shape, dtype=torch.float64)

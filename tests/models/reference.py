@@ -17,7 +17,6 @@ from segue.models.decoder import Decoder
 from segue.models.registry import build_model
 from segue.models.sharding import Shard, shard
 
-
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 48,
@@ -27,7 +26,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 256,
-    "initializer_range": 0.3,
+    "initializer_range": 0.2,
     "attn_implementation": "eager",
 }
 

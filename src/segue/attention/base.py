@@ -40,8 +40,8 @@ class AttentionBackend(Protocol):
     """Causal attention of ragged queries over the paged KV cache.
 
     Masks are bottom-right aligned: of a sequence's `q_len` queries, query `p` sees key `j` if and only if
-    `j <= p + kv_len - q_len`. A query that sees no key gives 0. What lies in slots beyond `kv_len`, and in the
-    scratch page, never reaches an output, NaN included.
+    `j <= p + kv_len - q_len`. A query that sees no key gives 0. What lies in slots beyond `kv_len`, and in
+    the scratch page, never reaches an output, NaN included.
     """
 
     def prepare(self, ctx: Context) -> None:
@@ -50,8 +50,8 @@ class AttentionBackend(Protocol):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, layer: int, ctx: Context) -> Tensor:
         """Attend over the pool, which already holds this step's keys and values.
 
-        `query` is `[T, num_heads, head_dim]`; `key` and `value`, `[T, num_kv_heads, head_dim]`, are this step's own, for
-        backends that need not read them back. Returns `[T, num_heads, head_dim]`, contiguous.
+        `query` is `[T, num_heads, head_dim]`; `key` and `value`, `[T, num_kv_heads, head_dim]`, are this
+        step's own, for backends that need not read them back. Returns `[T, num_heads, head_dim]`, contiguous.
         """
         ...
 

@@ -18,8 +18,8 @@ from segue.kvcache.table import PageTable
 class Context:
     """A batch of ragged sequences, decode rows first. T tokens, S sequences, L rows of logits.
 
-    The host lists and the device tensors say the same; the model itself reads only tensors, so a captured step can be replayed
-    with new values in the same storage.
+    The host lists and the device tensors say the same; the model itself reads only tensors, so a captured
+    step can be replayed with new values in the same storage.
     """
 
     input_ids: Tensor  # int64 [T]
@@ -56,10 +56,10 @@ class Context:
         rows_device = torch.tensor(rows, dtype=torch.int64, device=device)
         kv_lens_device = torch.tensor(kv_lens, dtype=torch.int32, device=device)
         ends = list(accumulate(q_lens))
-        positions = torch.cat([torch.arange(kv - q, kv) for q, kv in zip(q_lens, kv_lens, strict=True)]).to(device)
-        token_rows = rows_device.repeat_interleave(
-            torch.tensor(q_lens, device=device), output_size=ends[-1]
+        positions = torch.cat([torch.arange(kv - q, kv) for q, kv in zip(q_lens, kv_lens, strict=True)]).to(
+            device
         )
+        token_rows = rows_device.repeat_interleave(torch.tensor(q_lens, device=device), output_size=ends[-1])
         if logit_indices is None:
             logit_indices = torch.tensor([end - 1 for end in ends], dtype=torch.int64, device=device)
         return cls(

@@ -1,6 +1,18 @@
-"""Attention on the CPU from stock torch operators."""
+"""Attention on the CPU from stock torch operators.
+
+Letters: B sequences, S keys a sequence, H key-value heads, N query heads, G = N / H, D head dimension.
+
+A decode step reads keys a page at a time, as `[B, S, H * D]`, and multiplies them by queries laid out as `[B,
+N, H * D]`, each zero but in its own key-value head: the wasted products cost less than reading keys head by
+head. Values are not gathered at all: `embedding_bag` sums rows of the pool weighted by the probabilities.
+Prefill packs the query heads that share a key-value head into the rows of one matrix and goes through it in
+blocks, skipping what the causal mask hides.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,31 +32,202 @@ CAPABILITIES = Capabilities(
     indexes_by_row=True,
 )
 
+_KEY_MULTIPLE = 64  # decode pads S to it: oneDNN compiles each new shape, for half a millisecond
+_MAX_PADDING = 3072  # tokens; about what a further group costs in calls
+_BLOCK = 128  # query tokens a product in prefill
+_SHORT = 128  # keys up to which one fused call beats the blocked products
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decode:
+    """Some sequences of one query each, padded to the longest."""
+
+    members: Tensor | None  # int64 [B], their tokens in the step; None: the first B
+    num: int
+    pages: Tensor  # [B * S / page_size], rows of one page's keys
+    value_index: Tensor  # [B * N * S], rows of D values
+    offsets: Tensor  # [B * N], where each query head's values begin
+    hidden: Tensor  # bool [B, 1, S], keys beyond the sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prefill:
+    """One sequence of several queries, those that see a key."""
+
+    start: int  # first token in the step
+    q_len: int
+    kv_len: int
+    index: Tensor | None  # [H * S] rows of D values; None: all keys are this step's own
+    mask: Tensor | None  # [q_len, kv_len], 0 or -inf, for a short one that is not a plain triangle
+
 
 class CPUAttention:
-    """Gathers each sequence's pages, then one product a sequence."""
+    """Packed products over gathered keys; what a step needs is laid out once in `prepare`."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         """Serve a model of `shape` whose cache is `pool`."""
-        self.shape = shape
-        self.pool = pool
+        self._shape = shape
+        self._pool = pool
+        self._group = shape.num_heads // shape.num_kv_heads
+        heads, size = shape.num_kv_heads, pool.page_size
+        self._keys = [rows.view(-1, shape.head_dim) for rows in pool.key_rows]
+        self._values = [rows.view(-1, shape.head_dim) for rows in pool.value_rows]
+        by_page = pool.data.view(-1, size * heads * shape.head_dim)
+        self._key_pages = [by_page[2 * layer :] for layer in range(pool.num_layers)]
+        num_rows = pool.data.numel() // shape.head_dim
+        self._index_dtype = torch.int32 if num_rows < 2**31 else torch.int64
+        dtype = pool.data.dtype
+        own_head = torch.arange(shape.num_heads)[:, None] // self._group == torch.arange(heads)
+        self._own_head = own_head.to(dtype)[:, :, None]  # [N, H, 1]
+        self._zero = torch.zeros(1, dtype=dtype)
+        columns = torch.arange(_BLOCK)
+        rows = columns.repeat_interleave(self._group)[:, None]  # a token's query heads follow each other
+        self._triangle = torch.zeros(len(rows), _BLOCK, dtype=dtype).masked_fill_(
+            columns > rows, float("-inf")
+        )
+        self._decodes: list[_Decode] = []
+        self._prefills: list[_Prefill] = []
+        self._blind = False
 
     def prepare(self, ctx: Context) -> None:
-        """Nothing is shared yet."""
+        """Group the decode rows by length and lay out every index and mask."""
+        groups = _group_by_length(ctx.kv_lens[: ctx.num_decode])
+        self._decodes = [self._plan_decode(ctx, members, len(groups) == 1) for members in groups]
+        self._prefills = list(self._plan_prefills(ctx))
+        self._blind = any(q > kv for q, kv in zip(ctx.q_lens, ctx.kv_lens, strict=True))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, layer: int, ctx: Context) -> Tensor:
         """See `AttentionBackend.forward`."""
-        output = torch.zeros_like(query)
-        keys, values = self.pool.keys(layer), self.pool.values(layer)
-        start = 0
-        for row, q_len, kv_len in zip(ctx.rows, ctx.q_lens, ctx.kv_lens, strict=True):
-            skip = max(0, q_len - kv_len)
-            pages = ctx.page_table.data[row, : -(-kv_len // self.pool.page_size)]
-            k = keys.index_select(0, pages).flatten(0, 1)[:kv_len].transpose(0, 1)
-            v = values.index_select(0, pages).flatten(0, 1)[:kv_len].transpose(0, 1)
-            q = query[start + skip : start + q_len].transpose(0, 1)
-            mask = torch.ones(q.shape[1], kv_len, dtype=torch.bool).tril(kv_len - q.shape[1])
-            out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=self.shape.scale, enable_gqa=True)
-            output[start + skip : start + q_len] = out[0].transpose(0, 1)
-            start += q_len
+        if len(self._decodes) == 1 and not self._prefills:
+            return self._decode(query, self._decodes[0], layer)
+        output = torch.zeros_like(query) if self._blind else query.new_empty(query.shape)
+        for decode in self._decodes:
+            if decode.members is None:
+                output[: decode.num] = self._decode(query[: decode.num], decode, layer)
+            else:
+                output[decode.members] = self._decode(query[decode.members], decode, layer)
+        for prefill in self._prefills:
+            tokens = slice(prefill.start, prefill.start + prefill.q_len)
+            if prefill.index is None:
+                keys, values = key[tokens].transpose(0, 1), value[tokens].transpose(0, 1)
+            else:
+                shape = (self._shape.num_kv_heads, prefill.kv_len, self._shape.head_dim)
+                keys = self._keys[layer].index_select(0, prefill.index).view(shape)
+                values = self._values[layer].index_select(0, prefill.index).view(shape)
+            if prefill.kv_len <= _SHORT:
+                self._prefill_short(query[tokens], keys, values, prefill, output[tokens])
+            else:
+                self._prefill_blocked(query[tokens], keys, values, prefill, output[tokens])
         return output
+
+    def _decode(self, query: Tensor, plan: _Decode, layer: int) -> Tensor:
+        shape = self._shape
+        width = shape.num_kv_heads * shape.head_dim
+        keys = self._key_pages[layer].index_select(0, plan.pages).view(plan.num, -1, width)
+        spread = torch.addcmul(self._zero, query[:, :, None], self._own_head, value=shape.scale)
+        scores = torch.bmm(spread.view(plan.num, shape.num_heads, width), keys.transpose(1, 2))
+        scores.masked_fill_(plan.hidden, float("-inf"))
+        weights = torch.softmax(scores, -1).view(-1)
+        summed = torch.embedding_bag(
+            self._values[layer], plan.value_index, plan.offsets, False, 0, False, weights
+        )[0]
+        return summed.view(query.shape)
+
+    def _prefill_short(
+        self, query: Tensor, keys: Tensor, values: Tensor, plan: _Prefill, output: Tensor
+    ) -> None:
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            plan.mask,
+            is_causal=plan.mask is None,
+            scale=self._shape.scale,
+            enable_gqa=True,
+        )
+        output.copy_(attended[0].transpose(0, 1))
+
+    def _prefill_blocked(
+        self, query: Tensor, keys: Tensor, values: Tensor, plan: _Prefill, output: Tensor
+    ) -> None:
+        shape, group = self._shape, self._group
+        grouped = (plan.q_len, shape.num_kv_heads, group, shape.head_dim)
+        queries = query.view(grouped).transpose(0, 1)  # [H, T, G, D]
+        outputs = output.view(grouped).transpose(0, 1)
+        for start in range(0, plan.q_len, _BLOCK):
+            size = min(_BLOCK, plan.q_len - start)
+            visible = plan.kv_len - plan.q_len + start + size
+            packed = query.new_empty(shape.num_kv_heads, size, group, shape.head_dim)
+            torch.mul(queries[:, start : start + size], shape.scale, out=packed)
+            scores = torch.bmm(packed.flatten(1, 2), keys[:, :visible].transpose(1, 2))
+            scores[..., visible - size :].add_(self._triangle[: size * group, :size])
+            attended = torch.bmm(torch.softmax(scores, -1), values[:, :visible])
+            outputs[:, start : start + size] = attended.view(packed.shape)
+
+    def _plan_decode(self, ctx: Context, members: Sequence[int], alone: bool) -> _Decode:
+        num, heads, size = len(members), self._shape.num_kv_heads, self._pool.page_size
+        lens = torch.tensor([ctx.kv_lens[m] for m in members])[:, None]
+        longest = max(ctx.kv_lens[m] for m in members)
+        num_pages = -(-_round_up(longest, _KEY_MULTIPLE) // size)
+        pages = ctx.page_table.data[[ctx.rows[m] for m in members], :num_pages].long()
+        rows = (pages[:, :, None] * self._pool.page_rows + torch.arange(size)).flatten(1)
+        hidden = torch.arange(rows.shape[1]) >= lens
+        # A hidden key's value is a real token's, so that its probability, 0, makes it 0.
+        rows = torch.where(hidden, rows[:, :1], rows)
+        index = (rows[:, None] * heads + torch.arange(heads)[:, None]).to(self._index_dtype)  # [B, H, S]
+        value_index = index[:, :, None].expand(-1, -1, self._group, -1).reshape(-1)
+        return _Decode(
+            members=None if alone else torch.tensor(members),
+            num=num,
+            pages=(pages * (2 * self._pool.num_layers)).view(-1).to(self._index_dtype),
+            value_index=value_index,
+            offsets=torch.arange(0, value_index.numel(), rows.shape[1], dtype=self._index_dtype),
+            hidden=hidden[:, None],
+        )
+
+    def _plan_prefills(self, ctx: Context) -> Iterator[_Prefill]:
+        start = ctx.num_decode
+        for row, q_len, kv_len in zip(
+            ctx.rows[ctx.num_decode :],
+            ctx.q_lens[ctx.num_decode :],
+            ctx.kv_lens[ctx.num_decode :],
+            strict=True,
+        ):
+            seeing = min(q_len, kv_len)
+            if seeing:
+                index, mask = None, None
+                if kv_len != q_len:
+                    heads = torch.arange(self._shape.num_kv_heads)[:, None]
+                    rows = self._token_rows(ctx, [row], kv_len) * self._shape.num_kv_heads + heads
+                    index = rows.to(self._index_dtype).view(-1)
+                if kv_len != seeing and kv_len <= _SHORT:
+                    mask = torch.zeros(seeing, kv_len, dtype=self._pool.data.dtype)
+                    queries = torch.arange(seeing)[:, None]
+                    mask.masked_fill_(torch.arange(kv_len) > queries + kv_len - seeing, float("-inf"))
+                yield _Prefill(
+                    start=start + q_len - seeing, q_len=seeing, kv_len=kv_len, index=index, mask=mask
+                )
+            start += q_len
+
+    def _token_rows(self, ctx: Context, rows: Sequence[int], length: int) -> Tensor:
+        """Token rows of the pool, int64 `[len(rows), length]`, of each page-table row's first tokens."""
+        size = self._pool.page_size
+        pages = ctx.page_table.data[list(rows), : -(-length // size)].long()
+        return (pages[:, :, None] * self._pool.page_rows + torch.arange(size)).flatten(1)[:, :length]
+
+
+def _group_by_length(lens: Sequence[int]) -> list[list[int]]:
+    """Sequences in groups of similar length, so that padding each group to its longest wastes little."""
+    groups: list[list[int]] = []
+    longest = padding = 0
+    for member in sorted(range(len(lens)), key=lambda m: -lens[m]):
+        padding += longest - lens[member]
+        if not groups or padding > _MAX_PADDING:
+            groups.append([])
+            longest, padding = lens[member], 0
+        groups[-1].append(member)
+    return [sorted(group) for group in groups]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -47,7 +47,8 @@ def select(name: str, *, device: torch.device, dtype: torch.dtype, page_size: in
             if not misfits(entry.capabilities, device=device, dtype=dtype, page_size=page_size):
                 return entry
         raise ConfigError(
-            f"no attention backend runs on {device.type} with {dtype} and page size {page_size}; backends: {', '.join(names())}",
+            f"no attention backend runs on {device.type} with {dtype} and page size {page_size}; "
+            f"backends: {', '.join(names())}",
             param="attention_backend",
         )
     if name not in _BACKENDS:
@@ -57,11 +58,15 @@ def select(name: str, *, device: torch.device, dtype: torch.dtype, page_size: in
         )
     found = misfits(_BACKENDS[name].capabilities, device=device, dtype=dtype, page_size=page_size)
     if found:
-        raise ConfigError(f"attention backend {name!r} does not fit: {'; '.join(found)}", param="attention_backend")
+        raise ConfigError(
+            f"attention backend {name!r} does not fit: {'; '.join(found)}", param="attention_backend"
+        )
     return _BACKENDS[name]
 
 
-def misfits(capabilities: Capabilities, *, device: torch.device, dtype: torch.dtype, page_size: int) -> list[str]:
+def misfits(
+    capabilities: Capabilities, *, device: torch.device, dtype: torch.dtype, page_size: int
+) -> list[str]:
     """Why a backend cannot be used, one clause a reason; empty if it can."""
     found = []
     if device.type not in capabilities.devices:

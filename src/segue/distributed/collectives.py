@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup
 
 from segue.distributed.info import TPInfo
 
@@ -24,7 +25,7 @@ class Collectives(Protocol):
         ...
 
     def gather(self, tensor: Tensor) -> Tensor | None:
-        """On rank 0 all ranks' tensors, of equal shape, side by side along the last dimension; None elsewhere."""
+        """On rank 0 all ranks' tensors, equal in shape, joined along the last dimension; None elsewhere."""
         ...
 
     def broadcast(self, tensor: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class SingleRank:
 class GroupCollectives:
     """Collectives over a process group (gloo on CPU, NCCL on CUDA)."""
 
-    def __init__(self, tp: TPInfo, group: dist.ProcessGroup) -> None:
+    def __init__(self, tp: TPInfo, group: ProcessGroup) -> None:
         """Exchange over `group`, in which this process has rank `tp.rank`."""
         self.tp = tp
         self._group = group

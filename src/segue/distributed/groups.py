@@ -1,7 +1,7 @@
 """Process groups of the tensor-parallel ranks.
 
-They are made directly on a store and never registered as torch's default group, so an engine embedded in a training script leaves the
-script's own `torch.distributed` alone.
+They are made directly on a store and never registered as torch's default group, so an engine embedded in a
+training script leaves the script's own `torch.distributed` alone.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroup, Store
 
 from segue.distributed.collectives import Collectives, GroupCollectives, SingleRank
 from segue.distributed.info import TPInfo
@@ -20,7 +22,7 @@ from segue.distributed.info import TPInfo
 class TPGroups:
     """The groups of one rank: `control` for small host values, `collectives` for tensors on the device."""
 
-    def __init__(self, tp: TPInfo, control: dist.ProcessGroup | None, collectives: Collectives) -> None:
+    def __init__(self, tp: TPInfo, control: ProcessGroup | None, collectives: Collectives) -> None:
         """Take groups made by `connect`; `control` is None in a group of one."""
         self.tp = tp
         self.collectives = collectives
@@ -43,17 +45,20 @@ class TPGroups:
 def connect(
     tp: TPInfo, *, rendezvous: Path, device: torch.device, timeout: timedelta = timedelta(minutes=5)
 ) -> TPGroups:
-    """Meet the other ranks in the file `rendezvous`, new for each start and in a directory all ranks see, and make the groups.
+    """Meet the other ranks and make the groups.
 
-    A group of one touches no file.
+    They meet in the file `rendezvous`, new for each start, in a directory all ranks see. A group of one
+    touches no file.
     """
     if tp.size == 1:
         return TPGroups(tp, None, SingleRank())
-    store = dist.FileStore(str(rendezvous), tp.size)
-    control = dist.ProcessGroupGloo(dist.PrefixStore("control", store), tp.rank, tp.size, timeout)
-    data = control if device.type == "cpu" else _nccl(dist.PrefixStore("data", store), tp)
+    store = FileStore(str(rendezvous), tp.size)
+    # torch's stubs do not say so, but both have the methods of a ProcessGroup.
+    gloo = dist.ProcessGroupGloo(PrefixStore("control", store), tp.rank, tp.size, timeout)
+    control = cast(ProcessGroup, gloo)
+    data = control if device.type == "cpu" else _nccl(PrefixStore("data", store), tp)
     return TPGroups(tp, control, GroupCollectives(tp, data))
 
 
-def _nccl(store: dist.Store, tp: TPInfo) -> dist.ProcessGroup:
-    return dist.ProcessGroupNCCL(store, tp.rank, tp.size, dist.ProcessGroupNCCL.Options())
+def _nccl(store: Store, tp: TPInfo) -> ProcessGroup:
+    return cast(ProcessGroup, dist.ProcessGroupNCCL(store, tp.rank, tp.size, dist.ProcessGroupNCCL.Options()))

@@ -25,6 +25,12 @@ from segue.logs import logger
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "segue.worker")
 POLL_S = 0.005
 KILL_S = 5.0  # for a killed process to be gone
+# A step's temporaries are freed and taken again at once: malloc keeps them, in huge pages (a decode step of one
+# row gets 6 to 9 % faster, and prefill takes no page faults any more).
+MALLOC = ":".join(
+    f"glibc.malloc.{tunable}"
+    for tunable in ("hugetlb=1", "mmap_threshold=1073741824", "trim_threshold=1073741824")
+)
 SOCKET_PATH_MAX = 100  # of 107 bytes that the kernel allows, some for the socket's own name
 
 
@@ -47,6 +53,7 @@ def worker_environment(num_workers: int) -> dict[str, str]:
     environment = dict(os.environ)
     # Waiting OpenMP threads must not spin: beside one busy core that makes a step four times slower.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environment.setdefault("GLIBC_TUNABLES", MALLOC)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_workers)))
     root = Path(segue.__path__[0]).resolve().parent
     if root.name not in ("site-packages", "dist-packages"):  # found by a path that the child may not have

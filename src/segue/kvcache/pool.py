@@ -1,8 +1,8 @@
 """The KV cache: one page-major tensor for all layers."""
 
 import math
+import mmap
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,9 +10,9 @@ from torch import Tensor
 class KVPool:
     """Keys and values of all cached tokens of this rank.
 
-    `data` is `[num_pages + 1, num_layers, 2, page_size, num_kv_heads, head_dim]` (2: key, value), so a page of all layers is
-    one contiguous run. Token `offset` of page `page` has slot `page * page_size + offset`. The last page is the scratch
-    page: padding writes there, and nothing reads it.
+    `data` is `[num_pages + 1, num_layers, 2, page_size, num_kv_heads, head_dim]` (2: key, value), so a page
+    of all layers is one contiguous run. Token `offset` of page `page` has slot `page * page_size + offset`.
+    The last page is the scratch page: padding writes there, and nothing reads it.
     """
 
     def __init__(
@@ -34,6 +34,10 @@ class KVPool:
         self.head_dim = head_dim
         shape = (num_pages + 1, num_layers, 2, page_size, num_kv_heads, head_dim)
         self.data = _zeros(shape, dtype, torch.device(device))
+        rows = self.data.view(-1, num_kv_heads * head_dim)
+        # Each layer's keys, and values, by token row: `[*, num_kv_heads * head_dim]`, views of `data`.
+        self.key_rows = [rows[2 * layer * page_size :] for layer in range(num_layers)]
+        self.value_rows = [rows[(2 * layer + 1) * page_size :] for layer in range(num_layers)]
 
     @property
     def scratch_page(self) -> int:
@@ -50,18 +54,27 @@ class KVPool:
         """Bytes of one page over all layers."""
         return self.data[0].numel() * self.data.element_size()
 
-    def keys(self, layer: int) -> Tensor:
-        """All keys of one layer, `[num_pages + 1, page_size, num_kv_heads, head_dim]`, as a view."""
-        return self.data[:, layer, 0]
+    @property
+    def page_rows(self) -> int:
+        """Token rows from one page to the next: a token is row `page * page_rows + offset`."""
+        return self.num_layers * 2 * self.page_size
 
-    def values(self, layer: int) -> Tensor:
-        """All values of one layer, `[num_pages + 1, page_size, num_kv_heads, head_dim]`, as a view."""
-        return self.data[:, layer, 1]
+    def token_rows(self, slots: Tensor) -> Tensor:
+        """The rows of `key_rows` and of `value_rows`, of any layer, that hold `slots` (int64 `[T]`)."""
+        return slots + slots // self.page_size * (self.page_rows - self.page_size)
+
+    def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store `key` and `value`, `[T, num_kv_heads, head_dim]`, at the token rows `rows` (int64 `[T]`)."""
+        self.key_rows[layer].index_copy_(0, rows, key.flatten(1))
+        self.value_rows[layer].index_copy_(0, rows, value.flatten(1))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # NumPy takes pages that the kernel zeroes when they are first touched; torch.zeros touches all of them now,
-    # which takes seconds for some GiB and memory that may never be used.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    # Fresh anonymous memory is zero and costs nothing until it is touched; torch.zeros would touch all of it
+    # at start, which takes seconds.
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

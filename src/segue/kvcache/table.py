@@ -11,12 +11,18 @@ _ALIGNMENT = 32  # int32 columns: rows start on 128-byte borders
 class PageTable:
     """Pages of each running request, in order.
 
-    `data` is int32 `[max_running + 1, align_up(ceil(max_seq_len / page_size), 32)]`; entries not in use hold the scratch
-    page. The last row is the dummy request that pads captured graphs.
+    `data` is int32 `[max_running + 1, align_up(ceil(max_seq_len / page_size), 32)]`; entries not in use hold
+    the scratch page. The last row is the dummy request that pads captured graphs.
     """
 
     def __init__(
-        self, *, max_running: int, max_seq_len: int, page_size: int, scratch_page: int, device: torch.device | str
+        self,
+        *,
+        max_running: int,
+        max_seq_len: int,
+        page_size: int,
+        scratch_page: int,
+        device: torch.device | str,
     ) -> None:
         """Allocate the table, every entry the scratch page."""
         self.page_size = page_size
@@ -28,7 +34,9 @@ class PageTable:
 
     def assign(self, row: int, first: int, pages: Sequence[int]) -> None:
         """Put `pages` into columns `first`, `first + 1`, … of `row`."""
-        self.data[row, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int32, device=self.data.device)
+        self.data[row, first : first + len(pages)] = torch.tensor(
+            pages, dtype=torch.int32, device=self.data.device
+        )
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Slots, int64 `[T]`, of the tokens at `positions[i]` (int64 `[T]`) of row `rows[i]` (int `[T]`)."""
@@ -39,7 +47,8 @@ class PageTable:
 class TokenPool:
     """Tokens of each running request: prompt, then sampled tokens, where the next step reads its input.
 
-    `data` is int32 `[max_running + 1, max_seq_len + 1]`: a request of full length still has room for the token sampled last.
+    `data` is int32 `[max_running + 1, max_seq_len + 1]`: a request of full length still has room for the
+    token sampled last.
     """
 
     def __init__(self, *, max_running: int, max_seq_len: int, device: torch.device | str) -> None:

@@ -1,16 +1,29 @@
 """Self-attention of one decoder layer."""
 
-from torch import Tensor, nn
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from segue.attention.context import Context
 from segue.distributed.collectives import Collectives
-from segue.kernels.kv_write import write_kv
+from segue.kernels.norm import rms_norm
 from segue.kernels.rotary import rotate
+from segue.layers.base import Layer
 from segue.layers.linear import Linear, RowParallelLinear
 from segue.layers.norm import RMSNorm
 
 
-class Attention(nn.Module):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a step's tokens stand, worked out once for all layers."""
+
+    cos: Tensor  # [T, 1, head_dim], see kernels.rotary
+    sin: Tensor
+    rows: Tensor  # int64 [T], token rows of the KV pool
+
+
+class Attention(Layer):
     """Projections, optional QK-norm, rotation and the paged cache; sizes are this rank's."""
 
     def __init__(
@@ -33,18 +46,33 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.eps = eps
         self.qkv = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o = RowParallelLinear(num_heads * head_dim, hidden_size, bias=o_bias, collectives=collectives)
         self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
+        self.qk_weight: Tensor | None = None
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
+    def build_derived(self) -> int:
+        """Lay the query and key norms' weights side by side, so that one call norms both; bytes taken."""
+        if self.q_norm is None or self.k_norm is None:
+            return 0
+        query = self.q_norm.weight.float().expand(self.num_heads, -1)
+        key = self.k_norm.weight.float().expand(self.num_kv_heads, -1)
+        self.qk_weight = torch.cat([query, key])
+        return self.qk_weight.nbytes
+
+    def forward(self, x: Tensor, placement: Placement, ctx: Context) -> Tensor:
         """`[T, hidden] -> [T, hidden]`."""
+        heads = self.num_heads + self.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        query, key, value = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, *angles), rotate(key, *angles)
-        write_kv(ctx.kv.data, self.layer, ctx.slots, key, value)
+        qk = qkv[:, :heads]
+        if self.q_norm is not None:
+            assert self.qk_weight is not None, "build_derived comes first"
+            qk = rms_norm(qk, self.qk_weight, self.eps)
+        qk = rotate(qk, placement.cos, placement.sin)
+        query, key, value = qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, heads:]
+        ctx.kv.write(self.layer, placement.rows, key, value)
         attended = ctx.backend.forward(query, key, value, self.layer, ctx)
-        return self.o(attended.flatten(1))
+        output: Tensor = self.o(attended.view(x.shape[0], -1))
+        return output

@@ -5,9 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
+from segue.kernels.linear import linear, pack, packed_bytes
+from segue.layers.base import Layer
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Layer):
     """One rank's rows of the embedding table; ids of other ranks give 0 and the ranks' results are summed."""
 
     def __init__(self, rows: int, size: int, *, collectives: Collectives) -> None:
@@ -28,7 +30,7 @@ class VocabParallelEmbedding(nn.Module):
         return self.collectives.all_reduce(embedded.masked_fill_(elsewhere[:, None], 0))
 
 
-class ParallelHead(nn.Module):
+class ParallelHead(Layer):
     """One rank's rows of the output head; the logits are gathered on rank 0."""
 
     def __init__(
@@ -40,18 +42,27 @@ class ParallelHead(nn.Module):
         tied: VocabParallelEmbedding | None,
         collectives: Collectives,
     ) -> None:
-        """`rows` are this rank's, padding included; `vocab_size` is the whole model's; `tied` lends its weight."""
+        """`rows` are this rank's, padding included, `vocab_size` the model's; `tied` lends its weight."""
         super().__init__()
         self.collectives = collectives
         self.vocab_size = vocab_size
         # In a tuple, so that the weight is not a parameter of two modules.
         self._tied = (tied,)
         self.weight = None if tied else nn.Parameter(torch.empty(rows, size), requires_grad=False)
+        self.packed: Tensor | None = None
+
+    def build_derived(self) -> int:
+        """Pack the weight anew; bytes taken."""
+        self.packed = pack(self._weight())
+        return 0 if self.packed is None else packed_bytes(self.packed)
 
     def forward(self, hidden: Tensor) -> Tensor | None:
         """`[L, size] -> [L, vocab_size]` in float32 on rank 0; None elsewhere."""
+        logits = self.collectives.gather(linear(hidden, self._weight(), None, self.packed))
+        return None if logits is None else logits[:, : self.vocab_size].float()
+
+    def _weight(self) -> Tensor:
         (tied,) = self._tied
         weight = tied.weight if tied is not None else self.weight
         assert weight is not None
-        logits = self.collectives.gather(F.linear(hidden, weight))
-        return None if logits is None else logits[:, : self.vocab_size].float()
+        return weight

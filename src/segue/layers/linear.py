@@ -1,40 +1,55 @@
 """Linear layers cut over tensor-parallel ranks."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
+from segue.kernels.linear import linear, pack, packed_bytes
+from segue.layers.base import Layer
 
 
-class Linear(nn.Module):
-    """One rank's rows of a linear layer (column parallel); every rank sees the whole input, nothing is exchanged."""
+class Linear(Layer):
+    """One rank's rows of a linear layer (column parallel): whole input, own outputs, nothing exchanged."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         """`out_features` are this rank's."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.packed: Tensor | None = None
+
+    def build_derived(self) -> int:
+        """Pack the weight anew; bytes taken."""
+        self.packed = pack(self.weight)
+        return 0 if self.packed is None else packed_bytes(self.packed)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.packed)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Layer):
     """One rank's columns of a linear layer; the ranks' partial results are summed.
 
     Every rank holds the whole bias and the first adds it.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, collectives: Collectives, bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, collectives: Collectives, bias: bool = False
+    ) -> None:
         """`in_features` are this rank's."""
         super().__init__()
         self.collectives = collectives
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.packed: Tensor | None = None
+
+    def build_derived(self) -> int:
+        """Pack the weight anew; bytes taken."""
+        self.packed = pack(self.weight)
+        return 0 if self.packed is None else packed_bytes(self.packed)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`, equal on every rank."""
         bias = self.bias if self.collectives.tp.is_first else None
-        return self.collectives.all_reduce(F.linear(x, self.weight, bias))
+        return self.collectives.all_reduce(linear(x, self.weight, bias, self.packed))

@@ -1,16 +1,19 @@
 """The gated MLP of one decoder layer."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from segue.distributed.collectives import Collectives
 from segue.kernels.activation import silu_mul
+from segue.layers.base import Layer
 from segue.layers.linear import Linear, RowParallelLinear
 
 
-class MLP(nn.Module):
+class MLP(Layer):
     """`down(silu(gate(x)) * up(x))`, gate and up in one product."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, collectives: Collectives) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool, collectives: Collectives
+    ) -> None:
         """`intermediate_size` is this rank's."""
         super().__init__()
         self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias)
@@ -18,4 +21,5 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, hidden] -> [T, hidden]`."""
-        return self.down(silu_mul(self.gate_up(x)))
+        output: Tensor = self.down(silu_mul(self.gate_up(x)))
+        return output

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
+from segue.layers.base import Layer
 from segue.layers.linear import Linear
 from segue.layers.moe_backend import MoEBackend
 
@@ -15,12 +16,16 @@ class Experts(nn.Module):
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         """`intermediate_size` is one expert's on this rank."""
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size), requires_grad=False)
+        self.gate_up = nn.Parameter(
+            torch.empty(num_experts, 2 * intermediate_size, hidden_size), requires_grad=False
+        )
+        self.down = nn.Parameter(
+            torch.empty(num_experts, hidden_size, intermediate_size), requires_grad=False
+        )
 
 
-class MoE(nn.Module):
-    """Routes each token to its best experts and sums what they give, weighted by the router's probabilities."""
+class MoE(Layer):
+    """Sums what each token's best experts give, weighted by the router's probabilities."""
 
     def __init__(
         self,

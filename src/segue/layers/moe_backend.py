@@ -19,8 +19,8 @@ class MoEBackend(Protocol):
     def __call__(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """The weighted sum of each token's experts.
 
-        `x` `[T, H]`, `gate_up` `[E, 2 * I, H]` (gate rows first), `down` `[E, H, I]`, `weights` `[T, k]` in the dtype of `x`, `experts`
-        int64 `[T, k]`. Returns `[T, H]`.
+        `x` `[T, H]`, `gate_up` `[E, 2 * I, H]` (gate rows first), `down` `[E, H, I]`, `weights` `[T, k]` in
+        the dtype of `x`, `experts` int64 `[T, k]`. Returns `[T, H]`.
         """
         ...
 
@@ -63,7 +63,7 @@ def select(name: str, device: torch.device) -> MoEEntry:
 
 
 def run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Sort the (token, expert) pairs by expert, then run each expert that was chosen over its run of tokens."""
+    """Sort the (token, expert) pairs by expert, then run each chosen expert over its run of tokens."""
     num_experts, per_token = gate_up.shape[0], experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     tokens = order // per_token

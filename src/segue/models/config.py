@@ -53,7 +53,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One decoder-only model: sizes of the whole model (not of a rank) and the switches that tell families apart."""
+    """One decoder-only model: sizes of the whole (not of a rank), and what tells families apart."""
 
     architecture: str
     vocab_size: int
@@ -83,15 +83,16 @@ class ModelConfig:
         """Read the content of a `config.json`, old or transformers-5 form.
 
         Raises:
-            UnsupportedModelError: the architecture, activation, RoPE kind or quantisation is not supported, or a
+            UnsupportedModelError: the architecture, activation, RoPE kind or quantisation is not supported,
+            or a
                 size is missing or wrong.
         """
         architecture = _architecture(config)
         if config.get("quantization_config"):
             method = config["quantization_config"].get("quant_method", "unknown")
             raise UnsupportedModelError(
-                f"the model is quantised ({method!r}); supported are float32, float16 and bfloat16 weights and GGUF files: "
-                "use an unquantised or a GGUF version of it"
+                f"the model is quantised ({method!r}); supported are float32, float16 and bfloat16 "
+                "weights and GGUF files: use an unquantised or a GGUF version of it"
             )
         activation = config.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
@@ -160,7 +161,9 @@ def _rope(config: Mapping[str, Any], trained_context: int) -> RopeConfig:
     fields = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in get_args(RopeKind):
-        raise UnsupportedModelError(f"RoPE kind {kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
+        raise UnsupportedModelError(
+            f"RoPE kind {kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}"
+        )
     partial = fields.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
@@ -191,7 +194,9 @@ def _rope(config: Mapping[str, Any], trained_context: int) -> RopeConfig:
     )
 
 
-def _max_position(config: Mapping[str, Any], architecture: str, rope: RopeConfig, trained_context: int) -> int:
+def _max_position(
+    config: Mapping[str, Any], architecture: str, rope: RopeConfig, trained_context: int
+) -> int:
     longest = trained_context
     if rope.kind == "yarn":
         longest = max(longest, int(rope.original_max_position * rope.factor))

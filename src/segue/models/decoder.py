@@ -1,12 +1,14 @@
-"""The decoder-only transformer: Llama, Mistral, Qwen2, Qwen3, SmolLM and Qwen3-MoE, told apart by their config."""
+"""The decoder-only transformer: Llama, Mistral, Qwen2, Qwen3, SmolLM and Qwen3-MoE, by config."""
 
 import torch
 from torch import Tensor, nn
 
 from segue.attention.context import Context
 from segue.distributed.collectives import Collectives
-from segue.layers.attention import Attention
+from segue.layers.attention import Attention, Placement
+from segue.layers.base import Layer
 from segue.layers.embedding import ParallelHead, VocabParallelEmbedding
+from segue.layers.linear import Linear, RowParallelLinear
 from segue.layers.mlp import MLP
 from segue.layers.moe import MoE
 from segue.layers.moe_backend import MoEBackend
@@ -17,7 +19,7 @@ from segue.models.rope import inverse_frequencies
 from segue.models.sharding import Shard, shard
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Attention and MLP (or experts), each on the normalised residual stream."""
 
     def __init__(
@@ -41,15 +43,20 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = _mlp(index, config, part, collectives, moe_backend)
 
-    def forward(self, x: Tensor, residual: Tensor, angles: tuple[Tensor, Tensor], ctx: Context) -> tuple[Tensor, Tensor]:
-        """Take and return a branch's output, `[T, hidden]`, and the residual stream it is yet to be added to."""
+    def forward(
+        self, x: Tensor, residual: Tensor | None, placement: Placement, ctx: Context
+    ) -> tuple[Tensor, Tensor]:
+        """Take and return a branch's output, `[T, hidden]`, and the residual stream it still is to join."""
         x, residual = self.input_norm.add(x, residual)
-        x, residual = self.post_norm.add(self.attn(x, angles, ctx), residual)
+        x, residual = self.post_norm.add(self.attn(x, placement, ctx), residual)
         return self.mlp(x), residual
 
 
-class Decoder(nn.Module):
-    """One rank's share of the model. Parameters are made wherever `torch.device` says, on `meta` as a rule."""
+class Decoder(Layer):
+    """One rank's share of the model.
+
+    Parameters are made wherever `torch.device` says, on `meta` as a rule.
+    """
 
     def __init__(self, config: ModelConfig, collectives: Collectives, moe_backend: MoEBackend) -> None:
         """Cut `config` for the rank of `collectives`.
@@ -62,7 +69,8 @@ class Decoder(nn.Module):
         self.part = shard(config, collectives.tp)
         self.embed = VocabParallelEmbedding(self.part.vocab_size, config.hidden_size, collectives=collectives)
         self.layers = nn.ModuleList(
-            DecoderLayer(index, config, self.part, collectives, moe_backend) for index in range(config.num_layers)
+            DecoderLayer(index, config, self.part, collectives, moe_backend)
+            for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = ParallelHead(
@@ -76,13 +84,14 @@ class Decoder(nn.Module):
             self.rotary = Rotary(*inverse_frequencies(config.rope, config.head_dim))
 
     def forward(self, ctx: Context) -> Tensor:
-        """Run the step of `ctx`; the hidden states after the last norm, `[T, hidden]`, equal on every rank."""
+        """Run a step; the hidden states after the last norm, `[T, hidden]`, equal on every rank."""
         ctx.backend.prepare(ctx)
-        residual = self.embed(ctx.input_ids)
-        angles = self.rotary.angles(ctx.positions, residual.dtype)
-        x = torch.zeros_like(residual)
+        x = self.embed(ctx.input_ids)
+        cos, sin = self.rotary.angles(ctx.positions, x.dtype)
+        placement = Placement(cos=cos, sin=sin, rows=ctx.kv.token_rows(ctx.slots))
+        residual = None
         for layer in self.layers:
-            x, residual = layer(x, residual, angles, ctx)
+            x, residual = layer(x, residual, placement, ctx)
         hidden, _ = self.norm.add(x, residual)
         return hidden
 
@@ -96,7 +105,8 @@ class Decoder(nn.Module):
 
         To be called once the weights are in place and after every change of them.
         """
-        return 0
+        owners = (Linear, RowParallelLinear, RMSNorm, Attention, ParallelHead)
+        return sum(module.build_derived() for module in self.modules() if isinstance(module, owners))
 
 
 def _mlp(

@@ -9,7 +9,7 @@ from segue.models.config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians a token for each pair of dimensions, float32 `[head_dim / 2]`, and the scale of cosines and sines."""
+    """Radians a token of each pair of dimensions, float32 `[head_dim / 2]`, and the cosines' scale."""
     base = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     match config.kind:
         case "default":
@@ -26,7 +26,7 @@ def _llama3(config: RopeConfig, base: Tensor) -> Tensor:
     """Llama 3.1: slow frequencies are stretched, fast ones kept, those between blended."""
     turns = config.original_max_position * base / (2 * math.pi)  # over the trained context
     keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    return torch.lerp(base / config.factor, base, keep.clamp(0.0, 1.0))
+    return _blend(base / config.factor, base, keep.clamp(0.0, 1.0))
 
 
 def _yarn(config: RopeConfig, base: Tensor, head_dim: int) -> Tensor:
@@ -42,7 +42,11 @@ def _yarn(config: RopeConfig, base: Tensor, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     width = (high - low) or 0.001
     stretch = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
-    return torch.lerp(base, base / config.factor, stretch)
+    return _blend(base / config.factor, base, 1 - stretch)
+
+
+def _blend(stretched: Tensor, kept: Tensor, keep: Tensor) -> Tensor:
+    return stretched * (1 - keep) + kept * keep
 
 
 def _yarn_scale(config: RopeConfig) -> float:

@@ -1,0 +1,142 @@
+"""The model's forward alone on this CPU: `python -m bench.cpu_forward`.
+
+Random weights in the shape of SmolLM2-135M; no sampling, no scheduling; beside it the time that reading
+memory takes. Page faults cost more than arithmetic in prefill unless GLIBC_TUNABLES is, joined by colons,
+glibc.malloc.hugetlb=1, glibc.malloc.mmap_threshold=1073741824 and glibc.malloc.trim_threshold=1073741824.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from segue.attention.base import AttentionShape
+from segue.attention.context import Context
+from segue.attention.registry import select
+from segue.kvcache.pool import KVPool
+from segue.kvcache.table import PageTable
+from segue.models.config import ModelConfig, RopeConfig
+from segue.models.decoder import Decoder
+from segue.models.registry import build_model
+
+SMOLLM2 = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=100000.0),
+    max_position=8192,
+    tie_embeddings=True,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    dtype="bfloat16",
+)
+CASES = [(1, 1, 128), (1, 1, 512), (16, 1, 128), (16, 1, 512), (1, 512, 512), (1, 512, 1024)]
+PAGE_SIZE = 16
+
+
+def random_model(dtype: torch.dtype) -> Decoder:
+    """The model with small random weights, packed."""
+    model = build_model(SMOLLM2, dtype=dtype)
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        weight = torch.randn(parameter.shape) * 0.02 if parameter.dim() > 1 else torch.ones(parameter.shape)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(weight.to(dtype), requires_grad=False))
+    model.build_derived()
+    return model
+
+
+def context(model: Decoder, num_sequences: int, q_len: int, kv_len: int) -> Context:
+    """A step of equal sequences on pages in random order."""
+    config, dtype = model.config, model.norm.weight.dtype
+    pages = -(-kv_len // PAGE_SIZE)
+    pool = KVPool(
+        num_pages=pages * num_sequences,
+        num_layers=config.num_layers,
+        page_size=PAGE_SIZE,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device="cpu",
+    )
+    pool.data.normal_()
+    table = PageTable(
+        max_running=num_sequences,
+        max_seq_len=kv_len,
+        page_size=PAGE_SIZE,
+        scratch_page=pool.scratch_page,
+        device="cpu",
+    )
+    order = torch.randperm(pool.num_pages).view(num_sequences, pages).tolist()
+    for row in range(num_sequences):
+        table.assign(row, 0, order[row])
+    shape = AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+    )
+    entry = select("auto", device=torch.device("cpu"), dtype=dtype, page_size=PAGE_SIZE)
+    return Context.build(
+        input_ids=torch.randint(0, config.vocab_size, (num_sequences * q_len,)),
+        rows=list(range(num_sequences)),
+        q_lens=[q_len] * num_sequences,
+        kv_lens=[kv_len] * num_sequences,
+        num_decode=num_sequences if q_len == 1 else 0,
+        page_table=table,
+        kv=pool,
+        backend=entry.make(shape, pool),
+    )
+
+
+def milliseconds(run: Callable[[], object], seconds: float) -> tuple[float, float]:
+    """Fastest and median time of `run`."""
+    times = []
+    end = time.perf_counter() + seconds
+    while len(times) < 5 or time.perf_counter() < end:
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e3)
+    return min(times), statistics.median(times)
+
+
+def main() -> None:
+    """Print a line a case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--seconds", type=float, default=3.0, help="time spent on each case")
+    options = parser.parse_args()
+    model = random_model(getattr(torch, options.dtype))
+    memory = torch.ones(64 << 20)
+    bandwidth = memory.nbytes / milliseconds(memory.sum, 1.0)[0] / 1e6
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    print(f"{torch.get_num_threads()} threads, {bandwidth:.0f} GB/s, {weight_bytes / 1e6:.0f} MB of weights")
+    with torch.inference_mode():
+        for num_sequences, q_len, kv_len in CASES:
+            ctx = context(model, num_sequences, q_len, kv_len)
+
+            def step(ctx: Context = ctx) -> object:
+                return model.logits(model(ctx)[ctx.logit_indices])
+
+            best, median = milliseconds(step, options.seconds)
+            kv_bytes = num_sequences * kv_len * ctx.kv.page_bytes // PAGE_SIZE
+            floor = (weight_bytes + kv_bytes) / bandwidth / 1e6
+            rate = num_sequences * q_len / best * 1e3
+            print(
+                f"{num_sequences:2d} x {q_len:3d} of {kv_len:4d}: best {best:7.2f} ms, "
+                f"median {median:7.2f} ms, {rate:6.0f} tok/s, memory alone {floor:5.2f} ms"
+            )
+
+
+if __name__ == "__main__":
+    main()

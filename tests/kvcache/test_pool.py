@@ -1,0 +1,34 @@
+import pytest
+import torch
+
+from segue.kvcache.pool import KVPool
+
+
+def make(page_size: int = 4, dtype: torch.dtype = torch.bfloat16) -> KVPool:
+    return KVPool(
+        num_pages=5, num_layers=3, page_size=page_size, num_kv_heads=2, head_dim=8, dtype=dtype, device="cpu"
+    )
+
+
+def test_the_pool_starts_zeroed_with_a_scratch_page_behind_the_others() -> None:
+    pool = make()
+    assert pool.data.shape == (6, 3, 2, 4, 2, 8)
+    assert pool.data.count_nonzero() == 0
+    assert (pool.scratch_page, pool.scratch_slot) == (5, 20)
+
+
+def test_page_bytes_are_those_of_all_layers() -> None:
+    assert make().page_bytes == 3 * 2 * 4 * 2 * 8 * 2
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_a_write_reaches_its_slots_in_its_layer_and_nothing_else(page_size: int) -> None:
+    pool = make(page_size, torch.float32)
+    slots = torch.tensor([page_size, 5 * page_size - 1, pool.scratch_slot])
+    key, value = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    pool.write(1, pool.token_rows(slots), key, value)
+    expected = torch.zeros_like(pool.data)
+    for i, slot in enumerate(slots.tolist()):
+        expected[slot // page_size, 1, 0, slot % page_size] = key[i]
+        expected[slot // page_size, 1, 1, slot % page_size] = value[i]
+    assert torch.equal(pool.data, expected)

@@ -1,0 +1,28 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from segue.errors import ConfigError
+from segue.layers.moe_backend import run_by_expert, select
+
+
+def test_the_torch_backend_agrees_with_one_token_at_a_time() -> None:
+    torch.manual_seed(0)
+    tokens, experts, per_token, hidden, size = 9, 5, 2, 12, 7
+    x, weights = torch.randn(tokens, hidden), torch.rand(tokens, per_token)
+    gate_up, down = torch.randn(experts, 2 * size, hidden), torch.randn(experts, hidden, size)
+    chosen = torch.stack([torch.randperm(experts - 1)[:per_token] for _ in range(tokens)])
+    expected = torch.zeros_like(x)
+    for t in range(tokens):
+        for weight, expert in zip(weights[t], chosen[t], strict=True):
+            gate, up = (gate_up[expert] @ x[t]).chunk(2)
+            expected[t] += weight * (down[expert] @ (F.silu(gate) * up))
+    actual = run_by_expert(x, gate_up, down, weights, chosen)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_unknown_backend_is_named_with_those_that_exist() -> None:
+    with pytest.raises(ConfigError) as error:
+        select("warp", torch.device("cpu"))
+    assert "warp" in error.value.message
+    assert "torch" in error.value.message
