@@ -90,7 +90,9 @@ def _rule(tokenizer: Tokenizer) -> Callable[[str], bytes]:
     decoder = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
     parts = decoder.get("decoders", [decoder]) if decoder else []
     kinds = {part["type"] for part in parts}
-    if kinds <= {"ByteLevel", "Fuse"} and "ByteLevel" in kinds:
+    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse", "ByteFallback", "Replace"}:
+        # The latter two are of SentencePiece; some versions of transformers add them to what GGUF files give.
+        # They find nothing to do in a vocabulary that writes every byte as a character of its own.
         alphabet = _byte_alphabet()
         return lambda text: _from_alphabet(text, alphabet)
     if kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
