@@ -110,7 +110,28 @@ class ModelRunner:
                 page_size=choices.page_size,
             )
             experts = moe_backend.select("auto", choices.device)
+            self._stream = make_stream(choices.device)
             progress.detail = f"{choices.device}, {choices.dtype}, rank {tp.rank} of {tp.size}"
+        # On the stream, where the steps will run: if another thread had parallel operations too, GNU's OpenMP
+        # would count more threads than cores and let none wait by spinning (a step takes twice as long).
+        work = partial(
+            self._initialise, config, model_config, source, run_dir, choices, backend_entry, experts, progress
+        )
+        self._stream.submit(work).result()
+
+    def _initialise(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        source: ModelSource,
+        run_dir: Path,
+        choices: Choices,
+        backend_entry: attention.BackendEntry,
+        experts: moe_backend.MoEEntry,
+        progress: _Progress,
+    ) -> None:
+        """Steps 2 to 12."""
+        tp = self.tp
         with progress.step("communication"):
             groups = connect(tp, rendezvous=run_dir / "rendezvous", device=choices.device)
             progress.detail = "none: one rank" if tp.size == 1 else f"{tp.size} ranks"
@@ -138,10 +159,7 @@ class ModelRunner:
                 head_dim=model_config.head_dim,
                 scale=model_config.head_dim**-0.5,
             )
-            # On the stream: the first step there pays for its worker threads.
-            self._stream = make_stream(choices.device)
-            trial = partial(measure_activations, model, choices, backend_entry, shape)
-            activations = self._stream.submit(trial).result()
+            activations = measure_activations(model, choices, backend_entry, shape)
             budget = _plan_memory(
                 config,
                 choices,
