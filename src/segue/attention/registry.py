@@ -48,7 +48,7 @@ def select(name: str, *, device: torch.device, dtype: torch.dtype, page_size: in
                 return entry
         raise ConfigError(
             f"no attention backend runs on {device.type} with {dtype} and page size {page_size}; "
-            f"backends: {', '.join(names())}",
+            f"backends: {', '.join(names())}; use --device cpu",
             param="attention_backend",
         )
     if name not in _BACKENDS:
