@@ -63,12 +63,12 @@ def measure(*, num_requests: int, num_steps: int, page_size: int) -> dict[str, f
     for _ in range(8):
         turn()  # prefill, then warm-up
     assert len(scheduler.running) == num_requests
-    cached = scheduler.prefix.num_pages
+    cached = scheduler.resources.prefix.num_pages
     for part in seconds:
         seconds[part] = 0.0
     for _ in range(num_steps):
         turn()
-    inserted = scheduler.prefix.num_pages - cached
+    inserted = scheduler.resources.prefix.num_pages - cached
     assert inserted >= num_requests * (num_steps // page_size), "every full page goes into the prefix cache"
     parts = {part: 1e3 * spent / num_steps for part, spent in seconds.items()}
     return {"total": sum(parts.values()), **parts, "pages_inserted_per_step": inserted / num_steps}

@@ -128,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             wanted = sim.params[rid].prompt_logprobs_start
             if wanted >= 0 and finished.reason in ("length", "stop") and sim.outputs[rid]:
                 assert sim.prompt_logprobs[rid] == sim.prompts[rid][max(1, wanted) :]
-        free = sim.scheduler.allocator.num_free + sim.scheduler.prefix.num_evictable
+        free = sim.scheduler.resources.num_available
         assert free == sim.limits.num_pages, "all pages are free or can be evicted"
 
 

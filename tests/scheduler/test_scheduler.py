@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from segue.protocol.messages import Abort, AddRequest, Finish, SamplingParams, pack_ids
+from segue.scheduler.report import internal_state
 from tests.scheduler.simulation import Simulation, expected_output, next_token
 
 
@@ -126,7 +127,7 @@ def test_when_pages_run_out_the_youngest_is_retracted_and_nobody_fails() -> None
     for index in range(4):
         sim.add(f"r{index}", [index] * 12, max_new_tokens=60)
     sim.run(overlap=True)
-    assert sim.scheduler.state()["num_preemptions"] > 0
+    assert internal_state(sim.scheduler)["num_preemptions"] > 0
     assert all(len(sim.outputs[f"r{index}"]) == 60 for index in range(4))
 
 
@@ -136,9 +137,9 @@ def test_a_lower_priority_is_retracted_first() -> None:
     sim.add("low", [1] * 12, max_new_tokens=60, priority=-1)
     sim.add("high", [2] * 12, max_new_tokens=60, priority=1)
     sim.add("middle", [3] * 12, max_new_tokens=60)
-    while not sim.scheduler.state()["num_preemptions"]:
+    while not internal_state(sim.scheduler)["num_preemptions"]:
         assert sim.step()
-    assert sim.scheduler.state()["waiting_queue_rids"] == ["low"]
+    assert internal_state(sim.scheduler)["waiting_queue_rids"] == ["low"]
 
 
 def test_a_surplus_step_retracts_nobody() -> None:
@@ -149,7 +150,7 @@ def test_a_surplus_step_retracts_nobody() -> None:
     while sim.launch() is not None:
         if len(sim.results) == 2:
             sim.apply()
-    assert sim.results and sim.scheduler.state()["num_preemptions"] == 0
+    assert sim.results and internal_state(sim.scheduler)["num_preemptions"] == 0
 
 
 def test_higher_priority_is_admitted_first_then_the_earlier() -> None:
@@ -165,7 +166,7 @@ def test_admission_keeps_the_reserve_free() -> None:
     sim.add("first", [1] * 12, max_new_tokens=80)
     sim.add("second", [2] * 12, max_new_tokens=80)
     sim.step()
-    assert sim.scheduler.state()["waiting_queue_rids"] == ["second"]
+    assert internal_state(sim.scheduler)["waiting_queue_rids"] == ["second"]
 
 
 def test_an_end_by_length_gets_no_surplus_step() -> None:
@@ -210,9 +211,9 @@ def test_abort_in_flight_frees_only_when_the_step_is_applied() -> None:
     sim.add("r", [1, 2, 3])
     sim.launch()
     sim.end(sim.scheduler.abort(Abort("r")))
-    assert sim.scheduler.allocator.num_free < sim.limits.num_pages
+    assert sim.scheduler.resources.allocator.num_free < sim.limits.num_pages
     sim.apply()
-    assert sim.scheduler.allocator.num_free == sim.limits.num_pages
+    assert sim.scheduler.resources.allocator.num_free == sim.limits.num_pages
     assert sim.outputs["r"] == []
 
 
@@ -284,7 +285,7 @@ def test_a_rid_in_flight_is_rejected_and_free_again_after_its_end() -> None:
 
 def test_the_proof_sees_a_page_that_is_lost() -> None:
     sim = Simulation()
-    sim.scheduler.allocator.allocate(1)
+    sim.scheduler.resources.allocator.allocate(1)
     assert sim.scheduler.check_invariants() == ["pages [0] belong to nobody"]
 
 

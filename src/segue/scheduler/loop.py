@@ -26,6 +26,7 @@ from segue.protocol.messages import (
     StepPlan,
     StepResult,
 )
+from segue.scheduler.report import internal_state
 from segue.scheduler.scheduler import Scheduler
 
 
@@ -128,7 +129,7 @@ class SchedulerLoop:
         self._outbox.send(self._encode(message))
 
     def _send_state(self, message: GetState) -> None:
-        state: dict[str, Any] = self.scheduler.state() | {
+        state: dict[str, Any] = internal_state(self.scheduler) | {
             "memory_usage": self._memory_usage,
             "last_gen_throughput": self._throughput.per_second(),
         }

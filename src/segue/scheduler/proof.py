@@ -20,36 +20,39 @@ def find_problems(scheduler: Scheduler) -> list[str]:
 
 def _page_problems(s: Scheduler) -> list[str]:
     holders = {
-        "free": s.allocator.free_pages(),
-        "cached": [node.page for node in s.prefix.nodes()],
-        "limbo": [page for released in s.limbo for page in released.pages],
+        "free": s.resources.allocator.free_pages(),
+        "cached": [node.page for node in s.resources.prefix.nodes()],
+        "limbo": [page for released in s.resources.limbo for page in released.pages],
     }
     holders |= {f"request {r.rid}": r.own_pages for r in s.running.values()}
     return _not_a_partition("page", holders, s.limits.num_pages)
 
 
 def _row_problems(s: Scheduler) -> list[str]:
-    rows = {"free": list(s.free_rows), "limbo": [r.row for r in s.limbo if r.row is not None]}
+    rows = {
+        "free": list(s.resources.free_rows),
+        "limbo": [r.row for r in s.resources.limbo if r.row is not None],
+    }
     rows |= {f"request {r.rid}": [r.row] for r in s.running.values()}
     return _not_a_partition("row", rows, s.limits.max_running_requests)
 
 
 def _lock_problems(s: Scheduler) -> list[str]:
-    locks: dict[int, int] = {}
-    for holder in [r.node for r in s.running.values()] + [released.node for released in s.limbo]:
+    prefix, locks = s.resources.prefix, dict[int, int]()
+    for holder in [r.node for r in s.running.values()] + [released.node for released in s.resources.limbo]:
         for node in holder.path() if holder is not None else ():
             locks[id(node)] = locks.get(id(node), 0) + 1
     problems = [
         f"cached page {node.page} has {node.locks} locks, but {locks.get(id(node), 0)} holders"
-        for node in s.prefix.nodes()
+        for node in prefix.nodes()
         if node.locks != locks.get(id(node), 0)
     ]
-    nodes = list(s.prefix.nodes())
-    if len(nodes) != s.prefix.num_pages:
-        problems.append(f"the prefix cache counts {s.prefix.num_pages} pages, but has {len(nodes)}")
-    if s.prefix.num_evictable != sum(node.locks == 0 for node in nodes):
+    nodes = list(prefix.nodes())
+    if len(nodes) != prefix.num_pages:
+        problems.append(f"the prefix cache counts {prefix.num_pages} pages, but has {len(nodes)}")
+    if prefix.num_evictable != sum(node.locks == 0 for node in nodes):
         problems.append(
-            f"the prefix cache counts {s.prefix.num_evictable} evictable pages, but has another number"
+            f"the prefix cache counts {prefix.num_evictable} evictable pages, but has another number"
         )
     return problems
 
@@ -59,7 +62,7 @@ def _request_problems(s: Scheduler) -> list[str]:
     for r in s.running.values():
         if r.launched > r.capacity or r.capacity != len(r.pages) * s.limits.page_size:
             problems.append(f"request {r.rid} computes {r.launched} positions in {len(r.pages)} pages")
-        if r.node is None or s.prefix.pages(r.node) != r.pages[: r.num_inserted]:
+        if r.node is None or s.resources.prefix.pages(r.node) != r.pages[: r.num_inserted]:
             problems.append(f"request {r.rid} reads shared pages that its lock does not cover")
     problems += [
         f"waiting request {r.rid} owns a row, pages or a lock"

@@ -3,9 +3,7 @@
 ``plan()`` decides a step and counts it as launched; ``apply()`` takes its result. With overlap the loop calls
 ``plan()`` for step *n + 1* before ``apply()`` of step *n*: lengths are known by then, tokens are not.
 
-A request's row, pages and prefix lock are given up in one place, :meth:`Scheduler._release`. While a
-launched step may still use them they wait in ``limbo``, tagged with that step, and become free when it is
-applied.
+A request's row, pages and prefix lock are given up in one place, :meth:`Scheduler._release`.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from segue.errors import ContextLengthError, InvalidRequestError, OverloadedError
-from segue.kvcache.pages import PageAllocator
-from segue.kvcache.prefix import Node, PrefixCache
+from segue.kvcache.prefix import Node
 from segue.protocol.messages import (
     Abort,
     AddRequest,
@@ -37,6 +34,7 @@ from segue.protocol.messages import (
 from segue.scheduler.policy import NewTokenRatio, WaitingQueue, choose_victim, expected_tokens
 from segue.scheduler.proof import find_problems
 from segue.scheduler.request import Phase, Request
+from segue.scheduler.resources import Resources
 from segue.scheduler.step import Step
 
 FIRST_VERSION = "0"
@@ -55,36 +53,25 @@ class Limits:
     prefix_cache: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
-    """Resources that become free when ``step`` is applied."""
-
-    step: int
-    row: int | None
-    pages: list[int]
-    node: Node | None
-
-
 class Scheduler:
     """Decides what runs next and alone ends requests."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.weight_version = FIRST_VERSION
-        self.allocator = PageAllocator(limits.num_pages)
-        self.prefix = PrefixCache(limits.page_size)
+        self.resources = Resources(
+            num_rows=limits.max_running_requests, num_pages=limits.num_pages, page_size=limits.page_size
+        )
         self.new_token_ratio = NewTokenRatio()
         self.waiting = WaitingQueue()
         self.running: dict[str, Request] = {}  # in the order of admission
         self.requests: dict[str, Request] = {}  # every live request
-        self.free_rows = list(range(limits.max_running_requests - 1, -1, -1))
         self.in_flight: deque[Step] = deque()  # the one being planned included
-        self.limbo: deque[Released] = deque()
         self._swaps: list[tuple[Request, int, list[int]]] = []  # (request, first index, pages): next plan
         self._step = 0
         self._arrivals = 0
-        self._decode_steps = 0
-        self._totals = Counters()
+        self.num_decode_steps = 0
+        self.totals = Counters()
 
     # --- requests come and go ---
 
@@ -173,20 +160,11 @@ class Scheduler:
         self._free_later(row=request.row, pages=request.own_pages, node=request.node)
 
     def _free_later(self, *, row: int | None = None, pages: list[int], node: Node | None = None) -> None:
-        step = self.in_flight[-1].number if self.in_flight else 0
-        self.limbo.append(Released(step, row, pages, node))
+        self.resources.release(self._step, row=row, pages=pages, node=node)
         self._settle()
 
     def _settle(self) -> None:
-        """Free what no launched step uses any more."""
-        first = self.in_flight[0].number if self.in_flight else self._step + 1
-        while self.limbo and self.limbo[0].step < first:
-            released = self.limbo.popleft()
-            if released.row is not None:
-                self.free_rows.append(released.row)
-            self.allocator.release(released.pages)
-            if released.node is not None:
-                self.prefix.unlock(released.node)
+        self.resources.settle(self.in_flight[0].number if self.in_flight else self._step + 1)
 
     # --- planning ---
 
@@ -201,7 +179,7 @@ class Scheduler:
         decoding = [r for r in self.running.values() if r.wants_decode]
         needy = [r for r in decoding if r.launched == r.capacity]
         preempted = False
-        if len(needy) > self._num_available:
+        if len(needy) > self.resources.num_available:
             if self.in_flight:  # a request may be about to end: nobody is retracted for a surplus token
                 return None
             self._preempt(needy)
@@ -213,7 +191,7 @@ class Scheduler:
         self.in_flight.append(step)
         swaps, self._swaps = self._swaps, []  # of this step's own insertions the next plan tells
         step.pages += [(request.row, first, pages) for request, first, pages in swaps]
-        for request, page in zip(needy, self._take_pages(len(needy)), strict=True):
+        for request, page in zip(needy, self.resources.take_pages(len(needy)), strict=True):
             step.pages.append((request.row, len(request.pages), [page]))
             request.pages.append(page)
             request.capacity += self.limits.page_size
@@ -224,8 +202,8 @@ class Scheduler:
             self._step -= 1
             self._swaps = swaps
             return None
-        self._totals.num_steps += 1
-        self._decode_steps += step.num_decode > 0
+        self.totals.num_steps += 1
+        self.num_decode_steps += step.num_decode > 0
         self.new_token_ratio.on_step()
         return step.plan()
 
@@ -234,7 +212,7 @@ class Scheduler:
         for request in self.running.values():
             if request.phase is Phase.PREFILL and budget > 0:
                 budget -= self._prefill(request, step, budget)
-        while admit and budget > 0 and self.waiting and self.free_rows:
+        while admit and budget > 0 and self.waiting and self.resources.free_rows:
             request = self.waiting.head
             if not self._admit(request, step):
                 break
@@ -250,51 +228,41 @@ class Scheduler:
         self._insert_pages(request, request.launched)
         return count
 
-    @property
-    def _num_available(self) -> int:
-        return self.allocator.num_free + self.prefix.num_evictable
-
-    def _take_pages(self, count: int) -> list[int]:
-        missing = count - self.allocator.num_free
-        if missing > 0:
-            self.allocator.release(self.prefix.evict(missing))
-        return self.allocator.allocate(count)
-
     def _preempt(self, needy: Iterable[Request]) -> None:
         """Retract running requests until every needy one that is left can have a page."""
         needy = set(needy)
-        while len(needy) > self._num_available:
+        while len(needy) > self.resources.num_available:
             assert len(self.running) > 1, "one request alone always fits: max_seq_len is at most the pool"
             victim = choose_victim(self.running.values())
             self._retract(victim)
             needy.discard(victim)
-            self._totals.num_preemptions += 1
+            self.totals.num_preemptions += 1
             self.new_token_ratio.on_preemption()
 
     def _admit(self, request: Request, step: Step) -> bool:
         """Give the queue's head a row and pages for all its known tokens, if that leaves the reserve."""
         size = self.limits.page_size
         node = self._match(request)
-        self.prefix.lock(node)
-        shared = self.prefix.pages(node)
+        self.resources.prefix.lock(node)
+        shared = self.resources.prefix.pages(node)
         needed = -(-len(request.tokens) // size) - len(shared)
-        alone = not self.running and not self.limbo
-        if needed + (0 if alone else self._reserve(request)) > self._num_available:
-            self.prefix.unlock(node)
+        alone = not self.running and not self.resources.limbo
+        if needed + (0 if alone else self._reserve(request)) > self.resources.num_available:
+            self.resources.prefix.unlock(node)
             return False
         self.waiting.remove(request)
         request.enter(Phase.PREFILL)
         self.running[request.rid] = request
-        request.row = self.free_rows.pop()
+        request.row = self.resources.free_rows.pop()
         request.node, request.num_inserted = node, len(shared)
         request.kv_version = self.weight_version
-        request.pages = shared + self._take_pages(needed)
+        request.pages = shared + self.resources.take_pages(needed)
         request.capacity = len(request.pages) * size
         request.launched = len(shared) * size
         if request.cached_tokens < 0:
             request.cached_tokens = request.launched
-        self._totals.prompt_tokens += len(request.tokens)
-        self._totals.cached_tokens += request.launched
+        self.totals.prompt_tokens += len(request.tokens)
+        self.totals.cached_tokens += request.launched
         step.new_rows.append(
             NewRow(request.row, pack_ids(request.tokens), request.prompt_len, request.params)
         )
@@ -303,11 +271,11 @@ class Scheduler:
 
     def _match(self, request: Request) -> Node:
         if not self.limits.prefix_cache:
-            return self.prefix.root(self.weight_version)
+            return self.resources.prefix.root(self.weight_version)
         usable = len(request.tokens) - 1  # the last token is always computed: its logits are needed
         if request.owes_prompt_logprobs:
             usable = min(usable, max(0, request.prompt_logprobs_next - 1))
-        return self.prefix.match(self.weight_version, request.tokens, usable)
+        return self.resources.prefix.match(self.weight_version, request.tokens, usable)
 
     def _reserve(self, newcomer: Request) -> int:
         """Pages that the running requests and the newcomer are expected to need beyond those they have."""
@@ -346,7 +314,7 @@ class Scheduler:
             elif len(request.tokens) > (request.num_inserted + 1) * page_size:
                 self._insert_pages(request, len(request.tokens) - 1)
         self._settle()
-        self._totals.output_tokens += len(tokens)
+        self.totals.output_tokens += len(tokens)
         return self.output(
             rids=rids,
             tokens=tokens,
@@ -368,7 +336,7 @@ class Scheduler:
         node, pages, given_back = request.node, request.pages, list[int]()
         assert node is not None
         for index in range(first, computed // size):
-            node, inserted = self.prefix.extend(
+            node, inserted = self.resources.prefix.extend(
                 node, tuple(request.tokens[index * size : (index + 1) * size]), pages[index]
             )
             if not inserted:
@@ -382,10 +350,10 @@ class Scheduler:
 
     def output(self, **columns: Any) -> StepOutput:
         """A message to the frontend with the counters of this moment."""
-        totals = self._totals
+        totals = self.totals
         totals.num_running, totals.num_waiting = len(self.running), len(self.waiting)
-        totals.used_pages = self.limits.num_pages - self.allocator.num_free
-        totals.cached_pages = self.prefix.num_pages
+        totals.used_pages = self.limits.num_pages - self.resources.allocator.num_free
+        totals.cached_pages = self.resources.prefix.num_pages
         return StepOutput(**({"rids": [], "tokens": [], "finished": []} | columns), counters=totals)
 
     def set_weight_version(self, version: str) -> None:
@@ -393,39 +361,9 @@ class Scheduler:
         assert not self.in_flight, "weights change between steps"
         self.weight_version = version
 
-    # --- proofs and reports ---
-
     def check_invariants(self) -> list[str]:
         """What is broken, in words; empty when every resource has one owner."""
         return find_problems(self)
-
-    def state(self) -> dict[str, Any]:
-        """The scheduler's part of ``internal_states``, with SGLang's names."""
-        rows, ratio = self.limits.max_running_requests, self.new_token_ratio
-        prefilling = [r.rid for r in self.running.values() if r.phase is Phase.PREFILL]
-        return {
-            "engine_paused": False,
-            "waiting_queue_size": len(self.waiting),
-            "waiting_queue_rids": [r.rid for r in self.waiting],
-            "running_batch_size": len(self.running),
-            "running_batch_rids": list(self.running),
-            "cur_batch_is_none": not self.in_flight,
-            "last_batch_is_none": not self.in_flight,
-            "chunked_req_is_none": not prefilling,
-            "chunked_req_rids": prefilling,
-            "tree_cache_size": self.prefix.num_pages * self.limits.page_size,
-            "req_to_token_pool_total": rows,
-            "req_to_token_pool_used": rows - len(self.free_rows),
-            "req_to_token_pool_available": len(self.free_rows),
-            "available_kv_tokens": self.allocator.num_free * self.limits.page_size,
-            "num_generated_tokens": self._totals.output_tokens,
-            "forward_ct_decode": self._decode_steps,
-            "num_steps": self._totals.num_steps,
-            "num_preemptions": self._totals.num_preemptions,
-            "new_token_ratio": ratio.value,
-            "init_new_token_ratio": ratio.initial,
-            "weight_version": self.weight_version,
-        }
 
 
 def _rejected(message: AddRequest, kind: type[Exception], text: str) -> Rejected:

@@ -1,0 +1,39 @@
+"""The scheduler's part of ``internal_states``, with SGLang's names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from segue.scheduler.request import Phase
+
+if TYPE_CHECKING:
+    from segue.scheduler.scheduler import Scheduler
+
+
+def internal_state(s: Scheduler) -> dict[str, Any]:
+    """Queues, pools and counts of this moment."""
+    resources, ratio = s.resources, s.new_token_ratio
+    prefilling = [r.rid for r in s.running.values() if r.phase is Phase.PREFILL]
+    return {
+        "engine_paused": False,
+        "waiting_queue_size": len(s.waiting),
+        "waiting_queue_rids": [r.rid for r in s.waiting],
+        "running_batch_size": len(s.running),
+        "running_batch_rids": list(s.running),
+        "cur_batch_is_none": not s.in_flight,
+        "last_batch_is_none": not s.in_flight,
+        "chunked_req_is_none": not prefilling,
+        "chunked_req_rids": prefilling,
+        "tree_cache_size": resources.prefix.num_pages * s.limits.page_size,
+        "req_to_token_pool_total": resources.num_rows,
+        "req_to_token_pool_used": resources.num_rows - len(resources.free_rows),
+        "req_to_token_pool_available": len(resources.free_rows),
+        "available_kv_tokens": resources.allocator.num_free * s.limits.page_size,
+        "num_generated_tokens": s.totals.output_tokens,
+        "forward_ct_decode": s.num_decode_steps,
+        "num_steps": s.totals.num_steps,
+        "num_preemptions": s.totals.num_preemptions,
+        "new_token_ratio": ratio.value,
+        "init_new_token_ratio": ratio.initial,
+        "weight_version": s.weight_version,
+    }
