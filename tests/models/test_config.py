@@ -22,6 +22,13 @@ SMOLLM2: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 768,
+}
+
 
 def parse(**changes: Any) -> ModelConfig:
     return ModelConfig.from_hf({**SMOLLM2, **changes})
@@ -58,6 +65,28 @@ def test_a_sliding_window_that_is_not_used_caps_nothing() -> None:
     assert config.max_position == 8192
 
 
+@pytest.mark.parametrize(("max_window_layers", "longest"), [(30, 8192), (29, 1024)])
+def test_a_sliding_window_of_no_layer_caps_nothing(max_window_layers: int, longest: int) -> None:
+    config = parse(
+        architectures=["Qwen2ForCausalLM"],
+        sliding_window=1024,
+        use_sliding_window=True,
+        max_window_layers=max_window_layers,
+    )
+    assert config.max_position == longest
+
+
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen2ForCausalLM"])
+def test_attention_bias_means_nothing_to_architectures_without_the_field(architecture: str) -> None:
+    config = parse(architectures=[architecture], attention_bias=True)
+    assert (config.qkv_bias, config.o_bias) == (architecture == "Qwen2ForCausalLM", False)
+
+
+def test_both_rope_forms_may_stand_together_if_they_agree() -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    assert parse(rope_parameters=rope, rope_scaling=dict(rope)).rope == parse(rope_parameters=rope).rope
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -70,6 +99,20 @@ def test_a_sliding_window_that_is_not_used_caps_nothing() -> None:
         ({"quantization_config": {"quant_method": "awq"}}, ["awq"]),
         ({"hidden_size": "big"}, ["hidden_size", "big"]),
         ({"num_key_value_heads": 2}, ["9", "2"]),
+        ({"num_key_value_heads": -3}, ["num_key_value_heads", "-3"]),
+        ({"head_dim": "64"}, ["head_dim", "'64'"]),
+        ({"head_dim": 63}, ["head_dim", "63", "even"]),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, ["sliding_window", "0"]),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+            },
+            ["rope_parameters", "rope_scaling", "yarn"],
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["full_attention", "by layer"]),
+        ({**MOE, "decoder_sparse_step": 0}, ["decoder_sparse_step", "0"]),
+        ({**MOE, "num_experts_per_tok": 9}, ["num_experts_per_tok", "9", "8 experts"]),
     ],
 )
 def test_what_is_not_supported_is_named(changes: dict[str, Any], words: list[str]) -> None:

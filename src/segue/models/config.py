@@ -84,8 +84,7 @@ class ModelConfig:
 
         Raises:
             UnsupportedModelError: the architecture, activation, RoPE kind or quantisation is not supported,
-            or a
-                size is missing or wrong.
+                or a size is missing or wrong.
         """
         architecture = _architecture(config)
         if config.get("quantization_config"):
@@ -100,11 +99,14 @@ class ModelConfig:
 
         num_heads = _size(config, "num_attention_heads")
         hidden_size = _size(config, "hidden_size")
-        attention_bias = bool(config.get("attention_bias", False))
-        is_qwen2 = architecture == "Qwen2ForCausalLM"
         is_qwen3 = architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+        has_attention_bias = is_qwen3 or architecture == "LlamaForCausalLM"  # others do not look at the field
+        attention_bias = has_attention_bias and bool(config.get("attention_bias", False))
         default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
-        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        head_dim = _size(config, "head_dim", default_head_dim)
+        if head_dim % 2:
+            raise UnsupportedModelError(f"head_dim {head_dim} is odd; RoPE turns pairs, so it must be even")
+        num_kv_heads = _size(config, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise UnsupportedModelError(
                 f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
@@ -119,13 +121,13 @@ class ModelConfig:
             num_layers=_size(config, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=config.get("head_dim") or default_head_dim,
+            head_dim=head_dim,
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope=rope,
             max_position=_max_position(config, architecture, rope, trained_context),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=is_qwen2 or attention_bias,
-            o_bias=attention_bias and not is_qwen2,
+            qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
+            o_bias=attention_bias,
             mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
             qk_norm=is_qwen3,
             dtype=_dtype(config),
@@ -144,8 +146,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
     )
 
 
-def _size(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = default if config.get(key) is None else config[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnsupportedModelError(f"config.json: {key} is {value!r}; it must be a positive integer")
     return value
@@ -158,7 +160,17 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
 
 def _rope(config: Mapping[str, Any], trained_context: int) -> RopeConfig:
     # transformers 5 keeps everything in rope_parameters; before, rope_theta stood beside rope_scaling.
-    fields = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    if new and old and new != old:
+        raise UnsupportedModelError(
+            f"config.json has rope_parameters {new} and rope_scaling {old}, which differ; remove one of them"
+        )
+    fields = dict(new or old or {})
+    if any(isinstance(value, Mapping) for value in fields.values()):
+        raise UnsupportedModelError(
+            f"RoPE parameters that differ by layer ({', '.join(fields)}) are not supported; supported: one "
+            "set for all layers"
+        )
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in get_args(RopeKind):
         raise UnsupportedModelError(
@@ -187,11 +199,15 @@ def _rope(config: Mapping[str, Any], trained_context: int) -> RopeConfig:
         high_freq_factor=float(fields.get("high_freq_factor") or 4.0),
         beta_fast=float(fields.get("beta_fast") or 32.0),
         beta_slow=float(fields.get("beta_slow") or 1.0),
-        attention_factor=fields.get("attention_factor"),
-        mscale=fields.get("mscale"),
-        mscale_all_dim=fields.get("mscale_all_dim"),
+        attention_factor=_optional_float(fields.get("attention_factor")),
+        mscale=_optional_float(fields.get("mscale")),
+        mscale_all_dim=_optional_float(fields.get("mscale_all_dim")),
         truncate=bool(fields.get("truncate", True)),
     )
+
+
+def _optional_float(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _max_position(
@@ -207,22 +223,32 @@ def _max_position(
 
 def _sliding_window(config: Mapping[str, Any], architecture: str) -> int | None:
     if architecture == "MistralForCausalLM":
-        return cast("int | None", config.get("sliding_window", 4096))
-    if architecture == "LlamaForCausalLM" or not config.get("use_sliding_window", False):
+        uses_window = True
+    elif architecture == "LlamaForCausalLM" or not config.get("use_sliding_window", False):
+        uses_window = False
+    elif architecture == "Qwen3MoeForCausalLM":
+        uses_window = True
+    elif config.get("layer_types") is not None:
+        uses_window = "sliding_attention" in config["layer_types"]
+    else:
+        uses_window = config.get("max_window_layers", 28) < _size(config, "num_hidden_layers")
+    if not uses_window or ("sliding_window" in config and config["sliding_window"] is None):
         return None
-    layer_types = config.get("layer_types")
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    return cast("int | None", config.get("sliding_window", 4096))
+    return _size(config, "sliding_window", 4096)
 
 
 def _moe(config: Mapping[str, Any]) -> MoEConfig:
-    experts = "num_experts" if "num_experts" in config else "num_local_experts"
+    num_experts = _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    per_token = _size(config, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise UnsupportedModelError(
+            f"config.json: num_experts_per_tok is {per_token}, but there are {num_experts} experts"
+        )
     return MoEConfig(
-        num_experts=_size(config, experts),
-        num_experts_per_tok=_size(config, "num_experts_per_tok"),
+        num_experts=num_experts,
+        num_experts_per_tok=per_token,
         expert_intermediate_size=_size(config, "moe_intermediate_size"),
         norm_topk_prob=bool(config.get("norm_topk_prob", False)),
-        sparse_step=int(config.get("decoder_sparse_step", 1)),
+        sparse_step=_size(config, "decoder_sparse_step", 1),
         dense_layers=tuple(config.get("mlp_only_layers") or ()),
     )
