@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from segue.errors import ModelFileError
 from segue.weights.safetensors_file import SafetensorsFile, open_writer
 
+INFINITE = b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 8]}}'
 TENSORS = {"a": torch.arange(6, dtype=torch.float32).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16)}
 
 
@@ -99,7 +100,9 @@ def test_another_kind_of_file_is_corrupt(path: Path) -> None:
         SafetensorsFile(path)
 
 
-@pytest.mark.parametrize("header", [b"{nonsense", b"[1, 2]", {"a": 3}, {"a": {"dtype": "F32"}}, b"\xff\xff"])
+@pytest.mark.parametrize(
+    "header", [b"{nonsense", b"[1, 2]", {"a": 3}, {"a": {"dtype": "F32"}}, b"\xff\xff", INFINITE]
+)
 def test_a_header_that_is_no_table_is_corrupt(path: Path, header: object) -> None:
     write_header(path, header)
     with pytest.raises(ModelFileError, match=f"{path} is corrupt: its header cannot be read"):

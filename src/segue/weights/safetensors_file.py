@@ -124,7 +124,7 @@ def _read_table(path: Path, fd: int) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         items = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         tensors = [_stored(name, fields, 8 + header_size) for name, fields in items]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelFileError(
             f"model file {path} is corrupt: its header cannot be read ({error}). Get it again"
         ) from error
