@@ -130,6 +130,28 @@ def test_the_head_of_a_tied_model_may_be_in_the_file(
     tiny.assert_equal(arena, tiny.expected(models["llama-tied"], TPInfo()))
 
 
+@pytest.mark.parametrize(
+    ("changed_at", "words"), [(-1, "differs from 'model.embed_tokens.weight'"), (None, "has shape")]
+)
+def test_a_tied_models_head_of_its_own_is_an_error(
+    changed_at: int | None,
+    words: str,
+    changed: Callable[[str, Change], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shards, "_COMPARED", 1000)
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        head = tensors["model.embed_tokens.weight"].clone()
+        if changed_at is not None:
+            head.view(-1)[changed_at] += 1
+        tensors["lm_head.weight"] = head if changed_at is not None else head[1:]
+
+    path = changed("llama-tied", add)
+    with pytest.raises(ModelFileError, match=f"{path / shards.SINGLE}: tensor 'lm_head.weight' {words}"):
+        tiny.load(path)
+
+
 def test_inverse_frequencies_in_the_file_are_ignored(changed: Callable[[str, Change], Path]) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     tiny.load(changed("llama", lambda tensors: tensors.update({name: torch.ones(4)})))

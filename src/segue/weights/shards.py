@@ -22,6 +22,7 @@ INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DERIVED = ".rotary_emb.inv_freq"  # follows from the config; old checkpoints have it all the same
 _CHUNK = 64 << 20  # bytes read at once, so that progress shows
+_COMPARED = 1 << 20  # elements compared at once
 _SHOWN = 4  # names in an error message
 
 
@@ -96,23 +97,25 @@ class Shards:
             file.close()
 
     def check(self, table: NameTable) -> None:
-        """Hold names, shapes and types against `table`, before anything is read.
+        """Hold names, shapes and types against `table`, before anything is loaded.
 
         Raises:
-            ModelFileError: a tensor is missing, unknown, or of a wrong shape or type; names file and tensor.
+            ModelFileError: a tensor is missing, unknown, of a wrong shape or type, or differs from the one it
+                is tied to; names file and tensor.
         """
         for name, file in self.tensors.items():
             stored = file.tensors[name]
-            if name in table.aliases or name.endswith(_DERIVED):
+            if name.endswith(_DERIVED):
                 continue
-            if name not in table.slices:
+            meaning = table.aliases.get(name, name)
+            if meaning not in table.slices:
                 raise ModelFileError(
                     f"model file {file.path}: tensor {name!r} is not part of the model config.json describes"
                 )
-            if stored.shape != table.shapes[name]:
+            if stored.shape != table.shapes[meaning]:
                 raise ModelFileError(
                     f"model file {file.path}: tensor {name!r} has shape {list(stored.shape)}; config.json "
-                    f"asks for {list(table.shapes[name])}"
+                    f"asks for {list(table.shapes[meaning])}"
                 )
             if stored.dtype not in _DTYPES:
                 raise ModelFileError(
@@ -128,6 +131,12 @@ class Shards:
             raise ModelFileError(
                 f"{self.origin} holds the same weights under two names: see those for {next(iter(repeated))}"
             )
+        for name, meaning in table.aliases.items():
+            if name in self.tensors and not self._equal(name, meaning):
+                raise ModelFileError(
+                    f"model file {self.tensors[name].path}: tensor {name!r} differs from {meaning!r}, to "
+                    "which config.json ties it; set tie_word_embeddings to false there"
+                )
 
     def copy(self, arena: Arena, table: NameTable) -> Iterator[int]:
         """Copy what `table` asks for into `arena`, cast to its dtypes; yields bytes as they arrive there.
@@ -142,6 +151,23 @@ class Shards:
                     yield from _copy(
                         file, tensor, part, arena.view(part.parameter)[part.destination], staging
                     )
+
+    def _equal(self, *names: str) -> bool:
+        """Whether tensors of equal shape have equal values."""
+        size = prod(self.tensors[names[0]].tensors[names[0]].shape)
+        for first in range(0, size, _COMPARED):
+            count = min(_COMPARED, size - first)
+            one, other = (self._elements(name, first, count) for name in names)
+            if not torch.equal(one, other):
+                return False
+        return True
+
+    def _elements(self, name: str, first: int, count: int) -> Tensor:
+        file = self.tensors[name]
+        values = torch.empty(count, dtype=_DTYPES[file.tensors[name].dtype])
+        item = values.itemsize
+        file.read_into(file.tensors[name], first * item, values.view(torch.uint8).numpy().data)
+        return values.float()
 
     def _add(self, path: Path) -> None:
         file = SafetensorsFile(path)
