@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from segue.kvcache import pool as pool_module
 from segue.kvcache.pool import KVPool
 
 
@@ -15,6 +16,11 @@ def test_the_pool_starts_zeroed_with_a_scratch_page_behind_the_others() -> None:
     assert pool.data.shape == (6, 3, 2, 4, 2, 8)
     assert pool.data.count_nonzero() == 0
     assert (pool.scratch_page, pool.scratch_slot) == (5, 20)
+
+
+def test_a_kernel_without_huge_pages_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module.mmap, "MADV_HUGEPAGE", 12345, raising=False)  # refused: EINVAL
+    assert make().data.count_nonzero() == 0
 
 
 def test_page_bytes_are_those_of_all_layers() -> None:
