@@ -1,5 +1,9 @@
 """The prefix cache."""
 
+from random import Random
+
+import pytest
+
 from segue.kvcache.prefix import Node, PrefixCache
 
 
@@ -69,3 +73,29 @@ def test_stale_leaf_entries_do_not_pile_up() -> None:
         cache.unlock(node)
     assert len(cache._leaves) < 100
     assert cache.evict(1) == [10]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_in_any_order_no_held_page_is_evicted_and_every_count_is_right(seed: int) -> None:
+    random = Random(seed)
+    cache, holders, free = PrefixCache(1), list[Node](), list(range(12))
+    for _ in range(1000):
+        match random.choice(["hold", "extend", "extend", "let go", "evict"]):
+            case "hold":
+                tokens = random.choices([0, 1], k=random.randrange(4))
+                holders.append(cache.match("0", tokens, len(tokens)))
+                cache.lock(holders[-1])
+            case "extend" if free and holders:
+                which = random.randrange(len(holders))
+                holders[which], inserted = cache.extend(holders[which], (random.randrange(2),), free[-1])
+                if inserted:
+                    free.pop()
+            case "let go" if holders:
+                cache.unlock(holders.pop(random.randrange(len(holders))))
+            case "evict" if cache.num_evictable:
+                free += cache.evict(random.randint(1, min(3, cache.num_evictable)))
+        held = {page for node in holders for page in cache.pages(node)}
+        cached = [node.page for node in cache.nodes()]
+        assert held <= set(cached)
+        assert sorted(cached + free) == list(range(12))
+        assert (cache.num_pages, cache.num_evictable) == (len(cached), len(cached) - len(held))
