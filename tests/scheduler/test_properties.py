@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -154,3 +156,19 @@ class LongSchedulerMachine(SchedulerMachine):
 
 TestSchedulerLong = pytest.mark.slow(LongSchedulerMachine.TestCase)
 TestSchedulerLong.settings = _settings(50_000)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prompts_sent_again_while_the_cache_is_full_keep_their_pages(seed: int) -> None:
+    """Hypothesis seldom fills the cache and then meets a page that is about to be evicted; this does."""
+    random = Random(seed)
+    size = random.choice([2, 4])
+    sim = Simulation(num_pages=64 // size + 2, page_size=size, max_seq_len=64, max_running_requests=3)
+    again = [random.choices(range(VOCAB), k=size * random.randint(1, 4)) for _ in range(4)]
+    for number in range(150):
+        prompt = random.choice([*again, random.choices(range(VOCAB), k=random.randint(1, 20))])
+        sim.add(f"r{number}", list(prompt), max_new_tokens=random.randint(1, 12))
+        for _ in range(random.randint(0, 6)):
+            sim.overlapped_step()
+        sim.check()
+    sim.run(overlap=True)
