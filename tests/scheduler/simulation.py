@@ -28,7 +28,7 @@ VOCAB = 50
 
 def next_token(tokens: list[int]) -> int:
     """The fake model."""
-    return hash(("model", *tokens)) % VOCAB
+    return hash((VOCAB, *tokens)) % VOCAB  # of integers only: strings hash anew in each process
 
 
 def expected_output(prompt: list[int], params: SamplingParams, max_seq_len: int) -> list[int]:
