@@ -133,6 +133,23 @@ def test_prefill_agrees_with_the_oracle(q_len: int, kv_len: int, dtype: torch.dt
     Case([q_len], [kv_len], 0, dtype=dtype).check()
 
 
+def test_a_long_context_bounds_the_scores_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    softmax = torch.softmax
+
+    def noting(scores: Tensor, dim: int) -> Tensor:
+        sizes.append(scores.numel())
+        return softmax(scores, dim)
+
+    monkeypatch.setattr(cpu, "_MAX_SCORES", 6 * 300 * 7)
+    monkeypatch.setattr(cpu.torch, "softmax", noting)
+    Case([50], [300], 0).run()
+    assert len(sizes) == 8 and max(sizes) <= 6 * 300 * 7
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu, "_MAX_SCORES", 6 * 300 * 7)
+    Case([50], [300], 0).check()
+
+
 def test_a_query_that_sees_no_key_gives_zero() -> None:
     case = Case([5, 4], [3, 0], 0)
     case.check()

@@ -34,7 +34,8 @@ CAPABILITIES = Capabilities(
 
 _KEY_MULTIPLE = 64  # decode pads S to it: oneDNN compiles each new shape, for half a millisecond
 _MAX_PADDING = 3072  # tokens; about what a further group costs in calls
-_BLOCK = 128  # query tokens a product in prefill
+_BLOCK = 128  # query tokens a product in prefill, at most
+_MAX_SCORES = 1 << 24  # elements a product gives: with long contexts, blocks of fewer tokens bound memory
 _SHORT = 128  # keys up to which one fused call beats the blocked products
 
 
@@ -154,8 +155,9 @@ class CPUAttention:
         grouped = (plan.q_len, shape.num_kv_heads, group, shape.head_dim)
         queries = query.view(grouped).transpose(0, 1)  # [H, T, G, D]
         outputs = output.view(grouped).transpose(0, 1)
-        for start in range(0, plan.q_len, _BLOCK):
-            size = min(_BLOCK, plan.q_len - start)
+        block = min(_BLOCK, max(1, _MAX_SCORES // (shape.num_heads * plan.kv_len)))
+        for start in range(0, plan.q_len, block):
+            size = min(block, plan.q_len - start)
             visible = plan.kv_len - plan.q_len + start + size
             packed = query.new_empty(shape.num_kv_heads, size, group, shape.head_dim)
             torch.mul(queries[:, start : start + size], shape.scale, out=packed)
