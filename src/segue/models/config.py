@@ -1,5 +1,6 @@
 """What Segue needs to know of a Hugging Face `config.json`, checked and in one form."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -122,7 +123,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             rope=rope,
             max_position=_max_position(config, architecture, rope, trained_context),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -153,6 +154,13 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
+def _positive(name: str, value: Any) -> float:
+    number = float(value)
+    if not 0.0 < number < math.inf:
+        raise UnsupportedModelError(f"config.json: {name} is {value!r}; it must be a positive number")
+    return number
+
+
 def _dtype(config: Mapping[str, Any]) -> str | None:
     name = config.get("dtype") or config.get("torch_dtype")
     return None if name is None else str(name).removeprefix("torch.")
@@ -179,7 +187,7 @@ def _rope(config: Mapping[str, Any], trained_context: int) -> RopeConfig:
     partial = fields.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
-    theta = float(fields.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    theta = _positive("rope_theta", fields.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if kind == "default":
         return RopeConfig(theta=theta)
     original = int(
@@ -193,7 +201,7 @@ def _rope(config: Mapping[str, Any], trained_context: int) -> RopeConfig:
     return RopeConfig(
         kind=cast(RopeKind, kind),
         theta=theta,
-        factor=float(factor),
+        factor=_positive("the RoPE factor", factor),
         original_max_position=original,
         low_freq_factor=float(fields.get("low_freq_factor") or 1.0),
         high_freq_factor=float(fields.get("high_freq_factor") or 4.0),
