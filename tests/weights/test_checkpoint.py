@@ -259,10 +259,17 @@ def test_a_shard_without_its_tensor_is_named_with_it(sharded: Path) -> None:
         tiny.load(sharded)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../b"}}'])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"weight_map": 3}'])
 def test_a_corrupt_index_is_named(sharded: Path, text: str) -> None:
     (sharded / shards.INDEX).write_text(text)
     with pytest.raises(ModelFileError, match=f"{sharded / shards.INDEX} is corrupt"):
+        tiny.load(sharded)
+
+
+@pytest.mark.parametrize("place", ["../b", "/etc/passwd", "a/b", "..", ""])
+def test_an_index_that_points_elsewhere_is_corrupt_and_names_the_tensor(sharded: Path, place: str) -> None:
+    (sharded / shards.INDEX).write_text(json.dumps({"weight_map": {"a": place}}))
+    with pytest.raises(ModelFileError, match=f"{shards.INDEX} is corrupt: tensor 'a' .* not a file name"):
         tiny.load(sharded)
 
 

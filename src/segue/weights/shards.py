@@ -184,12 +184,12 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         content: Any = json.loads(index.read_text())
         places = {str(name): str(file) for name, file in content["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFileError(
             f"model file {index} is corrupt: it is no index of tensors ({error!r}). Get it again"
         ) from error
     for name, file in places.items():
-        if Path(file).name != file:
+        if Path(file).name != file or file in ("", ".."):
             raise ModelFileError(
                 f"model file {index} is corrupt: tensor {name!r} is said to be in {file!r}, not a file name"
             )
