@@ -1,4 +1,4 @@
-"""Changes of the logits that depend on what a row already says: penalties, bias, tokens not allowed yet."""
+"""Penalties: changes of the logits that depend on what a row already says."""
 
 from __future__ import annotations
 
