@@ -23,6 +23,7 @@ from segue import cli
 from segue.config import EngineConfig
 from segue.frontend.engine import Engine
 from segue.server import lifecycle
+from segue.weights import convert
 from tests.frontend.conftest import FAKE_WORKER
 from tests.frontend.tiny_model import write_model
 from tests.server.live import LiveServer
@@ -218,7 +219,7 @@ def test_chat_with_a_server(tiny_model: Path, typed: Any, capsys: pytest.Capture
 
 
 def test_models_lists_what_is_in_the_cache(tmp_path: Path) -> None:
-    converted = tmp_path / "converted" / ("a" * 64) / "1"
+    converted = tmp_path / "converted" / ("a" * 64) / convert.FORMAT
     converted.mkdir(parents=True)
     (converted / "config.json").write_text("{}")
     (converted / "model.bin").write_bytes(b"x" * 3 * 2**20)

@@ -181,7 +181,7 @@ def test_special_ids_are_those_that_decode_skips(save: Save) -> None:
         for i in range(tokenizer.vocab_size)
         if not tokenizer.decode([i]) and tokenizer.decode([i], skip_special_tokens=False)
     }
-    assert tokenizer.special_ids == skipped == set(tokenizer.encode("<|end|><|user|>"))
+    assert tokenizer.special_ids == skipped == set(tokenizer.encode("".join(tiny_gguf.SPECIALS)))
 
 
 def test_ids_beyond_the_vocabulary_decode_to_nothing(save: Save) -> None:

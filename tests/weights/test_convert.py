@@ -1,15 +1,23 @@
 import json
 import re
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import transformers
 
 from segue.errors import ModelFileError, UnsupportedModelError
+from segue.frontend.tokenizer import Tokenizer
 from segue.weights import convert
-from tests.frontend.test_tokenizer import MESSAGES, TEXTS, assert_same
+from tests.fixtures import make_tokenizers
+from tests.fixtures.prompts import PROMPTS
+from tests.frontend.test_tokenizer import MESSAGES, assert_same
 from tests.weights import tiny, tiny_gguf
+
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
 
 def write(directory: Path, kind: str = "llama", **how: Any) -> Path:
@@ -43,12 +51,6 @@ def test_a_file_without_tokenizer_is_converted_without(tmp_path: Path) -> None:
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "generation_config.json"]
 
 
-def test_an_unknown_tokenizer_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path, tokenizer=None, extra={"tokenizer.ggml.model": "rwkv"})
-    with pytest.raises(ModelFileError, match=f"{path}: its tokenizer cannot be converted"):
-        convert.convert(path, tmp_path / "cache")
-
-
 def test_an_unsupported_architecture_leaves_nothing_behind(tmp_path: Path) -> None:
     path = write(tmp_path, extra={"llama.expert_count": 8})
     with pytest.raises(UnsupportedModelError):
@@ -56,24 +58,84 @@ def test_an_unsupported_architecture_leaves_nothing_behind(tmp_path: Path) -> No
     assert not (tmp_path / "cache" / "converted").exists()
 
 
-@pytest.mark.parametrize(
-    "flags", [{}, {"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}]
-)
-@pytest.mark.parametrize(
-    ("kind", "tokenizer"),
-    [("llama", "gpt2"), ("llama", "llama"), ("qwen2", "gpt2"), ("qwen3", "gpt2"), ("qwen3-moe", "gpt2")],
-)
-def test_the_tokenizer_is_what_transformers_makes_of_the_file(
-    kind: str, tokenizer: str, flags: dict[str, bool], tmp_path: Path
-) -> None:
-    extra = {f"tokenizer.ggml.{key}": value for key, value in flags.items()}
-    path = write(tmp_path, kind, tokenizer=tokenizer, extra=extra)
-    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    assert_same(convert.convert(path, tmp_path / "cache"), theirs, TEXTS, MESSAGES)
+@pytest.mark.parametrize("name", ["bundled", *make_tokenizers.CASES])
+def test_the_tokenizer_is_the_stored_one_with_any_transformers(name: str, tmp_path: Path) -> None:
+    ours = Tokenizer.load(convert.convert(make_tokenizers.write(tmp_path, name), tmp_path / "cache"))
+    found = make_tokenizers.described(ours.backend, ours.bos_id, ours.eos_ids[0])
+    assert found == json.loads(make_tokenizers.STORED.read_text())[name]
 
 
-def test_the_bundled_models_tokenizer_is_what_transformers_makes_of_the_file(
-    bundled_path: Path, tmp_path: Path
+@pytest.mark.skipif(
+    f"transformers=={transformers.__version__}" not in CONSTRAINTS.read_text().splitlines(),
+    reason="versions of transformers read a GGUF vocabulary differently; the pinned one is the reference",
+)
+@pytest.mark.parametrize("name", ["bundled", *make_tokenizers.CASES])
+def test_the_tokenizer_is_what_transformers_makes_of_the_file(name: str, tmp_path: Path) -> None:
+    path = make_tokenizers.write(tmp_path, name)
+    texts = [*make_tokenizers.MORE_TEXTS, *(prompt.text for prompt in PROMPTS if prompt.text)]
+    theirs = make_tokenizers.theirs(path)
+    assert_same(convert.convert(path, tmp_path / "cache"), theirs, texts, MESSAGES)
+
+
+@pytest.mark.parametrize("pre", ["martian", None])
+def test_an_unknown_pre_tokenizer_is_an_error_that_lists_the_known(pre: str | None, tmp_path: Path) -> None:
+    path = write(tmp_path, extra={"tokenizer.ggml.pre": pre})
+    expected = f"{path} has pre-tokenizer {pre!r} .*llama-bpe.*gguf-new-metadata --pre-tokenizer NAME"
+    with pytest.raises(ModelFileError, match=expected):
+        convert.convert(path, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            {"tokenizer.ggml.model": "rwkv"},
+            "has tokenizer kind 'rwkv' .*supported in GGUF files: gpt2, llama",
+        ),
+        ({"tokenizer.ggml.merges": None}, "no metadata key 'tokenizer.ggml.merges'"),
+        ({"tokenizer.ggml.bos_token_id": 9999}, "its tokenizer cannot be converted"),
+        ({"tokenizer.ggml.merges": "x"}, "its tokenizer cannot be converted"),
+        ({"tokenizer.ggml.token_type": 1}, "its tokenizer cannot be converted"),
+        (
+            {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None},
+            "no metadata key 'tokenizer.ggml.bos_token_id'",
+        ),
+    ],
+)
+def test_a_broken_tokenizer_is_an_error_that_names_the_file(
+    extra: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    theirs = AutoTokenizer.from_pretrained(bundled_path.parent, gguf_file=bundled_path.name)
-    assert_same(convert.convert(bundled_path, tmp_path), theirs, TEXTS, MESSAGES)
+    path = write(tmp_path, extra=extra)
+    with pytest.raises(ModelFileError, match=f"{path}:? .*{message}"):
+        convert.convert(path, tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "converted").rglob("*.json"))
+
+
+def test_a_control_token_beyond_the_byte_alphabet_keeps_its_id(tmp_path: Path) -> None:
+    token = "<\uff5cbegin\u2581of\u2581sentence\uff5c>"  # DeepSeek's
+    path = write(tmp_path, specials=[token])
+    ours = Tokenizer.load(convert.convert(path, tmp_path / "cache"))
+    assert ours.encode(token) == [tiny_gguf.vocab_size()]
+    assert ours.vocab_size == tiny_gguf.vocab_size() + 1
+
+
+def test_a_sentencepiece_file_without_prefix_space_gets_none(tmp_path: Path) -> None:
+    path = write(tmp_path, tokenizer="llama", extra={"tokenizer.ggml.add_space_prefix": False})
+    ours = Tokenizer.load(convert.convert(path, tmp_path / "cache"))
+    pieces = [ours.backend.id_to_token(index) for index in ours.encode("hello wo")]
+    assert pieces == ["<s>", "hello", "▁wo"]
+    assert ours.decode(ours.encode(" hello")) == " hello"
+
+
+def test_a_tokenizer_is_converted_without_transformers_or_torch(tmp_path: Path) -> None:
+    program = """
+        import sys
+        from pathlib import Path
+        sys.modules["transformers"] = sys.modules["torch"] = None  # importing one now raises ImportError
+        from segue.weights import convert
+        print(convert.convert(Path(sys.argv[1]), Path(sys.argv[2])))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(write(tmp_path)), str(tmp_path / "cache")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert (Path(result.stdout.strip()) / "tokenizer.json").exists()

@@ -1,6 +1,6 @@
 """GGUF files of tiny transformers models, as llama.cpp's converter writes them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
 }
 
-SPECIALS = ["<|end|>", "<|user|>"]
+SPECIALS = ["<|end|>", "<|user|>", "<|endoftext|>"]  # transformers adds the last one where it is missing
 PLAIN_ADDED = ["<think>"]
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o", "Ġ Ġ", "1 2", "Ã ©"]
 TEMPLATE = "{% for m in messages %}{{ '<|user|>' + m['content'] + '<|end|>' }}{% endfor %}"
@@ -40,19 +40,26 @@ def write(
     *,
     types: Mapping[str, Type] | Type = Type.F32,
     tokenizer: str | None = "gpt2",
+    specials: Sequence[str] = (),
     extra: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
-    """Write `model`; `types` by GGUF name, such as "blk.0.attn_q.weight", or of all matrices."""
+    """Write `model`; `types` by GGUF name, such as "blk.0.attn_q.weight", or of all matrices.
+
+    `extra` metadata wins over the model's; None leaves a key out.
+    """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
     _metadata(writer, config, architecture)
     if tokenizer == "gpt2":
-        _byte_level(writer, architecture)
+        _byte_level(writer, architecture, specials)
     elif tokenizer == "llama":
         _sentencepiece(writer)
     for key, value in (extra or {}).items():
+        writer.kv_data[0].pop(key, None)
+        if value is None:
+            continue
         if isinstance(value, str):
             writer.add_string(key, value)
         elif isinstance(value, bool):
@@ -95,9 +102,9 @@ def _metadata(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
-def _byte_level(writer: gguf.GGUFWriter, architecture: str) -> None:
-    vocabulary = tokens()
-    kinds = {token: 3 for token in SPECIALS} | {token: 4 for token in PLAIN_ADDED}
+def _byte_level(writer: gguf.GGUFWriter, architecture: str, specials: Sequence[str]) -> None:
+    vocabulary = [*tokens(), *specials]
+    kinds = {token: 3 for token in [*SPECIALS, *specials]} | {token: 4 for token in PLAIN_ADDED}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe" if architecture == "llama" else "qwen2")
     writer.add_token_list(vocabulary)

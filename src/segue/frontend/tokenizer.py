@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer as Backend
 
 from segue.errors import InvalidRequestError, ModelFileError
-from segue.weights.convert import CONVERTED_KEY
+from segue.weights.gguf_tokenizer import CONVERTED_KEY
 from segue.weights.source import eos_token_ids, read_json
 
 _GENERIC = "PreTrainedTokenizerFast"

@@ -1,18 +1,14 @@
 """A GGUF file's config and tokenizer as Hugging Face files, made once and kept in the user's cache."""
 
 import json
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from segue.errors import ModelFileError
-from segue.weights import cache, gguf_config
+from segue.weights import cache, gguf_config, gguf_tokenizer
 from segue.weights.gguf_file import GGUFFile
 
-CONVERTED_KEY = "converted_from_gguf"  # in tokenizer_config.json
-FORMAT = "1"  # to be raised when what is written here, or the weights beside it, changes
+FORMAT = "2"  # to be raised when what is written here, or the weights beside it, changes
 
 
 def convert(path: Path, cache_dir: Path) -> Path:
@@ -36,35 +32,4 @@ def convert(path: Path, cache_dir: Path) -> Path:
 def _fill(directory: Path, file: GGUFFile, config: Mapping[str, Any]) -> None:
     for name, content in (("config", config), ("generation_config", gguf_config.generation_config(file))):
         (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
-    if file.metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab"):
-        _convert_tokenizer(directory, file)
-
-
-def _convert_tokenizer(directory: Path, file: GGUFFile) -> None:
-    with _quiet("transformers"):
-        from transformers import PreTrainedTokenizerFast
-
-        try:
-            # AutoTokenizer comes to the same, but reads the metadata several times, seconds each.
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(file.path.parent, gguf_file=file.path.name)
-        except Exception as error:  # whatever a Rust or Python parser makes of a broken vocabulary
-            raise ModelFileError(
-                f"model file {file.path}: its tokenizer cannot be converted ({error})"
-            ) from error
-        tokenizer.save_pretrained(directory)
-    settings = directory / "tokenizer_config.json"
-    content = json.loads(settings.read_text())
-    # tokenizer.json has it all; a class of the model's own would build it anew, in its own way.
-    content |= {"tokenizer_class": "PreTrainedTokenizerFast", CONVERTED_KEY: True}
-    settings.write_text(json.dumps(content, indent=2) + "\n")
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    gguf_tokenizer.convert(file, directory)

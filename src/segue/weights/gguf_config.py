@@ -35,7 +35,7 @@ def config(file: GGUFFile) -> dict[str, Any]:
             f"model file {file.path} has architecture {name!r}; supported in GGUF files: "
             f"{', '.join(ARCHITECTURES)}"
         )
-    reader = _Keys(file, name)
+    reader = Keys(file, name)
     if name == "llama" and reader.get("expert_count"):
         raise UnsupportedModelError(
             f"model file {file.path} is a Llama mixture of experts (Mixtral); supported in GGUF files: "
@@ -58,7 +58,7 @@ def config(file: GGUFFile) -> dict[str, Any]:
         "hidden_act": "silu",
         "rope_parameters": _rope(file, reader),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        **_token_ids(file),
+        **token_ids(file),
     }
     if name == "llama":
         found["head_dim"] = reader.get("rope.dimension_count", hidden // heads)
@@ -74,7 +74,7 @@ def config(file: GGUFFile) -> dict[str, Any]:
 
 def generation_config(file: GGUFFile) -> dict[str, Any]:
     """What a `generation_config.json` would say: the special tokens, all that end a turn among them."""
-    found = _token_ids(file)
+    found = token_ids(file)
     found.pop("unk_token_id", None)
     ends = [file.metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
     distinct = list(dict.fromkeys(end for end in ends if end is not None))
@@ -83,17 +83,19 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
     return found
 
 
-class _Keys:
-    """Metadata under the architecture's prefix."""
+class Keys:
+    """Metadata under a prefix: the architecture's, or "tokenizer.ggml"."""
 
     def __init__(self, file: GGUFFile, prefix: str) -> None:
         self.file = file
         self.prefix = prefix
 
     def get(self, key: str, default: Any = None) -> Any:
+        """The value, or `default` where the file has none."""
         return self.file.metadata.get(f"{self.prefix}.{key}", default)
 
     def need(self, key: str) -> Any:
+        """The value; without it, a ModelFileError."""
         value = self.get(key)
         if value is None:
             raise ModelFileError(
@@ -102,6 +104,7 @@ class _Keys:
         return value
 
     def size(self, key: str) -> int:
+        """A value that must be a positive integer; a ModelFileError otherwise."""
         value = self.need(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelFileError(
@@ -111,21 +114,24 @@ class _Keys:
         return value
 
 
-def _token_ids(file: GGUFFile) -> dict[str, Any]:
+def token_ids(file: GGUFFile) -> dict[str, Any]:
+    """The special tokens the file names, by a config's names for them."""
     keys = {ours: f"tokenizer.ggml.{theirs}" for ours, theirs in _TOKEN_IDS.items()}
     return {ours: file.metadata[key] for ours, key in keys.items() if key in file.metadata}
 
 
-def _vocab_size(file: GGUFFile, reader: _Keys) -> Any:
-    size = reader.get("vocab_size", file.metadata.get("tokenizer.ggml.tokens"))
-    if size is None:
+def _vocab_size(file: GGUFFile, reader: Keys) -> Any:
+    size, tokens = reader.get("vocab_size"), file.metadata.get("tokenizer.ggml.tokens")
+    if size is not None:
+        return size
+    if tokens is None:
         raise ModelFileError(
             f"model file {file.path} has neither a vocabulary nor its size. Convert it again"
         )
-    return size
+    return len(tokens)
 
 
-def _rope(file: GGUFFile, reader: _Keys) -> dict[str, Any]:
+def _rope(file: GGUFFile, reader: Keys) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": reader.get("rope.freq_base", 10000.0)}
     kind = reader.get("rope.scaling.type", "none")
     if "rope_freqs.weight" in file.tensors:

@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata and where each tensor lies.
 
-The gguf package's reader makes an array object of every string of the vocabulary, which takes seconds; this
-one walks past them. Dequantisation is the package's.
+The gguf package's reader makes array objects of every string of the vocabulary, which takes seconds; this one
+makes the string alone. Dequantisation is the package's.
 """
 
 import mmap
@@ -51,7 +51,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFile:
-    """What a GGUF file says of itself. An array of strings is kept as its length only."""
+    """What a GGUF file says of itself. Arrays are tuples."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -104,13 +104,10 @@ class _Cursor:
 
     def string(self) -> str:
         (length,) = self.take("Q")
-        self.skip(length)
-        return self.data[self.position - length : self.position].decode()
-
-    def skip(self, length: int) -> None:
         if self.position + length > len(self.data):
             raise EOFError(f"a string of {length} bytes reaches beyond the end")
         self.position += length
+        return self.data[self.position - length : self.position].decode()
 
     def value(self) -> Any:
         (kind,) = self.take("I")
@@ -121,9 +118,7 @@ class _Cursor:
         kind, length = self.take("IQ")
         if kind != _STRING:
             return self.take(f"{length}{_SCALARS[kind]}")
-        for _ in range(length):
-            self.skip(self.take("Q")[0])
-        return length
+        return tuple(self.string() for _ in range(length))
 
 
 def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], list[GGUFTensor]]:
