@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import pytest
@@ -14,6 +17,17 @@ for _name in [name for name in os.environ if name.startswith("SEGUE_") and name 
     del os.environ[_name]
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Subprocesses find this tree, and their packages where we found ours.
+_ROOT = Path(__file__).resolve().parents[1]
+_paths = [str(_ROOT / "src"), str(_ROOT), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _paths if path)
+
+
+@pytest.fixture(scope="session")
+def transformers_imports_torch() -> bool:
+    """Whether the installed transformers imports torch with a tokenizer, as 5.17 does; then so must we."""
+    program = "import sys, transformers as t; t.PreTrainedTokenizerFast; print('torch' in sys.modules)"
+    return subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "True"
 
 
 class WaitUntil(Protocol):

@@ -28,7 +28,6 @@ from tests.frontend.conftest import FAKE_WORKER
 from tests.frontend.tiny_model import write_model
 from tests.server.live import LiveServer
 
-ROOT = Path(__file__).resolve().parents[1]
 RUNNER = CliRunner()
 
 
@@ -68,8 +67,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "segue", *arguments]
-    variables = os.environ | {"PYTHONPATH": str(ROOT / "src")} | environment
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=60)
 
 
 def test_version() -> None:
@@ -233,7 +231,7 @@ def test_serve_with_the_real_engine(tiny_model: Path) -> None:
     flags = ["--model", str(tiny_model), "--load-format", "dummy", "--port", "0", "--num-kv-tokens", "2048"]
     process = subprocess.Popen(
         [sys.executable, "-m", "segue", "serve", *flags],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "SEGUE_LOG_LEVEL": "warning"},
+        env=os.environ | {"SEGUE_LOG_LEVEL": "warning"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -89,17 +89,19 @@ def test_a_worker_that_never_reads_its_configuration_is_told_of_too(tmp_path: Pa
 def test_the_users_directory_does_not_shadow_the_standard_library(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')")
     program = "from segue.frontend.processes import WORKER_COMMAND as c; print(*c[1:3])"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(
-        [sys.executable, "-P", "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-P", "-c", program]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.stdout.split() == ["-P", "-m"], result.stderr
 
 
-def test_a_worker_finds_the_package_that_its_parent_uses(tmp_path: Path) -> None:
+def test_a_worker_finds_the_package_that_its_parent_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH")
     environment = worker_environment(1)
     del environment["OMP_NUM_THREADS"]
-    command = [sys.executable, "-P", "-c", "import segue; print(segue.__path__[0])"]
+    # -S: not by way of an installed package either
+    command = [sys.executable, "-S", "-P", "-c", "import segue; print(segue.__path__[0])"]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     import segue
 

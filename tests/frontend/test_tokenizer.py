@@ -1,5 +1,4 @@
 import json
-import os
 import random
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-import segue
 from segue.errors import InvalidRequestError, ModelFileError
 from segue.frontend.tokenizer import Tokenizer
 from tests.weights import tiny_gguf
@@ -295,14 +293,15 @@ print(Tokenizer.load(source.tokenizer_directory).encode("hello"))
 
 
 @pytest.mark.parametrize("declared", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
-def test_loading_does_not_import_torch(save: Save, declared: str) -> None:
+def test_loading_does_not_import_torch(save: Save, declared: str, transformers_imports_torch: bool) -> None:
+    if transformers_imports_torch:
+        pytest.skip("the installed transformers imports torch with any tokenizer")
     directory = save(model_type="qwen3", tokenizer_class=declared)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 300, "max_position_embeddings": 8, **sizes}
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, str(directory)],
-        env={**os.environ, "PYTHONPATH": str(Path(segue.__path__[0]).parent)},
         capture_output=True,
         text=True,
         timeout=60,

@@ -30,11 +30,9 @@ class ServerProcess:
 
     def __init__(self, model: Path, environment: dict[str, str] | None = None, **options: Any) -> None:
         given = {"model": str(model), "load_format": "dummy", "port": 0, "log_level": "error", **options}
-        root = str(PROGRAM.parents[2])
-        paths = os.pathsep.join([f"{root}/src", root])
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM), json.dumps(given)],
-            env=os.environ | {"PYTHONPATH": paths} | (environment or {}),
+            env=os.environ | (environment or {}),
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,

@@ -312,10 +312,8 @@ print(json.dumps({"grown": memory("VmHWM") - before, "arena": arena.num_bytes}))
 
 def growth(path: Path, load_format: str, cache_dir: Path) -> dict[str, int]:
     """What loading takes at its peak, file pages included, in a process of its own; bytes."""
-    source = Path(shards.__file__).parents[2]
     result = subprocess.run(
         [sys.executable, "-c", MEASURE, str(path), load_format, str(cache_dir)],
-        env={**os.environ, "PYTHONPATH": str(source)},
         capture_output=True,
         text=True,
         timeout=100,

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import segue
 from segue.distributed.info import TPInfo
 from segue.errors import CacheDirectoryError, ModelFileError
 from segue.weights import gguf_weights
@@ -226,14 +225,10 @@ print(tiny.load(Path(sys.argv[1]), cache_dir=Path(sys.argv[2]))[1].checksum())
 def test_processes_that_race_all_succeed(tmp_path: Path, cache_dir: Path) -> None:
     original = model("llama")
     path = tiny_gguf.write(tmp_path / "model.gguf", original)
-    root = Path(segue.__path__[0]).parents[1]
     command = [sys.executable, "-c", RACE, str(path), str(cache_dir)]
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
 
     def run(_: int) -> str:
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True, timeout=100
-        ).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(run, range(2)))
