@@ -61,7 +61,8 @@ def test_an_unsupported_architecture_leaves_nothing_behind(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["bundled", *make_tokenizers.CASES])
 def test_the_tokenizer_is_the_stored_one_with_any_transformers(name: str, tmp_path: Path) -> None:
     ours = Tokenizer.load(convert.convert(make_tokenizers.write(tmp_path, name), tmp_path / "cache"))
-    found = make_tokenizers.described(ours.backend, ours.bos_id, ours.eos_ids[0])
+    (eos_id,) = ours.eos_ids
+    found = make_tokenizers.described(ours.backend, ours.bos_id, eos_id)
     assert found == json.loads(make_tokenizers.STORED.read_text())[name]
 
 
