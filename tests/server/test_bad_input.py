@@ -36,6 +36,7 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"top_p": "1"}, "top_p"),
         ({"top_k": 1.5}, "top_k"),
         ({"top_k": -2}, "top_k"),
+        ({"top_k": -(10**400)}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"seed": "x"}, "seed"),
         ({"seed": 10**30}, "seed"),
@@ -45,13 +46,16 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"1": 10**400}}, "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": 10**400}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"min_tokens": 21}, "min_tokens"),
         ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 10**400}, "min_tokens"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
         ({"stop": 5}, "stop"),
         ({"stop": ["a", 5]}, "stop"),
@@ -73,6 +77,7 @@ def test_a_wrong_value_is_named_on_both_routes(api: Api, fields: dict[str, Any],
         assert error["param"] == param
         assert param in error["message"]
         assert error["type"] == "invalid_request_error"
+        assert len(error["message"]) < 300
 
 
 @pytest.mark.parametrize(
@@ -217,6 +222,8 @@ def test_an_unknown_model_is_404(api: Api) -> None:
         b"{",
         b'{"model": "x",}',
         b"\xff\xfe",
+        b'{"model": "\xff"}',
+        b'{"\xff": 1}',
         b'{"a": NaN}',
         b"[" * 100_000,
         b'{"model": "\\ud800"}',

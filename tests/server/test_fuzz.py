@@ -20,7 +20,7 @@ SCALARS = (
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=20)
-    | st.sampled_from(["user", "text", "abc", "<|im_end|>", MODEL, ""])
+    | st.sampled_from([10**400, "user", "text", "abc", "<|im_end|>", MODEL, ""])
 )
 VALUES = st.recursive(
     SCALARS,

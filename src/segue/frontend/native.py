@@ -114,10 +114,11 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
     refuse_unsupported(params, UNSUPPORTED_SAMPLING)
     sampling = parse(NativeSampling, params, rules=RULES)
     if sampling.n != 1:
-        raise UnsupportedFieldError(f"n={sampling.n}: only 1 is supported", param="n")
+        raise UnsupportedFieldError(f"n={shown(sampling.n)}: only 1 is supported", param="n")
     if call.top_logprobs_num < 0:
         raise InvalidRequestError(
-            f"top_logprobs_num={call.top_logprobs_num}: must be at least 0", param="top_logprobs_num"
+            f"top_logprobs_num={shown(call.top_logprobs_num)}: must be at least 0",
+            param="top_logprobs_num",
         )
     stop = sampling.stop
     return SamplingOptions(

@@ -10,6 +10,7 @@ from typing import Any
 
 from segue.errors import ContextLengthError, InvalidRequestError
 from segue.protocol.messages import SamplingParams
+from segue.protocol.validation import shown
 
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
@@ -103,7 +104,7 @@ def check_options(options: SamplingOptions, limits: Vocabulary, names: Mapping[s
     if options.max_tokens is not None:
         fail.outside("max_tokens", options.max_tokens, 1, None)
         if options.min_tokens > options.max_tokens:
-            rule = f"must be at most {fail.name('max_tokens')}={options.max_tokens}"
+            rule = f"must be at most {fail.name('max_tokens')}={shown(options.max_tokens)}"
             fail.error("min_tokens", options.min_tokens, rule)
     if options.seed is not None:
         fail.outside("seed", options.seed, -SEED_LIMIT, SEED_LIMIT - 1)
@@ -132,7 +133,7 @@ def check_token_ids(ids: Collection[int], limits: Vocabulary, param: str) -> Non
     if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
         wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
         raise InvalidRequestError(
-            f"{param} contains token id {wrong}; ids of this model are 0 to {limits.vocab_size - 1}",
+            f"{param} contains token id {shown(wrong)}; ids of this model are 0 to {limits.vocab_size - 1}",
             param=param,
         )
 
@@ -159,7 +160,7 @@ def _max_new_tokens(
     if options.max_tokens > room:
         name = names.get("max_tokens", "max_tokens")
         raise ContextLengthError(
-            f"{name}={options.max_tokens} does not fit: this model's maximum context length is "
+            f"{name}={shown(options.max_tokens)} does not fit: this model's maximum context length is "
             f"{limits.max_seq_len} tokens and the prompt has {prompt_len}; "
             f"ask for at most {room}, or leave {name} out.",
             param=name,
@@ -177,12 +178,12 @@ class _Rules:
         return self._names.get(field_, field_)
 
     def error(self, field_: str, value: Any, rule: str) -> None:
-        raise InvalidRequestError(f"{self.name(field_)}={value!r}: {rule}", param=self.name(field_))
+        raise InvalidRequestError(f"{self.name(field_)}={shown(value)}: {rule}", param=self.name(field_))
 
     def outside(
         self, field_: str, value: float, low: float, high: float | None, *, open_below: bool = False
     ) -> None:
-        above = math.isfinite(value) if high is None else value <= high
+        above = value < math.inf if high is None else value <= high  # a comparison takes an int of any size
         below = value > low if open_below else value >= low
         if not (above and below):
             least = f"above {low:g}" if open_below else f"at least {low:g}"

@@ -70,7 +70,7 @@ def _token_biases(value: Any) -> dict[int, float]:
             raise ValueError(f"the bias of token {shown(token)} must be a number")
         if not str(token).isascii() or not str(token).isdigit() or len(str(token)) > MAX_ID_DIGITS:
             raise ValueError(f"{shown(token)} is not a token id")
-        biases[int(token)] = float(bias)
+        biases[int(token)] = bias
     return biases
 
 

@@ -33,7 +33,7 @@ def _parse(data: bytes) -> Any:
         return {}
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
 
 

@@ -119,8 +119,8 @@ def _options(
 def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     new, old = body.max_completion_tokens, body.max_tokens
     if new is not None and old is not None and new != old:
-        text = f"max_completion_tokens={new} and max_tokens={old} contradict each other; give one"
-        raise InvalidRequestError(text, param="max_tokens")
+        both = f"max_completion_tokens={shown(new)} and max_tokens={shown(old)}"
+        raise InvalidRequestError(f"{both} contradict each other; give one", param="max_tokens")
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
