@@ -279,6 +279,29 @@ def test_requests_in_flight_end_at_a_shutdown(tiny_model: Path, monkeypatch: pyt
     assert replies[-1]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+def test_a_stream_that_is_not_being_read_at_a_shutdown_says_so(tiny_model: Path) -> None:
+    engine = start(tiny_model)
+    stream = engine.generate("abc", LONG, stream=True)
+    next(stream)
+    engine.shutdown()
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        list(stream)
+    stream.close()
+
+
+def test_an_async_stream_that_is_not_being_read_at_a_shutdown_says_so(tiny_model: Path) -> None:
+    async def work() -> None:
+        engine = start(tiny_model)
+        stream = engine.async_generate("abc", LONG, stream=True)
+        await anext(stream)
+        await engine.async_shutdown()
+        with pytest.raises(EngineDeadError, match="was shut down"):
+            await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(work())
+
+
 def test_a_forgotten_engine_is_closed(tiny_model: Path, wait_until: Any) -> None:
     engine = start(tiny_model)
     pids = engine._runtime.worker_pids
@@ -297,6 +320,17 @@ def test_an_engine_may_be_forgotten_on_its_own_thread(tiny_model: Path, wait_unt
 
     thread.submit(forget())
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_a_stream_may_be_forgotten_on_the_engines_thread(engine: FakeEngine) -> None:
+    box = [engine.generate("abc", LONG, stream=True)]
+    next(box[0])
+
+    async def forget() -> None:
+        box.clear()
+        gc.collect()
+
+    engine._thread.submit(forget()).result(5)
 
 
 def test_a_stream_keeps_its_engine_alive(tiny_model: Path) -> None:
@@ -386,6 +420,28 @@ def test_a_script_may_end_without_a_shutdown(tiny_model: Path, transformers_impo
     assert has_torch == str(transformers_imports_torch)
     assert not is_alive(int(pid))
     assert not Path(run_dir).exists()
+
+
+def test_a_fork_cannot_use_the_engine_and_leaves_it_alone(tiny_model: Path) -> None:
+    rest = """
+        import os
+        if (child := os.fork()) == 0:
+            try:
+                engine.generate("abc")
+            except Exception as error:
+                print(error, flush=True)
+            sys.exit()
+        os.waitpid(child, 0)
+        print(engine.generate("de", {"max_new_tokens": 2})["text"])
+    """
+    with script(tiny_model, rest) as process:
+        try:
+            output, _ = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    _, _, told, text = output.splitlines()
+    assert "a fork cannot use it" in told
+    assert text == "de"
 
 
 def test_killing_the_parent_ends_its_worker_within_a_second(tiny_model: Path, wait_until: Any) -> None:

@@ -184,6 +184,8 @@ def _lists(input_ids: Sequence[Any] | None) -> list[Any] | None:
 
 
 def _close(thread: LoopThread, runtime: Runtime) -> None:
+    if thread.is_forked:  # it is the parent's to close
+        return
     if thread.is_current:  # collected on the engine's own thread, which cannot wait for itself
         threading.Thread(target=_close, args=(thread, runtime)).start()
         return

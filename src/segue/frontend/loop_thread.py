@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
+
+from segue.errors import EngineDeadError
 
 T = TypeVar("T")
 PATIENCE_S = 5.0  # for what still runs when the loop is to stop
@@ -17,6 +21,9 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._pid = os.getpid()
+        self._stopped = False
+        self._lock = threading.RLock()  # nothing is submitted behind the stop, where nobody would run it
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -25,9 +32,28 @@ class LoopThread:
         """Whether the caller is this thread, which must not wait for itself."""
         return threading.current_thread() is self._thread
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the thread's own, and so has no such thread."""
+        return os.getpid() != self._pid
+
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine there."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Start a coroutine there.
+
+        Raises:
+            EngineDeadError: the loop was stopped, or it runs in the parent of this process.
+        """
+        if self.is_forked:
+            coroutine.close()
+            raise EngineDeadError(
+                f"this engine belongs to process {self._pid}, and a fork cannot use it; "
+                f"make a segue.Engine in process {os.getpid()}"
+            )
+        with self._lock:
+            if self._stopped:
+                coroutine.close()
+                raise EngineDeadError("this engine was shut down; make a new segue.Engine")
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait; an interrupted wait cancels it."""
@@ -44,9 +70,11 @@ class LoopThread:
 
     def stop(self) -> None:
         """End the loop and its thread."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -81,7 +109,11 @@ class BlockingStream(Iterator[T], Generic[T]):
             while (item := thread.call(_step(source))) is not None:
                 yield item
         finally:
-            thread.call(source.aclose())
+            with suppress(EngineDeadError):
+                if thread.is_current:  # collected on the engine's own thread, which cannot wait for itself
+                    thread.submit(source.aclose())
+                else:
+                    thread.call(source.aclose())
 
 
 class AsyncStream(AsyncIterator[T], Generic[T]):
@@ -108,4 +140,5 @@ class AsyncStream(AsyncIterator[T], Generic[T]):
             while (item := await thread.call_async(_step(source))) is not None:
                 yield item
         finally:
-            await thread.call_async(source.aclose())
+            with suppress(EngineDeadError):
+                await thread.call_async(source.aclose())
