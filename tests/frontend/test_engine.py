@@ -111,6 +111,8 @@ def test_a_stream_grows_to_the_whole_reply(engine: FakeEngine) -> None:
     assert not any("\ufffd" in text for text in texts[:-1])
     assert updates[-1]["meta_info"]["finish_reason"]["type"] == "length"
     assert all(update["meta_info"]["finish_reason"] is None for update in updates[:-1])
+    for update in updates:
+        assert len(update["output_ids"]) == update["meta_info"]["completion_tokens"]
 
 
 def test_a_streamed_batch_tells_which_is_which(engine: FakeEngine) -> None:

@@ -162,7 +162,7 @@ class Reply:
     def add(self, output: Output) -> None:
         """Take news."""
         self._text += output.text
-        self._ids += output.token_ids
+        self._ids = self._ids + output.token_ids  # a new list: the caller may have kept the last one
         self._entries += output.logprobs
         self._end = output.end
 
