@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import segue
 from segue.config import EngineConfig
@@ -25,6 +26,7 @@ def create_app(config: EngineConfig) -> FastAPI:
             SegueError: _on_segue_error,
             HTTPException: _on_http_error,
             ClientGoneError: _on_client_gone,
+            ClientDisconnect: _on_client_gone,  # while it sent its body
             Exception: _on_bug,
         },
     )
