@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -138,9 +139,10 @@ def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
             bind("127.0.0.1", port)
 
 
-def test_an_address_that_is_not_ours_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*--host"):
-        bind("192.0.2.1", 0)
+@pytest.mark.parametrize("host", ["192.0.2.1", "no..name", "x" * 70])
+def test_an_address_that_is_not_ours_is_named(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(host)}.*--host"):
+        bind(host, 0)
 
 
 def test_port_0_picks_a_free_one() -> None:

@@ -37,18 +37,19 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: a name that cannot be one
         if listener is not None:
             listener.close()
-        if error.errno == errno.EADDRINUSE:
+        number = getattr(error, "errno", None)
+        if number == errno.EADDRINUSE:
             remedy = "stop what listens there, or choose another with --port (0 picks a free one)"
             raise ConfigError(f"port {port} on {host} is in use; {remedy}", param="port") from None
-        if error.errno == errno.EACCES:
+        if number == errno.EACCES:
             raise ConfigError(
                 f"port {port} needs privileges; choose one above 1023 with --port", param="port"
             ) from None
         raise ConfigError(
-            f"cannot listen on host {host!r}: {error.strerror}; check --host", param="host"
+            f"cannot listen on host {host!r}: {getattr(error, 'strerror', error)}; check --host", param="host"
         ) from None
     return listener
 
