@@ -7,6 +7,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
 from typing import Any
 
 from rich.console import Console
@@ -51,31 +53,48 @@ class RemoteChat:
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
         self._params = params
-        with self._open("/v1/models") as response:
+        with self._open("/v1/models") as response, self._understood():
             self.model: str = json.load(response)["data"][0]["id"]
 
     def reply(self, messages: list[Message]) -> Iterator[str]:
         """Pieces of the answer."""
         body = {"model": self.model, "messages": messages, "stream": True, **self._params}
-        with self._open("/v1/chat/completions", json.dumps(body).encode()) as response:
+        with self._open("/v1/chat/completions", json.dumps(body).encode()) as response, self._understood():
             for line in response:
-                data = line.decode().strip().removeprefix("data: ")
-                if not data or data == "[DONE]":
+                name, _, data = line.decode().strip().partition(":")
+                if name != "data":
                     continue
+                if data.strip() == "[DONE]":
+                    return
                 content = json.loads(data)
                 if "error" in content:
-                    raise ChatError(content["error"]["message"])
-                yield content["choices"][0]["delta"].get("content") or ""
+                    raise ChatError(_message(content))
+                for choice in content["choices"]:
+                    yield choice["delta"].get("content") or ""
+        raise ChatError(f"{self._url} ended in the middle of its answer")
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """What stops answering, or never was an OpenAI server, is one error."""
+        try:
+            yield
+        except (OSError, HTTPException) as error:
+            raise ChatError(f"{self._url} ended in the middle of its answer ({error})") from None
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ChatError(
+                f"{self._url} does not answer as an OpenAI server does ({type(error).__name__}: {error}); "
+                "check --url"
+            ) from None
 
     def _open(self, path: str, data: bytes | None = None) -> Any:
         request = urllib.request.Request(self._url + path, data, self._headers)
         try:
             return urllib.request.urlopen(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
-            raise ChatError(f"{self._url}{path}: {error.code} {_reason(error.read())}") from None
-        except (urllib.error.URLError, ValueError) as error:
+            raise ChatError(f"{self._url}{path}: {error.code} {_reason(error)}") from None
+        except (OSError, HTTPException, ValueError) as error:
             raise ChatError(
-                f"cannot reach {self._url}: {getattr(error, 'reason', error)}; check --url"
+                f"cannot reach {self._url}: {str(getattr(error, 'reason', error)).strip()}; check --url"
             ) from None
 
 
@@ -122,7 +141,7 @@ def converse(model: str, reply: Callable[[list[Message]], Iterator[str]], system
         try:
             answer = _show(console, reply(messages))
         except SegueError as error:
-            console.print(error.message, style="red", markup=False)
+            console.print(f"\n{error.message}", style="red", markup=False)
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": answer})
@@ -144,9 +163,16 @@ def _show(console: Console, answer: Iterator[str]) -> str:
     return "".join(parts)
 
 
-def _reason(body: bytes) -> str:
+def _reason(error: urllib.error.HTTPError) -> str:
     try:
-        error = json.loads(body)
-    except ValueError:
-        return ""
-    return str(error.get("error", error).get("message", ""))
+        return _message(json.load(error))
+    except (OSError, HTTPException, ValueError):
+        return error.reason
+
+
+def _message(content: Any) -> str:
+    """What the body of an error says, whoever wrote it."""
+    for name in ("error", "message"):
+        if isinstance(content, dict):
+            content = content.get(name, content)
+    return str(content)
