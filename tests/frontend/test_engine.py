@@ -213,6 +213,8 @@ def test_a_rid_in_flight_twice_is_refused(tiny_model: Path, monkeypatch: pytest.
         ({"prompt": "a", "sampling_params": {"logit_bias": {"x": 1}}}, "logit_bias"),
         ({"prompt": "a", "priority": 10**30}, "priority"),
         ({"prompt": "a", "rid": "x" * 257}, "257 characters"),
+        ({"prompt": ["a", "b"], "rid": ["x", "\ud800"]}, "rid='.ud800': must be valid Unicode"),
+        ({"input_ids": 5}, "input_ids: expected a list"),
     ],
 )
 def test_bad_input_is_named(engine: FakeEngine, fields: dict[str, Any], word: str) -> None:

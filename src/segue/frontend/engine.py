@@ -175,9 +175,9 @@ def _body(
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _lists(input_ids: Sequence[Any] | None) -> list[Any] | None:
-    if input_ids is None:
-        return None
+def _lists(input_ids: Any) -> Any:
+    if not isinstance(input_ids, Sequence):
+        return input_ids  # nothing, or for the check to refuse
     return [
         list(each) if isinstance(each, Sequence) and not isinstance(each, str) else each for each in input_ids
     ]

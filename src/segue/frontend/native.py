@@ -74,10 +74,12 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
 
 
 def check_rid(rid: str) -> None:
-    """Raise InvalidRequestError for a request id that is too long."""
+    """Raise InvalidRequestError for a request id that is too long, or that cannot be sent."""
     if len(rid) > MAX_RID_CHARS:
         text = f"rid={shown(rid)} has {len(rid)} characters; at most {MAX_RID_CHARS} are allowed"
         raise InvalidRequestError(text, param="rid")
+    if any("\ud800" <= char <= "\udfff" for char in rid):
+        raise InvalidRequestError(f"rid={shown(rid)}: must be valid Unicode", param="rid")
 
 
 def _prompts(call: NativeGenerate) -> tuple[Sequence[str | list[int]], bool]:
