@@ -61,6 +61,7 @@ def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
         ({"memory_ratio": 2}, "must be at most 1"),
         ({"memory_ratio": float("nan")}, "memory_ratio=nan: must be at least 0.01"),
         ({"model": 5}, "expected str or None"),
+        ({"api_key": ""}, "api_key='': must not be empty"),
         ({"colour": 1}, "unknown option 'colour'; known: "),
     ],
 )

@@ -165,6 +165,8 @@ def _check(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> None:
     ):
         names = " or ".join("None" if k is type(None) else k.__name__ for k in allowed)
         raise ConfigError(f"{name}={value!r}: expected {names}", param=name)
+    if value == "":  # a key that a script forgot to set must not open the server
+        raise ConfigError(f"{name}='': must not be empty; leave it out for the default", param=name)
     if value is None or isinstance(value, str):
         return
     if rule["min"] is not None and not value >= rule["min"]:  # so that NaN is refused

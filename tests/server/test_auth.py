@@ -48,3 +48,10 @@ def test_an_admin_key_alone_guards_control_routes_only(tiny_model: Path) -> None
         odd = {"authorization": "Bearer ädmin-key".encode()}
         assert server.client.get("/server_info", headers=odd).status_code == 401
         assert get(server, "/server_info", "admin-key") == 200
+
+
+def test_a_key_may_have_any_characters(tiny_model: Path) -> None:
+    with LiveServer(tiny_model, api_key="schlüssel") as server:
+        for sent, status in (("schlüssel", 200), ("schlossel", 401)):
+            header = {"authorization": f"Bearer {sent}".encode()}
+            assert server.client.get("/health", headers=header).status_code == status

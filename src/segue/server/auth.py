@@ -41,5 +41,5 @@ class KeyMiddleware:
 def _carries(request: Request, keys: list[str]) -> bool:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     # Each key is compared, in a time that does not tell where it differs.
-    matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+    matches = [hmac.compare_digest(given.strip().encode("latin-1"), key.encode()) for key in keys]
     return scheme.lower() == "bearer" and any(matches)
