@@ -39,6 +39,18 @@ def test_a_workers_last_words_that_come_after_its_exit_are_the_reason(tiny_model
     run(tiny_model, work)
 
 
+def test_an_exit_after_the_last_words_is_no_second_failure(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(runtime: Runtime) -> None:
+        runtime._receive(StartFailed("OutOfMemoryError", "only 1 page fits"))
+        runtime._on_worker_exit("worker rank 0 ended with exit code 0")
+        assert not runtime.died.done()
+
+    run(tiny_model, work)
+    assert caplog.text == ""
+
+
 def test_without_last_words_the_exit_is_the_reason(tiny_model: Path) -> None:
     async def work(runtime: Runtime) -> None:
         runtime._on_worker_exit("worker rank 0 ended with exit code 5")

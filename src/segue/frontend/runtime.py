@@ -124,7 +124,7 @@ class Runtime:
             "version": segue.__version__,
             "model_path": self.config.model or self.source.name,
             "served_model_name": self.name,
-            "status": "dead" if self.died.done() else "ready",
+            "status": "ready",
             "max_total_num_tokens": ready.num_pages * ready.page_size,
             "decided": asdict(ready) | {"init_steps": [asdict(step) for step in ready.init_steps]},
             "internal_states": [NOT_HERE | {"available_kv_tokens_per_dp": [kv_tokens]} | state.state],
@@ -179,11 +179,11 @@ class Runtime:
     def _on_worker_exit(self, reason: str) -> None:
         if self._stopping or self.died.done():
             return
-        if self._ready.done():
-            self._die(EngineDeadError(f"{reason}; the engine is gone, start it again"))
-        else:  # a message that says why may be on its way
+        if not self._ready.done():  # a message that says why may be on its way
             error = EngineStartError(f"{reason} before it was ready; its log is above")
             self._loop.call_later(LAST_WORDS_S, self._fail_start, error)
+        elif self._ready.exception() is None:  # else the start has failed, and it says why
+            self._die(EngineDeadError(f"{reason}; the engine is gone, start it again"))
 
     def _fail_start(self, error: SegueError) -> None:
         if not self._ready.done():
