@@ -8,14 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 import segue
@@ -65,9 +69,25 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     return type_
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, which must leave no files and no processes behind."""
     command = [sys.executable, "-m", "segue", *arguments]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+    with tempfile.TemporaryDirectory() as scratch:
+        variables = os.environ | {"TMPDIR": scratch}
+        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+        assert list(Path(scratch).iterdir()) == []
+        assert not processes_with(f"TMPDIR={scratch}")
+    return result
+
+
+def processes_with(variable: str) -> list[str]:
+    """Those whose environment has it."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is not ours
+            if variable.encode() in file.read_bytes().split(b"\0"):
+                found.append(file.parent.name)
+    return found
 
 
 def test_version() -> None:
@@ -161,6 +181,17 @@ def test_a_broken_model_file_is_named(tiny_model: Path, tmp_path: Path) -> None:
     result = run("generate", "hello", "--model", str(tmp_path / "broken"))
     assert result.returncode == 1
     assert "model.safetensors" in result.stderr
+    assert result.stderr.startswith("segue: ")
+
+
+def test_a_truncated_model_file_is_named_with_its_tensor(tiny_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "short")
+    values = np.zeros((320, 64), np.float32)
+    save_file({"model.embed_tokens.weight": values}, model / "model.safetensors")
+    os.truncate(model / "model.safetensors", 1000)
+    result = run("generate", "hello", "--model", str(model))
+    assert result.returncode == 1
+    assert "model.safetensors is truncated: tensor 'model.embed_tokens.weight'" in result.stderr
     assert result.stderr.startswith("segue: ")
 
 
