@@ -252,6 +252,9 @@ def test_models_lists_what_is_in_the_cache(tmp_path: Path) -> None:
     converted.mkdir(parents=True)
     (converted / "config.json").write_text("{}")
     (converted / "model.bin").write_bytes(b"x" * 3 * 2**20)
+    (tmp_path / "hashes").mkdir()
+    for name, content in (("cut", '{"path": "/x'), ("empty", "{}"), ("list", "[]")):
+        (tmp_path / "hashes" / f"{name}.json").write_text(content)
     result = RUNNER.invoke(cli.app, ["models", "--cache-dir", str(tmp_path)], env={"COLUMNS": "300"})
     assert "SmolLM2-135M-Instruct" in result.output
     assert "fetched at first use" in result.output

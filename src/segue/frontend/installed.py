@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def _origins(cache_dir: Path) -> dict[str, Path]:
     """SHA-256 to the file that had it when it was last hashed."""
     found = {}
     for memory in (cache_dir / "hashes").glob("*.json"):
-        known = json.loads(memory.read_text())
-        found[known["sha256"]] = Path(known["path"])
+        with suppress(OSError, ValueError, LookupError, TypeError):  # a broken one costs a name only
+            known = json.loads(memory.read_text())
+            found[known["sha256"]] = Path(known["path"])
     return found
