@@ -31,15 +31,9 @@ class ChatDialect:
     def __init__(self, table: TokenTable) -> None:
         self._table = table
 
-    def choice(self, index: int, output: Output, logprobs: bool) -> dict[str, Any]:
-        """A finished choice."""
-        assert output.end is not None
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": output.text},
-            "logprobs": self.logprobs(output) if logprobs else None,
-            "finish_reason": output.end.reason,
-        }
+    def content(self, text: str) -> dict[str, Any]:
+        """A finished choice's text."""
+        return {"message": {"role": "assistant", "content": text}}
 
     first_delta = b'{"role":"assistant","content":""}'
     last_delta = b"{}"
@@ -78,15 +72,9 @@ class CompletionDialect:
     def __init__(self, table: TokenTable) -> None:
         self._table = table
 
-    def choice(self, index: int, output: Output, logprobs: bool) -> dict[str, Any]:
-        """A finished choice."""
-        assert output.end is not None
-        return {
-            "index": index,
-            "text": output.text,
-            "logprobs": self.logprobs(output) if logprobs else None,
-            "finish_reason": output.end.reason,
-        }
+    def content(self, text: str) -> dict[str, Any]:
+        """A finished choice's text."""
+        return {"text": text}
 
     first_delta = None
     last_delta = b'""'
@@ -111,6 +99,17 @@ class CompletionDialect:
 
 
 Dialect = ChatDialect | CompletionDialect
+
+
+def choice(dialect: Dialect, index: int, output: Output, logprobs: bool) -> dict[str, Any]:
+    """A finished choice."""
+    assert output.end is not None
+    return {
+        "index": index,
+        **dialect.content(output.text),
+        "logprobs": dialect.logprobs(output) if logprobs else None,
+        "finish_reason": output.end.reason,
+    }
 
 
 class Chunks:

@@ -17,7 +17,7 @@ from segue.protocol import openai
 from segue.protocol.validation import parse
 from segue.server.body import read_json
 from segue.server.errors import json_response, openai_body
-from segue.server.openai_replies import ChatDialect, Chunks, CompletionDialect, Dialect, usage
+from segue.server.openai_replies import ChatDialect, Chunks, CompletionDialect, Dialect, choice, usage
 from segue.server.openai_requests import Wanted, chat_call, check_model, completion_call
 from segue.server.schema import body_schema
 from segue.server.service import service_of
@@ -115,7 +115,7 @@ async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: 
         "created": created,
         "model": runtime.name,
         "choices": [
-            dialect.choice(index, output, wanted.logprobs >= 0) for index, output in enumerate(outputs)
+            choice(dialect, index, output, wanted.logprobs >= 0) for index, output in enumerate(outputs)
         ],
         "usage": usage(ends),
     }
