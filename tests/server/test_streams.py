@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,27 @@ def test_too_many_requests_are_503_with_retry_after(
         holders[1].start()
         wait_until(lambda: now.counters.num_waiting == 1)
         assert api.complete("abc", stream=True).status_code == 503  # not 200, and then an error
+        for holder in holders:
+            holder.join()
+        server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_a_batch_of_which_a_part_is_refused_does_not_wait_for_the_rest(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any, path: str
+) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    with LiveServer(tiny_model, max_queued_requests=2, max_running_requests=1) as server:
+        now = server.runtime.manager.stats
+        hold = partial(server.client.post, "/v1/completions", json=BODY)
+        holders = [threading.Thread(target=hold) for _ in range(2)]
+        for index, holder in enumerate(holders):
+            holder.start()
+            wait_until(lambda n=index: (now.counters.num_running, now.counters.num_waiting) == (1, n))
+        batch = {"prompt": ["a", "b"]} if path.startswith("/v1") else {"text": ["a", "b"]}
+        assert server.client.post(path, json=BODY | batch).status_code == 503
+        assert all(holder.is_alive() for holder in holders)
+        server.client.post("/abort_request", json={"abort_all": True})
         for holder in holders:
             holder.join()
         server.assert_nothing_left()

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any
 
-from segue.frontend.merge import merged
+from segue.frontend.merge import merged, results
 from segue.frontend.native import NativeCall, Reply
 from segue.frontend.stream import Stream
 from segue.frontend.tokenizer_manager import TokenizerManager
@@ -53,8 +53,8 @@ class Generation:
 
     async def result(self) -> Any:
         """The finished reply; a list for a batch."""
-        for stream, reply in zip(self._streams, self._replies, strict=True):
-            reply.add(await stream.result())
+        for reply, output in zip(self._replies, await results(self._streams), strict=True):
+            reply.add(output)
         bodies = [reply.body() for reply in self._replies]
         return bodies if self._call.batch_id is not None else bodies[0]
 

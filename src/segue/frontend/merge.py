@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from segue.errors import SegueError
 from segue.frontend.request import Output
@@ -40,6 +41,17 @@ async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output]
         await _end(watchers.values())
 
 
+async def results(streams: Sequence[Stream]) -> list[Output]:
+    """All of each, once every one has ended; the first error ends it, without waiting for the others."""
+    if len(streams) == 1:
+        return [await streams[0].result()]
+    tasks = [asyncio.create_task(stream.result()) for stream in streams]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+
+
 async def accepted(streams: Sequence[Stream], patience_s: float) -> None:
     """Wait until a stream has news, at most ``patience_s``: the scheduler may refuse a request.
 
@@ -57,7 +69,7 @@ async def accepted(streams: Sequence[Stream], patience_s: float) -> None:
         await _end(waits)
 
 
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel what still runs, and look at every outcome."""
     tasks = list(tasks)
     for task in tasks:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from segue.frontend.merge import accepted, merged
+from segue.frontend.merge import accepted, merged, results
 from segue.frontend.runtime import Runtime
 from segue.frontend.stream import Stream
 from segue.protocol import openai
@@ -107,7 +107,7 @@ async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: 
             raise
         return EventStream(_events(chunks, streams), openai_body, stack.close)
     with stack:
-        outputs = [await unless_gone(request, stream.result()) for stream in streams]
+        outputs = await unless_gone(request, results(streams))
     ends = [output.end for output in outputs if output.end is not None]
     reply = {
         "id": wanted.id,
