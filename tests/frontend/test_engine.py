@@ -467,7 +467,10 @@ def test_ctrl_c_in_a_script_ends_the_call_and_the_worker(tiny_model: Path, wait_
         while process.stdout.readline().strip() != "go":
             pass
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=10)
+        try:
+            process.communicate(timeout=10)
+        finally:
+            process.kill()
         wait_until(lambda: not is_alive(pid), 2.0)
 
 
@@ -498,7 +501,10 @@ def test_ctrl_c_while_an_engine_starts_ends_its_worker(
 
         wait_until(find)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=10)
+        try:
+            _, errors = process.communicate(timeout=10)
+        finally:
+            process.kill()
         assert b"KeyboardInterrupt" in errors
         assert not is_alive(started[0])
     assert list(tmp_path.iterdir()) == []

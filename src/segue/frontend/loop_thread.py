@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +14,9 @@ from segue.errors import EngineDeadError
 
 T = TypeVar("T")
 PATIENCE_S = 5.0  # for what still runs when the loop is to stop
+# The system may run a signal's handler on any thread that starts a thread or a process, and that does not
+# wake the main thread: it has to look, or a Ctrl-C is lost for as long as it waits.
+SIGNAL_POLL_S = 0.1
 
 
 class LoopThread:
@@ -59,6 +62,8 @@ class LoopThread:
         """Run a coroutine there and wait; an interrupted wait cancels it."""
         future = self.submit(coroutine)
         try:
+            while not wait((future,), SIGNAL_POLL_S).done:
+                pass
             return future.result()
         except BaseException:
             future.cancel()
