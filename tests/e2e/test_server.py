@@ -114,6 +114,39 @@ def test_a_seed_repeats_a_sampled_answer_in_any_company(served: Served) -> None:
     assert alone == together
 
 
+def complete(served: Served, prompt: str, **fields: Any) -> str:
+    reply = served.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=16, extra_body=fields)
+    return reply.choices[0].text
+
+
+def test_a_hot_draw_from_one_token_is_greedy(served: Served) -> None:
+    prompt, hot = "A list of animals: dog,", {"temperature": 2, "seed": 1}
+    greedy = complete(served, prompt, temperature=0)
+    assert complete(served, prompt, **hot) != greedy
+    for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1}):
+        assert complete(served, prompt, **hot, **narrow) == greedy, narrow
+
+
+def test_a_penalty_ends_a_repetition(served: Served) -> None:
+    prompt = "one two one two one two one two"
+    assert complete(served, prompt, temperature=0).count("two") > 5
+    for name in ("frequency_penalty", "presence_penalty", "repetition_penalty"):
+        assert complete(served, prompt, temperature=0, **{name: 2}).count("two") < 3, name
+
+
+def test_a_bias_forces_a_token_and_forbids_another(served: Served) -> None:
+    token = 5000  # " properly"
+    assert complete(served, "Hello", logit_bias={token: 100}) == " properly" * 16
+    params = {"temperature": 0, "max_new_tokens": 1}
+
+    def first(**fields: Any) -> int:
+        body = {"text": "The capital of France is", "sampling_params": {**params, **fields}}
+        ids: list[int] = httpx.post(f"{served.url}/generate", json=body, timeout=30).json()["output_ids"]
+        return ids[0]
+
+    assert first(logit_bias={str(first()): -100}) != first()
+
+
 def test_a_second_equal_prompt_is_mostly_cached(served: Served) -> None:
     ask = {"model": MODEL, "prompt": "The same long prompt, word for word. " * 20, "max_tokens": 2}
     served.openai.completions.create(**ask)
@@ -145,6 +178,28 @@ def test_metrics_count_what_was_served(served: Served) -> None:
     values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
     tokens = next(value for name, value in values.items() if name.startswith("segue:generation_tokens_total"))
     assert tokens >= 4
+
+
+def test_a_higher_priority_overtakes_the_queue(wait_until: WaitUntil) -> None:
+    ended: list[int] = []
+    with serve("--max-running-requests", "1") as served:
+
+        def ask(priority: int) -> None:
+            params = {"max_new_tokens": 16, "ignore_eos": True}
+            body = {"text": "Once upon a time", "sampling_params": params, "priority": priority}
+            assert httpx.post(f"{served.url}/generate", json=body, timeout=60).status_code == 200
+            ended.append(priority)
+
+        threads = [threading.Thread(target=ask, args=(priority,)) for priority in (0, -3, 9, 4)]
+        with httpx.stream("POST", f"{served.url}/v1/completions", json={**LONG, "stream": True}) as reply:
+            lines = reply.iter_lines()
+            next(lines)  # the only row is taken, and everyone else waits
+            for waiting, thread in enumerate(threads, 1):
+                thread.start()
+                wait_until(lambda n=waiting: served.state()["waiting_queue_size"] == n)
+        for thread in threads:
+            thread.join()
+    assert ended == [9, 4, 0, -3]
 
 
 def test_a_dead_worker_fails_its_requests_and_ends_the_server() -> None:
