@@ -244,6 +244,17 @@ def test_no_tokenizer_is_an_error_that_names_the_files(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("missing", ["sentencepiece", "protobuf"])
+def test_a_sentencepiece_file_alone_says_what_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"pieces")
+    monkeypatch.setattr(f"transformers.utils.import_utils.is_{missing}_available", lambda: False)
+    wanted = "there is no tokenizer.json; install sentencepiece and protobuf .* or save .* tokenizer.json"
+    with pytest.raises(ModelFileError, match=wanted):
+        Tokenizer.load(tmp_path)
+
+
 def test_threads_get_the_same_ids(save: Save) -> None:
     tokenizer = Tokenizer.load(save(tokenizer_class="PreTrainedTokenizerFast"))
     wanted = [tokenizer.encode(text) for text in TEXTS]

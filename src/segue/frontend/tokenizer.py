@@ -51,10 +51,17 @@ class Tokenizer:
             name = _class_name(directory, settings, config)
             tokenizer = getattr(transformers, name).from_pretrained(directory)
         except Exception as error:  # whatever a Rust or Python parser makes of a broken file
-            raise ModelFileError(
-                f"the tokenizer in {directory} cannot be loaded ({_first_line(error)}); its files are "
-                "tokenizer.json, tokenizer_config.json and, for older models, tokenizer.model"
-            ) from error
+            why = f"cannot be loaded ({_first_line(error)})"
+            remedy = (
+                "its files are tokenizer.json, tokenizer_config.json and, for older models, tokenizer.model"
+            )
+            if _lacks_sentencepiece(directory):  # the error is about something else then, tried last
+                why = "cannot be loaded: there is no tokenizer.json"
+                remedy = (
+                    "install sentencepiece and protobuf to read its tokenizer.model, or save the tokenizer "
+                    "as a tokenizer.json"
+                )
+            raise ModelFileError(f"the tokenizer in {directory} {why}; {remedy}") from error
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ModelFileError(
                 f"the tokenizer in {directory} is a {type(tokenizer).__name__}, without a fast "
@@ -125,6 +132,14 @@ def _class_name(directory: Path, settings: Mapping[str, Any], config: Mapping[st
     if is_qwen and declared in (None, _QWEN, f"{_QWEN}Fast"):
         return _QWEN
     return "AutoTokenizer"
+
+
+def _lacks_sentencepiece(directory: Path) -> bool:
+    """Whether there is a tokenizer.model alone, and not what reads it."""
+    from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
+
+    alone = (directory / "tokenizer.model").exists() and not (directory / "tokenizer.json").exists()
+    return alone and not (is_sentencepiece_available() and is_protobuf_available())
 
 
 def _first_line(error: Exception) -> str:
