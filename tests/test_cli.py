@@ -261,6 +261,14 @@ def test_models_lists_what_is_in_the_cache(tmp_path: Path) -> None:
     assert re.search(r"a{12} +converted +3 MiB", result.output)
 
 
+def test_models_in_a_cache_that_cannot_be_read_is_one_line() -> None:
+    result = run(
+        "models", "--cache-dir", "/tmp/" + "x" * 300
+    )  # a name too long, which root cannot read either
+    assert result.returncode == 1
+    assert re.fullmatch(r"segue: the cache directory .* cannot be read .*--cache-dir\n", result.stderr)
+
+
 def test_serve_with_the_real_engine(tiny_model: Path) -> None:
     flags = ["--model", str(tiny_model), "--load-format", "dummy", "--port", "0", "--num-kv-tokens", "2048"]
     process = subprocess.Popen(

@@ -18,7 +18,7 @@ from rich.table import Table
 
 import segue
 from segue.config import EngineConfig
-from segue.errors import SegueError
+from segue.errors import CacheDirectoryError, SegueError
 from segue.frontend.engine import Engine
 from segue.frontend.installed import installed_models
 from segue.frontend.runtime import Runtime
@@ -213,9 +213,15 @@ def models(
     table = Table(box=None, pad_edge=False)
     for column in ("model", "kind", "size", "path"):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
-    for model in installed_models(directory):
-        size = "-" if model.num_bytes is None else _size(model.num_bytes)
-        table.add_row(escape(model.name), model.kind, size, escape(str(model.path)))
+    try:
+        for model in installed_models(directory):
+            size = "-" if model.num_bytes is None else _size(model.num_bytes)
+            table.add_row(escape(model.name), model.kind, size, escape(str(model.path)))
+    except OSError as error:
+        raise CacheDirectoryError(
+            f"the cache directory {directory} cannot be read ({error.strerror}); "
+            "choose another with --cache-dir"
+        ) from error
     Console(highlight=False).print(table)
 
 

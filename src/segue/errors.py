@@ -37,7 +37,7 @@ class ModelFileError(ConfigError):
 
 
 class CacheDirectoryError(ConfigError):
-    """The user's cache directory cannot be written."""
+    """The user's cache directory cannot be written, or read."""
 
 
 class OutOfMemoryError(ConfigError):
