@@ -58,6 +58,7 @@ bench: model ## the CPU benchmarks; results go to bench/results
 	$(BIN)/python -m bench.serving_cost
 	$(BIN)/python -m bench.load_time
 	$(BIN)/python -m bench.start_time
+	$(BIN)/python -m bench.host_cost
 
 clean: ## remove .venv and every cache in this directory (not the models in your user cache)
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
