@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import socket
 import subprocess
@@ -150,6 +151,7 @@ def main() -> int:
     parser.add_argument("question", nargs="?", default=QUESTION)
     arguments, options = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"  # the server is here, whatever is proxied
     try:
         run(arguments.question, options)
     except (DemoError, openai.OpenAIError) as error:
