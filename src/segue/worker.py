@@ -166,10 +166,15 @@ def main() -> None:
     configure(config.log_level, rank=tp.rank if tp.size > 1 else None)
     addresses = (f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
     context: zmq.Context[Any] = zmq.Context()
-    if tp.rank == 0:
-        run_scheduler(config, run_dir, addresses, context, size=tp.size)
-    else:
-        _run_follower(config, tp, run_dir, addresses[1], context)
+    try:
+        if tp.rank == 0:
+            run_scheduler(config, run_dir, addresses, context, size=tp.size)
+        else:
+            _run_follower(config, tp, run_dir, addresses[1], context)
+    except Exception:
+        if run_dir.exists():
+            raise
+        os._exit(0)  # the frontend has given up, and another rank, sooner to notice, has removed its files
     context.term()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from segue.config import EngineConfig
 from segue.frontend.processes import (
+    WORKER_COMMAND,
     WorkerProcesses,
     cgroup_cores,
     describe_exit,
@@ -160,3 +161,13 @@ def test_the_run_directory_is_private_and_its_sockets_fit(
 )
 def test_exit_codes_in_words(code: int, words: str) -> None:
     assert words in describe_exit(code)
+
+
+def test_a_worker_that_starts_after_its_run_directory_went_ends_without_a_word(tmp_path: Path) -> None:
+    # Another rank removes it once the frontend has given up.
+    group = WorkerProcesses(EngineConfig(tp=2), tmp_path / "gone", ())
+    with subprocess.Popen(WORKER_COMMAND, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        group._send_config(process, 0)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
