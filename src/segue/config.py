@@ -94,6 +94,10 @@ class EngineConfig:
     )
     disable_overlap: bool = _option(False, "Scheduling", "Plan a step only after the one before is read.")
 
+    disable_cuda_graph: bool = _option(
+        False, "Hardware", "Launch every kernel of every step instead of graphs."
+    )
+
     host: str = _option("127.0.0.1", "Server", "Address to listen on.")
     port: int = _option(30000, "Server", "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
     api_key: str | None = _option(None, "Server", "Key that clients must send as a bearer token.")

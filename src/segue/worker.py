@@ -28,6 +28,7 @@ from segue.scheduler.loop import SchedulerLoop, follow
 from segue.scheduler.scheduler import Limits, Scheduler
 from segue.weights.source import resolve
 
+SPIN_S = 0.01  # of an idle loop beside a GPU, which leaves cores free; a wake-up takes 0.1 ms and more there
 OVERLAP_DEPTH = 2  # steps launched and not yet read
 
 
@@ -38,6 +39,7 @@ def run_scheduler(
     context: zmq.Context[Any],
     *,
     size: int = 1,
+    embedded: bool = False,
 ) -> None:
     """Rank 0: start the engine and serve until ``Shutdown``.
 
@@ -60,12 +62,13 @@ def run_scheduler(
         try:
             outbox.send(msgspec.msgpack.encode(_ready(runner, steps)))
             loop = SchedulerLoop(
-                Scheduler(_limits(config, runner)),
+                Scheduler(limits_of(config, runner)),
                 runner,
                 inbox=inbox,
                 outbox=outbox,
                 followers=followers,
                 overlap=not config.disable_overlap,
+                spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
             )
             loop.run()
@@ -103,7 +106,8 @@ def start_runner(
         return None
 
 
-def _limits(config: EngineConfig, runner: ModelRunner) -> Limits:
+def limits_of(config: EngineConfig, runner: ModelRunner) -> Limits:
+    """The scheduler's limits: what the runner can hold."""
     return Limits(
         num_pages=runner.limits.num_pages,
         page_size=runner.limits.page_size,

@@ -1,81 +1,105 @@
-"""A whole runner on a CUDA device, with a plain attention backend that only tests know."""
+"""A whole runner on a CUDA device, with and without captured graphs."""
+
+import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from segue.attention import registry
-from segue.attention.base import AttentionShape, Capabilities
-from segue.attention.context import Context
-from segue.kvcache.pool import KVPool
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
 
 pytestmark = pytest.mark.gpu
 
 
-class PlainAttention:
-    """One sequence at a time, in stock torch."""
-
-    def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
-        self.shape = shape
-        self.pool = pool
-
-    def prepare(self, ctx: Context) -> None:
-        pass
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, ctx: Context
-    ) -> torch.Tensor:
-        outputs, start = [], 0
-        for row, q_len, kv_len in zip(ctx.rows, ctx.q_lens, ctx.kv_lens, strict=True):
-            pages = ctx.page_table.data[row, : -(-kv_len // self.pool.page_size)].long()
-            keys = self.pool.data[pages, layer, 0].flatten(0, 1)[:kv_len].transpose(0, 1)
-            values = self.pool.data[pages, layer, 1].flatten(0, 1)[:kv_len].transpose(0, 1)
-            mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).tril(kv_len - q_len)
-            q = query[start : start + q_len].transpose(0, 1)
-            out = F.scaled_dot_product_attention(
-                q[None], keys[None], values[None], mask, scale=self.shape.scale, enable_gqa=True
-            )
-            outputs.append(out[0].transpose(0, 1).flatten(1))
-            start += q_len
-        return torch.cat(outputs)
-
-
-@pytest.fixture(scope="module")
-def backend():
-    entry = registry.BackendEntry(
-        name="plain",
-        capabilities=Capabilities(
-            devices=("cuda",),
-            dtypes=(torch.float32,),
-            page_sizes=None,
-            decode_graph=False,
-            prefill_graph=False,
-            deterministic=True,
-            indexes_by_row=True,
-        ),
-        make=PlainAttention,
-    )
-    registry.register(entry)
-    return entry.name
-
-
-def test_tokens_are_those_of_transformers(backend, tmp_path):
+@pytest.fixture(params=[False, True], ids=["graphs", "eager"])
+def runner(request, tmp_path):
     model = tiny.save_llama(tmp_path)
     runner = making.make_runner(
-        tmp_path, device="cuda", attention_backend=backend, page_size=16, num_kv_tokens=None
+        tmp_path,
+        device="cuda",
+        dtype="float32",
+        page_size=16,
+        num_kv_tokens=None,
+        max_running_requests=8,
+        chunked_prefill_size=64,
+        disable_cuda_graph=request.param,
     )
+    runner.model = model
+    yield runner
+    runner.close()
+
+
+def test_tokens_are_those_of_transformers(runner):
     planner = Planner(runner)
-    prompts = [making.prompt(length, seed=length) for length in (6, 30)]
+    prompts = [making.prompt(length, seed=length) for length in (6, 30, 17)]
     sequences = [planner.add(prompt) for prompt in prompts]
-    in_flight = [planner.launch([(sequences[0], 6), (sequences[1], 30)])]
+    in_flight = [planner.launch([(sequence, len(sequence.tokens)) for sequence in sequences[:2]])]
+    in_flight.append(planner.launch([(sequences[0], 1), (sequences[1], 1), (sequences[2], 10)]))
+    in_flight.pop(0).read()
+    in_flight.append(planner.launch([(sequences[0], 1), (sequences[1], 1), (sequences[2], 7)]))
+    in_flight.pop(0).read()
     for _ in range(15):
         in_flight.append(planner.launch([(sequence, 1) for sequence in sequences]))
         in_flight.pop(0).read()
     in_flight.pop(0).read()
-    sampled = planner.generate(prompts[0], 10, temperature=0.9, seed=3, top_p=0.9, logprobs=2)
-    runner.close()
     for sequence, prompt in zip(sequences, prompts, strict=True):
-        assert sequence.output == tiny.reference(model, prompt, 16)
+        assert sequence.output == tiny.reference(runner.model, prompt, len(sequence.output))
+
+
+def test_the_full_tail_takes_its_part(runner):
+    planner = Planner(runner)
+    prompt = making.prompt(20, seed=1)
+    sampled = planner.generate(prompt, 10, temperature=0.9, seed=3, top_p=0.9, logprobs=2)
+    again = planner.generate(prompt, 10, temperature=0.9, seed=3, top_p=0.9, logprobs=2)
+    assert sampled.output == again.output
     assert len(sampled.output) == 10 and all(entry is not None for entry in sampled.logprobs)
+    greedy = planner.generate(prompt, 10, temperature=1.0, top_k=1)
+    assert greedy.output == tiny.reference(runner.model, prompt, 10)
+
+
+def sync_debug_mode(mode: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is a prototype
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def test_a_step_is_launched_without_waiting_for_the_device(runner):
+    planner = Planner(runner)
+    sequences = [planner.add(making.prompt(length, seed=length), temperature=0.7) for length in (6, 30)]
+    late = planner.add(making.prompt(17, seed=17))
+
+    def step(work):
+        launched = planner.launch(work)
+        sync_debug_mode("default")
+        launched.read()
+        sync_debug_mode("error")
+
+    step([(sequences[0], 6), (sequences[1], 30)])  # what is compiled and allocated once, is now
+    sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step([(sequence, 1) for sequence in sequences])
+        step([*((sequence, 1) for sequence in sequences), (late, 10)])
+        step([*((sequence, 1) for sequence in sequences), (late, 7)])
+        step([(sequence, 1) for sequence in [*sequences, late]])
+    finally:
+        sync_debug_mode("default")
+
+
+def test_a_replay_gives_the_bits_of_the_same_bucket_run_eagerly(tmp_path):
+    tiny.save_llama(tmp_path)
+    options = {"device": "cuda", "page_size": 16, "max_running_requests": 8, "num_kv_tokens": 2048}
+    states = []
+    for graphs in (True, False):
+        runner = making.make_runner(tmp_path, **options, disable_cuda_graph=not graphs)
+        planner = Planner(runner)
+        sequences = [planner.add(making.prompt(16, seed=i), temperature=0.9, seed=i) for i in range(4)]
+        for sequence in sequences:
+            planner.run([(sequence, 16)])
+        for _ in range(20):
+            planner.run([(sequence, 1) for sequence in sequences])
+        states.append((runner.kv.data.clone(), [sequence.output for sequence in sequences]))
+        runner.close()
+    (graph_kv, graph_output), (eager_kv, eager_output) = states
+    assert graph_output == eager_output
+    assert torch.equal(graph_kv[:-1], eager_kv[:-1])  # the last page is scratch

@@ -35,6 +35,7 @@ def _sample(device: str, logits: torch.Tensor):
     rows, flags = list(range(ROWS)), [True] * ROWS
     pages = [(row, 0, [row]) for row in rows]
     state.apply(StepPlan(1, new_rows, pages, 0, rows, [0] * ROWS, [20] * ROWS, [1] * ROWS, flags, "full"))
+    state.writer.flush()
     assert state.page_table.data[:ROWS, 0].tolist() == rows
     return Sampler(state).sample(logits.to(device), np.array(rows), np.full(ROWS, 20), "full")
 

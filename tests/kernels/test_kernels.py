@@ -71,4 +71,4 @@ def test_a_packed_product_agrees_with_the_plain_one(rows: int, bias: bool, dtype
 def test_silu_mul_gates_the_second_half_by_the_first() -> None:
     gate, up = torch.randn(4, 6), torch.randn(4, 6)
     expected = gate * torch.sigmoid(gate) * up
-    torch.testing.assert_close(silu_mul(torch.cat([gate, up], -1)), expected)
+    torch.testing.assert_close(silu_mul(torch.cat([gate, up], -1), gate.dtype), expected)

@@ -188,7 +188,7 @@ def test_moe_shards_sum_to_the_weighted_experts(size: int, norm: bool) -> None:
 def test_rotary_angles_are_position_times_frequency_scaled_and_exact_far_out() -> None:
     frequencies = 1.0 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
     positions = torch.tensor([0, 1, 131_071])
-    cos, sin = Rotary(frequencies, 1.5).angles(positions, torch.bfloat16)
+    cos, sin = Rotary(frequencies, 1.5, 64).angles(positions, torch.bfloat16)
     assert (cos.dtype, cos.shape) == (torch.bfloat16, (3, 1, 8))
     radians = (positions[:, None].double() * frequencies.double())[:, None]
     near(cos, 1.5 * torch.cat([radians.cos()] * 2, -1))

@@ -32,7 +32,8 @@ def build():
     pages = [(row, 0, [row * 10 + i for i in range(8)]) for row in range(3)]
     lens = [6, 9, 5]
     first = build(StepPlan(1, new_rows, pages, 0, [0, 1, 2], [0] * 3, lens, [0] * 3, [False] * 3, "plain"))
-    assert first.context.logit_indices.tolist() == []
+    assert first.sampling.tolist() == []
+    assert first.context.wanted is None
     return build
 
 
@@ -40,11 +41,12 @@ def _mixed(num_logits: list[int], samples: list[bool]) -> StepPlan:
     return StepPlan(2, [], [], 2, [1, 0, 2], [9, 6, 5], [1, 1, 4], num_logits, samples, "plain")
 
 
-def test_tokens_positions_and_slots_of_a_mixed_step(build):
+def test_tokens_positions_and_rows_of_a_mixed_step(build):
     context = build(_mixed([1, 1, 0], [True, True, False])).context
     assert context.input_ids.tolist() == [109, 6, 205, 206, 207, 208]
     assert context.positions.tolist() == [9, 6, 5, 6, 7, 8]
-    assert context.slots.tolist() == [12 * 4 + 1, 1 * 4 + 2, 21 * 4 + 1, 21 * 4 + 2, 21 * 4 + 3, 22 * 4]
+    # A page's keys and values lie behind each other.
+    assert context.kv_rows.tolist() == [12 * 8 + 1, 1 * 8 + 2, 21 * 8 + 1, 21 * 8 + 2, 21 * 8 + 3, 22 * 8]
     assert context.num_decode == 2
 
 
@@ -55,12 +57,13 @@ def test_the_context_says_the_same_on_the_host_and_the_device(build):
     assert list(context.q_lens) == [1, 1, 4]
     assert context.q_starts_device.tolist() == [0, 1, 2, 6]
     assert context.kv_lens_device.dtype == context.q_starts_device.dtype == torch.int32
-    assert context.rows_device.dtype == context.slots.dtype == torch.int64
+    assert context.rows_device.dtype == context.kv_rows.dtype == torch.int64
 
 
 def test_only_sampling_sequences_get_logits(build):
     inputs = build(_mixed([1, 0, 1], [True, False, True]))
-    assert inputs.context.logit_indices.tolist() == [0, 5]
+    assert inputs.sampling.tolist() == [0, 5]
+    assert inputs.context.wanted is inputs.sampling
     assert inputs.rows.tolist() == [1, 2]
     assert inputs.positions.tolist() == [10, 9]
     assert inputs.prompt_runs == []
@@ -68,10 +71,11 @@ def test_only_sampling_sequences_get_logits(build):
 
 def test_a_decode_step_has_one_token_a_row(build):
     plan = StepPlan(2, [], [], 3, [2, 0, 1], [5, 6, 9], [1] * 3, [1] * 3, [True] * 3, "plain")
-    context = build(plan).context
-    assert context.input_ids.tolist() == [205, 6, 109]
-    assert context.positions.tolist() == [5, 6, 9]
-    assert context.logit_indices.tolist() == [0, 1, 2]
+    inputs = build(plan)
+    assert inputs.context.input_ids.tolist() == [205, 6, 109]
+    assert inputs.context.positions.tolist() == [5, 6, 9]
+    assert inputs.sampling.tolist() == [0, 1, 2]
+    assert inputs.context.wanted is None
 
 
 @pytest.mark.parametrize(
@@ -86,4 +90,5 @@ def test_a_decode_step_has_one_token_a_row(build):
 def test_logits_beyond_the_sampling_one_are_of_the_prompt(build, num_logits, samples, run):
     inputs = build(_mixed([1, 1, num_logits], [True, True, samples]))
     (found,) = inputs.prompt_runs
+    assert inputs.context.wanted is None
     assert (found.row, found.hidden_start, found.position, found.count) == run

@@ -157,8 +157,8 @@ class Batch:
         self.backend = CPUAttention(shape, self.pool)
         self.lengths = [0] * self.num_sequences
 
-    def step(self, tokens: dict[int, list[int]]) -> Tensor | None:
-        """Append tokens to rows, decode rows first; logits of every token, in the order given."""
+    def step(self, tokens: dict[int, list[int]], wanted: list[int] | None = None) -> Tensor | None:
+        """Append tokens to rows, decode rows first; logits of every token, or those wanted, in this order."""
         q_lens = [len(ids) for ids in tokens.values()]
         for row, ids in tokens.items():
             self.lengths[row] += len(ids)
@@ -172,6 +172,7 @@ class Batch:
             page_table=self.table,
             kv=self.pool,
             backend=self.backend,
+            wanted=None if wanted is None else torch.tensor(wanted),
         )
         with torch.inference_mode():
             return self.model.logits(self.model(ctx))

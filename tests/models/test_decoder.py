@@ -69,6 +69,15 @@ def test_one_prefill_gives_the_logits_of_transformers(family: str) -> None:
     assert_equal(batch.step({0: PROMPTS[0]}), expected(model, PROMPTS[0]))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_tokens_that_are_wanted_the_logits_are_the_same(family: str) -> None:
+    model = hf_model(FAMILIES[family][0], **FAMILIES[family][1])
+    batch = Batch(our_model(model), page_size=16, num_sequences=2)
+    got = batch.step({0: PROMPTS[0], 1: PROMPTS[1]}, wanted=[len(PROMPTS[0]) - 1, len(PROMPTS[0]) + 3, 2])
+    first, second = (expected(model, ids) for ids in PROMPTS[:2])
+    assert_equal(got, torch.stack([first[-1], second[3], first[2]]))
+
+
 @pytest.mark.parametrize("rope", ROPES)
 def test_rope_scaling_gives_the_logits_of_transformers(rope: str) -> None:
     model = hf_model("LlamaForCausalLM", rope_parameters=ROPES[rope])

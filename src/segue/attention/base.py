@@ -47,11 +47,14 @@ class AttentionBackend(Protocol):
     def prepare(self, ctx: Context) -> None:
         """Work out once a step what all layers share. Called before the first `forward` of the step."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, layer: int, ctx: Context) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
+    ) -> Tensor:
         """Attend over the pool, which already holds this step's keys and values.
 
         `query` is `[T, num_heads, head_dim]`; `key` and `value`, `[T, num_kv_heads, head_dim]`, are this
-        step's own, for backends that need not read them back. Returns `[T, num_heads, head_dim]`, contiguous.
+        step's own, for backends that need not read them back; on CUDA they are None.
+        Returns `[T, num_heads, head_dim]`, contiguous.
         """
         ...
 

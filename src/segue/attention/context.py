@@ -24,8 +24,10 @@ class Context:
 
     input_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T], each token's place in its sequence
-    slots: Tensor  # int64 [T], where each token's K and V go; padding: a slot of the scratch page
-    logit_indices: Tensor  # int64 [L], the tokens whose hidden state is turned into logits
+    kv_rows: (
+        Tensor  # int64 [T], token rows of the pool, where each one's K and V go; padding: the scratch page's
+    )
+    wanted: Tensor | None  # int [L], the tokens whose hidden states the model returns; None: all
     rows: Sequence[int]  # S rows of the page table
     q_lens: Sequence[int]  # S tokens of this step
     kv_lens: Sequence[int]  # S tokens in the cache, this step's included
@@ -36,6 +38,9 @@ class Context:
     page_table: PageTable
     kv: KVPool
     backend: AttentionBackend
+    # Of a captured step, which has no host lists:
+    num_decode_device: Tensor | None = None  # int32 [1]; num_decode is the most there can be
+    blocks: Tensor | None = None  # the backend's, for the sequences behind the decode rows
 
     @classmethod
     def build(
@@ -49,9 +54,9 @@ class Context:
         page_table: PageTable,
         kv: KVPool,
         backend: AttentionBackend,
-        logit_indices: Tensor | None = None,
+        wanted: Tensor | None = None,
     ) -> Context:
-        """Work out positions and slots; `logit_indices` default to each sequence's last token."""
+        """Work out positions and rows."""
         device = kv.data.device
         rows_device = torch.tensor(rows, dtype=torch.int64, device=device)
         kv_lens_device = torch.tensor(kv_lens, dtype=torch.int32, device=device)
@@ -60,13 +65,11 @@ class Context:
             device
         )
         token_rows = rows_device.repeat_interleave(torch.tensor(q_lens, device=device), output_size=ends[-1])
-        if logit_indices is None:
-            logit_indices = torch.tensor([end - 1 for end in ends], dtype=torch.int64, device=device)
         return cls(
             input_ids=input_ids,
             positions=positions,
-            slots=page_table.slots(token_rows, positions),
-            logit_indices=logit_indices,
+            kv_rows=kv.token_rows(page_table.slots(token_rows, positions)),
+            wanted=wanted,
             rows=rows,
             q_lens=q_lens,
             kv_lens=kv_lens,

@@ -97,8 +97,11 @@ class CPUAttention:
         self._prefills = list(self._plan_prefills(ctx))
         self._blind = any(q > kv for q, kv in zip(ctx.q_lens, ctx.kv_lens, strict=True))
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, layer: int, ctx: Context) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
+    ) -> Tensor:
         """See `AttentionBackend.forward`."""
+        assert key is not None and value is not None
         if len(self._decodes) == 1 and not self._prefills:
             return self._decode(query, self._decodes[0], layer)
         output = torch.zeros_like(query) if self._blind else query.new_empty(query.shape)

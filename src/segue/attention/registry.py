@@ -8,6 +8,7 @@ import torch
 
 from segue.attention import cpu
 from segue.attention.base import AttentionBackend, AttentionShape, BackendFactory, Capabilities
+from segue.attention.capabilities import TRITON
 from segue.errors import ConfigError
 from segue.kvcache.pool import KVPool
 
@@ -82,4 +83,11 @@ def _make_cpu(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
     return cpu.CPUAttention(shape, pool)
 
 
+def _make_triton(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
+    from segue.attention.triton import TritonAttention  # Triton is not there without CUDA
+
+    return TritonAttention(shape, pool)
+
+
+register(BackendEntry(name="triton", capabilities=TRITON, make=_make_triton))
 register(BackendEntry(name="cpu", capabilities=cpu.CAPABILITIES, make=_make_cpu))

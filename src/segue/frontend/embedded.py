@@ -58,7 +58,7 @@ class EmbeddedScheduler:
         try:
             from segue.worker import run_scheduler  # torch
 
-            run_scheduler(self._config, self._run_dir, pair, self._context)
+            run_scheduler(self._config, self._run_dir, pair, self._context, embedded=True)
         except Exception as error:
             logger.exception("the embedded scheduler failed")
             reason = f"the embedded scheduler failed: {type(error).__name__}: {error}"

@@ -1,10 +1,31 @@
 """The gated activation of the MLP."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segue.kernels.linear import linear
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `[..., 2 * I]`, gate first; `[..., I]`. May overwrite `gate_up`."""
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
+    """`silu_mul` of `linear(x, weight, bias, packed)`: `[T, K] -> [T, I]`, `weight` `[2 * I, K]`."""
+    if x.is_cuda and bias is None:
+        from segue.kernels.cuda.product import gated_product
+
+        gated = gated_product(x, weight)
+        if gated is not None:
+            return gated
+    return silu_mul(linear(x, weight, bias, packed, may_split=True), x.dtype)
+
+
+def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """`silu(gate) * up` of `[T, 2 * I]`, gate first; `[T, I]` in `dtype`. May overwrite `gate_up`.
+
+    On CUDA `gate_up` may be split sums, float32 `[S, T, 2 * I]`.
+    """
+    if gate_up.is_cuda:
+        from segue.kernels.cuda.activation import silu_mul as fused
+
+        return fused(gate_up, dtype)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

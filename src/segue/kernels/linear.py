@@ -22,8 +22,34 @@ def packed_bytes(packed: Tensor) -> int:
     return int(torch.ops.mkldnn._nbytes(packed))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`; `packed` is `pack(weight)`, if there is one."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    packed: Tensor | None = None,
+    *,
+    may_split: bool = False,
+    wide: bool = False,
+) -> Tensor:
+    """`x @ weight.T + bias`.
+
+    Args:
+        x: `[M, in]`.
+        weight: `[out, in]`.
+        bias: `[out]`.
+        packed: `pack(weight)`, if there is one.
+        may_split: split sums, float32 `[S, M, out]`, may be returned: who takes them adds them up.
+        wide: the result is float32, as precise as the device sums up.
+    """
+    if x.is_cuda:
+        from segue.kernels.cuda.product import product
+
+        return product(x, weight, bias, may_split=may_split, dtype=torch.float32 if wide else None)
+    result = _linear_cpu(x, weight, bias, packed)
+    return result.float() if wide else result
+
+
+def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
     if packed is None:
         return F.linear(x, weight, bias)
     product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")

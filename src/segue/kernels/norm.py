@@ -26,7 +26,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum `x + residual` normalised, and the sum itself, the next residual. May overwrite both."""
+    """The sum `x + residual` normalised, and the sum itself, the next residual. May overwrite both.
+
+    `x` is `[T, N]`, or on CUDA split sums, float32 `[S, T, N]`.
+    """
+    if x.is_cuda:
+        from segue.kernels.cuda.norm import add_rms_norm as fused
+
+        return fused(x, residual, weight, eps)
     total = x if residual is None else residual.add_(x)
     return rms_norm(total, weight, eps), total
 

@@ -18,8 +18,9 @@ from segue.layers.norm import RMSNorm
 class Placement:
     """Where a step's tokens stand, worked out once for all layers."""
 
-    cos: Tensor  # [T, 1, head_dim], see kernels.rotary
+    cos: Tensor  # see layers.rotary
     sin: Tensor
+    positions: Tensor  # [T]
     rows: Tensor  # int64 [T], token rows of the KV pool
 
 
@@ -47,7 +48,8 @@ class Attention(Layer):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.eps = eps
-        self.qkv = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
+        size = (num_heads + 2 * num_kv_heads) * head_dim
+        self.qkv = Linear(hidden_size, size, bias=qkv_bias, may_split=True)
         self.o = RowParallelLinear(num_heads * head_dim, hidden_size, bias=o_bias, collectives=collectives)
         self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
@@ -62,10 +64,17 @@ class Attention(Layer):
         self.qk_weight = torch.cat([query, key])
         return self.qk_weight.nbytes
 
-    def forward(self, x: Tensor, placement: Placement, ctx: Context) -> Tensor:
-        """`[T, hidden] -> [T, hidden]`."""
+    def forward(self, x: Tensor, placement: Placement, ctx: Context, wanted: Tensor | None = None) -> Tensor:
+        """`[T, hidden] -> [T, hidden]`, or of the tokens `wanted` alone (int `[L]`)."""
+        place = self._place_cuda if x.is_cuda else self._place
+        query, key, value = place(self.qkv(x), placement, ctx)
+        attended = ctx.backend.forward(query, key, value, self.layer, ctx).flatten(1)
+        output: Tensor = self.o(attended if wanted is None else attended.index_select(0, wanted))
+        return output
+
+    def _place(self, qkv: Tensor, placement: Placement, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.num_heads + self.num_kv_heads
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
         qk = qkv[:, :heads]
         if self.q_norm is not None:
             assert self.qk_weight is not None, "build_derived comes first"
@@ -73,6 +82,23 @@ class Attention(Layer):
         qk = rotate(qk, placement.cos, placement.sin)
         query, key, value = qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, heads:]
         ctx.kv.write(self.layer, placement.rows, key, value)
-        attended = ctx.backend.forward(query, key, value, self.layer, ctx)
-        output: Tensor = self.o(attended.view(x.shape[0], -1))
-        return output
+        return query, key, value
+
+    def _place_cuda(self, qkv: Tensor, placement: Placement, ctx: Context) -> tuple[Tensor, None, None]:
+        from segue.kernels.cuda.placing import place
+
+        query = place(
+            qkv,
+            self.qk_weight,
+            self.eps,
+            placement.cos,
+            placement.sin,
+            placement.positions,
+            placement.rows,
+            ctx.kv.key_rows[self.layer],
+            ctx.kv.value_rows[self.layer],
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+        return query, None, None

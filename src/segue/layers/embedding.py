@@ -58,7 +58,8 @@ class ParallelHead(Layer):
 
     def forward(self, hidden: Tensor) -> Tensor | None:
         """`[L, size] -> [L, vocab_size]` in float32 on rank 0; None elsewhere."""
-        logits = self.collectives.gather(linear(hidden, self._weight(), None, self.packed))
+        wide = self.collectives.tp.size == 1
+        logits = self.collectives.gather(linear(hidden, self._weight(), None, self.packed, wide=wide))
         return None if logits is None else logits[:, : self.vocab_size].float()
 
     def _weight(self) -> Tensor:

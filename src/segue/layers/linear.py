@@ -11,9 +11,12 @@ from segue.layers.base import Layer
 class Linear(Layer):
     """One rank's rows of a linear layer (column parallel): whole input, own outputs, nothing exchanged."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
-        """`out_features` are this rank's."""
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, may_split: bool = False
+    ) -> None:
+        """`out_features` are this rank's; `may_split`: see `kernels.linear.linear`."""
         super().__init__()
+        self.may_split = may_split
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.packed: Tensor | None = None
@@ -25,7 +28,7 @@ class Linear(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`."""
-        return linear(x, self.weight, self.bias, self.packed)
+        return linear(x, self.weight, self.bias, self.packed, may_split=self.may_split)
 
 
 class RowParallelLinear(Layer):
@@ -50,6 +53,8 @@ class RowParallelLinear(Layer):
         return 0 if self.packed is None else packed_bytes(self.packed)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, in] -> [T, out]`, equal on every rank."""
-        bias = self.bias if self.collectives.tp.is_first else None
-        return self.collectives.all_reduce(linear(x, self.weight, bias, self.packed))
+        """`[T, in] -> [T, out]`, equal on every rank; of one rank perhaps split sums, for `add_rms_norm`."""
+        tp = self.collectives.tp
+        bias = self.bias if tp.is_first else None
+        product = linear(x, self.weight, bias, self.packed, may_split=tp.size == 1)
+        return self.collectives.all_reduce(product)

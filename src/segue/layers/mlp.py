@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from segue.distributed.collectives import Collectives
-from segue.kernels.activation import silu_mul
+from segue.kernels.activation import gated_linear
 from segue.layers.base import Layer
 from segue.layers.linear import Linear, RowParallelLinear
 
@@ -21,5 +21,6 @@ class MLP(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, hidden] -> [T, hidden]`."""
-        output: Tensor = self.down(silu_mul(self.gate_up(x)))
+        gate_up = self.gate_up
+        output: Tensor = self.down(gated_linear(x, gate_up.weight, gate_up.bias, gate_up.packed))
         return output

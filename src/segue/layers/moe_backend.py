@@ -73,7 +73,7 @@ def run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exp
     for expert, count in enumerate(counts):
         if count:
             run = grouped[start : start + count]
-            run.copy_(F.linear(silu_mul(F.linear(run, gate_up[expert])), down[expert]))
+            run.copy_(F.linear(silu_mul(F.linear(run, gate_up[expert]), x.dtype), down[expert]))
             start += count
     grouped.mul_(weights.flatten()[order, None])
     return torch.zeros_like(x).index_add_(0, tokens, grouped)

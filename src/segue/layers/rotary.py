@@ -7,15 +7,30 @@ from torch import Tensor
 class Rotary:
     """Cosines and sines for a step's positions, worked out once and shared by all layers."""
 
-    def __init__(self, inverse_frequencies: Tensor, scale: float) -> None:
+    def __init__(self, inverse_frequencies: Tensor, scale: float, max_position: int) -> None:
         """`inverse_frequencies` is float32 `[head_dim / 2]`, radians a token; `scale` is a factor."""
         self.inverse_frequencies = inverse_frequencies
         self.scale = scale
+        self.max_position = max_position
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def build_derived(self, device: torch.device) -> int:
+        """Make CUDA's table of all positions; bytes taken."""
+        if device.type != "cuda":
+            return 0
+        positions = torch.arange(self.max_position, device=device)
+        radians = positions[:, None] * self.inverse_frequencies.to(device)
+        self._table = (radians.cos() * self.scale, radians.sin() * self.scale)
+        return 2 * self._table[0].nbytes
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[T, 1, head_dim]`, as `rotate` wants them, of int64 `[T]` positions."""
-        if self.inverse_frequencies.device != positions.device:
-            self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
+        """Cosines and sines, as the device's kernels want them.
+
+        On a CPU those of `positions` (int64 `[T]`), `[T, 1, head_dim]` for `rotate`; on CUDA the table of all
+        positions, float32 `[max_position, head_dim / 2]`.
+        """
+        if self._table is not None:
+            return self._table
         radians = positions[:, None, None] * self.inverse_frequencies
         cos, sin = radians.cos() * self.scale, radians.sin() * self.scale
         return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segue.kvcache.table import PageTable, TokenPool
+from segue.model_runner.delta import make_writer
 from segue.protocol.messages import NewRow, SamplingParams, StepPlan
 
 # Below this a draw is the argmax for any logits that differ at all, and 1 / temperature stays finite.
@@ -43,7 +44,7 @@ class SamplingColumns(Generic[Column]):
 
 
 _INTEGERS = ("top_k", "seed", "prompt_len", "min_len")
-_COLUMNS = tuple(field.name for field in fields(SamplingColumns))
+_FLOATS = tuple(field.name for field in fields(SamplingColumns) if field.name not in _INTEGERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +75,24 @@ class BatchState:
     ) -> None:
         num_rows = max_running_requests + 1
         self.device = device
+        self.writer = make_writer(device)
         self.step = 0  # of the last plan applied
         self.page_table = page_table
         self.token_pool = TokenPool(max_running=max_running_requests, max_seq_len=max_seq_len, device=device)
         self.lengths = np.zeros(num_rows, dtype=np.int64)  # tokens whose KV is computed or being computed
         # The host's columns decide what is launched, the device's are computed with; on a CPU they are one.
-        self.host = _host_columns(num_rows)
-        self.on_device = _device_columns(self.host, device)
+        self._host_blocks: list[NDArray[Any]] = [
+            np.zeros((len(_FLOATS), num_rows), dtype=np.float32),
+            np.zeros((len(_INTEGERS), num_rows), dtype=np.int64),
+        ]
+        self._device_blocks = [torch.from_numpy(block).to(device) for block in self._host_blocks]
+        names = (*_FLOATS, *_INTEGERS)
+        self.host: SamplingColumns[NDArray[Any]] = SamplingColumns(
+            **dict(zip(names, (column for block in self._host_blocks for column in block), strict=True))
+        )
+        self.on_device: SamplingColumns[Tensor] = SamplingColumns(
+            **dict(zip(names, (column for block in self._device_blocks for column in block), strict=True))
+        )
         self.extras: dict[int, RowExtras] = {}  # rows without an entry have none
 
     @staticmethod
@@ -88,11 +100,13 @@ class BatchState:
         """Bytes on the device, for the memory budget; at most a page table line more than it takes."""
         table = 4 * (max_seq_len // page_size + 32)
         tokens = 4 * (max_seq_len + 1)
-        columns = 4 * (len(_COLUMNS) + len(_INTEGERS))  # integers are twice as wide
+        columns = 4 * len(_FLOATS) + 8 * len(_INTEGERS)
         return (max_running_requests + 1) * (table + tokens + columns)
 
     def apply(self, plan: StepPlan) -> None:
         """Take over a plan's deltas: new rows, page table entries, lengths after this step.
+
+        On a device they are there once `writer` is flushed.
 
         Raises:
             PlanError: the plan is not the next one, or a sequence does not go on where its row ended.
@@ -119,17 +133,18 @@ class BatchState:
     def _add_rows(self, new_rows: Sequence[NewRow]) -> None:
         for new in new_rows:
             tokens = np.frombuffer(new.tokens, dtype=np.int32)
-            self.token_pool.data[new.row, : len(tokens)] = torch.from_numpy(tokens.copy())
-            self.page_table.data[new.row] = self.page_table.scratch_page
+            pool = self.token_pool.data
+            self.writer.write(pool, new.row * pool.shape[1] + np.arange(len(tokens)), tokens)
+            if self.device.type == "cpu":  # whose attention reads whole blocks of pages
+                self.page_table.data[new.row] = self.page_table.scratch_page
             self.lengths[new.row] = -1  # known when the plan's first chunk says where it starts
             self._set_columns(new.row, new.prompt_len, new.params)
             self._set_extras(new.row, new.params)
         if self.device.type != "cpu":
             changed = np.array([new.row for new in new_rows])
-            index = torch.from_numpy(changed).to(self.device)
-            for name in _COLUMNS:
-                values = torch.from_numpy(getattr(self.host, name)[changed])
-                getattr(self.on_device, name)[index] = values.to(self.device)
+            for host, device in zip(self._host_blocks, self._device_blocks, strict=True):
+                index = np.arange(len(host))[:, None] * host.shape[1] + changed
+                self.writer.write(device, index.ravel(), host[:, changed].ravel())
 
     def _set_columns(self, row: int, prompt_len: int, params: SamplingParams) -> None:
         host = self.host
@@ -165,9 +180,9 @@ class BatchState:
             rows += [row] * len(ids)
             columns += range(first, first + len(ids))
             values += ids
-        where = torch.tensor([rows, columns], dtype=torch.int64).to(self.device)
-        data = torch.tensor(values, dtype=torch.int32).to(self.device)
-        self.page_table.data[where[0], where[1]] = data
+        table = self.page_table.data
+        index = np.array(rows, dtype=np.int64) * table.shape[1] + np.array(columns, dtype=np.int64)
+        self.writer.write(table, index, np.array(values, dtype=np.int32))
 
     def _advance(self, plan: StepPlan) -> None:
         rows = np.array(plan.rows, dtype=np.int64)
@@ -181,15 +196,3 @@ class BatchState:
                 f"tokens are computed"
             )
         self.lengths[rows] = starts + np.array(plan.lens, dtype=np.int64)
-
-
-def _host_columns(num_rows: int) -> SamplingColumns[NDArray[Any]]:
-    def column(name: str) -> NDArray[Any]:
-        return np.zeros(num_rows, dtype=np.int64 if name in _INTEGERS else np.float32)
-
-    return SamplingColumns(**{name: column(name) for name in _COLUMNS})
-
-
-def _device_columns(host: SamplingColumns[NDArray[Any]], device: torch.device) -> SamplingColumns[Tensor]:
-    columns = {name: torch.from_numpy(getattr(host, name)).to(device) for name in _COLUMNS}
-    return SamplingColumns(**columns)

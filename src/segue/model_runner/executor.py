@@ -44,6 +44,7 @@ class StepExecutor:
         """Apply the deltas, run the model, sample, and write the tokens where the next step reads them."""
         started = time.monotonic()
         self._state.apply(plan)
+        self._state.writer.flush()
         inputs = self._inputs.build(plan)
         hidden = self._model(inputs.context)
         sampled = self._sample(hidden, inputs, plan)
@@ -54,9 +55,9 @@ class StepExecutor:
         count = len(inputs.rows)
         if count == 0:
             return Sampled(tokens=torch.empty(0, dtype=torch.int64, device=hidden.device))
-        context = inputs.context
-        every_token = count == len(hidden)
-        logits = self._model.logits(hidden if every_token else hidden[context.logit_indices])
+        if len(hidden) != count:  # the model has returned every token's
+            hidden = hidden[inputs.sampling]
+        logits = self._model.logits(hidden)
         if logits is not None:
             sampled = self._sampler.sample(logits, inputs.rows, inputs.positions, plan.tail)
         else:

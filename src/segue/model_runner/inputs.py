@@ -32,7 +32,8 @@ class PromptRun:
 class StepInputs:
     """One step, ready to run."""
 
-    context: Context  # its logit_indices are those of the sampling sequences
+    context: Context
+    sampling: Tensor  # int64, the tokens of the step after which the sampling sequences sample
     rows: Indices  # of the sampling sequences
     positions: Indices  # of the tokens they sample
     prompt_runs: list[PromptRun]
@@ -68,11 +69,12 @@ class InputBuilder:
         samples = np.array(plan.samples, dtype=np.bool_)
         rows_of_tokens = to_device(token_rows, device)
         positions_device = to_device(positions, device)
+        sampling, runs = to_device((ends - 1)[samples], device), prompt_runs(plan)
         context = Context(
             input_ids=state.token_pool.tokens(rows_of_tokens, positions_device),
             positions=positions_device,
-            slots=state.page_table.slots(rows_of_tokens, positions_device),
-            logit_indices=to_device((ends - 1)[samples], device),
+            kv_rows=self._kv.token_rows(state.page_table.slots(rows_of_tokens, positions_device)),
+            wanted=sampling if 0 < len(sampling) < ends[-1] and not runs else None,
             rows=plan.rows,
             q_lens=plan.lens,
             kv_lens=kv_lens.tolist(),
@@ -86,23 +88,25 @@ class InputBuilder:
         )
         return StepInputs(
             context=context,
+            sampling=sampling,
             rows=rows[samples],
             positions=kv_lens[samples],
-            prompt_runs=_prompt_runs(plan, samples, ends, kv_lens),
+            prompt_runs=runs,
         )
 
 
-def _prompt_runs(
-    plan: StepPlan, samples: NDArray[np.bool_], ends: Indices, kv_lens: Indices
-) -> list[PromptRun]:
+def prompt_runs(plan: StepPlan) -> list[PromptRun]:
+    """The runs of prompt tokens whose log-probabilities a plan owes."""
     # A sampling sequence's last logits are for the token it samples.
-    counts = np.array(plan.num_logits, dtype=np.int64) - samples
+    counts = np.array(plan.num_logits, dtype=np.int64) - np.array(plan.samples, dtype=np.bool_)
+    owing = counts.nonzero()[0].tolist()
+    ends = np.cumsum(plan.lens) if owing else ()
     return [
         PromptRun(
             row=plan.rows[i],
             hidden_start=int(ends[i]) - plan.num_logits[i],
-            position=int(kv_lens[i]) - plan.num_logits[i] + 1,
+            position=plan.starts[i] + plan.lens[i] - plan.num_logits[i] + 1,
             count=int(counts[i]),
         )
-        for i in counts.nonzero()[0].tolist()
+        for i in owing
     ]

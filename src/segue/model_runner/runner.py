@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from segue.attention import registry as attention
-from segue.attention.base import AttentionShape
+from segue.attention.base import AttentionBackend, AttentionShape
 from segue.config import EngineConfig
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
+from segue.kvcache.pool import KVPool
 from segue.kvcache.table import PageTable
 from segue.layers import moe_backend
 from segue.memory.budget import (
@@ -30,20 +32,26 @@ from segue.memory.budget import (
     page_bytes,
     plan_pages,
 )
+from segue.memory.peak import PeakMeter
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.choices import Choices, choose
 from segue.model_runner.executor import StepExecutor
 from segue.model_runner.inputs import InputBuilder
 from segue.model_runner.output import ForwardOutput
 from segue.model_runner.sampler import Sampler
-from segue.model_runner.stream import keep_freed_memory, make_stream
+from segue.model_runner.stream import Result, keep_freed_memory, make_stream
 from segue.model_runner.trial import make_pool, measure_activations
 from segue.models.config import ModelConfig
+from segue.models.decoder import Decoder
 from segue.models.registry import build_model
 from segue.models.sharding import shard
 from segue.protocol.messages import InitStep, StepPlan
 from segue.weights.checkpoint import load_weights
 from segue.weights.source import ModelSource
+
+if TYPE_CHECKING:
+    from segue.attention.triton import TritonAttention
+    from segue.model_runner.cuda_executor import CUDAExecutor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,22 +208,28 @@ class ModelRunner:
         with progress.step("context"):
             inputs = InputBuilder(state, kv, backend)
         with progress.step("sampler"):
-            self._executor = StepExecutor(
+            sampler = Sampler(state)
+            self._executor: StepExecutor | CUDAExecutor = StepExecutor(
                 model=model,
                 state=state,
                 inputs=inputs,
-                sampler=Sampler(state),
+                sampler=sampler,
                 collectives=groups.collectives,
                 vocab_size=model_config.vocab_size,
             )
         with progress.step("CUDA graphs"):
             progress.detail = "none: steps run eagerly"
+            if choices.device.type == "cuda" and tp.size == 1 and backend_entry.name == "triton":
+                self._executor = self._make_cuda_executor(
+                    config, choices, model, state, kv, backend, sampler, progress
+                )
         self.tp = tp
         self.device = choices.device
         self.dtype = choices.dtype
         self.vocab_size = model_config.vocab_size
         self.attention_backend = backend_entry.name
         self.weight_bytes = self.arena.num_bytes
+        self.kv = kv
         self.kv_bytes = kv.data.nbytes
         self.limits = RunnerLimits(
             num_pages=budget.num_pages,
@@ -225,6 +239,37 @@ class ModelRunner:
             chunked_prefill_size=choices.chunked_prefill_size,
         )
 
+    @staticmethod
+    def _make_cuda_executor(
+        config: EngineConfig,
+        choices: Choices,
+        model: Decoder,
+        state: BatchState,
+        kv: KVPool,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        progress: _Progress,
+    ) -> CUDAExecutor:
+        from segue.model_runner.cuda_executor import CUDAExecutor
+
+        executor = CUDAExecutor(
+            model=model,
+            state=state,
+            kv=kv,
+            backend=cast("TritonAttention", backend),
+            sampler=sampler,
+            vocab_size=model.config.vocab_size,
+            max_rows=choices.max_running_requests,
+            chunk=choices.chunked_prefill_size,
+        )
+        if not config.disable_cuda_graph and model.config.moe is None:
+            meter = PeakMeter(choices.device)
+            meter.start()
+            executor.capture()
+            progress.num_bytes = meter.stop()
+            progress.detail = f"{executor.num_graphs} graphs"
+        return executor
+
     def forward_batch(self, plan: StepPlan) -> ForwardOutput:
         """Submit a step and return at once; steps run in the order they are submitted.
 
@@ -232,6 +277,10 @@ class ModelRunner:
         that one wrote it.
         """
         return ForwardOutput(self._stream.submit(partial(self._executor.run, plan)))
+
+    def on_stream(self, work: Callable[[], Result]) -> Result:
+        """Run `work` where the steps run, behind those submitted, and wait for it."""
+        return self._stream.submit(work).result()
 
     def close(self) -> None:
         """Finish what was submitted and stop."""

@@ -44,11 +44,20 @@ class DecoderLayer(Layer):
         self.mlp = _mlp(index, config, part, collectives, moe_backend)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, placement: Placement, ctx: Context
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        placement: Placement,
+        ctx: Context,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Take and return a branch's output, `[T, hidden]`, and the residual stream it still is to join."""
+        """Take and return a branch's output, `[T, hidden]`, and the residual stream it still is to join.
+
+        With `wanted` (int `[L]`) only those tokens go on behind the attention.
+        """
         x, residual = self.input_norm.add(x, residual)
-        x, residual = self.post_norm.add(self.attn(x, placement, ctx), residual)
+        x = self.attn(x, placement, ctx, wanted)
+        x, residual = self.post_norm.add(x, residual if wanted is None else residual.index_select(0, wanted))
         return self.mlp(x), residual
 
 
@@ -81,17 +90,22 @@ class Decoder(Layer):
             collectives=collectives,
         )
         with torch.device("cpu"):
-            self.rotary = Rotary(*inverse_frequencies(config.rope, config.head_dim))
+            self.rotary = Rotary(*inverse_frequencies(config.rope, config.head_dim), config.max_position)
 
     def forward(self, ctx: Context) -> Tensor:
-        """Run a step; the hidden states after the last norm, `[T, hidden]`, equal on every rank."""
+        """Run a step; the hidden states of the wanted tokens after the last norm, equal on every rank.
+
+        `[L, hidden]`, or `[T, hidden]` where all are wanted.
+        """
         ctx.backend.prepare(ctx)
         x = self.embed(ctx.input_ids)
         cos, sin = self.rotary.angles(ctx.positions, x.dtype)
-        placement = Placement(cos=cos, sin=sin, rows=ctx.kv.token_rows(ctx.slots))
+        placement = Placement(cos=cos, sin=sin, positions=ctx.positions, rows=ctx.kv_rows)
         residual = None
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x, residual = layer(x, residual, placement, ctx)
+        x, residual = last(x, residual, placement, ctx, ctx.wanted)
         hidden, _ = self.norm.add(x, residual)
         return hidden
 
@@ -106,7 +120,8 @@ class Decoder(Layer):
         To be called once the weights are in place and after every change of them.
         """
         owners = (Linear, RowParallelLinear, RMSNorm, Attention, ParallelHead)
-        return sum(module.build_derived() for module in self.modules() if isinstance(module, owners))
+        derived = sum(module.build_derived() for module in self.modules() if isinstance(module, owners))
+        return derived + self.rotary.build_derived(self.embed.weight.device)
 
 
 def _mlp(

@@ -51,7 +51,7 @@ class SchedulerLoop:
 
     ``inbox`` is a PULL socket of ``FrontendMessage``, ``outbox`` a PUSH socket of ``SchedulerMessage``,
     ``followers`` one PUSH socket a further rank. With ``overlap`` a step is planned and launched before the
-    one before it is read.
+    one before it is read. Idle, the loop looks for ``spin`` seconds before it sleeps: being woken takes long.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class SchedulerLoop:
         outbox: zmq.Socket[bytes],
         followers: Sequence[zmq.Socket[bytes]] = (),
         overlap: bool,
+        spin: float = 0.0,
         memory_usage: dict[str, int],
     ) -> None:
         self.scheduler = scheduler
@@ -71,6 +72,7 @@ class SchedulerLoop:
         self._outbox = outbox
         self._followers = followers
         self._overlap = overlap
+        self._spin = spin
         self._memory_usage = memory_usage
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FrontendMessage).decode
@@ -107,7 +109,7 @@ class SchedulerLoop:
 
     def _receive(self, *, block: bool) -> None:
         finished: list[Finished] = []
-        while self._running and self._inbox.poll(None if block and not finished else 0):
+        while self._running and self._poll(block and not finished):
             block = False
             message = self._decode(self._inbox.recv())
             match message:
@@ -124,6 +126,18 @@ class SchedulerLoop:
                     self._running = False
         if finished:
             self._send(self.scheduler.output(finished=finished))
+
+    def _poll(self, block: bool) -> bool:
+        """Whether a message is there; ``block``: wait for it."""
+        if self._inbox.poll(0):
+            return True
+        if not block:
+            return False
+        deadline = time.monotonic() + self._spin
+        while time.monotonic() < deadline:
+            if self._inbox.poll(0):
+                return True
+        return bool(self._inbox.poll(None))
 
     def _send(self, message: SchedulerMessage) -> None:
         self._outbox.send(self._encode(message))

@@ -1,0 +1,171 @@
+"""Attention on CUDA devices, in Triton: split-KV decode and ragged prefill over the paged cache.
+
+A tile's rows are the query heads that share a key-value head (packed GQA), so each key and value is read once
+for all of them. Decode cuts a sequence's keys into a number of splits that depends on the size of the batch
+alone; the split that ends last adds them up, in a fixed order. Prefill runs a program for each block of
+queries; a table says to which sequence a block belongs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from segue.attention.base import AttentionShape
+from segue.attention.blocks import block_table
+from segue.attention.context import Context
+from segue.kernels.cuda.attention import decode, prefill
+from segue.kernels.cuda.launch import is_hopper, launch_options
+from segue.kvcache.pool import KVPool
+
+_TILES = 256  # programs that decode splits a small batch into, at most
+_MOST_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tile:
+    """How prefill goes through the keys."""
+
+    keys: int  # at a time
+    stages: int
+    warps: int
+
+
+_TILES_BY_ROWS = {
+    32: _Tile(keys=64, stages=2, warps=4),
+    64: _Tile(keys=64, stages=2, warps=4),
+    128: _Tile(keys=64, stages=2, warps=4),
+}
+
+
+class TritonAttention:
+    """Both kernels on one pool."""
+
+    def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
+        """Serve a model of `shape` whose cache is `pool`."""
+        self._shape = shape
+        self._pool = pool
+        self._group = shape.num_heads // shape.num_kv_heads
+        device = pool.data.device
+        self._partial = torch.empty(_TILES * self._group * shape.head_dim, device=device)
+        self._maxima = torch.empty(_TILES * self._group * 2, device=device)
+        self._counters = torch.zeros(_TILES, dtype=torch.int32, device=device)
+        self._wide = pool.data.dtype == torch.float32
+        self._tile = 64 if self._wide else 128
+        self._blocks: Tensor | None = None
+
+    def queries_per_block(self, tokens: int) -> int:
+        """Query tokens one prefill program takes in a step of `tokens`: few, where there are few programs."""
+        return self._rows_per_block(tokens) // self._group
+
+    def _rows_per_block(self, tokens: int) -> int:
+        rows = tokens * self._shape.num_heads
+        return next(
+            (size for size in (32, 64) if rows < 2 * _TILES * size and size > self._group), self._tile
+        )
+
+    def prepare(self, ctx: Context) -> None:
+        """Lay out the blocks of the sequences that are not decoding, unless the context brings them."""
+        self._blocks = ctx.blocks
+        if ctx.blocks is None and ctx.num_decode < len(ctx.rows):
+            table = block_table(ctx.q_lens, ctx.num_decode, self.queries_per_block(len(ctx.positions)))
+            self._blocks = torch.from_numpy(table).to(ctx.positions.device)
+
+    def forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
+    ) -> Tensor:
+        """See `AttentionBackend.forward`."""
+        output = torch.empty_like(query)
+        if ctx.num_decode:
+            self._run_decode(query, output, layer, ctx)
+        if self._blocks is not None:
+            self._run_prefill(query, output, self._blocks, layer, ctx)
+        return output
+
+    def _run_decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+        shape, splits = self._shape, self._splits(ctx.num_decode)
+        heads = shape.num_kv_heads
+        decode[(heads, ctx.num_decode) if splits == 1 else (splits, heads, ctx.num_decode)](
+            query,
+            self._pool.key_rows[layer],
+            self._pool.value_rows[layer],
+            ctx.page_table.data,
+            ctx.rows_device,
+            ctx.kv_lens_device,
+            ctx.rows_device if ctx.num_decode_device is None else ctx.num_decode_device,
+            output,
+            self._partial,
+            self._maxima,
+            self._counters,
+            shape.scale * 1.4426950408889634,  # log2(e): the kernels use exp2
+            self._pool.page_rows,
+            ctx.page_table.data.stride(0),
+            BLOCK=32 if self._wide else 64,
+            SPLITS=splits,
+            STAGES=2 if self._wide else 3,
+            GP=max(16, triton.next_power_of_2(self._group)),
+            COUNTED=ctx.num_decode_device is not None,
+            **self._constants(),
+            **launch_options(2 if ctx.num_decode < 8 else 4, len(query)),
+        )
+
+    def _run_prefill(self, query: Tensor, output: Tensor, blocks: Tensor, layer: int, ctx: Context) -> None:
+        shape, pool, rows = self._shape, self._pool, self._rows_per_block(len(query))
+        tile = self._prefill_tile(rows)
+        dim = shape.head_dim
+        tma = (
+            is_hopper()
+            and not self._wide
+            and pool.page_size % tile.keys == 0
+            and dim >= 16
+            and dim & (dim - 1) == 0
+        )
+        by_row = pool.data.view(-1, shape.num_kv_heads * dim)
+        prefill[(shape.num_kv_heads, len(blocks))](
+            query,
+            pool.key_rows[layer],
+            pool.value_rows[layer],
+            TensorDescriptor.from_tensor(by_row, [tile.keys, dim]) if tma else by_row,
+            layer * 2 * pool.page_size,
+            ctx.page_table.data,
+            ctx.rows_device,
+            ctx.q_starts_device,
+            ctx.kv_lens_device,
+            blocks,
+            output,
+            shape.scale * 1.4426950408889634,
+            pool.page_rows,
+            ctx.page_table.data.stride(0),
+            BM=rows,
+            BN=tile.keys,
+            STAGES=tile.stages,
+            TMA=tma,
+            **self._constants(),
+            **launch_options(tile.warps, len(query)),
+        )
+
+    def _prefill_tile(self, rows: int) -> _Tile:
+        if self._wide:
+            return _Tile(keys=32, stages=2, warps=4)
+        return _TILES_BY_ROWS[rows]
+
+    def _constants(self) -> dict[str, object]:
+        dim = self._shape.head_dim
+        return {
+            "KV_HEADS": self._shape.num_kv_heads,
+            "G": self._group,
+            "D": dim,
+            "DP": max(16, triton.next_power_of_2(dim)),  # the least that tensor cores take
+            "PAGE": self._pool.page_size,
+            "PRECISION": "ieee" if self._wide else "tf32",
+        }
+
+    def _splits(self, num_decode: int) -> int:
+        tiles = num_decode * self._shape.num_kv_heads
+        if tiles > _TILES // 2:
+            return 1
+        return min(_MOST_SPLITS, 1 << ((_TILES // tiles).bit_length() - 1))

@@ -1,0 +1,224 @@
+"""One step on a CUDA device: captured graphs where there is one for it, the same functions where not."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from segue.attention.triton import TritonAttention
+from segue.kernels.cuda.sampling import sample_plain
+from segue.kvcache.pool import KVPool
+from segue.model_runner.batch_state import BatchState
+from segue.model_runner.device_inputs import RING, DeviceInputs, StepShape
+from segue.model_runner.graphs import Graphs, quiet_gc, row_sizes, token_sizes
+from segue.model_runner.inputs import PromptRun, prompt_runs
+from segue.model_runner.logprobs import Logprobs, logprobs_of
+from segue.model_runner.output import StepOutputs
+from segue.model_runner.sampler import Sampled, Sampler
+from segue.models.decoder import Decoder
+from segue.protocol.messages import StepPlan
+
+_LOGITS_BYTES = 256 << 20  # float32 logits of a prompt held at a time
+_PROMPTS, _PER_PROMPT = (
+    8,
+    16,
+)  # a captured trunk has room for so many prompts, and one more for so many tokens
+
+
+class CUDAExecutor:
+    """Runs step plans on the current stream of a single rank."""
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        state: BatchState,
+        kv: KVPool,
+        backend: TritonAttention,
+        sampler: Sampler,
+        vocab_size: int,
+        max_rows: int,
+        chunk: int,
+    ) -> None:
+        self._model = model
+        self._state = state
+        self._sampler = sampler
+        self._inputs = DeviceInputs(state, kv, backend, max_tokens=chunk + max_rows, max_rows=max_rows)
+        self._slice = max(1, _LOGITS_BYTES // (4 * vocab_size))
+        hidden = model.config.hidden_size
+        weight = model.embed.weight
+        self._picked = torch.zeros((max_rows, hidden), dtype=weight.dtype, device=weight.device)
+        self._ring = torch.zeros((RING, max_rows), dtype=torch.int32).pin_memory()
+        self._max_rows, self._max_tokens = max_rows, chunk + max_rows
+        pool = torch.cuda.graph_pool_handle()
+        self._decode, self._trunk, self._tail = Graphs(pool), Graphs(pool), Graphs(pool)
+        self.counts: Counter[str] = Counter()  # graph hits, eager steps by reason, padded tokens
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured."""
+        return len(self._decode) + len(self._trunk) + len(self._tail)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture all graphs; the static inputs then are those of the dummy request."""
+        quiet_gc()
+        self._trunk.capture(token_sizes(self._max_tokens), lambda size: self._run_trunk(self._shape(size)))
+        self._tail.capture(row_sizes(self._max_rows), self._run_tail)
+        self._decode.capture(row_sizes(self._max_rows), self._run_decode)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepOutputs:
+        """Apply the deltas, run the model, sample, and write the tokens where the next step reads them."""
+        started = time.monotonic()
+        self._state.apply(plan)
+        slot = plan.step % RING
+        only_decode = plan.num_decode == len(plan.rows)
+        size = self._decode.bucket(len(plan.rows)) if only_decode and plan.tail == "plain" else None
+        if size is not None:
+            self._inputs.load_decode(plan, size, slot)
+            self._state.writer.flush()
+            self._decode.replay(size)
+            self._hit(size - len(plan.rows))
+            return self._outputs(plan, started, self._from_ring(slot, len(plan.rows)))
+        count = sum(plan.samples)
+        runs = prompt_runs(plan)
+        hidden = self._run_any_trunk(plan, slot, wants_hidden=bool(runs))
+        if plan.tail == "plain":
+            if count:
+                bucket = self._tail.bucket(count)
+                if bucket is None:
+                    self._run_tail(count)
+                else:
+                    self._tail.replay(bucket)
+            return self._outputs(plan, started, self._from_ring(slot, count))
+        sampled = self._sample_full(plan, count)
+        prompt_logprobs = {run.row: self._prompt_logprobs(hidden, run) for run in runs}
+        return self._outputs(plan, started, sampled, prompt_logprobs)
+
+    def _run_any_trunk(self, plan: StepPlan, slot: int, *, wants_hidden: bool) -> Tensor:
+        count = plan.num_tokens
+        size = None if wants_hidden else self._trunk.bucket(count)
+        if size is not None and len(plan.rows) - plan.num_decode <= _most_prompts(size):
+            self._inputs.load(plan, self._shape(size), slot)
+            self._state.writer.flush()
+            self._trunk.replay(size)
+            self._hit(size - count)
+            return self._picked
+        self.counts[
+            "eager: prompt logprobs"
+            if wants_hidden
+            else "eager: no bucket"
+            if size is None
+            else "eager: prompts"
+        ] += 1
+        shape = StepShape(
+            tokens=count,
+            decode=plan.num_decode,
+            sequences=len(plan.rows),
+            blocks=self._inputs.num_blocks(plan),
+            logits=sum(plan.samples),
+            trims=not wants_hidden and any(plan.samples),
+        )
+        self._inputs.load(plan, shape, slot)
+        self._state.writer.flush()
+        return self._run_trunk(shape)
+
+    def _shape(self, tokens: int) -> StepShape:
+        rows = min(tokens, self._max_rows)
+        blocks = self._inputs.most_blocks(tokens, _most_prompts(tokens))
+        return StepShape(tokens=tokens, decode=rows, sequences=rows, blocks=blocks, logits=rows)
+
+    def _run_trunk(self, shape: StepShape) -> Tensor:
+        hidden: Tensor = self._model(self._inputs.context(shape))
+        if shape.trims:
+            self._picked[: shape.logits].copy_(hidden)
+        elif shape.logits:
+            indices = self._inputs.logit_indices[: shape.logits]
+            torch.index_select(hidden, 0, indices, out=self._picked[: shape.logits])
+        return hidden
+
+    def _run_decode(self, size: int) -> None:
+        logits = self._model.logits(self._model(self._inputs.decode_context(size)))
+        self._sample_plain(logits, *self._inputs.decode_rows(size))
+
+    def _run_tail(self, size: int) -> None:
+        rows, positions = self._inputs.sample_rows[:size], self._inputs.sample_positions[:size]
+        self._sample_plain(self._model.logits(self._picked[:size]), rows, positions)
+
+    def _sample_plain(self, logits: Tensor | None, rows: Tensor, positions: Tensor) -> None:
+        assert logits is not None
+        columns = self._state.on_device
+        sample_plain(
+            logits,
+            rows,
+            positions,
+            temperatures=columns.temperature,
+            inverse_temperatures=columns.inverse_temperature,
+            seeds=columns.seed,
+            token_pool=self._state.token_pool.data,
+            ring=self._ring,
+            slot=self._inputs.slot,
+        )
+
+    def _sample_full(self, plan: StepPlan, count: int) -> Sampled:
+        if count == 0:
+            return self._from_ring(0, 0)
+        samples = np.array(plan.samples, dtype=np.bool_)
+        rows = np.array(plan.rows)[samples]
+        positions = (np.array(plan.starts) + np.array(plan.lens))[samples]
+        logits = self._model.logits(self._picked[:count])
+        assert logits is not None
+        sampled = self._sampler.sample(logits, rows, positions, plan.tail)
+        self._state.write_tokens(rows, positions, sampled.tokens)
+        return sampled
+
+    def _prompt_logprobs(self, hidden: Tensor, run: PromptRun) -> list[Logprobs]:
+        pool = self._state.token_pool.data
+        known = pool[run.row, run.position : run.position + run.count].to(torch.int64)
+        num_top = max(0, self._state.num_top(run.row))
+        parts = []
+        for start in range(0, run.count, self._slice):
+            end = min(start + self._slice, run.count)
+            logits = self._model.logits(hidden[run.hidden_start + start : run.hidden_start + end])
+            assert logits is not None
+            parts.append(logprobs_of(logits, known[start:end], [num_top] * (end - start)))
+        return parts
+
+    def _from_ring(self, slot: int, count: int) -> Sampled:
+        return Sampled(tokens=self._ring[slot, :count])
+
+    def _hit(self, padding: int) -> None:
+        self.counts["graph_hit"] += 1
+        self.counts["padded_tokens"] += padding
+
+    def _outputs(
+        self,
+        plan: StepPlan,
+        started: float,
+        sampled: Sampled,
+        prompt_logprobs: dict[int, list[Logprobs]] | None = None,
+    ) -> StepOutputs:
+        outputs = StepOutputs(
+            step=plan.step,
+            started=started,
+            next_tokens_device=sampled.tokens,
+            next_tokens_host=sampled.tokens.to("cpu", non_blocking=True),
+            logprobs=sampled.logprobs.to_host() if sampled.logprobs else None,
+            logprob_indices=sampled.logprob_indices,
+            prompt_logprobs={
+                row: [part.to_host() for part in parts] for row, parts in (prompt_logprobs or {}).items()
+            },
+            copy_done=torch.Event(self._state.device),
+        )
+        assert outputs.copy_done is not None
+        outputs.copy_done.record()
+        return outputs
+
+
+def _most_prompts(tokens: int) -> int:
+    return _PROMPTS + tokens // _PER_PROMPT

@@ -1,0 +1,51 @@
+"""The engine on a CUDA device under mixed traffic: chunks, decode rows and shared prefixes in one step."""
+
+import random
+
+import pytest
+
+import segue
+from tests.model_runner import making, tiny
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+@pytest.mark.parametrize("disable_cuda_graph", [False, True], ids=["graphs", "eager"])
+def test_mixed_traffic_gives_the_tokens_of_transformers(tmp_path, page_size, disable_cuda_graph):
+    model = tiny.save_llama(tmp_path)
+    rng = random.Random(page_size)
+    stem = making.prompt(70, seed=99)
+    prompts = [
+        (stem[: rng.choice([0, 33, 70])] + making.prompt(rng.randint(1, 90), seed=i)) for i in range(24)
+    ]
+    counts = [rng.randint(1, 40) for _ in prompts]
+    options = making.options(
+        tmp_path,
+        device="cuda",
+        page_size=page_size,
+        num_kv_tokens=1500,  # too few for all: some wait, some are retracted
+        max_running_requests=12,
+        chunked_prefill_size=48,
+        disable_cuda_graph=disable_cuda_graph,
+    )
+    with segue.Engine(**options, embedded=True) as engine:
+        for _ in range(2):
+            replies = engine.generate(
+                input_ids=prompts,
+                sampling_params=[{"temperature": 0, "max_new_tokens": count} for count in counts],
+            )
+            for prompt, count, reply in zip(prompts, counts, replies, strict=True):
+                assert reply["output_ids"] == tiny.reference(model, prompt, count)
+
+
+def test_a_seed_gives_the_same_draws_in_any_company(tmp_path):
+    tiny.save_llama(tmp_path)
+    options = making.options(tmp_path, device="cuda", page_size=16, max_running_requests=12)
+    params = {"temperature": 1.0, "max_new_tokens": 30, "sampling_seed": 5}
+    with segue.Engine(**options, embedded=True) as engine:
+        alone = engine.generate(input_ids=making.prompt(20), sampling_params=params)
+        batch = [making.prompt(20), *(making.prompt(10 + i, seed=i) for i in range(9))]
+        together = engine.generate(input_ids=batch, sampling_params=params)
+    assert alone["output_ids"] == together[0]["output_ids"]
+    assert alone["output_ids"] != together[1]["output_ids"]
