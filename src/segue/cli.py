@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,10 @@ from rich.table import Table
 
 import segue
 from segue.config import EngineConfig
-from segue.errors import CacheDirectoryError, SegueError
+from segue.errors import CacheDirectoryError, ConfigError, SegueError
 from segue.frontend.engine import Engine
 from segue.frontend.installed import installed_models
+from segue.frontend.processes import worker_environment
 from segue.frontend.runtime import Runtime
 from segue.frontend.terminal import LocalChat, RemoteChat, converse, pieces
 from segue.logs import configure
@@ -33,6 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+bench_app = typer.Typer(help="Measure an engine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 # Flags that make no sense without a server.
 SERVER_GROUP = "Server"
 
@@ -201,6 +205,52 @@ def chat(
     with _engine(config) as engine:
         local = LocalChat(engine, params)
         converse(local.model, local.reply, system)
+
+
+@bench_app.command("profile")
+@with_engine_options(server=False)
+def profile_steps(
+    config: EngineConfig,
+    steps: Annotated[
+        list[str] | None, typer.Argument(help="Decode rows (32), or p and the tokens of a prompt (p512).")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens that decode rows have.", min=64)] = 512,
+    kernels: Annotated[int, typer.Option(help="Kernels shown a step.", min=1)] = 12,
+) -> None:
+    """Where a step's time goes: each kernel's share, beside the floor that the hardware sets."""
+    os.environ.update(worker_environment(config.tp))  # before torch reads it: as in a worker
+    from segue.profiling import StepBench, StepProfile
+
+    if config.log_level == "info":
+        config = config.with_(log_level="warning")
+    configure(config.log_level)
+    wanted = steps or ["1", "16", "p512"]
+    for text in wanted:
+        if not text.removeprefix("p").isdecimal() or int(text.removeprefix("p")) == 0:
+            raise ConfigError(f"step {text!r}: give a number of decode rows (32), or of prompt tokens (p512)")
+    console = Console(highlight=False)
+    with console.status("Starting …"):
+        bench = StepBench(config)
+
+    def show(found: StepProfile) -> None:
+        times = f"{found.milliseconds:.3f} ms, {found.host_milliseconds:.3f} ms of the host's own"
+        table = Table(
+            title=f"{found.label}: {times}; floor {found.floor_milliseconds:.3f} ms", title_justify="left"
+        )
+        for column in ("kernel", "calls", "µs", "share"):
+            table.add_column(column, justify="left" if column == "kernel" else "right")
+        total = sum(kernel.microseconds for kernel in found.kernels) or 1.0
+        for kernel in found.kernels[:kernels]:
+            share = f"{kernel.microseconds / total:.0%}"
+            table.add_row(escape(kernel.name[:90]), f"{kernel.calls:g}", f"{kernel.microseconds:.1f}", share)
+        console.print(table)
+
+    try:
+        for text in wanted:
+            is_prompt = text.startswith("p")
+            show(bench.prefill(int(text[1:])) if is_prompt else bench.decode(int(text), context))
+    finally:
+        bench.close()
 
 
 @app.command()
