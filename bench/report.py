@@ -29,9 +29,16 @@ def circumstances() -> dict[str, Any]:
         "commit": commit.stdout.strip(),
         "cpu": cpu[0].partition(": ")[2] if cpu else platform.processor(),
         "cores": num_cores(),
+        **_device(),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
     }
+
+
+def _device() -> dict[str, str]:
+    import torch
+
+    return {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
 
 
 def num_cores() -> int:

@@ -1,0 +1,150 @@
+"""Measure how each product of a decode step is cut best, and store it where the kernels look.
+
+    python -m bench.tune_products qwen3-0.6b qwen3-8b
+
+Every plan is timed as a chain of products with different weights in one CUDA graph, so that neither launches
+nor cached weights flatter it, against cuBLAS in the same chain. For split sums the time that their reader
+needs is added. Only the shapes measured are replaced in the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+import torch
+
+from segue.kernels.cuda import product
+from segue.kernels.cuda.product import Plan
+
+# hidden, query heads, KV heads, head size, intermediate, vocabulary
+MODELS = {
+    "qwen3-0.6b": (1024, 16, 8, 128, 3072, 151936),
+    "qwen3-8b": (4096, 32, 8, 128, 12288, 151936),
+}
+ROWS = (1, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+MEMORY = 3.5e12  # bytes a second, for the readers of split sums
+SHARED = 227 << 10  # bytes of shared memory a program can have
+WORTH = 0.98  # of cuBLAS's time, at most, for a plan of ours to be stored
+
+
+def shapes(model: str) -> Iterator[tuple[int, int, bool]]:
+    """(N, K, whether the reader takes split sums)."""
+    hidden, heads, kv_heads, dim, inner, vocab = MODELS[model]
+    yield (heads + 2 * kv_heads) * dim, hidden, True
+    yield hidden, heads * dim, True
+    yield 2 * inner, hidden, True
+    yield hidden, inner, True
+    yield vocab, hidden, False
+
+
+def plans(rows: int, size: int, depth: int, may_split: bool) -> Iterator[Plan]:
+    """What is worth a try."""
+    tiles_m = (
+        {max(16, 1 << (rows - 1).bit_length())} if rows <= 64 else {64, 128, 256} if rows > 128 else {64, 128}
+    )
+    splits = (1, 2, 3, 4, 6, 8, 12, 16) if may_split else (1,)
+    for block_m, block_n, block_k, count, stages, warps, tma in itertools.product(
+        tiles_m, (64, 128), (64, 128), splits, (3, 4, 6), (4, 8), (False, True)
+    ):
+        if size % block_n or depth % (count * block_k) or depth // count // block_k < 2:
+            continue
+        programs = size // block_n * count * -(-rows // block_m)
+        if not 48 <= programs <= 700 and size < 100_000:
+            continue
+        if not 48 << 10 <= stages * (block_m + block_n) * block_k * 2 <= SHARED:
+            continue
+        if block_m * block_n // (32 * warps) > 128 or (tma and block_m < 64 and stages != 4):
+            continue
+        yield Plan(tma, block_m, block_n, block_k, count, stages, warps)
+
+
+def chain_time(run: Callable[[int], object], copies: int) -> float:
+    """Microseconds of one of `copies` runs in a graph, the best of three."""
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(copies):
+            run(i)
+    best = float("inf")
+    for _ in range(4):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / copies * 1e3)
+    return best
+
+
+def compile_plan(job: tuple[Plan, int, int, int, torch.dtype]) -> None:
+    """Fill Triton's cache, in a process of its own."""
+    plan, rows, size, depth, dtype = job
+    x = torch.zeros(rows, depth, dtype=torch.bfloat16, device="cuda")
+    weight = torch.zeros(
+        size if size < 100_000 else 2 * plan.block_n, depth, dtype=torch.bfloat16, device="cuda"
+    )
+    product.run(plan, x, weight, None, dtype)
+
+
+def measure(rows: int, size: int, depth: int, may_split: bool) -> dict[str, object]:
+    """The best plans of one shape, and their times."""
+    dtype = torch.float32 if size > 100_000 else torch.bfloat16
+    copies = max(2, min(28, int(3e9 // (size * depth * 2))))
+    weights = [torch.randn(size, depth, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
+    expected = x.float() @ weights[0].float().T
+    cublas = chain_time(
+        lambda i: (
+            torch.mm(x, weights[i].T, out_dtype=dtype) if dtype != x.dtype else torch.mm(x, weights[i].T)
+        ),
+        copies,
+    )
+    timed: list[tuple[float, float, Plan]] = []
+    for plan in plans(rows, size, depth, may_split):
+        result = product.run(plan, x, weights[0], None, dtype)
+        result = result.sum(0) if plan.splits > 1 else result.float()
+        error = ((result - expected).abs().max() / expected.abs().max()).item()
+        assert error < 1e-2, (plan, error)
+        time_ = chain_time(lambda i, plan=plan: product.run(plan, x, weights[i], None, dtype), copies)
+        reading = (plan.splits * 4 - 2) * rows * size / MEMORY * 1e6 if plan.splits > 1 else 0.0
+        timed.append((time_ + reading, time_, plan))
+    timed.sort(key=lambda each: each[0])
+    best: dict[str, object] = {}
+    for name, allowed in (("split", timed), ("whole", [each for each in timed if each[2].splits == 1])):
+        good = allowed and allowed[0][0] < WORTH * cublas
+        best[name] = asdict(allowed[0][2]) if good else None
+    floor = max(size * depth * 2 / 4.16e12, 2 * rows * size * depth / 764e12) * 1e6
+    found = f"floor {floor:.2f} cuBLAS {cublas:.2f} best {timed[0][1]:.2f} µs, {timed[0][2]}"
+    print(f"{size}x{depth}, {rows} rows: {found}", flush=True)
+    return best
+
+
+def main() -> None:
+    """Tune the models named."""
+    begun = time.monotonic()
+    wanted = sorted({shape for model in sys.argv[1:] for shape in shapes(model)})
+    jobs = {}
+    for (size, depth, may_split), rows in itertools.product(wanted, ROWS):
+        dtype = torch.float32 if size > 100_000 else torch.bfloat16
+        for plan in plans(rows, size, depth, may_split):
+            jobs.setdefault((plan, dtype), (plan, rows, size, depth, dtype))
+    with multiprocessing.get_context("spawn").Pool(14) as pool:
+        pool.map(compile_plan, list(jobs.values()), chunksize=8)
+    print(f"{len(jobs)} kernels compiled in {time.monotonic() - begun:.0f} s", flush=True)
+    table = json.loads(product.TABLE.read_text()) if product.TABLE.exists() else {}
+    device = table.setdefault(torch.cuda.get_device_name(), {})
+    for size, depth, may_split in wanted:
+        device[f"{size}x{depth}"] = {str(rows): measure(rows, size, depth, may_split) for rows in ROWS}
+        product.TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"{time.monotonic() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
