@@ -54,7 +54,7 @@ class StepBench:
         """Start the runner of `config`, a single rank."""
         if config.tp != 1:
             raise ConfigError(f"tp={config.tp}: profiles are of one rank; leave --tp out", param="tp")
-        self.config = config
+        self.config = config = config.with_(disable_prefix_cache=True)  # every prompt is computed
         self.source: ModelSource = resolve(config.model, config.load_format, config.cache_dir)
         self.init_steps: list[InitStep] = []
         with TemporaryDirectory() as run_dir:
@@ -74,15 +74,18 @@ class StepBench:
             ConfigError: so many rows, or so many tokens, do not fit.
         """
         limits = self.runner.limits
-        room, tokens = limits.num_pages * limits.page_size, context + _WARM + _TIMED + _TRACED
+        prefills = -(-rows * context // limits.chunked_prefill_size)  # the first rows decode meanwhile
+        tokens = context + prefills + 2 + _WARM + _TIMED + _TRACED
+        pages = -(-tokens // limits.page_size)
         if rows > limits.max_running_requests:
             raise ConfigError(
                 f"{rows} rows: at most {limits.max_running_requests} can run; raise --max-running-requests"
             )
-        if rows * tokens > room or tokens > limits.max_seq_len:
+        if rows * pages > limits.num_pages or tokens > limits.max_seq_len:
             raise ConfigError(
-                f"{rows} rows of {tokens} tokens do not fit a KV cache of {room} tokens, "
-                f"{limits.max_seq_len} a sequence; ask for fewer rows or less context"
+                f"{rows} rows of {tokens} tokens do not fit {limits.num_pages} KV pages of "
+                f"{limits.page_size} tokens, {limits.max_seq_len} a sequence; ask for fewer rows or less "
+                "context"
             )
         with self._scheduled(rows, context) as drive:
             drive.run_until_all_decode()
@@ -97,7 +100,7 @@ class StepBench:
             label=f"decode, {rows} rows of {context} tokens",
             milliseconds=seconds * 1e3,
             host_milliseconds=host * 1e3,
-            floor_milliseconds=self._floor(rows, rows * context) * 1e3,
+            floor_milliseconds=self._floor(rows, rows * context, rows) * 1e3,
             kernels=kernels,
         )
 
@@ -125,7 +128,7 @@ class StepBench:
             label=f"prefill of {tokens} tokens",
             milliseconds=sorted(seconds)[_TIMED // 2] * 1e3,
             host_milliseconds=host * 1e3,
-            floor_milliseconds=self._floor(tokens, tokens) * 1e3,
+            floor_milliseconds=self._floor(tokens, tokens, 1) * 1e3,
             kernels=self._traced(step, drive),
         )
 
@@ -162,22 +165,32 @@ class StepBench:
         ]
         return sorted(found, key=lambda kernel: -kernel.microseconds)
 
-    def _floor(self, tokens: int, kv_tokens: int) -> float:
-        """Seconds: every weight and every cached token once, or two operations a weight and token."""
+    def _floor(self, tokens: int, kv_tokens: int, logits: int) -> float:
+        """Seconds: every weight and cached token read once, or two operations a weight and token.
+
+        The head works on `logits` rows alone; of experts, those count that the tokens can choose.
+        """
         bandwidth, flops = self._speed
-        model = self.source.config
-        item = self.runner.dtype.itemsize
-        kv_bytes = kv_tokens * model.num_layers * 2 * model.num_kv_heads * model.head_dim * item
-        embedding = model.vocab_size * model.hidden_size * item
-        read = self.runner.weight_bytes - (0 if model.tie_embeddings else embedding)
-        return max((read + kv_bytes) / bandwidth, 2 * read / item * tokens / flops)
+        model, item = self.source.config, self.runner.dtype.itemsize
+        head = model.vocab_size * model.hidden_size
+        read = work = self.runner.weight_bytes // item - head * (1 if model.tie_embeddings else 2)
+        if model.moe is not None:
+            layers = sum(model.is_sparse(index) for index in range(model.num_layers))
+            expert = 3 * model.moe.expert_intermediate_size * model.hidden_size * layers
+            experts, chosen = model.moe.num_experts, model.moe.num_experts_per_tok
+            read -= expert * (experts - min(experts, chosen * tokens))
+            work -= expert * (experts - chosen)
+        kv = kv_tokens * model.num_layers * 2 * model.num_kv_heads * model.head_dim
+        return max((read + head + kv) * item / bandwidth, 2 * (work * tokens + head * logits) / flops)
 
     @contextmanager
     def _scheduled(self, rows: int, context: int) -> Iterator[_Drive]:
         scheduler, drive = self._scheduler, _Drive(self._scheduler, self.runner)
         length = max(1, context - _WARM - _TIMED // 2)
+        prefills = -(-rows * length // self.runner.limits.chunked_prefill_size)
+        most = prefills + 2 + _WARM + _TIMED + _TRACED
         for i in range(rows):
-            params = SamplingParams(max_new_tokens=self.runner.limits.max_seq_len, temperature=0.6, seed=i)
+            params = SamplingParams(max_new_tokens=most, temperature=0.6, seed=i)
             self._add(str(i), self._prompt(i, length), params)
         yield drive
         drive.wait()

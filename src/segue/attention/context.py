@@ -23,7 +23,7 @@ class Context:
     """
 
     input_ids: Tensor  # int64 [T]
-    positions: Tensor  # int64 [T], each token's place in its sequence
+    positions: Tensor  # int64, or int32 of a static step, [T], each token's place in its sequence
     kv_rows: (
         Tensor  # int64 [T], token rows of the pool, where each one's K and V go; padding: the scratch page's
     )
@@ -31,7 +31,7 @@ class Context:
     rows: Sequence[int]  # S rows of the page table
     q_lens: Sequence[int]  # S tokens of this step
     kv_lens: Sequence[int]  # S tokens in the cache, this step's included
-    rows_device: Tensor  # int64 [S]
+    rows_device: Tensor  # int64, or int32 of a static step, [S]
     kv_lens_device: Tensor  # int32 [S]
     q_starts_device: Tensor  # int32 [S + 1], where each sequence's tokens begin
     num_decode: int  # the first so many sequences have one token each

@@ -117,14 +117,10 @@ class TritonAttention:
         shape, pool, rows = self._shape, self._pool, self._rows_per_block(len(query))
         tile = self._prefill_tile(rows)
         dim = shape.head_dim
-        tma = (
-            is_hopper()
-            and not self._wide
-            and pool.page_size % tile.keys == 0
-            and dim >= 16
-            and dim & (dim - 1) == 0
-        )
         by_row = pool.data.view(-1, shape.num_kv_heads * dim)
+        whole = pool.page_size % tile.keys == 0 and dim >= 16 and dim & (dim - 1) == 0
+        # The copy engine counts token rows in 32 bit.
+        tma = is_hopper() and whole and not self._wide and len(by_row) < 2**31
         prefill[(shape.num_kv_heads, len(blocks))](
             query,
             pool.key_rows[layer],

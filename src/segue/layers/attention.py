@@ -56,12 +56,16 @@ class Attention(Layer):
         self.qk_weight: Tensor | None = None
 
     def build_derived(self) -> int:
-        """Lay the query and key norms' weights side by side, so that one call norms both; bytes taken."""
+        """Lay the query and key norms' weights side by side, for one pass over both; bytes taken.
+
+        At the same address every time: captured graphs read it there.
+        """
         if self.q_norm is None or self.k_norm is None:
             return 0
         query = self.q_norm.weight.float().expand(self.num_heads, -1)
         key = self.k_norm.weight.float().expand(self.num_kv_heads, -1)
-        self.qk_weight = torch.cat([query, key])
+        weight = torch.cat([query, key])
+        self.qk_weight = weight if self.qk_weight is None else self.qk_weight.copy_(weight)
         return self.qk_weight.nbytes
 
     def forward(self, x: Tensor, placement: Placement, ctx: Context, wanted: Tensor | None = None) -> Tensor:

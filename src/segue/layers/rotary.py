@@ -18,6 +18,8 @@ class Rotary:
         """Make CUDA's table of all positions; bytes taken."""
         if device.type != "cuda":
             return 0
+        if self._table is not None:  # it depends on no weight
+            return 2 * self._table[0].nbytes
         positions = torch.arange(self.max_position, device=device)
         radians = positions[:, None] * self.inverse_frequencies.to(device)
         self._table = (radians.cos() * self.scale, radians.sin() * self.scale)

@@ -14,7 +14,7 @@ from segue.kernels.cuda.sampling import sample_plain
 from segue.kvcache.pool import KVPool
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.device_inputs import RING, DeviceInputs, StepShape
-from segue.model_runner.graphs import Graphs, quiet_gc, row_sizes, token_sizes
+from segue.model_runner.graphs import MOST_TRUNK_TOKENS, Graphs, quiet_gc, row_sizes, token_sizes
 from segue.model_runner.inputs import PromptRun, prompt_runs
 from segue.model_runner.logprobs import Logprobs, logprobs_of
 from segue.model_runner.output import StepOutputs
@@ -22,7 +22,7 @@ from segue.model_runner.sampler import Sampled, Sampler
 from segue.models.decoder import Decoder
 from segue.protocol.messages import StepPlan
 
-_LOGITS_BYTES = 256 << 20  # float32 logits of a prompt held at a time
+_LOGITS_BYTES = 64 << 20  # float32 logits of a prompt held at a time
 _PROMPTS, _PER_PROMPT = (
     8,
     16,
@@ -65,7 +65,12 @@ class CUDAExecutor:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all graphs; the static inputs then are those of the dummy request."""
+        """Compile what steps above the largest trunk need, then capture all graphs.
+
+        No request is there yet, and the static inputs are zeros: what is computed goes to the scratch page.
+        """
+        for tokens in {min(2 * MOST_TRUNK_TOKENS, self._max_tokens), self._max_tokens}:
+            self._run_trunk(self._shape(tokens))
         quiet_gc()
         self._trunk.capture(token_sizes(self._max_tokens), lambda size: self._run_trunk(self._shape(size)))
         self._tail.capture(row_sizes(self._max_rows), self._run_tail)
@@ -73,7 +78,10 @@ class CUDAExecutor:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutputs:
-        """Apply the deltas, run the model, sample, and write the tokens where the next step reads them."""
+        """Apply the deltas, run the model, sample, and write the tokens where the next step reads them.
+
+        At most `RING - 1` steps may be unread: their inputs and tokens lie in rings of the host's memory.
+        """
         started = time.monotonic()
         self._state.apply(plan)
         slot = plan.step % RING
@@ -130,7 +138,7 @@ class CUDAExecutor:
 
     def _shape(self, tokens: int) -> StepShape:
         rows = min(tokens, self._max_rows)
-        blocks = self._inputs.most_blocks(tokens, _most_prompts(tokens))
+        blocks = self._inputs.most_blocks(tokens, min(_most_prompts(tokens), self._max_rows))
         return StepShape(tokens=tokens, decode=rows, sequences=rows, blocks=blocks, logits=rows)
 
     def _run_trunk(self, shape: StepShape) -> Tensor:

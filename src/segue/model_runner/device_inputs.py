@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,14 +12,16 @@ from torch import Tensor
 
 from segue.attention.blocks import block_table
 from segue.attention.context import Context
-from segue.attention.triton import TritonAttention
-from segue.kernels.cuda.lookup import look_up
 from segue.kvcache.pool import KVPool
 from segue.model_runner.batch_state import BatchState
 from segue.protocol.messages import StepPlan
 
+if TYPE_CHECKING:
+    from segue.attention.triton import TritonAttention
+
 Whole = TypeVar("Whole", Tensor, NDArray[np.int32])
 
+_ALIGNMENT = 4  # words
 RING = 4  # steps whose buffers on the host may still be in use, and one to spare
 
 
@@ -64,12 +66,17 @@ class DeviceInputs:
         self._backend = backend
         self._dummy = state.page_table.dummy_row
         self._max_rows = max_rows
-        self._front = 1 + 3 * max_rows
+        self._front_sizes = [1, max_rows, max_rows, max_rows]
+        self._front = sum(map(_aligned, self._front_sizes))
         most_blocks = max(self.most_blocks(tokens, max_rows) for tokens in range(1, max_tokens + 1))
-        size = self._front + 2 * max_tokens + 3 * (max_rows + 2) + 1 + 2 * most_blocks
+        largest = StepShape(
+            tokens=max_tokens, decode=max_rows, sequences=max_rows, blocks=most_blocks, logits=max_rows
+        )
+        size = self._front + max(sum(map(_aligned, _sizes(largest))), _aligned(3 * max_rows))
         self._buffer = torch.zeros(size, dtype=torch.int32, device=state.device)
-        self._staged = torch.zeros((RING, size), dtype=torch.int32).pin_memory()
-        front = _cut(self._buffer, [1, max_rows, max_rows, max_rows])
+        on_cuda = state.device.type == "cuda"
+        self._staged = torch.zeros((RING, size), dtype=torch.int32, pin_memory=on_cuda)
+        front = _cut(self._buffer, self._front_sizes)
         self.slot, self.sample_rows, self.sample_positions, self.logit_indices = front
         self.sample_rows.fill_(self._dummy)
 
@@ -103,7 +110,7 @@ class DeviceInputs:
         per_block = self._backend.queries_per_block(shape.tokens)
         blocks = block_table([*plan.lens, shape.tokens - count], plan.num_decode, per_block)
         host[0] = slot
-        sample_rows, sample_positions, logit_indices = host[1 : self._front].reshape(3, -1)
+        _, sample_rows, sample_positions, logit_indices = _cut(host, self._front_sizes)
         # To the end, every time: the tail may be padded to more rows than the trunk.
         _fill(sample_rows, rows[samples], self._dummy)
         _fill(sample_positions, kv_lens[samples], 1)
@@ -117,7 +124,7 @@ class DeviceInputs:
         _fill(parts["q_starts"][1:], ends, shape.tokens)
         parts["num_decode"][0] = plan.num_decode
         _fill(parts["blocks"], blocks.ravel(), -1)
-        self._copy(slot, self._front + sum(_sizes(shape)))
+        self._copy(slot, self._front + sum(map(_aligned, _sizes(shape))))
 
     def decode_rows(self, size: int) -> tuple[Tensor, Tensor]:
         """Rows and sampled positions of a decode step."""
@@ -164,6 +171,8 @@ class DeviceInputs:
         )
 
     def _look_up(self, token_rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        from segue.kernels.cuda.lookup import look_up
+
         state = self._state
         return look_up(
             token_rows,
@@ -188,9 +197,14 @@ def _sizes(shape: StepShape) -> list[int]:
 
 
 def _cut(whole: Whole, sizes: list[int]) -> list[Whole]:
-    """Neighbouring slices of a tensor or an array."""
-    ends = np.cumsum(sizes).tolist()
-    return [whole[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    """Slices one behind the other, each at a multiple of 16 bytes: Triton compiles by alignment."""
+    starts = np.cumsum([0, *map(_aligned, sizes)]).tolist()
+    assert starts[-1] <= len(whole), (starts, len(whole))
+    return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _fill(target: NDArray[np.int32], values: NDArray[Any], filler: int) -> None:

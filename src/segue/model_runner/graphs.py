@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 MOST_TRUNK_TOKENS = 1024  # above it launching is no longer what a step waits for
+MOST_ROWS = 512  # larger batches run eagerly: their logits alone would take the memory that graphs may have
 MOST_PADDING = 2  # a step runs eagerly rather than padded to more than so many times its tokens
 
 
@@ -52,9 +53,9 @@ class Graphs:
 
 
 def pick(sizes: Sequence[int], size: int) -> int | None:
-    """The smallest of `sizes`, in ascending order, that holds `size`; None: none, or all but padding.
+    """The smallest of `sizes`, in ascending order, that holds `size`; None: none, or mostly padding.
 
-    Only the smallest of all may be mostly padding: it costs next to nothing.
+    The smallest of all may be: it costs next to nothing.
     """
     at = bisect_left(sizes, size)
     if at == len(sizes) or (sizes[at] > MOST_PADDING * size and at > 0):
@@ -64,6 +65,7 @@ def pick(sizes: Sequence[int], size: int) -> int | None:
 
 def row_sizes(most: int) -> list[int]:
     """Buckets for decode rows and for sampling rows."""
+    most = min(most, MOST_ROWS)
     steps = [*range(1, 9), *range(12, 33, 4), *range(40, 129, 8), *range(144, most + 1, 16)]
     return sorted({min(size, most) for size in [*steps, most]})
 

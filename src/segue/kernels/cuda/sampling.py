@@ -106,11 +106,11 @@ def _choose_token(
     best = tl.max(score, 0)
     chosen = tl.min(tl.where(score == best, choice, 2147483647), 0)
     if tl.load(temperatures + row) > 0.0:
+        num_blocks = tl.cdiv(vocab_size, BLOCK)
         lane = tl.arange(0, BLOCK)
-        token = chosen * BLOCK + lane
+        token = tl.minimum(chosen, num_blocks - 1) * BLOCK + lane
         x = tl.load(logits + i * vocab_size + token, mask=token < vocab_size, other=float("-inf"))
         x = (x * tl.load(inverse_temperatures + row)).to(tl.float64)
-        num_blocks = tl.cdiv(vocab_size, BLOCK)
         x += _gumbel(tl.load(seeds + row), position, num_blocks + lane)
         chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
     chosen = tl.minimum(chosen, vocab_size - 1)  # logits that are all NaN choose nothing
