@@ -92,6 +92,7 @@ def context(model: Decoder, num_sequences: int, q_len: int, kv_len: int) -> Cont
         rows=list(range(num_sequences)),
         q_lens=[q_len] * num_sequences,
         kv_lens=[kv_len] * num_sequences,
+        wanted=torch.arange(1, num_sequences + 1) * q_len - 1,
         num_decode=num_sequences if q_len == 1 else 0,
         page_table=table,
         kv=pool,
