@@ -145,7 +145,7 @@ def test_prompt_logprobs_are_those_of_transformers(llama, planner, chunk, first)
 def test_prompt_logits_are_computed_a_slice_at_a_time(llama, planner, monkeypatch):
     counts = []
     executor = planner.runner._executor
-    monkeypatch.setattr(executor, "_slice", 4)
+    monkeypatch.setattr("segue.model_runner.executor._LOGITS_BYTES", 4 * 4 * making.VOCAB)  # four tokens
     compute = executor._model.logits
     monkeypatch.setattr(executor._model, "logits", lambda h: counts.append(len(h)) or compute(h))
     prompt = making.prompt(15)

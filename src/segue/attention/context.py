@@ -24,9 +24,7 @@ class Context:
 
     input_ids: Tensor  # int64 [T]
     positions: Tensor  # int64, or int32 of a static step, [T], each token's place in its sequence
-    kv_rows: (
-        Tensor  # int64 [T], token rows of the pool, where each one's K and V go; padding: the scratch page's
-    )
+    kv_rows: Tensor  # int64 [T], token rows of the pool for each K and V; padding: of the scratch page
     wanted: Tensor | None  # int [L], the tokens whose hidden states the model returns; None: all
     rows: Sequence[int]  # S rows of the page table
     q_lens: Sequence[int]  # S tokens of this step

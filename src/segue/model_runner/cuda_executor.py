@@ -14,19 +14,17 @@ from segue.kernels.cuda.sampling import sample_plain
 from segue.kvcache.pool import KVPool
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.device_inputs import RING, DeviceInputs, StepShape
+from segue.model_runner.executor import prompt_logprobs, step_outputs
 from segue.model_runner.graphs import MOST_TRUNK_TOKENS, Graphs, quiet_gc, row_sizes, token_sizes
-from segue.model_runner.inputs import PromptRun, prompt_runs
-from segue.model_runner.logprobs import Logprobs, logprobs_of
+from segue.model_runner.inputs import prompt_runs
 from segue.model_runner.output import StepOutputs
 from segue.model_runner.sampler import Sampled, Sampler
 from segue.models.decoder import Decoder
 from segue.protocol.messages import StepPlan
 
 _LOGITS_BYTES = 64 << 20  # float32 logits of a prompt held at a time
-_PROMPTS, _PER_PROMPT = (
-    8,
-    16,
-)  # a captured trunk has room for so many prompts, and one more for so many tokens
+# A captured trunk has room for so many prompts, and for one more with so many tokens.
+_PROMPTS, _PER_PROMPT = 8, 16
 
 
 class CUDAExecutor:
@@ -40,7 +38,6 @@ class CUDAExecutor:
         kv: KVPool,
         backend: TritonAttention,
         sampler: Sampler,
-        vocab_size: int,
         max_rows: int,
         chunk: int,
     ) -> None:
@@ -48,7 +45,6 @@ class CUDAExecutor:
         self._state = state
         self._sampler = sampler
         self._inputs = DeviceInputs(state, kv, backend, max_tokens=chunk + max_rows, max_rows=max_rows)
-        self._slice = max(1, _LOGITS_BYTES // (4 * vocab_size))
         hidden = model.config.hidden_size
         weight = model.embed.weight
         self._picked = torch.zeros((max_rows, hidden), dtype=weight.dtype, device=weight.device)
@@ -92,7 +88,9 @@ class CUDAExecutor:
             self._state.writer.flush()
             self._decode.replay(size)
             self._hit(size - len(plan.rows))
-            return self._outputs(plan, started, self._from_ring(slot, len(plan.rows)))
+            return step_outputs(
+                plan.step, started, self._from_ring(slot, len(plan.rows)), {}, self._state.device
+            )
         count = sum(plan.samples)
         runs = prompt_runs(plan)
         hidden = self._run_any_trunk(plan, slot, wants_hidden=bool(runs))
@@ -103,10 +101,12 @@ class CUDAExecutor:
                     self._run_tail(count)
                 else:
                     self._tail.replay(bucket)
-            return self._outputs(plan, started, self._from_ring(slot, count))
+            return step_outputs(plan.step, started, self._from_ring(slot, count), {}, self._state.device)
         sampled = self._sample_full(plan, count)
-        prompt_logprobs = {run.row: self._prompt_logprobs(hidden, run) for run in runs}
-        return self._outputs(plan, started, sampled, prompt_logprobs)
+        owed = {
+            run.row: prompt_logprobs(self._model, self._state, hidden, run, _LOGITS_BYTES) for run in runs
+        }
+        return step_outputs(plan.step, started, sampled, owed, self._state.device)
 
     def _run_any_trunk(self, plan: StepPlan, slot: int, *, wants_hidden: bool) -> Tensor:
         count = plan.num_tokens
@@ -117,13 +117,8 @@ class CUDAExecutor:
             self._trunk.replay(size)
             self._hit(size - count)
             return self._picked
-        self.counts[
-            "eager: prompt logprobs"
-            if wants_hidden
-            else "eager: no bucket"
-            if size is None
-            else "eager: prompts"
-        ] += 1
+        why = "prompt logprobs" if wants_hidden else "no bucket" if size is None else "prompts"
+        self.counts[f"eager: {why}"] += 1
         shape = StepShape(
             tokens=count,
             decode=plan.num_decode,
@@ -185,47 +180,12 @@ class CUDAExecutor:
         self._state.write_tokens(rows, positions, sampled.tokens)
         return sampled
 
-    def _prompt_logprobs(self, hidden: Tensor, run: PromptRun) -> list[Logprobs]:
-        pool = self._state.token_pool.data
-        known = pool[run.row, run.position : run.position + run.count].to(torch.int64)
-        num_top = max(0, self._state.num_top(run.row))
-        parts = []
-        for start in range(0, run.count, self._slice):
-            end = min(start + self._slice, run.count)
-            logits = self._model.logits(hidden[run.hidden_start + start : run.hidden_start + end])
-            assert logits is not None
-            parts.append(logprobs_of(logits, known[start:end], [num_top] * (end - start)))
-        return parts
-
     def _from_ring(self, slot: int, count: int) -> Sampled:
         return Sampled(tokens=self._ring[slot, :count])
 
     def _hit(self, padding: int) -> None:
         self.counts["graph_hit"] += 1
         self.counts["padded_tokens"] += padding
-
-    def _outputs(
-        self,
-        plan: StepPlan,
-        started: float,
-        sampled: Sampled,
-        prompt_logprobs: dict[int, list[Logprobs]] | None = None,
-    ) -> StepOutputs:
-        outputs = StepOutputs(
-            step=plan.step,
-            started=started,
-            next_tokens_device=sampled.tokens,
-            next_tokens_host=sampled.tokens.to("cpu", non_blocking=True),
-            logprobs=sampled.logprobs.to_host() if sampled.logprobs else None,
-            logprob_indices=sampled.logprob_indices,
-            prompt_logprobs={
-                row: [part.to_host() for part in parts] for row, parts in (prompt_logprobs or {}).items()
-            },
-            copy_done=torch.Event(self._state.device),
-        )
-        assert outputs.copy_done is not None
-        outputs.copy_done.record()
-        return outputs
 
 
 def _most_prompts(tokens: int) -> int:

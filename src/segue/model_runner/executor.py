@@ -30,14 +30,12 @@ class StepExecutor:
         inputs: InputBuilder,
         sampler: Sampler,
         collectives: Collectives,
-        vocab_size: int,
     ) -> None:
         self._model = model
         self._state = state
         self._inputs = inputs
         self._sampler = sampler
         self._collectives = collectives
-        self._slice = max(1, _LOGITS_BYTES // (4 * vocab_size))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutputs:
@@ -48,8 +46,11 @@ class StepExecutor:
         inputs = self._inputs.build(plan)
         hidden = self._model(inputs.context)
         sampled = self._sample(hidden, inputs, plan)
-        prompt_logprobs = {run.row: self._prompt_logprobs(hidden, run) for run in inputs.prompt_runs}
-        return _outputs(plan.step, started, sampled, prompt_logprobs)
+        owed = {
+            run.row: prompt_logprobs(self._model, self._state, hidden, run, _LOGITS_BYTES)
+            for run in inputs.prompt_runs
+        }
+        return step_outputs(plan.step, started, sampled, owed, self._state.device)
 
     def _sample(self, hidden: Tensor, inputs: StepInputs, plan: StepPlan) -> Sampled:
         count = len(inputs.rows)
@@ -66,23 +67,33 @@ class StepExecutor:
         self._state.write_tokens(inputs.rows, inputs.positions, tokens)
         return sampled
 
-    def _prompt_logprobs(self, hidden: Tensor, run: PromptRun) -> list[Logprobs]:
-        # A slice at a time: all logits of a chunk at once would be hundreds of MB.
-        known = self._state.token_pool.data[run.row, run.position : run.position + run.count].to(torch.int64)
-        num_top = max(0, self._state.num_top(run.row))
-        parts = []
-        for start in range(0, run.count, self._slice):
-            end = min(start + self._slice, run.count)
-            logits = self._model.logits(hidden[run.hidden_start + start : run.hidden_start + end])
-            if logits is not None:
-                parts.append(logprobs_of(logits, known[start:end], [num_top] * (end - start)))
-        return parts
+
+def prompt_logprobs(
+    model: Decoder, state: BatchState, hidden: Tensor, run: PromptRun, most_bytes: int
+) -> list[Logprobs]:
+    """Log-probabilities of a run of prompt tokens; at most `most_bytes` of logits are held at a time."""
+    # All logits of a chunk at once would be hundreds of MB.
+    size = max(1, most_bytes // (4 * model.config.vocab_size))
+    known = state.token_pool.data[run.row, run.position : run.position + run.count].to(torch.int64)
+    num_top = max(0, state.num_top(run.row))
+    parts = []
+    for start in range(0, run.count, size):
+        end = min(start + size, run.count)
+        logits = model.logits(hidden[run.hidden_start + start : run.hidden_start + end])
+        if logits is not None:
+            parts.append(logprobs_of(logits, known[start:end], [num_top] * (end - start)))
+    return parts
 
 
-def _outputs(
-    step: int, started: float, sampled: Sampled, prompt_logprobs: dict[int, list[Logprobs]]
+def step_outputs(
+    step: int,
+    started: float,
+    sampled: Sampled,
+    prompt_logprobs: dict[int, list[Logprobs]],
+    device: torch.device,
 ) -> StepOutputs:
-    on_cpu = sampled.tokens.device.type == "cpu"
+    """What a step on `device` gives back, with the copies to the host under way."""
+    on_cpu = device.type == "cpu"
     outputs = StepOutputs(
         step=step,
         started=started,
@@ -91,7 +102,7 @@ def _outputs(
         logprobs=sampled.logprobs.to_host() if sampled.logprobs else None,
         logprob_indices=sampled.logprob_indices,
         prompt_logprobs={row: [part.to_host() for part in parts] for row, parts in prompt_logprobs.items()},
-        copy_done=None if on_cpu else torch.Event(sampled.tokens.device),
+        copy_done=None if on_cpu else torch.Event(device),
         finished=time.monotonic() if on_cpu else 0.0,
     )
     if outputs.copy_done is not None:

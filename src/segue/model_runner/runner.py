@@ -215,7 +215,6 @@ class ModelRunner:
                 inputs=inputs,
                 sampler=sampler,
                 collectives=groups.collectives,
-                vocab_size=model_config.vocab_size,
             )
         with progress.step("CUDA graphs"):
             progress.detail = "none: steps run eagerly"
@@ -258,7 +257,6 @@ class ModelRunner:
             kv=kv,
             backend=cast("TritonAttention", backend),
             sampler=sampler,
-            vocab_size=model.config.vocab_size,
             max_rows=choices.max_running_requests,
             chunk=choices.chunked_prefill_size,
         )
