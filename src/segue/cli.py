@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import sys
@@ -136,11 +135,13 @@ def serve(config: EngineConfig) -> None:
 
     Every option is also an environment variable, named behind it.
     """
+    import uvloop
+
     from segue.server import lifecycle
 
     configure(config.log_level)
     listener = lifecycle.bind(config.host, config.port)
-    sys.exit(asyncio.run(lifecycle.serve(config, listener, _print_ready)))
+    sys.exit(uvloop.run(lifecycle.serve(config, listener, _print_ready)))
 
 
 def _print_ready(runtime: Runtime, url: str) -> None:
