@@ -113,7 +113,7 @@ def test_look_up() -> None:
 
 @pytest.mark.parametrize("vocab", [100, 128, 4096, 50257])
 def test_plain_sampling_takes_the_tokens_the_cpu_takes(vocab) -> None:
-    from segue.kernels.cuda.sampling import sample_plain
+    from segue.kernels.cuda.sampling import choose, log_sum_exp, sample_plain
     from segue.model_runner.categorical import argmax, draw
 
     count = 70
@@ -126,10 +126,14 @@ def test_plain_sampling_takes_the_tokens_the_cpu_takes(vocab) -> None:
     positions = torch.arange(3, 3 + count, dtype=torch.int32, device="cuda")
     pool = torch.full((90, 80), -1, dtype=torch.int32, device="cuda")
     ring = torch.full((4, 128), -1, dtype=torch.int32).pin_memory()
+    logprob_ring = torch.ones(4, 128).pin_memory()
+    num_top = torch.tensor([-1, 0] * 45, device="cuda")
+    columns = {"temperatures": temperatures, "inverse_temperatures": inverse, "seeds": seeds}
     sample_plain(
-        logits, rows, positions, temperatures=temperatures, inverse_temperatures=inverse, seeds=seeds,
-        token_pool=pool, ring=ring, slot=torch.tensor([2], dtype=torch.int32, device="cuda"),
+        logits, rows, positions, **columns, num_top=num_top, token_pool=pool, ring=ring,
+        logprob_ring=logprob_ring, slot=torch.tensor([2], dtype=torch.int32, device="cuda"),
     )  # fmt: skip
+    chosen = choose(logits, rows.long(), positions.long(), **columns)
     torch.cuda.synchronize()
     at = rows.long().cpu()
     greedy = temperatures.cpu()[at] == 0
@@ -141,6 +145,14 @@ def test_plain_sampling_takes_the_tokens_the_cpu_takes(vocab) -> None:
     assert (taken != expected).sum() <= 1
     assert torch.equal(pool[rows.long(), positions.long()].cpu().long(), taken)
     assert (ring[[0, 1, 3]] == -1).all() and (ring[2, count:] == -1).all()
+    assert torch.equal(chosen.cpu(), taken)
+    # The full tail's log-probabilities have the same bits; rows that want none get none.
+    logprobs = (logits.gather(1, chosen[:, None]).squeeze(1) - log_sum_exp(logits)).cpu()
+    wanted = num_top.cpu()[at] >= 0
+    assert torch.equal(logprob_ring[2, :count], torch.where(wanted, logprobs, torch.ones(count)))
+    exact = logits.cpu().double().log_softmax(-1).gather(1, taken[:, None]).squeeze(1)
+    assert (logprobs - exact).abs().max() < 1e-5
+    assert (logprob_ring[[0, 1, 3]] == 1).all()
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -154,6 +166,7 @@ def test_draws_follow_the_distribution() -> None:
         logits, torch.zeros(count, dtype=torch.int32, device="cuda"),
         torch.arange(count, dtype=torch.int32, device="cuda"),
         temperatures=ones, inverse_temperatures=ones, seeds=torch.tensor([11], device="cuda"),
+        num_top=torch.tensor([-1], device="cuda"), logprob_ring=torch.zeros(1, count).pin_memory(),
         token_pool=torch.zeros((1, count), dtype=torch.int32, device="cuda"), ring=ring,
         slot=torch.zeros(1, dtype=torch.int32, device="cuda"),
     )  # fmt: skip

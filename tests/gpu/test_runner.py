@@ -57,6 +57,22 @@ def test_the_full_tail_takes_its_part(runner):
     assert greedy.output == tiny.reference(runner.model, prompt, 10)
 
 
+def test_both_tails_give_the_same_tokens_and_logprob_bits(runner):
+    planner = Planner(runner)
+    wanted = {"temperature": 0.8, "logprobs": 0}
+    outputs = []
+    for other in ({}, {"top_p": 0.9, "temperature": 1.0}):  # a neighbour that needs the full tail
+        ours = [planner.add(making.prompt(12, seed=i), **wanted, seed=i) for i in range(3)]
+        neighbour = planner.add(making.prompt(9, seed=7), **other)
+        planner.run([*((sequence, 12) for sequence in ours), (neighbour, 9)])
+        planner.decode([*ours, neighbour], 12)
+        outputs.append([(s.output, [entry.logprob for entry in s.logprobs]) for s in ours])
+        for sequence in [*ours, neighbour]:
+            planner.remove(sequence)
+    assert len(outputs[0][0][1]) == 13
+    assert outputs[0] == outputs[1]
+
+
 def sync_debug_mode(mode: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that it is a prototype

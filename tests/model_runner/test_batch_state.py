@@ -88,7 +88,7 @@ def test_rare_parameters_are_kept_aside():
     extras = state.extras[1]
     assert extras.bias_ids.tolist() == [4, 9] and extras.bias_values.tolist() == [-1.5, 100.0]
     assert extras.stop_ids.tolist() == [2, 3]
-    assert state.num_top(1) == 4 and state.num_top(0) == -1
+    assert state.host.num_top.tolist() == [-1, 4, -1, -1]
 
 
 def test_stop_tokens_need_no_mask_without_min_new_tokens():

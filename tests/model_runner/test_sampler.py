@@ -82,6 +82,20 @@ def test_a_plain_row_gets_the_same_token_in_both_tails():
     assert rows.tokens(logits, tail="plain") == rows.tokens(logits, tail="full")
 
 
+def test_the_chosen_tokens_logprob_comes_with_the_plain_tail_and_has_the_same_bits():
+    logits = _logits(40)
+    kinds = [{"temperature": 0.9, "seed": 1}, {"temperature": 0.9, "logprobs": 0}, {**GREEDY, "logprobs": 0}]
+    rows = Rows(*[kinds[row % 3] for row in range(40)])
+    plain, full = (rows.sample(logits, tail=tail) for tail in ("plain", "full"))
+    assert plain.logprobs is not None and full.logprobs is not None
+    assert plain.logprob_indices == full.logprob_indices == [row for row in range(40) if row % 3]
+    assert torch.equal(plain.logprobs.chosen, full.logprobs.chosen)
+    exact = logits.double().log_softmax(-1).gather(1, plain.tokens[:, None]).squeeze(1)
+    asked = torch.tensor(plain.logprob_indices)
+    assert (plain.logprobs.chosen - exact[asked]).abs().max() < 1e-5
+    assert Rows(GREEDY).sample(logits[:1], tail="plain").logprobs is None
+
+
 def test_the_row_itself_does_not_matter_only_seed_and_position():
     logits = _logits(1).expand(4, -1)
     tokens = Rows(*[{"temperature": 1.5, "seed": 9}] * 4).tokens(logits)

@@ -41,9 +41,10 @@ class SamplingColumns(Generic[Column]):
     seed: Column  # int64
     prompt_len: Column  # int64
     min_len: Column  # int64, tokens of prompt and output before a stop token may come
+    num_top: Column  # int64, alternatives that log-probabilities come with; -1: none are wanted
 
 
-_INTEGERS = ("top_k", "seed", "prompt_len", "min_len")
+_INTEGERS = ("top_k", "seed", "prompt_len", "min_len", "num_top")
 _FLOATS = tuple(field.name for field in fields(SamplingColumns) if field.name not in _INTEGERS)
 
 
@@ -54,7 +55,6 @@ class RowExtras:
     bias_ids: NDArray[np.int64]
     bias_values: NDArray[np.float32]
     stop_ids: NDArray[np.int64]  # masked until min_len
-    logprobs: int  # -1: none, else how many alternatives
 
 
 class BatchState:
@@ -85,11 +85,12 @@ class BatchState:
             np.zeros((len(_FLOATS), num_rows), dtype=np.float32),
             np.zeros((len(_INTEGERS), num_rows), dtype=np.int64),
         ]
-        self._device_blocks = [torch.from_numpy(block).to(device) for block in self._host_blocks]
         names = (*_FLOATS, *_INTEGERS)
         self.host: SamplingColumns[NDArray[Any]] = SamplingColumns(
             **dict(zip(names, (column for block in self._host_blocks for column in block), strict=True))
         )
+        self.host.num_top.fill(-1)
+        self._device_blocks = [torch.from_numpy(block).to(device) for block in self._host_blocks]
         self.on_device: SamplingColumns[Tensor] = SamplingColumns(
             **dict(zip(names, (column for block in self._device_blocks for column in block), strict=True))
         )
@@ -125,11 +126,6 @@ class BatchState:
         where = torch.from_numpy(np.stack([rows, positions])).to(self.device)
         self.token_pool.data[where[0], where[1]] = tokens.to(torch.int32)
 
-    def num_top(self, row: int) -> int:
-        """How many alternatives the row's log-probabilities come with; -1: it wants none."""
-        extras = self.extras.get(row)
-        return -1 if extras is None else extras.logprobs
-
     def _add_rows(self, new_rows: Sequence[NewRow]) -> None:
         for new in new_rows:
             tokens = np.frombuffer(new.tokens, dtype=np.int32)
@@ -159,17 +155,17 @@ class BatchState:
         host.seed[row] = (params.seed + (1 << 63)) % (1 << 64) - (1 << 63)
         host.prompt_len[row] = prompt_len
         host.min_len[row] = prompt_len + params.min_new_tokens
+        host.num_top[row] = params.logprobs
 
     def _set_extras(self, row: int, params: SamplingParams) -> None:
         waits = params.min_new_tokens > 0 and params.stop_token_ids
-        if not waits and not params.logit_bias and params.logprobs < 0 and params.prompt_logprobs_start < 0:
+        if not waits and not params.logit_bias:
             self.extras.pop(row, None)
             return
         self.extras[row] = RowExtras(
             bias_ids=np.fromiter(params.logit_bias, dtype=np.int64),
             bias_values=np.fromiter(params.logit_bias.values(), dtype=np.float32),
             stop_ids=np.array(params.stop_token_ids if waits else (), dtype=np.int64),
-            logprobs=params.logprobs,
         )
 
     def _put_pages(self, pages: Sequence[tuple[int, int, list[int]]]) -> None:

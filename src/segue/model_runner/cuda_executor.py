@@ -17,6 +17,7 @@ from segue.model_runner.device_inputs import RING, DeviceInputs, StepShape
 from segue.model_runner.executor import prompt_logprobs, step_outputs
 from segue.model_runner.graphs import MOST_TRUNK_TOKENS, Graphs, quiet_gc, row_sizes, token_sizes
 from segue.model_runner.inputs import prompt_runs
+from segue.model_runner.logprobs import Logprobs
 from segue.model_runner.output import StepOutputs
 from segue.model_runner.sampler import Sampled, Sampler
 from segue.models.decoder import Decoder
@@ -49,6 +50,7 @@ class CUDAExecutor:
         weight = model.embed.weight
         self._picked = torch.zeros((max_rows, hidden), dtype=weight.dtype, device=weight.device)
         self._ring = torch.zeros((RING, max_rows), dtype=torch.int32).pin_memory()
+        self._logprob_ring = torch.zeros((RING, max_rows)).pin_memory()
         self._max_rows, self._max_tokens = max_rows, chunk + max_rows
         pool = torch.cuda.graph_pool_handle()
         self._decode, self._trunk, self._tail = Graphs(pool), Graphs(pool), Graphs(pool)
@@ -88,9 +90,7 @@ class CUDAExecutor:
             self._state.writer.flush()
             self._decode.replay(size)
             self._hit(size - len(plan.rows))
-            return step_outputs(
-                plan.step, started, self._from_ring(slot, len(plan.rows)), {}, self._state.device
-            )
+            return step_outputs(plan.step, started, self._from_ring(plan, slot), {}, self._state.device)
         count = sum(plan.samples)
         runs = prompt_runs(plan)
         hidden = self._run_any_trunk(plan, slot, wants_hidden=bool(runs))
@@ -101,7 +101,7 @@ class CUDAExecutor:
                     self._run_tail(count)
                 else:
                     self._tail.replay(bucket)
-            return step_outputs(plan.step, started, self._from_ring(slot, count), {}, self._state.device)
+            return step_outputs(plan.step, started, self._from_ring(plan, slot), {}, self._state.device)
         sampled = self._sample_full(plan, count)
         owed = {
             run.row: prompt_logprobs(self._model, self._state, hidden, run, _LOGITS_BYTES) for run in runs
@@ -163,14 +163,16 @@ class CUDAExecutor:
             temperatures=columns.temperature,
             inverse_temperatures=columns.inverse_temperature,
             seeds=columns.seed,
+            num_top=columns.num_top,
             token_pool=self._state.token_pool.data,
             ring=self._ring,
+            logprob_ring=self._logprob_ring,
             slot=self._inputs.slot,
         )
 
     def _sample_full(self, plan: StepPlan, count: int) -> Sampled:
         if count == 0:
-            return self._from_ring(0, 0)
+            return self._from_ring(plan, 0)
         samples = np.array(plan.samples, dtype=np.bool_)
         rows = np.array(plan.rows)[samples]
         positions = (np.array(plan.starts) + np.array(plan.lens))[samples]
@@ -180,8 +182,22 @@ class CUDAExecutor:
         self._state.write_tokens(rows, positions, sampled.tokens)
         return sampled
 
-    def _from_ring(self, slot: int, count: int) -> Sampled:
-        return Sampled(tokens=self._ring[slot, :count])
+    def _from_ring(self, plan: StepPlan, slot: int) -> Sampled:
+        """What the plain tail of this step will have written."""
+        num_top = self._state.host.num_top[np.array(plan.rows)[np.array(plan.samples, dtype=np.bool_)]]
+        count = len(num_top)
+        tokens = self._ring[slot, :count]
+        if not (num_top >= 0).any():
+            return Sampled(tokens=tokens)
+        none = torch.empty((count, 0))
+        logprobs = Logprobs(
+            tokens=tokens,
+            chosen=self._logprob_ring[slot, :count],
+            top_ids=none,
+            top_values=none,
+            num_top=num_top.tolist(),
+        )
+        return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=range(count))
 
     def _hit(self, padding: int) -> None:
         self.counts["graph_hit"] += 1

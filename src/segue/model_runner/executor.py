@@ -75,7 +75,7 @@ def prompt_logprobs(
     # All logits of a chunk at once would be hundreds of MB.
     size = max(1, most_bytes // (4 * model.config.vocab_size))
     known = state.token_pool.data[run.row, run.position : run.position + run.count].to(torch.int64)
-    num_top = max(0, state.num_top(run.row))
+    num_top = max(0, int(state.host.num_top[run.row]))
     parts = []
     for start in range(0, run.count, size):
         end = min(start + size, run.count)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from segue.kernels.normalizer import log_sum_exp
 from segue.model_runner.categorical import largest
 from segue.protocol.messages import TokenLogprob
 
@@ -24,7 +25,7 @@ class Logprobs:
     chosen: Tensor  # float32 [n]
     top_ids: Tensor  # int64 [n, m]
     top_values: Tensor  # float32 [n, m], descending
-    num_top: Sequence[int]  # n: how many of the m each token wants
+    num_top: Sequence[int]  # n: how many of the m each token wants; negative: nothing is wanted of this one
 
     def to_host(self) -> Logprobs:
         """A copy on the host; from a device it is under way until the step's event."""
@@ -36,10 +37,12 @@ class Logprobs:
             num_top=self.num_top,
         )
 
-    def messages(self) -> list[TokenLogprob]:
-        """For the scheduler, one a token."""
+    def messages(self) -> list[TokenLogprob | None]:
+        """For the scheduler, one a token that wants it."""
         return [
-            TokenLogprob(token, value, list(zip(ids[:count], values[:count], strict=True)))
+            None
+            if count < 0
+            else TokenLogprob(token, value, list(zip(ids[:count], values[:count], strict=True)))
             for token, value, ids, values, count in zip(
                 self.tokens.tolist(),
                 self.chosen.tolist(),
@@ -53,12 +56,12 @@ class Logprobs:
 
 def logprobs_of(logits: Tensor, tokens: Tensor, num_top: Sequence[int]) -> Logprobs:
     """Of `tokens` (int64 `[n]`) and each one's `num_top` likeliest alternatives under `logits` `[n, V]`."""
-    logprobs = logits.log_softmax(-1)
-    values, ids = largest(logprobs, min(max(num_top), logits.shape[-1]))
+    total = log_sum_exp(logits)[:, None]
+    values, ids = largest(logits, min(max(num_top), logits.shape[-1]))
     return Logprobs(
         tokens=tokens,
-        chosen=logprobs.gather(-1, tokens[:, None]).squeeze(-1),
+        chosen=(logits.gather(-1, tokens[:, None]) - total).squeeze(-1),
         top_ids=ids,
-        top_values=values,
+        top_values=values - total,
         num_top=num_top,
     )

@@ -44,7 +44,7 @@ class StepOutputs:
             seconds=(self.finished or time.monotonic()) - self.started,
             logprobs=logprobs,
             prompt_logprobs={
-                row: [message for part in parts for message in part.messages()]
+                row: [message for part in parts for message in part.messages() if message is not None]
                 for row, parts in self.prompt_logprobs.items()
             },
         )

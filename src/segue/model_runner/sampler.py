@@ -53,20 +53,23 @@ class Sampler:
             logits: float32 `[B, V]`; overwritten in the full tail.
             rows: `[B]`.
             positions: `[B]`: of the tokens sampled, so as many tokens of the row are known.
-            tail: "plain" promises that no row has more than a temperature.
+            tail: "plain" promises that no row has more than a temperature and wants alternatives.
         """
-        if tail == "plain":
-            return Sampled(tokens=self._choose(logits, rows, positions, filtered=None))
-        asked = [i for i, row in enumerate(rows.tolist()) if self._state.num_top(row) >= 0]
-        raw = logits[self._index(asked)] if asked else None
-        self._penalise(logits, rows, positions)
-        self._bias(logits, rows, positions)
-        tokens = self._choose(logits, rows, positions, filtered=self._filtered(rows))
-        if raw is None:
+        num_top = self._state.host.num_top[rows]
+        asked = (num_top >= 0).nonzero()[0]
+        raw, filtered = logits, None
+        if tail == "full":
+            raw = logits[self._index(asked)] if len(asked) else logits
+            self._penalise(logits, rows, positions)
+            self._bias(logits, rows, positions)
+            filtered = self._filtered(rows)
+        elif len(asked):
+            raw = logits if len(asked) == len(rows) else logits[self._index(asked)]
+        tokens = self._choose(logits, rows, positions, filtered=filtered)
+        if not len(asked):
             return Sampled(tokens=tokens)
-        num_top = [self._state.num_top(int(rows[i])) for i in asked]
-        logprobs = logprobs_of(raw, tokens[self._index(asked)], num_top)
-        return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=asked)
+        logprobs = logprobs_of(raw, tokens[self._index(asked)], num_top[asked].tolist())
+        return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=asked.tolist())
 
     def _filtered(self, rows: Indices) -> NDArray[np.bool_]:
         host = self._state.host
@@ -76,22 +79,36 @@ class Sampler:
         self, logits: Tensor, rows: Indices, positions: Indices, *, filtered: NDArray[np.bool_] | None
     ) -> Tensor:
         warm = self._state.host.temperature[rows] > 0.0
-        if not warm.any():
-            return argmax(logits)
         if filtered is None:
             filtered = np.zeros(len(rows), dtype=np.bool_)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        for kind, method in (
-            (~warm, self._take_likeliest),
-            (warm & ~filtered, self._draw),
-            (warm & filtered, self._draw_filtered),
-        ):
+        draws = warm & filtered
+        kinds = [(draws, self._draw_filtered)]
+        if logits.is_cuda:
+            kinds.append((~draws, self._choose_on_cuda))
+        else:
+            kinds += [(~warm, self._take_likeliest), (warm & ~filtered, self._draw)]
+        for kind, method in kinds:
             if kind.all():
                 return method(logits, rows, positions)
             if kind.any():
                 index = self._index(kind.nonzero()[0])
                 tokens[index] = method(logits[index], rows[kind], positions[kind])
         return tokens
+
+    def _choose_on_cuda(self, logits: Tensor, rows: Indices, positions: Indices) -> Tensor:
+        """Greedy and warm rows alike, with the plain tail's own kernel: the same tokens in both tails."""
+        from segue.kernels.cuda.sampling import choose
+
+        columns = self._state.on_device
+        return choose(
+            logits,
+            self._index(rows),
+            self._index(positions),
+            temperatures=columns.temperature,
+            inverse_temperatures=columns.inverse_temperature,
+            seeds=columns.seed,
+        )
 
     def _take_likeliest(self, logits: Tensor, rows: Indices, positions: Indices) -> Tensor:
         return argmax(logits)

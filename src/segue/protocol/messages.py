@@ -49,7 +49,10 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
     @property
     def tail(self) -> Tail:
-        """``plain`` where argmax, or temperature with keyed noise, is all there is to do."""
+        """``plain`` where argmax, or temperature with keyed noise, is all there is to choose by.
+
+        The chosen token's log-probability, which RL asks for with every token, comes with it.
+        """
         plain = (
             self.top_k == 0
             and self.top_p >= 1.0
@@ -59,7 +62,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
             and self.repetition_penalty == 1.0
             and not self.logit_bias
             and self.min_new_tokens == 0
-            and self.logprobs < 0
+            and self.logprobs < 1
         )
         return "plain" if plain else "full"
 

@@ -1,7 +1,8 @@
-"""The plain tail: the likeliest token, or a draw keyed by seed and position, and the writes of it.
+"""The plain tail: the likeliest token, or a draw keyed by seed and position, its log-probability, the writes.
 
 The arithmetic is that of `segue.model_runner.categorical`: a block of 128 tokens is drawn by its total
-weight, then a token within it, each by Gumbel-max.
+weight, then a token within it, each by Gumbel-max. Log-probabilities are of the raw logits; both tails sum
+them up in the same order, so a request gets the same bits whatever else its steps have to do.
 """
 
 import torch
@@ -33,6 +34,56 @@ def _gumbel(seed, position, counters):
 
 
 @triton.jit
+def _partial_sum(x, maxima, sums, at):
+    """Store the maximum of a chunk of logits and the sum of exponentials below it."""
+    top = tl.max(tl.max(x, 1), 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(maxima + at, top)
+    tl.store(sums + at, tl.sum(tl.sum(tl.exp(x - shift), 1), 0))
+
+
+@triton.jit
+def _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS: tl.constexpr):
+    """Add up what `_partial_sum` stored for row `i`."""
+    chunk = tl.arange(0, CHUNKS)
+    here = chunk < num_chunks
+    high = tl.load(maxima + i * num_chunks + chunk, mask=here, other=float("-inf"))
+    total = tl.load(sums + i * num_chunks + chunk, mask=here, other=0.0)
+    top = tl.max(high, 0)
+    return top + tl.log(tl.sum(total * tl.exp(high - top), 0))
+
+
+@triton.jit
+def _sum_chunk(logits, maxima, sums, vocab_size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    i = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(0)
+    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(logits + i * vocab_size + token, mask=token < vocab_size, other=float("-inf"))
+    _partial_sum(x, maxima, sums, i * tl.num_programs(0) + chunk)
+
+
+@triton.jit
+def _sum_row(maxima, sums, out, num_chunks, CHUNKS: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    tl.store(out + i, _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS))
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """float32 `[n]` of float32 `[n, V]`, with the arithmetic of `sample_plain`."""
+    count, vocab_size = logits.shape
+    num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)
+    partial = torch.empty((2, count, num_chunks), device=logits.device)
+    out = torch.empty(count, device=logits.device)
+    if count:
+        _sum_chunk[(num_chunks, count)](
+            logits.contiguous(), *partial, vocab_size, BLOCK=_BLOCK, BLOCKS=_BLOCKS
+        )
+        _sum_row[(count,)](*partial, out, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1)
+    return out
+
+
+@triton.jit
 def _choose_block(
     logits,
     rows,
@@ -40,9 +91,13 @@ def _choose_block(
     temperatures,
     inverse_temperatures,
     seeds,
+    num_top,
     scores,
     choices,
+    maxima,
+    sums,
     vocab_size,
+    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
@@ -56,6 +111,9 @@ def _choose_block(
     x = tl.load(logits + i * vocab_size + token, mask=token < vocab_size, other=float("-inf"))
     largest = tl.max(x, 1)
     out = i * tl.num_programs(0) + chunk
+    if WHOLE:
+        if tl.load(num_top + row) >= 0:
+            _partial_sum(x, maxima, sums, out)
     if tl.load(temperatures + row) == 0.0:
         top = tl.max(largest, 0)
         first = tl.min(tl.min(tl.where(x == top, token, vocab_size), 1), 0)
@@ -82,15 +140,20 @@ def _choose_token(
     temperatures,
     inverse_temperatures,
     seeds,
+    num_top,
     scores,
     choices,
+    maxima,
+    sums,
     token_pool,
     pool_stride,
     ring,
+    logprob_ring,
     slot,
     ring_stride,
     vocab_size,
     num_chunks,
+    WHOLE: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -114,8 +177,13 @@ def _choose_token(
         x += _gumbel(tl.load(seeds + row), position, num_blocks + lane)
         chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
     chosen = tl.minimum(chosen, vocab_size - 1)  # logits that are all NaN choose nothing
-    tl.store(token_pool + row * pool_stride + position, chosen)
-    tl.store(ring + tl.load(slot).to(tl.int64) * ring_stride + i, chosen)
+    line = tl.load(slot).to(tl.int64) * ring_stride + i
+    tl.store(ring + line, chosen)
+    if WHOLE:
+        tl.store(token_pool + row * pool_stride + position, chosen)
+        if tl.load(num_top + row) >= 0:
+            total = _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS)
+            tl.store(logprob_ring + line, tl.load(logits + i * vocab_size + chosen) - total)
     let_next_start(PDL)
 
 
@@ -127,8 +195,10 @@ def sample_plain(
     temperatures: Tensor,
     inverse_temperatures: Tensor,
     seeds: Tensor,
+    num_top: Tensor,
     token_pool: Tensor,
     ring: Tensor,
+    logprob_ring: Tensor,
     slot: Tensor,
 ) -> None:
     """Sample one token for each of B rows; write it to the token pool and to a line of `ring`.
@@ -140,27 +210,61 @@ def sample_plain(
         temperatures: float32, by batch row; 0: the likeliest token, the lowest id among equals.
         inverse_temperatures: float32, by batch row.
         seeds: int64, by batch row.
+        num_top: int64, by batch row; negative: no log-probability is wanted, and none is written.
         token_pool: int32 `[rows, max_seq_len + 1]`.
         ring: int32 `[slots, at least B]`, may be pinned memory of the host.
+        logprob_ring: float32, of the same shape and strides.
         slot: int32 `[1]`, the line to write.
     """
+    columns = (temperatures, inverse_temperatures, seeds, num_top)
+    _launch(logits, rows, positions, columns, (token_pool, token_pool.stride(0), ring, logprob_ring, slot))
+
+
+def choose(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    *,
+    temperatures: Tensor,
+    inverse_temperatures: Tensor,
+    seeds: Tensor,
+) -> Tensor:
+    """The tokens that `sample_plain` would write, int64 `[B]`; `rows` and `positions` of any integer type."""
+    tokens = torch.empty((1, len(logits)), dtype=torch.int32, device=logits.device)
+    slot = torch.zeros(1, dtype=torch.int32, device=logits.device)
+    columns = (temperatures, inverse_temperatures, seeds, seeds)
+    _launch(logits, rows, positions, columns, (tokens, 0, tokens, logits, slot), whole=False)
+    return tokens[0].to(torch.int64)
+
+
+def _launch(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    columns: tuple[Tensor, ...],
+    targets: tuple[Tensor | int, ...],
+    *,
+    whole: bool = True,
+) -> None:
+    """Run both kernels; those of a `whole` tail also write the token pool and log-probabilities."""
     count, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)
     scores = torch.empty((count, num_chunks), dtype=torch.float64, device=logits.device)
     choices = torch.empty((count, num_chunks), dtype=torch.int32, device=logits.device)
-    common = (logits, rows, positions, temperatures, inverse_temperatures, seeds, scores, choices)
+    partial = torch.empty((2, count, num_chunks), device=logits.device)
+    common = (logits, rows, positions, *columns, scores, choices, *partial)
+    ring = targets[2]
+    assert isinstance(ring, Tensor)
     _choose_block[(num_chunks, count)](
-        *common, vocab_size, BLOCK=_BLOCK, BLOCKS=_BLOCKS, **launch_options(4, count)
+        *common, vocab_size, WHOLE=whole, BLOCK=_BLOCK, BLOCKS=_BLOCKS, **launch_options(4, count)
     )
     _choose_token[(count,)](
         *common,
-        token_pool,
-        token_pool.stride(0),
-        ring,
-        slot,
+        *targets,
         ring.stride(0),
         vocab_size,
         num_chunks,
+        WHOLE=whole,
         CHUNKS=triton.next_power_of_2(num_chunks),
         BLOCK=_BLOCK,
         **launch_options(1, count),
