@@ -197,6 +197,30 @@ def test_scattered_words_of_both_sizes() -> None:
     assert small.count_nonzero() == 7
 
 
+@pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])  # bytes by which addresses miss a multiple of 16
+def test_many_copies_in_one_kernel(offset) -> None:
+    from segue.kernels.cuda.copying import grouped_copy
+
+    sizes = [0, 16, 1 << 20, (3 << 20) + 48, 5 << 10] if offset == 0 else [0, 8, 24, (1 << 20) + 8, 40]
+    sizes = [size + (size > 0) * offset for size in sizes]
+    sources = [
+        torch.randint(-128, 128, (size + 16,), dtype=torch.int8)[offset : offset + size] for size in sizes
+    ]
+    sources = [source.clone().pin_memory() if i == 1 else source.cuda() for i, source in enumerate(sources)]
+    room = torch.full((sum(sizes) + 64 * len(sizes),), 77, dtype=torch.int8, device="cuda")
+    targets, start = [], offset
+    for size in sizes:
+        targets.append(room[start : start + size])
+        start += -(-size // 16) * 16 + 32
+    grouped_copy(list(zip(targets, sources, strict=True)))
+    touched = torch.zeros_like(room, dtype=torch.bool)
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target.cpu(), source.cpu())
+        begin = target.data_ptr() - room.data_ptr() if len(target) else 0
+        touched[begin : begin + len(target)] = True
+    assert (room[~touched] == 77).all()
+
+
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("size", [(3072, 1024), (12288, 4096)])
 def test_gated_product(rows, size) -> None:
