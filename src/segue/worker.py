@@ -22,6 +22,7 @@ from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import EngineStartError, SegueError
 from segue.logs import configure, logger
+from segue.memory.heap import settle_heap
 from segue.model_runner.runner import ModelRunner
 from segue.protocol.messages import InitStep, Ready, StartFailed
 from segue.scheduler.loop import SchedulerLoop, follow
@@ -71,6 +72,8 @@ def run_scheduler(
                 spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
             )
+            if not embedded:
+                settle_heap()
             loop.run()
         finally:
             runner.close()
@@ -150,6 +153,7 @@ def _run_follower(
     started = start_runner(config, tp, run_dir, outbox)
     outbox.close(linger=500)
     if started is not None:
+        settle_heap()
         follow(started[0], plans, depth=OVERLAP_DEPTH)
 
 

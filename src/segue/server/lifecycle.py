@@ -18,6 +18,7 @@ from segue.errors import ConfigError
 from segue.frontend.processes import WORKER_COMMAND
 from segue.frontend.runtime import Runtime
 from segue.logs import logger
+from segue.memory.heap import settle_heap
 from segue.server.app import create_app
 
 GRACE_S = 1  # for replies to end at a shutdown
@@ -88,6 +89,7 @@ async def serve(
         if not starting.done():
             return 0 if stop.is_set() else 1
         runtime = app.state.service.runtime = starting.result()
+        settle_heap()
         on_ready(runtime, url_of(listener))
         return await _serve_until_the_end(runtime, stopping, http, config.exit_grace)
     finally:
