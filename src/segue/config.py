@@ -97,6 +97,23 @@ class EngineConfig:
     disable_cuda_graph: bool = _option(
         False, "Hardware", "Launch every kernel of every step instead of graphs."
     )
+    graph_self_check: bool = _option(
+        False, "Hardware", "Run every captured step eagerly too, and stop if one bit differs. Slow."
+    )
+    enable_batch_prefill_cuda_graph: bool = _option(
+        False,
+        "Hardware",
+        "Capture prefill by number and length of prompts too; by total tokens it always is.",
+    )
+    batch_prefill_max_seq_len: int = _option(
+        256, "Hardware", "Longest of --batch-prefill-seq-lengths to capture, in tokens.", minimum=1
+    )
+    batch_prefill_batch_sizes: str = _option(
+        "1,2,4,8", "Hardware", "Numbers of prompts to capture prefill for."
+    )
+    batch_prefill_seq_lengths: str = _option(
+        "16,32,64,128,256", "Hardware", "Lengths of prompts to capture prefill for, in tokens."
+    )
 
     host: str = _option("127.0.0.1", "Server", "Address to listen on.")
     port: int = _option(30000, "Server", "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
@@ -112,6 +129,8 @@ class EngineConfig:
         hints = get_type_hints(type(self))
         for option in fields(self):
             _check(option.name, getattr(self, option.name), hints[option.name], option.metadata)
+        for name in ("batch_prefill_batch_sizes", "batch_prefill_seq_lengths"):
+            parse_sizes(getattr(self, name), name)
 
     @classmethod
     def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> EngineConfig:
@@ -139,6 +158,18 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if variable in environ:
             found[option.name] = parse(environ[variable], hints[option.name], variable)
     return found
+
+
+def parse_sizes(text: str, name: str) -> list[int]:
+    """The numbers of an option like "1,2,4,8".
+
+    Raises:
+        ConfigError: not numbers from 1 on, separated by commas.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{name}={text!r}: expected numbers from 1 on, separated by commas", param=name)
+    return [int(part) for part in parts]
 
 
 def parse(text: str, kind: Any, name: str) -> Any:

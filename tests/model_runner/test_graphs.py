@@ -1,4 +1,32 @@
-from segue.model_runner.graphs import MOST_PADDING, pick, row_sizes, token_sizes
+import random
+
+import pytest
+
+from segue.model_runner.graphs import (
+    MOST_PADDING,
+    Ladders,
+    Route,
+    grid_sizes,
+    most_prompts,
+    pick,
+    pick_slots,
+    route,
+    row_sizes,
+    token_sizes,
+)
+from segue.protocol.messages import StepPlan
+
+GRID = grid_sizes([1, 2, 4, 8], [16, 32, 64, 128, 256], longest=256, rows=256, tokens=8448)
+LADDERS = Ladders(decode=row_sizes(256), trunk=token_sizes(8448), grid=GRID)
+
+
+def make_plan(num_decode: int, prompts: list[int], *, tail: str = "plain", owed: int = 0) -> StepPlan:
+    lens = [1] * num_decode + prompts
+    logits = [1] * len(lens)
+    logits[-1] += owed
+    starts = [100] * num_decode + [0] * len(prompts)
+    rows = list(range(len(lens)))
+    return StepPlan(1, [], [], num_decode, rows, starts, lens, logits, [True] * len(lens), tail)  # type: ignore[arg-type]
 
 
 def test_every_number_of_rows_has_a_bucket_with_little_padding() -> None:
@@ -28,3 +56,70 @@ def test_a_step_is_not_padded_to_a_multiple_of_itself() -> None:
     assert pick([16, 64], 32) == 64
     assert pick([16, 64], 3) == 16
     assert pick([], 3) is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (make_plan(5, []), Route("decode", 5)),
+        (make_plan(9, []), Route("decode", 12)),
+        (make_plan(9, [], tail="full"), Route("trunk", 16)),
+        (make_plan(9, [30]), Route("trunk", 48)),
+        (make_plan(0, [17]), Route("grid", 32, slots=1)),
+        (
+            make_plan(0, [17, 3, 12], tail="full"),
+            Route("trunk", 32),
+        ),  # the grid's 4 x 32 would be mostly padding
+        (make_plan(0, [100, 120, 90]), Route("grid", 512, slots=4)),
+        (make_plan(0, [3]), Route("grid", 16, slots=1)),  # the smallest of all
+        (make_plan(1, [128]), Route("trunk", 144)),  # the grid is for prompts alone
+        (make_plan(0, [300]), Route("trunk", 320)),
+        (make_plan(0, [17], tail="full", owed=3), Route("eager", 17, reason="prompt_logprobs")),
+        (make_plan(3, [1200]), Route("eager", 1203, reason="tokens")),
+        (make_plan(0, [2] * 20), Route("eager", 40, reason="prompts")),
+    ],
+)
+def test_a_step_takes_the_smallest_graph_that_holds_it(plan: StepPlan, expected: Route) -> None:
+    assert route(plan, LADDERS) == expected
+    assert route(plan, Ladders()) == Route("eager", plan.num_tokens, reason="disabled")
+
+
+def test_the_way_of_a_step_hangs_on_its_plan_alone_and_never_pads_to_more_than_twice() -> None:
+    rng = random.Random(4)
+    kinds = set()
+    for _ in range(3000):
+        lens = [min(600, max(1, int(rng.lognormvariate(2.8, 1.6)))) for _ in range(rng.randint(0, 12))]
+        plan = make_plan(rng.randint(0 if lens else 1, 64), lens, tail=rng.choice(["plain", "full"]))
+        way, count = route(plan, LADDERS), plan.num_tokens
+        # What another rank has beside the plan and the captured sizes may differ: nothing of it is asked.
+        other = StepPlan(99, [], [(0, 0, [1])], *[getattr(plan, name) for name in plan.__struct_fields__[3:]])
+        assert route(other, LADDERS) == way
+        kinds.add(way.kind)
+        if way.kind == "grid":
+            length = way.tokens // way.slots
+            assert (way.slots, length) in GRID and len(lens) <= way.slots and max(lens) <= length
+        if way.kind == "trunk":
+            assert len(lens) <= most_prompts(way.tokens)
+        if way.kind in ("grid", "trunk"):
+            assert count <= way.tokens <= max(MOST_PADDING * count, 16)
+        if way.kind == "eager":
+            assert way.tokens == count and way.reason in ("tokens", "prompts")
+    assert kinds == {"decode", "trunk", "grid", "eager"}
+
+
+def test_the_grid_takes_the_smallest_slots_that_fit() -> None:
+    for sequences in range(1, 9):
+        for longest in range(1, 257):
+            found = pick_slots(GRID, sequences, longest, sequences * longest)
+            fitting = [(n, length) for n, length in GRID if n >= sequences and length >= longest]
+            least = min(n * length for n, length in fitting)
+            if found is None:
+                assert least > MOST_PADDING * sequences * longest
+            else:
+                assert found in fitting and found[0] * found[1] == least
+    assert pick_slots(GRID, 9, 16, 144) is None and pick_slots(GRID, 1, 257, 257) is None
+    assert pick_slots([], 1, 16, 16) is None
+
+
+def test_a_grid_has_no_size_that_a_runner_cannot_run() -> None:
+    assert grid_sizes([1, 4, 8], [16, 64, 256], longest=64, rows=4, tokens=128) == [(1, 16), (1, 64), (4, 16)]

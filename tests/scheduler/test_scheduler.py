@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from segue.protocol.messages import Abort, AddRequest, Finish, SamplingParams, pack_ids
@@ -99,6 +100,18 @@ def test_the_last_token_of_a_cached_prompt_is_computed_again() -> None:
     sim.add("second", list(range(8)))
     plan = sim.launch()
     assert plan is not None and (plan.starts, plan.lens) == ([4], [4])
+
+
+def test_steps_are_counted_by_how_they_ran() -> None:
+    sim = Simulation()
+    sim.add("r", [1, 2, 3], max_new_tokens=4)
+    for eager, padding in ((None, 5), ("tokens", 0), (None, 7), ("tokens", 0)):
+        sim.launch()
+        sim.results[0] = msgspec.structs.replace(sim.results[0], eager=eager, padded_tokens=padding)
+        counters = sim.apply().counters
+    assert (counters.graph_hits, counters.eager_steps, counters.padded_tokens) == (2, {"tokens": 2}, 12)
+    state = internal_state(sim.scheduler)
+    assert (state["graph_hit"], state["eager"], state["padded_tokens"]) == (2, {"tokens": 2}, 12)
 
 
 def test_kv_of_old_weights_is_not_shared() -> None:

@@ -39,6 +39,8 @@ def test_counts_and_histograms_of_what_was_served(tiny_model: Path) -> None:
     assert values["inter_token_latency_seconds_count"] == 4 + 4 + 3
     assert values["e2e_request_latency_seconds_count"] == 3
     assert values["step_time_seconds_count"] > 0
+    assert values["eager_total:disabled"] == values["step_time_seconds_count"]  # a CPU has no graphs
+    assert values["eager_total:prompts"] == values["graph_hit_total"] == values["padded_tokens_total"] == 0
     assert values["step_time_seconds_bucket:+Inf"] == values["step_time_seconds_count"]
     assert values["num_requests_running"] == values["num_requests_waiting"] == 0
     assert values["num_preemptions_total"] == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,14 @@ class AttentionShape:
     scale: float  # of the scores, before the softmax
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotMetadata:
+    """The part of a context that is fixed for `bs` sequences of `seq_len` queries each."""
+
+    q_starts: Tensor  # int32 [bs + 1]
+    blocks: Tensor | None = None  # the backend's own
+
+
 class AttentionBackend(Protocol):
     """Causal attention of ragged queries over the paged KV cache.
 
@@ -57,6 +65,34 @@ class AttentionBackend(Protocol):
         Returns `[T, num_heads, head_dim]`, contiguous.
         """
         ...
+
+    # A grid of prefill graphs: `bs` slots of `seq_len` queries each, a sequence's tokens at the end of its
+    # slot, where the mask lets them see what they should. From replay to replay `rows` (of the page table)
+    # and `kv_lens` change, at the same addresses.
+
+    def supports_batch_prefill_cuda_graph(self) -> bool:
+        """Whether the methods below are there."""
+        return False
+
+    def init_batch_prefill_cuda_graph_state(self, max_bs: int, max_seq_len: int) -> None:
+        """Allocate what all sizes share, for up to `max_bs` sequences of up to `max_seq_len` tokens."""
+        _unsupported(self)
+
+    def init_forward_metadata_capture_batch_prefill_cuda_graph(
+        self, bs: int, seq_len: int, rows: Tensor, kv_lens: Tensor
+    ) -> SlotMetadata:
+        """What a captured size reads besides `rows` and `kv_lens` (int32 `[bs]`), at addresses that stay."""
+        _unsupported(self)
+
+    def init_forward_metadata_replay_batch_prefill_cuda_graph(
+        self, bs: int, seq_len: int, rows: Tensor, kv_lens: Tensor
+    ) -> None:
+        """Bring what was derived from `rows` and `kv_lens` up to date, in place, without waiting."""
+        _unsupported(self)
+
+
+def _unsupported(backend: AttentionBackend) -> NoReturn:
+    raise NotImplementedError(f"{type(backend).__name__} has no grid of prefill graphs")
 
 
 class BackendFactory(Protocol):

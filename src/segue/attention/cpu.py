@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segue.attention.base import AttentionShape, Capabilities
+from segue.attention.base import AttentionBackend, AttentionShape, Capabilities
 from segue.attention.context import Context
 from segue.kvcache.pool import KVPool
 
@@ -62,7 +62,7 @@ class _Prefill:
     mask: Tensor | None  # [q_len, kv_len], 0 or -inf, for a short one that is not a plain triangle
 
 
-class CPUAttention:
+class CPUAttention(AttentionBackend):
     """Packed products over gathered keys; what a step needs is laid out once in `prepare`."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:

@@ -106,6 +106,16 @@ def plan_pages(demand: Demand, num_kv_tokens: int | None = None) -> Budget:
     )
 
 
+def afford_graphs(demand: Demand, num_kv_tokens: int | None = None) -> bool:
+    """Whether the reserve for graphs leaves enough KV: as many bytes as it takes itself.
+
+    Where the user has set the number of KV tokens, whether both fit.
+    """
+    if num_kv_tokens is None:
+        return formula_pages(demand) * demand.page_bytes >= demand.reserve.graphs
+    return _explicit_bytes(demand, -(-num_kv_tokens // demand.page_size)) <= demand.free_before
+
+
 def _automatic_pages(demand: Demand) -> tuple[int, str]:
     choices = [(formula_pages(demand), "free memory")]
     if demand.pool_limit is not None:
@@ -117,15 +127,18 @@ def _automatic_pages(demand: Demand) -> tuple[int, str]:
 
 
 def _check_explicit(demand: Demand, num_pages: int, num_kv_tokens: int) -> None:
-    needed = demand.local_ranks * (
-        demand.arena_bytes + demand.reserve.total + (num_pages + 1) * demand.page_bytes
-    )
+    needed = _explicit_bytes(demand, num_pages)
     if needed > demand.free_before:
         raise OutOfMemoryError(
             f"num_kv_tokens={num_kv_tokens} needs {gib(needed)} with weights and buffers, but only "
             f"{gib(demand.free_before)} is free; lower --num-kv-tokens",
             param="num_kv_tokens",
         )
+
+
+def _explicit_bytes(demand: Demand, num_pages: int) -> int:
+    each = demand.arena_bytes + demand.reserve.total + (num_pages + 1) * demand.page_bytes
+    return demand.local_ranks * each
 
 
 def _too_few(demand: Demand, num_pages: int, *, explicit: bool) -> OutOfMemoryError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,18 @@ from segue.kvcache.pool import KVPool
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.device_inputs import RING, DeviceInputs, StepShape
 from segue.model_runner.executor import prompt_logprobs, step_outputs
-from segue.model_runner.graphs import MOST_TRUNK_TOKENS, Graphs, quiet_gc, row_sizes, token_sizes
+from segue.model_runner.graphs import (
+    MOST_TRUNK_TOKENS,
+    Graphs,
+    Ladders,
+    Route,
+    most_prompts,
+    pick,
+    quiet_gc,
+    route,
+    row_sizes,
+    token_sizes,
+)
 from segue.model_runner.inputs import prompt_runs
 from segue.model_runner.logprobs import Logprobs
 from segue.model_runner.output import StepOutputs
@@ -24,8 +36,6 @@ from segue.models.decoder import Decoder
 from segue.protocol.messages import StepPlan
 
 _LOGITS_BYTES = 64 << 20  # float32 logits of a prompt held at a time
-# A captured trunk has room for so many prompts, and for one more with so many tokens.
-_PROMPTS, _PER_PROMPT = 8, 16
 
 
 class CUDAExecutor:
@@ -41,9 +51,12 @@ class CUDAExecutor:
         sampler: Sampler,
         max_rows: int,
         chunk: int,
+        self_check: bool = False,
     ) -> None:
+        """`self_check`: compare what every graph gives with the same step run eagerly."""
         self._model = model
         self._state = state
+        self._backend = backend
         self._sampler = sampler
         self._inputs = DeviceInputs(state, kv, backend, max_tokens=chunk + max_rows, max_rows=max_rows)
         hidden = model.config.hidden_size
@@ -52,27 +65,57 @@ class CUDAExecutor:
         self._ring = torch.zeros((RING, max_rows), dtype=torch.int32).pin_memory()
         self._logprob_ring = torch.zeros((RING, max_rows)).pin_memory()
         self._max_rows, self._max_tokens = max_rows, chunk + max_rows
+        self._seen = None
+        if self_check:
+            self._seen = torch.zeros((max_rows, model.config.vocab_size), device=weight.device)
+        picked = self._picked if self_check else None
         pool = torch.cuda.graph_pool_handle()
-        self._decode, self._trunk, self._tail = Graphs(pool), Graphs(pool), Graphs(pool)
-        self.counts: Counter[str] = Counter()  # graph hits, eager steps by reason, padded tokens
+        self._decode = Graphs[int]("decode", pool, self._run_decode, self._seen)
+        self._tail = Graphs[int]("tail", pool, self._run_tail, self._seen)
+        self._trunk = Graphs[int]("trunk", pool, lambda size: self._run_trunk(self._shape(size)), picked)
+        self._grid = Graphs[tuple[int, int]]("grid", pool, lambda size: self._run_trunk(_slots(size)), picked)
+        self._ladders, self._tails = Ladders(), list[int]()
 
     @property
     def num_graphs(self) -> int:
         """Graphs captured."""
-        return len(self._decode) + len(self._trunk) + len(self._tail)
+        return len(self._tails) + sum(
+            map(len, (self._ladders.decode, self._ladders.trunk, self._ladders.grid))
+        )
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Compile what steps above the largest trunk need, then capture all graphs.
-
-        No request is there yet, and the static inputs are zeros: what is computed goes to the scratch page.
-        """
+    def settle(self) -> int:
+        """Compile what steps above the largest trunk need; bytes of the device then free."""
         for tokens in {min(2 * MOST_TRUNK_TOKENS, self._max_tokens), self._max_tokens}:
             self._run_trunk(self._shape(tokens))
         quiet_gc()
-        self._trunk.capture(token_sizes(self._max_tokens), lambda size: self._run_trunk(self._shape(size)))
-        self._tail.capture(row_sizes(self._max_rows), self._run_tail)
-        self._decode.capture(row_sizes(self._max_rows), self._run_decode)
+        return torch.cuda.mem_get_info(self._state.device)[0]
+
+    @torch.inference_mode()
+    def capture(self, grid: Sequence[tuple[int, int]], has_room: Callable[[], bool]) -> list[str]:
+        """Capture all graphs, behind `settle`.
+
+        No request is there yet, and the static inputs are zeros: what is computed goes to the scratch page.
+
+        Args:
+            grid: sizes of the grid, see `grid_sizes`; the backend must support them.
+            has_room: asked before every capture, and with the same answer on every rank.
+
+        Returns:
+            What was left out for want of room, by kind.
+        """
+        rows = row_sizes(self._max_rows)
+        left: dict[str, list[Any]] = {
+            "decode": self._decode.capture(rows, has_room),
+            "tail": self._tail.capture(rows, has_room),
+            "trunk": self._trunk.capture(token_sizes(self._max_tokens), has_room),
+        }
+        if grid:
+            self._backend.init_batch_prefill_cuda_graph_state(*map(max, zip(*grid, strict=True)))
+            left["grid"] = self._grid.capture(grid, has_room, warm_ups=2)
+        self._ladders = Ladders(decode=self._decode.sizes, trunk=self._trunk.sizes, grid=self._grid.sizes)
+        self._tails = self._tail.sizes
+        return [f"{kind} {', '.join(map(str, sizes))}" for kind, sizes in left.items() if sizes]
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutputs:
@@ -82,45 +125,52 @@ class CUDAExecutor:
         """
         started = time.monotonic()
         self._state.apply(plan)
-        slot = plan.step % RING
-        only_decode = plan.num_decode == len(plan.rows)
-        size = self._decode.bucket(len(plan.rows)) if only_decode and plan.tail == "plain" else None
-        if size is not None:
-            self._inputs.load_decode(plan, size, slot)
-            self._state.writer.flush()
-            self._decode.replay(size)
-            self._hit(size - len(plan.rows))
-            return step_outputs(plan.step, started, self._from_ring(plan, slot), {}, self._state.device)
-        count = sum(plan.samples)
-        runs = prompt_runs(plan)
-        hidden = self._run_any_trunk(plan, slot, wants_hidden=bool(runs))
-        if plan.tail == "plain":
-            if count:
-                bucket = self._tail.bucket(count)
-                if bucket is None:
-                    self._run_tail(count)
-                else:
-                    self._tail.replay(bucket)
-            return step_outputs(plan.step, started, self._from_ring(plan, slot), {}, self._state.device)
-        sampled = self._sample_full(plan, count)
+        slot, count = plan.step % RING, sum(plan.samples)
+        way = route(plan, self._ladders)
+        runs, hidden = [], self._picked
+        if way.kind == "eager":
+            runs = prompt_runs(plan)
+            hidden = self._run_eagerly(plan, slot, wants_hidden=bool(runs))
+        else:
+            self._replay(plan, slot, way)
+        if plan.tail == "full":
+            sampled = self._sample_full(plan, count)
+        else:
+            if way.kind != "decode" and count:
+                self._sample_behind_trunk(count)
+            sampled = self._from_ring(plan, slot)
         owed = {
             run.row: prompt_logprobs(self._model, self._state, hidden, run, _LOGITS_BYTES) for run in runs
         }
-        return step_outputs(plan.step, started, sampled, owed, self._state.device)
+        return step_outputs(
+            plan.step,
+            started,
+            sampled,
+            owed,
+            self._state.device,
+            eager=way.reason,
+            padded_tokens=way.tokens - plan.num_tokens,
+        )
 
-    def _run_any_trunk(self, plan: StepPlan, slot: int, *, wants_hidden: bool) -> Tensor:
-        count = plan.num_tokens
-        size = None if wants_hidden else self._trunk.bucket(count)
-        if size is not None and len(plan.rows) - plan.num_decode <= _most_prompts(size):
-            self._inputs.load(plan, self._shape(size), slot)
+    def _replay(self, plan: StepPlan, slot: int, way: Route) -> None:
+        """Load the inputs of a captured step and run it."""
+        if way.kind == "decode":
+            self._inputs.load_decode(plan, way.tokens, slot)
             self._state.writer.flush()
-            self._trunk.replay(size)
-            self._hit(size - count)
-            return self._picked
-        why = "prompt logprobs" if wants_hidden else "no bucket" if size is None else "prompts"
-        self.counts[f"eager: {why}"] += 1
+            self._decode.replay(way.tokens, len(plan.rows))
+            return
+        size = (way.slots, way.tokens // max(1, way.slots))
+        count = max(1, sum(plan.samples))  # where nobody samples, the first token is picked all the same
+        self._inputs.load(plan, _slots(size) if way.kind == "grid" else self._shape(way.tokens), slot)
+        self._state.writer.flush()
+        if way.kind == "grid":
+            self._grid.replay(size, count)
+        else:
+            self._trunk.replay(way.tokens, count)
+
+    def _run_eagerly(self, plan: StepPlan, slot: int, *, wants_hidden: bool) -> Tensor:
         shape = StepShape(
-            tokens=count,
+            tokens=plan.num_tokens,
             decode=plan.num_decode,
             sequences=len(plan.rows),
             blocks=self._inputs.num_blocks(plan),
@@ -131,9 +181,16 @@ class CUDAExecutor:
         self._state.writer.flush()
         return self._run_trunk(shape)
 
+    def _sample_behind_trunk(self, count: int) -> None:
+        bucket = pick(self._tails, count)
+        if bucket is None:
+            self._run_tail(count)
+        else:
+            self._tail.replay(bucket, count)
+
     def _shape(self, tokens: int) -> StepShape:
         rows = min(tokens, self._max_rows)
-        blocks = self._inputs.most_blocks(tokens, min(_most_prompts(tokens), self._max_rows))
+        blocks = self._inputs.most_blocks(tokens, min(most_prompts(tokens), self._max_rows))
         return StepShape(tokens=tokens, decode=rows, sequences=rows, blocks=blocks, logits=rows)
 
     def _run_trunk(self, shape: StepShape) -> Tensor:
@@ -155,6 +212,8 @@ class CUDAExecutor:
 
     def _sample_plain(self, logits: Tensor | None, rows: Tensor, positions: Tensor) -> None:
         assert logits is not None
+        if self._seen is not None:
+            self._seen[: len(logits)].copy_(logits)
         columns = self._state.on_device
         sample_plain(
             logits,
@@ -199,10 +258,8 @@ class CUDAExecutor:
         )
         return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=range(count))
 
-    def _hit(self, padding: int) -> None:
-        self.counts["graph_hit"] += 1
-        self.counts["padded_tokens"] += padding
 
-
-def _most_prompts(tokens: int) -> int:
-    return _PROMPTS + tokens // _PER_PROMPT
+def _slots(size: tuple[int, int]) -> StepShape:
+    """The shape of so many slots of so many tokens."""
+    count, length = size
+    return StepShape(tokens=count * length, decode=0, sequences=count, blocks=0, logits=count, slot=length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -35,6 +35,7 @@ class StepShape:
     blocks: int  # of the attention backend, behind the decode rows
     logits: int  # rows that sample
     trims: bool = True  # the hidden states of other rows are not wanted
+    slot: int = 0  # tokens of each sequence's slot, at whose end it lies; 0: one sequence behind the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class _Step:
     kv_lens: Tensor
     q_starts: Tensor
     num_decode: Tensor
-    blocks: Tensor
+    blocks: Tensor | None
 
 
 class DeviceInputs:
@@ -79,6 +80,7 @@ class DeviceInputs:
         front = _cut(self._buffer, self._front_sizes)
         self.slot, self.sample_rows, self.sample_positions, self.logit_indices = front
         self.sample_rows.fill_(self._dummy)
+        self._slots: dict[StepShape, _Step] = {}  # those of captured grids
 
     def most_blocks(self, tokens: int, sequences: int) -> int:
         """Blocks that `tokens` of so many sequences can take, however they are cut; the dummy's included."""
@@ -107,8 +109,11 @@ class DeviceInputs:
         kv_lens, ends = starts + lens, lens.cumsum()
         count, rows = int(ends[-1]), np.array(plan.rows)
         samples = np.array(plan.samples, dtype=np.bool_)
-        per_block = self._backend.queries_per_block(shape.tokens)
-        blocks = block_table([*plan.lens, shape.tokens - count], plan.num_decode, per_block)
+        places, of_sequence = np.arange(count), np.arange(len(lens)).repeat(lens)
+        positions = places + (kv_lens - ends)[of_sequence]
+        if shape.slot:
+            slot_ends = np.arange(1, len(lens) + 1) * shape.slot
+            places, ends = places + (slot_ends - ends)[of_sequence], slot_ends
         host[0] = slot
         _, sample_rows, sample_positions, logit_indices = _cut(host, self._front_sizes)
         # To the end, every time: the tail may be padded to more rows than the trunk.
@@ -116,15 +121,27 @@ class DeviceInputs:
         _fill(sample_positions, kv_lens[samples], 1)
         _fill(logit_indices, (ends - 1)[samples], 0)
         parts = dict(zip(_PARTS, _cut(host[self._front :], _sizes(shape)), strict=True))
-        _fill(parts["token_rows"], rows.repeat(lens), self._dummy)
-        _fill(parts["positions"], np.arange(count) + (kv_lens - ends).repeat(lens), 0)
+        for part, values, filler in (
+            ("token_rows", rows[of_sequence], self._dummy),
+            ("positions", positions, 0),
+        ):
+            parts[part].fill(filler)
+            parts[part][places] = values
         _fill(parts["rows"], rows, self._dummy)
         _fill(parts["kv_lens"], kv_lens, 1)
-        parts["q_starts"][0] = 0
-        _fill(parts["q_starts"][1:], ends, shape.tokens)
-        parts["num_decode"][0] = plan.num_decode
-        _fill(parts["blocks"], blocks.ravel(), -1)
+        if not shape.slot:  # else they are fixed
+            parts["q_starts"][0] = 0
+            _fill(parts["q_starts"][1:], ends, shape.tokens)
+            parts["num_decode"][0] = plan.num_decode
+            per_block = self._backend.queries_per_block(shape.tokens)
+            blocks = block_table([*plan.lens, shape.tokens - count], plan.num_decode, per_block)
+            _fill(parts["blocks"], blocks.ravel(), -1)
         self._copy(slot, self._front + sum(map(_aligned, _sizes(shape))))
+        if shape.slot:
+            step = self._slots[shape]
+            self._backend.init_forward_metadata_replay_batch_prefill_cuda_graph(
+                shape.sequences, shape.slot, step.rows, step.kv_lens
+            )
 
     def decode_rows(self, size: int) -> tuple[Tensor, Tensor]:
         """Rows and sampled positions of a decode step."""
@@ -134,40 +151,73 @@ class DeviceInputs:
     def decode_context(self, size: int) -> Context:
         """The context of `size` decode rows."""
         rows, positions, kv_lens = self._buffer[self._front :][: 3 * size].view(3, size)
-        ids, kv_rows = self._look_up(rows, positions)
+        return self._context(
+            rows, positions, rows=rows, kv_lens=kv_lens, q_starts=self._buffer[:0], num_decode=size
+        )
+
+    def context(self, shape: StepShape) -> Context:
+        """The context of any step of a shape."""
+        step = self._step(shape)
+        return self._context(
+            step.token_rows,
+            step.positions,
+            rows=step.rows,
+            kv_lens=step.kv_lens,
+            q_starts=step.q_starts,
+            num_decode=shape.decode,
+            num_decode_device=step.num_decode,
+            blocks=step.blocks,
+            wanted=self.logit_indices[: shape.logits] if shape.trims else None,
+        )
+
+    def _step(self, shape: StepShape) -> _Step:
+        if shape in self._slots:
+            return self._slots[shape]
+        parts: dict[str, Any] = dict(
+            zip(_PARTS, _cut(self._buffer[self._front :], _sizes(shape)), strict=True)
+        )
+        parts["blocks"] = parts["blocks"].view(-1, 2) if shape.blocks else None
+        if shape.slot:
+            count = shape.sequences
+            parts["rows"], parts["kv_lens"] = rows, kv_lens = parts["rows"][:count], parts["kv_lens"][:count]
+            fixed = self._backend.init_forward_metadata_capture_batch_prefill_cuda_graph(
+                count, shape.slot, rows, kv_lens
+            )
+            parts["q_starts"], parts["blocks"] = fixed.q_starts, fixed.blocks
+            self._slots[shape] = _Step(**parts)
+        return _Step(**parts)
+
+    def _context(
+        self,
+        token_rows: Tensor,
+        positions: Tensor,
+        *,
+        rows: Tensor,
+        kv_lens: Tensor,
+        q_starts: Tensor,
+        num_decode: int = 0,
+        num_decode_device: Tensor | None = None,
+        blocks: Tensor | None = None,
+        wanted: Tensor | None = None,
+    ) -> Context:
+        ids, kv_rows = self._look_up(token_rows, positions)
         return Context(
             input_ids=ids,
             positions=positions,
             kv_rows=kv_rows,
-            wanted=None,
+            wanted=wanted,
             rows=(),
             q_lens=(),
             kv_lens=(),
             rows_device=rows,
             kv_lens_device=kv_lens,
-            q_starts_device=self._buffer[:0],
-            num_decode=size,
+            q_starts_device=q_starts,
+            num_decode=num_decode,
             page_table=self._state.page_table,
             kv=self._kv,
             backend=self._backend,
-        )
-
-    def context(self, shape: StepShape) -> Context:
-        """The context of any step of a shape."""
-        step = _Step(**dict(zip(_PARTS, _cut(self._buffer[self._front :], _sizes(shape)), strict=True)))
-        ids, kv_rows = self._look_up(step.token_rows, step.positions)
-        return replace(
-            self.decode_context(0),
-            input_ids=ids,
-            positions=step.positions,
-            kv_rows=kv_rows,
-            wanted=self.logit_indices[: shape.logits] if shape.trims else None,
-            rows_device=step.rows,
-            kv_lens_device=step.kv_lens,
-            q_starts_device=step.q_starts,
-            num_decode=shape.decode,
-            num_decode_device=step.num_decode,
-            blocks=step.blocks.view(-1, 2) if shape.blocks else None,
+            num_decode_device=num_decode_device,
+            blocks=blocks,
         )
 
     def _look_up(self, token_rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from segue.model_runner.logprobs import Logprobs, logprobs_of
 from segue.model_runner.output import StepOutputs
 from segue.model_runner.sampler import Sampled, Sampler
 from segue.models.decoder import Decoder
-from segue.protocol.messages import StepPlan
+from segue.protocol.messages import EagerReason, StepPlan
 
 _LOGITS_BYTES = 16 << 20  # float32 logits of a prompt held at a time
 
@@ -91,19 +91,23 @@ def step_outputs(
     sampled: Sampled,
     prompt_logprobs: dict[int, list[Logprobs]],
     device: torch.device,
+    *,
+    eager: EagerReason | None = "disabled",
+    padded_tokens: int = 0,
 ) -> StepOutputs:
     """What a step on `device` gives back, with the copies to the host under way."""
     on_cpu = device.type == "cpu"
     outputs = StepOutputs(
         step=step,
         started=started,
-        next_tokens_device=sampled.tokens,
         next_tokens_host=sampled.tokens.to("cpu", non_blocking=True),
         logprobs=sampled.logprobs.to_host() if sampled.logprobs else None,
         logprob_indices=sampled.logprob_indices,
         prompt_logprobs={row: [part.to_host() for part in parts] for row, parts in prompt_logprobs.items()},
         copy_done=None if on_cpu else torch.Event(device),
         finished=time.monotonic() if on_cpu else 0.0,
+        eager=eager,
+        padded_tokens=padded_tokens,
     )
     if outputs.copy_done is not None:
         outputs.copy_done.record()

@@ -1,8 +1,9 @@
 """Captured steps: one CUDA graph a bucket, replayed with new values at the same addresses.
 
-Three kinds share one memory pool. `decode`: a step of so many decode rows, from token ids to sampled tokens.
-`trunk`: any step of so many tokens, up to the hidden states of the rows that sample. `tail`: logits and plain
-sampling of so many rows; it follows a trunk.
+Four kinds share one memory pool. `decode`: a step of so many decode rows, from token ids to sampled tokens.
+`trunk`: any step of so many tokens, up to the hidden states of the rows that sample. `grid`: the same of
+prompts alone, each at the end of a slot of its own, by number and length of the slots. `tail`: logits and
+plain sampling of so many rows; it follows a trunk or a grid.
 """
 
 from __future__ import annotations
@@ -10,46 +11,133 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
+
+from segue.protocol.messages import EagerReason, StepPlan
 
 MOST_TRUNK_TOKENS = 1024  # above it launching is no longer what a step waits for
 MOST_ROWS = 512  # larger batches run eagerly: their logits alone would take the memory that graphs may have
 MOST_PADDING = 2  # a step runs eagerly rather than padded to more than so many times its tokens
+# A captured trunk has room for so many prompts, and for one more with so many tokens.
+_PROMPTS, _PER_PROMPT = 8, 16
+
+Size = TypeVar("Size", int, tuple[int, int])
 
 
-class Graphs:
+class GraphMismatchError(RuntimeError):
+    """A replay gave other bits than the same step run eagerly. Fatal: nothing it made can be trusted."""
+
+
+class Graphs(Generic[Size]):
     """Captured graphs of one kind, by size."""
 
-    def __init__(self, pool: Any) -> None:
-        """`pool`: of `torch.cuda.graph_pool_handle`, the memory that all kinds share."""
-        self._pool = pool
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._sizes: list[int] = []
+    def __init__(self, name: str, pool: Any, run: Callable[[Size], object], checked: Tensor | None) -> None:
+        """`run(size)` is what a graph repeats.
 
-    def capture(self, sizes: Iterable[int], run: Callable[[int], object]) -> None:
-        """Capture `run(size)` for every size, the largest first; each runs once before."""
-        for size in sorted(sizes, reverse=True):
-            run(size)
+        Args:
+            name: of the kind, for messages.
+            pool: of `torch.cuda.graph_pool_handle`, the memory that all kinds share.
+            run: computes a step of a size from the static inputs; running it twice must change nothing.
+            checked: what `run` writes, one line a row, to be compared after every replay; None: no check.
+        """
+        self._name = name
+        self._pool = pool
+        self._run: Callable[[Size], object] = run
+        self._checked = checked
+        self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
+
+    def capture(
+        self, sizes: Iterable[Size], has_room: Callable[[], bool], *, warm_ups: int = 1
+    ) -> list[Size]:
+        """Capture every size, the largest first, each after `warm_ups` eager runs.
+
+        Returns the sizes left out because `has_room` said no.
+        """
+        left = sorted(sizes, reverse=True)
+        while left and has_room():
+            size = left.pop(0)
+            for _ in range(warm_ups):
+                self._run(size)
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            run(size)
+            self._run(size)
             graph.capture_end()
             self._graphs[size] = graph
-        self._sizes = sorted(self._graphs)
+        return left
 
-    def bucket(self, size: int) -> int | None:
-        """The captured size that a step of `size` is padded to; see `pick`."""
-        return pick(self._sizes, size)
+    @property
+    def sizes(self) -> list[Size]:
+        """Captured sizes, ascending."""
+        return sorted(self._graphs)
 
-    def replay(self, size: int) -> None:
-        """Run the graph of a captured size on the current stream."""
+    def replay(self, size: Size, rows: int) -> None:
+        """Run the graph of a captured size on the current stream; its first `rows` rows are not padding.
+
+        Raises:
+            GraphMismatchError: the outputs are checked, and differ.
+        """
         self._graphs[size].replay()
+        if self._checked is not None:
+            self._check(size, self._checked[:rows])
 
-    def __len__(self) -> int:
-        return len(self._graphs)
+    def _check(self, size: Size, output: Tensor) -> None:
+        replayed = output.clone()
+        output.fill_(float("nan"))
+        self._run(size)
+        if not torch.equal(replayed.view(torch.uint8), output.view(torch.uint8)):
+            apart = (replayed.float() - output.float()).abs()
+            count, most = int((apart != 0).sum()), float(apart.nan_to_num(float("inf")).max())
+            raise GraphMismatchError(
+                f"the {self._name} graph of size {size} is wrong: {count} of {apart.numel()} values differ "
+                f"from those of the same step run eagerly, by at most {most:.3g}; serve with "
+                f"--disable-cuda-graph, and report this"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladders:
+    """Captured sizes by kind, ascending; the same on every rank."""
+
+    decode: Sequence[int] = ()
+    trunk: Sequence[int] = ()
+    grid: Sequence[tuple[int, int]] = ()
+
+
+class Route(NamedTuple):
+    """How a step runs."""
+
+    kind: Literal["decode", "trunk", "grid", "eager"]
+    tokens: int  # computed, padding included
+    slots: int = 0  # of the grid, which share the tokens evenly
+    reason: EagerReason | None = None  # why not with a graph
+
+
+def route(plan: StepPlan, ladders: Ladders) -> Route:
+    """The smallest graph that holds a step. A function of these two alone: all ranks come to the same."""
+    count, sequences = plan.num_tokens, len(plan.rows)
+    if not ladders.trunk and not ladders.decode:
+        return Route("eager", count, reason="disabled")
+    if plan.num_decode == sequences and plan.tail == "plain":
+        rows = pick(ladders.decode, sequences)
+        if rows is not None:
+            return Route("decode", rows)
+    if sum(plan.num_logits) > sum(plan.samples):
+        return Route("eager", count, reason="prompt_logprobs")
+    if plan.num_decode == 0:
+        size = pick_slots(ladders.grid, sequences, max(plan.lens), count)
+        if size is not None:
+            return Route("grid", size[0] * size[1], slots=size[0])
+    tokens = pick(ladders.trunk, count)
+    if tokens is None:
+        return Route("eager", count, reason="tokens")
+    if sequences - plan.num_decode > most_prompts(tokens):
+        return Route("eager", count, reason="prompts")
+    return Route("trunk", tokens)
 
 
 def pick(sizes: Sequence[int], size: int) -> int | None:
@@ -63,6 +151,22 @@ def pick(sizes: Sequence[int], size: int) -> int | None:
     return sizes[at]
 
 
+def pick_slots(
+    sizes: Sequence[tuple[int, int]], sequences: int, longest: int, tokens: int
+) -> tuple[int, int] | None:
+    """As `pick`, of `(slots, tokens a slot)`, for so many sequences, of so many tokens together."""
+    fitting = [size for size in sizes if size[0] >= sequences and size[1] >= longest]
+    best = min(fitting, key=lambda size: size[0] * size[1], default=None)
+    if best is None or (best[0] * best[1] > MOST_PADDING * tokens and best != sizes[0]):
+        return None
+    return best
+
+
+def most_prompts(tokens: int) -> int:
+    """Prompts that a trunk of `tokens` tokens has room for."""
+    return _PROMPTS + tokens // _PER_PROMPT
+
+
 def row_sizes(most: int) -> list[int]:
     """Buckets for decode rows and for sampling rows."""
     most = min(most, MOST_ROWS)
@@ -74,6 +178,28 @@ def token_sizes(most: int) -> list[int]:
     """Buckets for tokens, fine where chat turns lie."""
     steps = [*range(16, 256, 16), *range(256, 512, 32), *range(512, MOST_TRUNK_TOKENS + 1, 64)]
     return [size for size in steps if size <= most]
+
+
+def grid_sizes(
+    slots: Sequence[int], lengths: Sequence[int], *, longest: int, rows: int, tokens: int
+) -> list[tuple[int, int]]:
+    """Buckets of the grid: those of at most `longest` tokens a slot that a step of a runner can have.
+
+    Args:
+        slots: numbers of sequences.
+        lengths: tokens of one.
+        longest: the longest length to capture.
+        rows: sequences that can run.
+        tokens: tokens a step can have, padding included.
+    """
+    return sorted(
+        {
+            (n, length)
+            for n in slots
+            for length in lengths
+            if length <= longest and n <= rows and n * length <= tokens
+        }
+    )
 
 
 def quiet_gc() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from segue.model_runner.logprobs import Logprobs
-from segue.protocol.messages import StepResult, TokenLogprob
+from segue.protocol.messages import EagerReason, StepResult, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +20,14 @@ class StepOutputs:
 
     step: int
     started: float  # seconds of the monotonic clock
-    next_tokens_device: Tensor  # int64, one a sampling sequence
-    next_tokens_host: Tensor
+    next_tokens_host: Tensor  # integers, one a sampling sequence
     copy_done: torch.Event | None  # None: nothing to wait for
     logprobs: Logprobs | None = None  # of the sequences below
     logprob_indices: Sequence[int] = ()
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # by row, in runs
     finished: float = 0.0  # on a CPU; 0: when copy_done has happened
+    eager: EagerReason | None = "disabled"  # why it ran without a graph; None: with one
+    padded_tokens: int = 0
 
     def result(self) -> StepResult:
         """The step as the scheduler takes it; waits for the copy."""
@@ -47,6 +48,8 @@ class StepOutputs:
                 row: [message for part in parts for message in part.messages() if message is not None]
                 for row, parts in self.prompt_logprobs.items()
             },
+            eager=self.eager,
+            padded_tokens=self.padded_tokens,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -14,28 +14,29 @@ import torch
 
 from segue.attention import registry as attention
 from segue.attention.base import AttentionBackend, AttentionShape
-from segue.config import EngineConfig
+from segue.config import EngineConfig, parse_sizes
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
 from segue.kvcache.pool import KVPool
 from segue.kvcache.table import PageTable
 from segue.layers import moe_backend
+from segue.logs import logger
 from segue.memory.budget import (
     CPU_POOL_LIMIT,
     GRAPH_RESERVE,
-    Budget,
     Demand,
     Reserve,
+    afford_graphs,
     agree_on_free,
     free_cpu_memory,
     gib,
     page_bytes,
     plan_pages,
 )
-from segue.memory.peak import PeakMeter
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.choices import Choices, choose
 from segue.model_runner.executor import StepExecutor
+from segue.model_runner.graphs import grid_sizes
 from segue.model_runner.inputs import InputBuilder
 from segue.model_runner.output import ForwardOutput
 from segue.model_runner.sampler import Sampler
@@ -168,7 +169,7 @@ class ModelRunner:
                 scale=model_config.head_dim**-0.5,
             )
             activations = measure_activations(model, choices, backend_entry, shape)
-            budget = _plan_memory(
+            demand = _demand(
                 config,
                 choices,
                 model_config,
@@ -178,6 +179,17 @@ class ModelRunner:
                 derived=derived,
                 activations=activations,
             )
+            captures = demand.reserve.graphs > 0
+            if captures and not afford_graphs(demand, config.num_kv_tokens):
+                captures = False
+                logger.warning(
+                    "no CUDA graphs: the %s kept for them would leave less than that for KV; steps run "
+                    "eagerly. Raise --memory-ratio, lower --chunked-prefill-size or --max-running-requests, "
+                    "or free memory",
+                    gib(demand.reserve.graphs),
+                )
+                demand = replace(demand, reserve=replace(demand.reserve, graphs=0))
+            budget = plan_pages(demand, config.num_kv_tokens)
             progress.detail = (
                 f"{budget.num_pages} pages of {choices.page_size} tokens, set by {budget.limited_by}; "
                 f"longest sequence {budget.max_seq_len} tokens; a step takes {gib(activations)}"
@@ -218,10 +230,14 @@ class ModelRunner:
             )
         with progress.step("CUDA graphs"):
             progress.detail = "none: steps run eagerly"
+            grid = _grid(config, choices, backend, backend_entry.name)
             if choices.device.type == "cuda" and tp.size == 1 and backend_entry.name == "triton":
-                self._executor = self._make_cuda_executor(
-                    config, choices, model, state, kv, backend, sampler, progress
+                self._executor = executor = _make_cuda_executor(
+                    config, choices, model, state, kv, backend, sampler
                 )
+                if captures:
+                    progress.num_bytes = _capture(executor, grid, groups, choices.device)
+                    progress.detail = f"{executor.num_graphs} graphs"
         self.tp = tp
         self.device = choices.device
         self.dtype = choices.dtype
@@ -237,36 +253,6 @@ class ModelRunner:
             max_running_requests=choices.max_running_requests,
             chunked_prefill_size=choices.chunked_prefill_size,
         )
-
-    @staticmethod
-    def _make_cuda_executor(
-        config: EngineConfig,
-        choices: Choices,
-        model: Decoder,
-        state: BatchState,
-        kv: KVPool,
-        backend: AttentionBackend,
-        sampler: Sampler,
-        progress: _Progress,
-    ) -> CUDAExecutor:
-        from segue.model_runner.cuda_executor import CUDAExecutor
-
-        executor = CUDAExecutor(
-            model=model,
-            state=state,
-            kv=kv,
-            backend=cast("TritonAttention", backend),
-            sampler=sampler,
-            max_rows=choices.max_running_requests,
-            chunk=choices.chunked_prefill_size,
-        )
-        if not config.disable_cuda_graph and model.config.moe is None:
-            meter = PeakMeter(choices.device)
-            meter.start()
-            executor.capture()
-            progress.num_bytes = meter.stop()
-            progress.detail = f"{executor.num_graphs} graphs"
-        return executor
 
     def forward_batch(self, plan: StepPlan) -> ForwardOutput:
         """Submit a step and return at once; steps run in the order they are submitted.
@@ -291,7 +277,80 @@ def _agree_on_free_memory(groups: TPGroups, device: torch.device) -> int:
     return agree_on_free([values[0] for values in groups.all_gather([free])], separate=not on_cpu)
 
 
-def _plan_memory(
+def _make_cuda_executor(
+    config: EngineConfig,
+    choices: Choices,
+    model: Decoder,
+    state: BatchState,
+    kv: KVPool,
+    backend: AttentionBackend,
+    sampler: Sampler,
+) -> CUDAExecutor:
+    from segue.model_runner.cuda_executor import CUDAExecutor
+
+    return CUDAExecutor(
+        model=model,
+        state=state,
+        kv=kv,
+        backend=cast("TritonAttention", backend),
+        sampler=sampler,
+        max_rows=choices.max_running_requests,
+        chunk=choices.chunked_prefill_size,
+        self_check=config.graph_self_check,
+    )
+
+
+def _grid(
+    config: EngineConfig, choices: Choices, backend: AttentionBackend, name: str
+) -> list[tuple[int, int]]:
+    """Sizes of the grid of prefill graphs; none where it is off, or the backend has none."""
+    if not config.enable_batch_prefill_cuda_graph:
+        return []
+    if not backend.supports_batch_prefill_cuda_graph():
+        logger.warning(
+            "--enable-batch-prefill-cuda-graph is ignored: attention backend %r does not support it; choose "
+            "one that does with --attention-backend, or leave the option out",
+            name,
+        )
+        return []
+    return grid_sizes(
+        parse_sizes(config.batch_prefill_batch_sizes, "batch_prefill_batch_sizes"),
+        parse_sizes(config.batch_prefill_seq_lengths, "batch_prefill_seq_lengths"),
+        longest=config.batch_prefill_max_seq_len,
+        rows=choices.max_running_requests,
+        tokens=choices.max_running_requests + choices.chunked_prefill_size,
+    )
+
+
+def _capture(
+    executor: CUDAExecutor, grid: list[tuple[int, int]], groups: TPGroups, device: torch.device
+) -> int:
+    """Capture the graphs; the bytes they took, on the rank where they took most.
+
+    They may take what was kept for them. KV pages and activations have the rest, so that what does not fit is
+    left out, on every rank alike: its steps run eagerly, slower and as right.
+    """
+    free = executor.settle()
+
+    def taken() -> int:
+        used = free - torch.cuda.mem_get_info(device)[0]
+        return max(values[0] for values in groups.all_gather([used]))
+
+    left_out = executor.capture(grid, lambda: taken() < GRAPH_RESERVE)
+    used = taken()
+    if left_out:
+        logger.warning(
+            "CUDA graphs took %s of the %s kept for them after %d; left out, to run eagerly: %s. Lower "
+            "--max-running-requests or shorten --batch-prefill-batch-sizes",
+            gib(used),
+            gib(GRAPH_RESERVE),
+            executor.num_graphs,
+            "; ".join(left_out),
+        )
+    return used
+
+
+def _demand(
     config: EngineConfig,
     choices: Choices,
     model: ModelConfig,
@@ -301,7 +360,8 @@ def _plan_memory(
     arena_bytes: int,
     derived: int,
     activations: int,
-) -> Budget:
+) -> Demand:
+    """What the page count depends on, agreed on by all ranks."""
     # The most that any rank takes, so that all ranks come to the same number, or to the same error.
     gathered = groups.all_gather([arena_bytes, derived, activations])
     arena_bytes, derived, activations = (max(values) for values in zip(*gathered, strict=True))
@@ -315,9 +375,9 @@ def _plan_memory(
         derived=derived,
         activations=activations,
         sampling=Sampler.num_bytes(choices.max_running_requests, model.vocab_size),
-        graphs=0 if on_cpu else GRAPH_RESERVE,
+        graphs=0 if on_cpu or config.disable_cuda_graph else GRAPH_RESERVE,
     )
-    demand = Demand(
+    return Demand(
         free_before=free_before,
         memory_ratio=config.memory_ratio,
         arena_bytes=arena_bytes,
@@ -336,4 +396,3 @@ def _plan_memory(
         local_ranks=groups.tp.size if on_cpu else 1,
         pool_limit=CPU_POOL_LIMIT if on_cpu else None,
     )
-    return plan_pages(demand, config.num_kv_tokens)

@@ -15,6 +15,9 @@ import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
 Tail = Literal["plain", "full"]
+# Why a step ran without a graph: there are none; no bucket holds its tokens, or it would be mostly padding;
+# more prompts than a bucket has room for; hidden states are wanted that graphs do not keep.
+EagerReason = Literal["disabled", "tokens", "prompts", "prompt_logprobs"]
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -120,6 +123,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: dict[
         int, list[TokenLogprob]
     ] = {}  # row -> of the prompt tokens behind the chunk's logits
+    eager: EagerReason | None = "disabled"  # None: a graph was replayed
+    padded_tokens: int = 0
 
 
 # --- frontend -> scheduler ---
@@ -224,6 +229,9 @@ class Counters(msgspec.Struct, array_like=True, kw_only=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     num_steps: int = 0
+    graph_hits: int = 0  # steps that replayed a graph
+    eager_steps: dict[EagerReason, int] = {}  # steps that did not, by reason
+    padded_tokens: int = 0  # computed to fill graphs
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):

@@ -314,7 +314,13 @@ class Scheduler:
             elif len(request.tokens) > (request.num_inserted + 1) * page_size:
                 self._insert_pages(request, len(request.tokens) - 1)
         self._settle()
-        self.totals.output_tokens += len(tokens)
+        totals = self.totals
+        totals.output_tokens += len(tokens)
+        totals.padded_tokens += result.padded_tokens
+        if result.eager is None:
+            totals.graph_hits += 1
+        else:
+            totals.eager_steps[result.eager] = totals.eager_steps.get(result.eager, 0) + 1
         return self.output(
             rids=rids,
             tokens=tokens,

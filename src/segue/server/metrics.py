@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from segue.frontend.stats import Histogram
+from segue.protocol.messages import EagerReason
 from segue.server.service import Service, service_of
 
 LABELS = ["model_name"]
@@ -48,16 +50,19 @@ class EngineCollector(Collector):
             ("prompt_tokens", "Prompt tokens of requests that got a first token.", stats.prompt_tokens),
             ("generation_tokens", "Output tokens.", now.output_tokens),
             ("engine_steps", "Steps planned.", now.num_steps),
+            ("graph_hit", "Steps that replayed a CUDA graph.", now.graph_hits),
+            ("padded_tokens", "Tokens computed only to fill a CUDA graph.", now.padded_tokens),
         ):
             yield _filled(CounterMetricFamily(f"segue:{name}", text, labels=LABELS), label, total)
-        requests = CounterMetricFamily(
-            "segue:request_success",
-            "Requests that ended, by reason.",
-            labels=[*LABELS, "finished_reason"],
-        )
-        for reason, count in stats.finished.items():
-            requests.add_metric([label, reason], count)
-        yield requests
+        eager = {reason: now.eager_steps.get(reason, 0) for reason in get_args(EagerReason)}
+        for name, text, key, totals in (
+            ("request_success", "Requests that ended, by reason.", "finished_reason", stats.finished),
+            ("eager", "Steps that ran without a CUDA graph, by reason.", "reason", eager),
+        ):
+            by_reason = CounterMetricFamily(f"segue:{name}", text, labels=[*LABELS, key])
+            for reason, count in totals.items():
+                by_reason.add_metric([label, reason], count)
+            yield by_reason
         for name, text, histogram in (
             ("time_to_first_token_seconds", "From the request to its first token.", stats.first_token),
             ("inter_token_latency_seconds", "Between tokens of a request.", stats.between_tokens),

@@ -1,0 +1,233 @@
+"""Captured steps on a CUDA device: bits, padding, the grid, copies, the self-check, memory."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from segue.memory.budget import GRAPH_RESERVE
+from segue.model_runner import runner as runner_module
+from segue.model_runner.graphs import GraphMismatchError
+from tests.model_runner import making, tiny
+from tests.model_runner.planner import Planner
+
+pytestmark = pytest.mark.gpu
+
+GRID = {"enable_batch_prefill_cuda_graph": True, "batch_prefill_seq_lengths": "16,32,64"}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Runners of one tiny model, all closed at the end."""
+    model = tiny.save_llama(tmp_path)
+    made = []
+
+    def make(**options):
+        runner = making.make_runner(
+            tmp_path,
+            **{
+                "device": "cuda",
+                "page_size": 16,
+                "num_kv_tokens": 4096,
+                "chunked_prefill_size": 256,
+                **options,
+            },
+        )
+        runner.model = model
+        made.append(runner)
+        return runner
+
+    yield make
+    for runner in made:
+        runner.close()
+
+
+def executor_of(runner):
+    return runner._executor
+
+
+def prompts(*lengths):
+    return [making.prompt(length, seed=length) for length in lengths]
+
+
+WORK = [  # prompt tokens that each of four sequences runs in a step; 0: it rests
+    (17, 0, 0, 0),
+    (1, 30, 5, 0),
+    (1, 1, 9, 40),
+    (1, 1, 1, 1),
+    (1, 1, 1, 1),
+]
+
+
+def drive(runner, **params):
+    """A fixed mixture of steps: the logits' argmax or draws, and how the steps ran."""
+    planner = Planner(runner)
+    sequences = [planner.add(prompt, seed=i, **params) for i, prompt in enumerate(prompts(17, 30, 14, 40))]
+    results = [
+        planner.run([(sequence, n) for sequence, n in zip(sequences, work, strict=True) if n])
+        for work in WORK
+    ]
+    return [sequence.output for sequence in sequences], [(r.eager, r.padded_tokens) for r in results]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("grid", [{}, GRID], ids=["ragged", "grid"])
+def test_logits_of_a_replay_are_those_of_the_same_bucket_run_eagerly_bit_for_bit(make, dtype, grid):
+    # The self-check runs every bucket eagerly beside its replay, padding, splits and all, and compares hidden
+    # states behind trunks and logits behind decode steps and tails.
+    runner = make(dtype=dtype, graph_self_check=True, **grid)
+    for temperature in (0.0, 0.8):
+        outputs, ways = drive(runner, temperature=temperature)
+        assert all(eager is None for eager, _ in ways)
+        assert all(len(output) > 0 for output in outputs)
+
+
+@pytest.mark.parametrize("grid", [{}, GRID], ids=["ragged", "grid"])
+def test_the_same_bucket_replayed_twice_gives_the_same_bits(make, grid):
+    runner = make(dtype="bfloat16", graph_self_check=True, **grid)
+    executor, seen = executor_of(runner), []
+    for _ in range(2):
+        runner.kv.data.zero_()
+        planner = Planner(runner)
+        planner.step = executor._state.step
+        sequences = [planner.add(prompt) for prompt in prompts(20, 50, 9)]
+        planner.run([(sequence, len(sequence.tokens)) for sequence in sequences])
+        hidden = executor._picked[:3].clone()
+        for _ in range(3):
+            planner.run([(sequence, 1) for sequence in sequences])
+        torch.cuda.synchronize()
+        seen.append((hidden, executor._seen[:3].clone(), runner.kv.data[:-1].clone()))
+    for first, second in zip(*seen, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_padding_of_an_earlier_step_changes_nothing(make):
+    # Sentinels are rewritten in every step, and the dummy row takes what padding computes.
+    outputs, _ = drive(make(dtype="float32", **GRID))
+    used = make(dtype="float32", **GRID)
+    planner = Planner(used)
+    rest = [planner.add(prompt, temperature=0.9) for prompt in prompts(61, 47, 33, 62)]
+    planner.run([(sequence, len(sequence.tokens)) for sequence in rest])
+    planner.decode(rest, 3)
+    for sequence in rest:
+        planner.remove(sequence)
+    state = executor_of(used)._state
+    assert int(state.page_table.data[state.page_table.dummy_row].min()) == used.kv.scratch_page
+    again = Planner(used)
+    again.step = planner.step
+    sequences = [again.add(prompt, seed=i) for i, prompt in enumerate(prompts(17, 30, 14, 40))]
+    for work in WORK:
+        again.run([(sequence, n) for sequence, n in zip(sequences, work, strict=True) if n])
+    assert [sequence.output for sequence in sequences] == outputs
+
+
+@pytest.mark.parametrize("options", [{}, GRID, {"disable_cuda_graph": True}], ids=["ragged", "grid", "eager"])
+def test_prompts_alone_and_together_give_the_tokens_of_transformers(make, options):
+    runner = make(dtype="float32", **options)
+    planner = Planner(runner)
+    for lengths in ((20,), (3,), (50, 41, 60), (16, 16), (64, 33)):
+        sequences = [planner.add(prompt) for prompt in prompts(*lengths)]
+        # With a part of each prompt in the cache before: the slot's padding must not see it as its own.
+        if len(lengths) == 2:
+            planner.run([(sequence, 5) for sequence in sequences])
+        result = planner.run([(s, len(s.tokens) - s.computed) for s in sequences])
+        if options is GRID:
+            assert result.eager is None and result.padded_tokens > 0
+        planner.decode(sequences, 4)
+        for sequence, length in zip(sequences, lengths, strict=True):
+            assert sequence.output == tiny.reference(runner.model, making.prompt(length, seed=length), 5)
+            planner.remove(sequence)
+
+
+def test_one_prompt_takes_a_slot_too_and_prompt_logprobs_take_none(make):
+    runner = make(dtype="float32", **GRID)
+    planner = Planner(runner)
+    alone = planner.add(making.prompt(20, seed=1))
+    result = planner.run([(alone, 20)])
+    assert (result.eager, result.padded_tokens) == (
+        None,
+        12,
+    )  # a slot of 32; by total tokens it would be 12 too
+    two = [planner.add(prompt) for prompt in prompts(60, 50)]
+    assert planner.run([(sequence, len(sequence.tokens)) for sequence in two]).padded_tokens == 2 * 64 - 110
+    owing = planner.add(making.prompt(20, seed=1), prompt_logprobs_start=0, logprobs=0)
+    result = planner.run([(owing, 20)])
+    assert (result.eager, result.padded_tokens) == ("prompt_logprobs", 0)
+    assert owing.output == alone.output[:1] and len(owing.prompt_logprobs) == 19
+
+
+def test_the_self_check_finds_a_graph_that_reads_elsewhere(make):
+    for kind in ("inputs", "weights"):
+        runner = make(dtype="float32", graph_self_check=True)
+        planner = Planner(runner)
+        planner.generate(making.prompt(20, seed=1), 3)
+        executor = executor_of(runner)
+        if kind == "inputs":  # as if somebody had made the static buffer anew
+            executor._inputs._buffer = executor._inputs._buffer.clone()
+        else:
+            norm = executor._model.layers[1].post_norm
+            norm.weight = torch.nn.Parameter(norm.weight * 1.5, requires_grad=False)
+        with pytest.raises(
+            GraphMismatchError, match=r"the trunk graph of size 32 is wrong: \d+ of 64 values.*most"
+        ):
+            planner.generate(making.prompt(30, seed=2), 3)
+
+
+def sync_debug_mode(mode):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is a prototype
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.parametrize("options", [{}, GRID], ids=["ragged", "grid"])
+def test_a_replay_copies_its_inputs_at_once_and_never_waits(make, options):
+    runner = make(dtype="float32", **options)
+    planner = Planner(runner)
+    old = [planner.add(prompt) for prompt in prompts(20, 33, 47, 18, 25)]
+    planner.run([(sequence, len(sequence.tokens)) for sequence in old])
+    planner.decode(old, 2)
+    new = [planner.add(prompt) for prompt in prompts(61, 50, 64)]
+    steps = {
+        "decode": [(sequence, 1) for sequence in old],
+        "prompts": [(sequence, len(sequence.tokens)) for sequence in new],
+        "mixed": [*((sequence, 1) for sequence in old), (planner.add(making.prompt(40)), 40)],
+    }
+    for name, work in steps.items():
+        plan_deltas = name != "decode"
+        sync_debug_mode("error")
+        try:
+            with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+                launched = planner.launch(work)
+                sync_debug_mode("default")
+                torch.cuda.synchronize()
+        finally:
+            sync_debug_mode("default")
+        assert launched.read().eager is None
+        copies = [event.name for event in trace.events() if event.name.startswith("Memcpy")]
+        to_device = [copy for copy in copies if "HtoD" in copy]
+        assert len(to_device) <= 1 + plan_deltas, (name, copies)
+        assert not any("DtoH" in copy for copy in copies), (name, copies)
+
+
+def test_graphs_take_less_than_is_kept_for_them(make):
+    # Of this tiny model; bench/start_time says what real ones take.
+    free = torch.cuda.mem_get_info()[0]
+    runner = make(dtype="bfloat16", max_running_requests=256, chunked_prefill_size=2048, **GRID)
+    assert executor_of(runner).num_graphs > 100
+    assert free - torch.cuda.mem_get_info()[0] < GRAPH_RESERVE
+
+
+def test_what_does_not_fit_the_reserve_is_left_out_with_a_warning_and_runs_eagerly(make, monkeypatch, caplog):
+    free = itertools.count(80 << 30, -1 << 20)  # every look finds a MiB less
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 80 << 30))
+    monkeypatch.setattr(runner_module, "GRAPH_RESERVE", 20 << 20)
+    runner = make(dtype="float32")
+    assert executor_of(runner).num_graphs == 19  # 8 for decode, 8 tails, 3 trunks
+    assert "after 19; left out, to run eagerly: trunk 208, 192," in caplog.text
+    assert "Lower --max-running-requests" in caplog.text
+    planner = Planner(runner)
+    sequence = planner.add(making.prompt(20))
+    assert planner.run([(sequence, 20)]).eager == "tokens"
+    assert planner.run([(sequence, 1)]).eager is None
