@@ -1,0 +1,84 @@
+"""The floors are those that were worked out by hand, on the workload that was pinned."""
+
+import pytest
+
+from bench import floor
+from segue.models.config import ModelConfig
+
+COMMON = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+SMALL = ModelConfig.from_hf(
+    COMMON
+    | dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072)
+    | dict(tie_word_embeddings=True)
+)
+LARGE = ModelConfig.from_hf(
+    COMMON
+    | dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, intermediate_size=12288)
+    | dict(tie_word_embeddings=False)
+)
+H200 = floor.Machine()
+
+
+def milliseconds(model, sequences, num_logits):
+    return floor.total(H200, floor.step(model, sequences, num_logits)).seconds * 1e3
+
+
+def test_the_workload_has_the_tokens_that_were_pinned():
+    prompts, outputs = floor.offline256_lengths()
+    assert (len(prompts), sum(prompts), sum(outputs)) == (256, 142_827, 133_966)
+
+
+@pytest.mark.parametrize(("model", "expected"), [(SMALL, 0.287), (LARGE, 3.64)])
+def test_one_row_reads_every_weight_once(model, expected):
+    assert milliseconds(model, [(1, 1)], 1) == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize(("model", "expected"), [(SMALL, 0.40), (LARGE, 5.08)])
+def test_the_products_of_256_rows_are_arithmetic(model, expected):
+    products, _, head = floor.step(model, [(1, 640)] * 256, 256)
+    both = products.seconds(H200) + head.seconds(H200)
+    assert both * 1e3 == pytest.approx(expected, rel=5e-3)
+    assert products.flops / H200.flops > products.bytes / H200.read
+
+
+def test_decode_attention_reads_keys_and_values_once():
+    _, attention, _ = floor.step(SMALL, [(1, 640)] * 256, 256)
+    assert attention.bytes == 256 * 640 * 28 * 2 * 8 * 128 * 2
+    assert attention.seconds(H200) == attention.bytes / H200.read
+
+
+def test_prefill_attention_counts_what_the_mask_lets_through():
+    _, whole, _ = floor.step(SMALL, [(5, 5)], 1)
+    chunks = [floor.step(SMALL, [(q, kv)], 1)[1] for q, kv in ((2, 2), (3, 5))]
+    assert whole.flops == sum(part.flops for part in chunks) == 4 * 15 * 28 * 16 * 128
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "expected"),
+    [
+        (LARGE, "first_token prompt=16", 3.7),
+        (LARGE, "first_token prompt=1024", 20),  # 21 with the head computed for every token
+        (LARGE, "first_token prompt=3500", 70),
+        (SMALL, "prefill 64x2048", 64 * 2048 / 670e3 * 1e3),
+        (SMALL, "offline256", 133_966 / 36_200 * 1e3),
+        (LARGE, "offline256", 133_966 / 12_700 * 1e3),
+    ],
+)
+def test_figures_are_within_4_percent_of_those_worked_out_first(model, name, expected):
+    assert floor.figures(model, H200)[name].seconds * 1e3 == pytest.approx(expected, rel=0.04)
+
+
+def test_a_request_that_has_ended_costs_no_more_steps():
+    alone = floor.offline(SMALL, H200, [100], [50])
+    beside = floor.offline(SMALL, H200, [100, 100], [50, 1])
+    assert beside.bytes - alone.bytes == 100 * 28 * 2 * 8 * 128 * 2  # its prompt's keys and values, once
+    assert alone.seconds > 50 * 0.28e-3
