@@ -1,9 +1,11 @@
-"""The pinned offline workload on Segue, figure by figure as on its peers.
+"""The pinned offline workload on Segue, figure by figure as on its peers, and its tokens scored again.
 
-    python -m bench.offline /path/to/peer_suite.py 0.6b [--option value …]
+    python -m bench.offline /path/to/peer_suite.py 0.6b [--option=value …]
 
-The suite brings the prompts, the seeds and the clock; this adapter only runs the batches, on a default
-`segue.Engine` without prefix cache, with a context of 4096 and 256 running requests.
+The suite brings the prompts and the clock; this adapter runs the batches, on a default `segue.Engine` without
+prefix cache, with a context of 4096 and 256 running requests. It keeps what was produced: afterwards four
+requests of each kind of call are scored teacher-forced by an eager forward, because the speed of wrong tokens
+does not count. Beside each figure stands the share of the floor that it reaches.
 """
 
 from __future__ import annotations
@@ -11,29 +13,74 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import re
+import statistics
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any, TextIO, get_type_hints
 
-from bench import report
+from bench import floor, report
+from bench.rescore import Produced, Score, Teacher, rescore
 from segue import Engine
+from segue.config import EngineConfig, parse
+from segue.weights.source import resolve
+
+RESCORED = 4  # requests of each kind of call
+LONG = 100_000  # output tokens of a call that is long enough to look at the GPU's clocks
+FIGURE = re.compile(
+    r"RESULT \S+ \S+ (.+?) (?:output_tok_per_s|step_ms|median_ms|tok_per_s)=([\d.]+)"
+)  # engine and size, then name and value
 
 
-def load_suite(path: Path) -> ModuleType:
-    """The suite as a module."""
-    spec = importlib.util.spec_from_file_location("peer_suite", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+class Adapter:
+    """`generate` for the suite; remembers the last call of each kind, and clocks of the first long one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.calls: dict[str, list[Produced]] = {}
+        self.clocks = report.Clocks()
+
+    def __call__(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[int]:
+        """Run a batch with EOS ignored; the number of tokens of each request."""
+        params = [
+            {"temperature": temperature, "max_new_tokens": count, "ignore_eos": True, "sampling_seed": seed}
+            for seed, count in enumerate(max_tokens)
+        ]
+        watched = sum(max_tokens) > LONG and not self.clocks.seen
+        with self.clocks if watched else contextlib.nullcontext():
+            replies = self._engine.generate(input_ids=prompts, sampling_params=params)
+        self.calls[f"{len(prompts)} x {max(map(len, prompts))} + {max(max_tokens)}"] = [
+            Produced(prompt=prompt, output=reply["output_ids"], temperature=temperature, seed=seed)
+            for seed, (prompt, reply) in enumerate(zip(prompts, replies, strict=True))
+        ]
+        return [len(reply["output_ids"]) for reply in replies]
 
 
-def main() -> None:
-    """Run the suite on one size."""
+def spread(requests: Sequence[Produced], count: int) -> list[Produced]:
+    """The shortest request, the longest, and some between."""
+    ordered = sorted(requests, key=lambda request: len(request.prompt) + len(request.output))
+    if len(ordered) <= count:
+        return ordered
+    return [ordered[i * (len(ordered) - 1) // (count - 1)] for i in range(count)]
+
+
+def figures(lines: Sequence[str]) -> dict[str, float]:
+    """Milliseconds, or tokens a second, by figure, from the suite's RESULT lines; medians of repeats."""
+    found: dict[str, list[float]] = {}
+    for line in lines:
+        if match := FIGURE.match(line):
+            found.setdefault(match[1], []).append(float(match[2]))
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def main() -> int:
+    """Exit code 1 if a token is wrong."""
     suite, size = load_suite(Path(sys.argv[1])), sys.argv[2]
-    options: dict[str, Any] = dict(pair.split("=") for pair in sys.argv[3:])
+    options = engine_options(sys.argv[3:])
     begun = time.perf_counter()
     with Engine(
         suite.model_dir(size),
@@ -44,21 +91,65 @@ def main() -> None:
         disable_prefix_cache=True,
         **options,
     ) as engine:
-        print(f"RESULT segue {size} ready seconds={time.perf_counter() - begun:.1f}", flush=True)
-
-        def generate(prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[int]:
-            params = [
-                {"temperature": temperature, "max_new_tokens": count, "ignore_eos": True}
-                for count in max_tokens
-            ]
-            replies = engine.generate(input_ids=prompts, sampling_params=params)
-            return [len(reply["output_ids"]) for reply in replies]
-
+        ready = time.perf_counter() - begun
+        print(f"RESULT segue {size} ready seconds={ready:.1f}", flush=True)
+        adapter = Adapter(engine)
         printed = _Tee(sys.stdout)
         with contextlib.redirect_stdout(printed):
-            suite.suite("segue", size, generate)
-    lines = [line.removeprefix("RESULT ") for line in printed.getvalue().splitlines()]
-    print(f"written to {report.save(f'gpu_offline_{size}', {'results': lines})}")
+            suite.suite("segue", size, adapter)
+    config = engine.config
+    measured = figures(printed.getvalue().splitlines())
+    floors = floor.figures(resolve(config.model, "dummy", config.cache_dir).config, floor.Machine())
+    tokens = {"offline256": sum(floor.offline256_lengths()[1]), "prefill 64x2048": 64 * 2048}
+    reached = {
+        name: value / (tokens[name] / floors[name].seconds)
+        if name in tokens
+        else floors[name].seconds * 1e3 / value
+        for name, value in measured.items()
+    }
+    report.show(
+        f"Qwen3-{size}: tokens/s or ms",
+        ["", "measured", "floor, ms", "of the floor"],
+        [
+            [name, f"{value:.6g}", f"{floors[name].seconds * 1e3:.3f}", f"{reached[name]:.0%}"]
+            for name, value in measured.items()
+        ],
+    )
+    teacher = Teacher(config.with_(disable_cuda_graph=True))
+    scores: dict[str, Score] = {}
+    for kind, requests in adapter.calls.items():
+        scores[kind] = rescore(teacher, spread(requests, RESCORED))
+        print(f"scored again, {kind}: {scores[kind]}", flush=True)
+    path = report.save(
+        f"gpu_offline_{size}",
+        {
+            "options": options,
+            "clocks": adapter.clocks.seen,
+            "ready, s": round(ready, 1),
+            "figures": measured,
+            "of the floor": {name: round(value, 3) for name, value in reached.items()},
+            "scored again": {kind: asdict(score) for kind, score in scores.items()},
+            "lines": [line.removeprefix("RESULT ") for line in printed.getvalue().splitlines()],
+        },
+    )
+    print(f"written to {path}")
+    return 1 if any(score.beyond for score in scores.values()) else 0
+
+
+def engine_options(arguments: Sequence[str]) -> dict[str, Any]:
+    """Of `--name=value` each."""
+    hints = get_type_hints(EngineConfig)
+    pairs = (argument.removeprefix("--").split("=", 1) for argument in arguments)
+    return {name.replace("-", "_"): parse(text, hints[name.replace("-", "_")], name) for name, text in pairs}
+
+
+def load_suite(path: Path) -> ModuleType:
+    """The suite as a module."""
+    spec = importlib.util.spec_from_file_location("peer_suite", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class _Tee(io.StringIO):
@@ -77,4 +168,4 @@ class _Tee(io.StringIO):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

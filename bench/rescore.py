@@ -1,0 +1,167 @@
+"""Whether an engine's tokens are the model's: each is scored again, teacher-forced, by one eager forward.
+
+Sampling is the argmax of logits and noise, and the noise is a function of (seed, position, token). So the
+eager logits say what should have been drawn, and a token's *regret* says how far it is from that: by so much
+its score, noise included, is below the best one's. Where logits differ by rounding alone, regrets are 0 but
+for close calls; a token from wrong logits has one of several units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from segue.attention import registry as attention
+from segue.attention.base import AttentionShape
+from segue.attention.context import Context
+from segue.config import EngineConfig
+from segue.distributed.info import TPInfo
+from segue.kvcache.table import PageTable
+from segue.model_runner.choices import choose
+from segue.model_runner.noise import gumbel
+from segue.model_runner.trial import make_pool
+from segue.models.registry import build_model
+from segue.weights.checkpoint import load_weights
+from segue.weights.source import resolve
+
+BOUND = 0.1  # of a regret, in logits: what bfloat16 may change
+_BLOCK = 128  # as in segue.model_runner.categorical
+_POSITIONS = 128  # scored at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Produced:
+    """A request and the tokens an engine made for it."""
+
+    prompt: Sequence[int]
+    output: Sequence[int]
+    temperature: float  # 0, or plain sampling
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Of all tokens of some requests."""
+
+    tokens: int
+    equal: float  # share that are exactly what eager would have made
+    worst_regret: float  # in logits
+    beyond: int  # tokens whose regret exceeds BOUND: wrong ones
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens, {self.equal:.2%} as eager, worst regret {self.worst_regret:.4f}, "
+            f"{self.beyond} wrong"
+        )
+
+
+class Teacher:
+    """The model of `config`, one sequence at a time, without scheduler and graphs."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load the weights."""
+        source, tp = resolve(config.model, config.load_format, config.cache_dir), TPInfo()
+        self._config, self._choices = config, choose(config, source, tp)
+        device, dtype = self._choices.device, self._choices.dtype
+        self._model = build_model(source.config, dtype=dtype)
+        load_weights(self._model, source.config, source, tp, device, dtype, progress=False, seed=config.seed)
+        self._model.build_derived()
+
+    @torch.inference_mode()
+    def regrets(self, request: Produced) -> Tensor:
+        """Of each output token, float64 `[n]`, in logits."""
+        first, count = len(request.prompt), len(request.output)
+        tokens = torch.tensor(request.output, device=self._choices.device)
+        hidden = self._hidden([*request.prompt, *request.output[:-1]])[first - 1 :]
+        parts = []
+        for start in range(0, count, _POSITIONS):
+            part = slice(start, start + _POSITIONS)
+            logits = self._model.logits(hidden[part])
+            assert logits is not None
+            positions = torch.arange(first, first + count, device=logits.device)[part]
+            parts.append(regrets(logits, tokens[part], positions, request.seed, request.temperature))
+        return torch.cat(parts).cpu()
+
+    def _hidden(self, ids: list[int]) -> Tensor:
+        choices, model = self._choices, self._model
+        num_pages = -(-len(ids) // choices.page_size)
+        kv = make_pool(model, choices, num_pages=num_pages)
+        table = PageTable(
+            max_running=1,
+            max_seq_len=len(ids),
+            page_size=choices.page_size,
+            scratch_page=kv.scratch_page,
+            device=choices.device,
+        )
+        table.assign(0, 0, range(num_pages))
+        shape = AttentionShape(
+            num_heads=model.part.num_heads,
+            num_kv_heads=model.part.num_kv_heads,
+            head_dim=model.config.head_dim,
+            scale=model.config.head_dim**-0.5,
+        )
+        entry = attention.select(
+            self._config.attention_backend,
+            device=choices.device,
+            dtype=choices.dtype,
+            page_size=choices.page_size,
+        )
+        hidden: Tensor = model(
+            Context.build(
+                input_ids=torch.tensor(ids, device=choices.device),
+                rows=[0],
+                q_lens=[len(ids)],
+                kv_lens=[len(ids)],
+                num_decode=0,
+                page_table=table,
+                kv=kv,
+                backend=entry.make(shape, kv),
+            )
+        )
+        return hidden
+
+
+def regrets(logits: Tensor, tokens: Tensor, positions: Tensor, seed: int, temperature: float) -> Tensor:
+    """How far each token's score is below the best one's, float64 `[n]`, in logits.
+
+    Args:
+        logits: float32 `[n, V]`.
+        tokens: int64 `[n]`, what was produced.
+        positions: int64 `[n]`, of those tokens in their sequence.
+        seed: of the request.
+        temperature: 0: the score is the logit. Else a token is drawn in two stages, by the score of its block
+            of 128 tokens and by its own within the block; the worse of both regrets counts.
+    """
+    if temperature == 0.0:
+        return _below(logits.double(), tokens)
+    scaled = logits.double() / temperature
+    blocks = F.pad(scaled, (0, -scaled.shape[1] % _BLOCK), value=-torch.inf)
+    blocks = blocks.view(len(blocks), -1, _BLOCK)
+    num_blocks = blocks.shape[1]
+    seeds = torch.full_like(positions, seed)[:, None]
+    counters = torch.arange(num_blocks + _BLOCK, device=logits.device)
+    noise = gumbel(seeds, positions[:, None], counters)
+    chosen = tokens // _BLOCK
+    between = _below(blocks.logsumexp(-1) + noise[:, :num_blocks], chosen)
+    block = blocks[torch.arange(len(tokens), device=logits.device), chosen]
+    within = _below(block + noise[:, num_blocks:], tokens % _BLOCK)
+    return torch.maximum(between, within) * temperature
+
+
+def _below(scores: Tensor, index: Tensor) -> Tensor:
+    return scores.amax(-1) - scores.gather(-1, index[:, None]).squeeze(-1)
+
+
+def rescore(teacher: Teacher, requests: Iterable[Produced]) -> Score:
+    """Score every token of `requests`."""
+    found = torch.cat([teacher.regrets(request) for request in requests])
+    return Score(
+        tokens=len(found),
+        equal=(found == 0).double().mean().item(),
+        worst_regret=found.max().item(),
+        beyond=int((~(found <= BOUND)).sum()),  # NaN is wrong
+    )
