@@ -1,63 +1,161 @@
-"""A `segue serve` of our own: started, ready, stopped."""
+"""Requests at a rate against any OpenAI-compatible server, and how long they waited for their tokens.
+
+    python -m bench.serving http://127.0.0.1:30000 --rate 5 --rate 10 [--burstiness 0.5]
+
+Open loop: requests come by a Poisson process, or in bursts (Gamma), whether or not others are answered.
+Prompts are random token ids, outputs have exactly the length asked for. Per rate: time to the first token
+from when the request was due, gaps between tokens, end to end; p50, p90, p99; and goodput, the requests a
+second that kept the SLO. `--long-prompt` adds a long prompt among decoding streams. JSON and SVG go to
+bench/results.
+"""
 
 from __future__ import annotations
 
-import socket
-import subprocess
+import argparse
+import asyncio
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import httpx
 
-START_TIMEOUT_S = 120.0
+from bench import intrusion, plot, report
+from bench.client import Client
+from bench.intrusion import Intrusion
+from bench.load import SLO, Clients, Lengths
+
+WARM_UP = 0.15  # share of a load's time that is not counted
+PATIENCE_S = 10.0  # for what is not done when the last request has come
 
 
-def free_port() -> int:
-    """A port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def model_of(url: str) -> str:
+    """The name of the model that `url` serves."""
+    name: str = httpx.get(f"{url}/v1/models", timeout=10).raise_for_status().json()["data"][0]["id"]
+    return name
 
 
-@contextmanager
-def served(*options: str) -> Iterator[str]:
-    """Yield the base URL of a server that answers 200 on ``/health``; stop it afterwards."""
-    port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "segue",
-        "serve",
-        "--port",
-        str(port),
-        "--log-level",
-        "warning",
-        *options,
+def at_rate(
+    clients: Clients, rate: float, *, seconds: float, lengths: Lengths, burstiness: float, slo: SLO, seed: int
+) -> dict[str, Any]:
+    """One load."""
+    run = clients.open_loop(
+        rate, seconds, lengths=lengths, burstiness=burstiness, seed=seed, patience=PATIENCE_S
+    )
+    return {"rate": rate, **run.summary(since=WARM_UP * seconds, until=seconds, slo=slo)}
+
+
+def saturated(
+    clients: Clients, concurrency: int, *, seconds: float, lengths: Lengths, slo: SLO, most: int, seed: int
+) -> dict[str, Any]:
+    """The most that the server gives: so many requests at any time. `rate` is in requests a second."""
+    run = clients.closed_loop(concurrency, seconds, lengths=lengths, most=most, seed=seed)
+    found = run.summary(since=0.3 * seconds, until=seconds, slo=slo)
+    rate = found["events_per_s"] * found["tokens_per_event"] / lengths.mean_output
+    return {"concurrency": concurrency, "rate": rate, **found}
+
+
+def long_prompt(url: str, model: str, scene: Intrusion) -> dict[str, Any]:
+    """A long prompt among decodes."""
+    return asyncio.run(intrusion.measure(Client(url, model), scene))
+
+
+COLUMNS = (
+    "",
+    "req/s",
+    "TTFT p50",
+    "p99",
+    "gap p50",
+    "p99",
+    "max",
+    "end p50",
+    "p99",
+    "good",
+    "unfinished",
+    "failed",
+    "client",
+)
+
+
+def row(name: str, found: Mapping[str, Any]) -> list[str]:
+    """A line of the table, in milliseconds."""
+
+    def ms(kind: str, *which: str) -> list[str]:
+        return [f"{1e3 * found[kind][each]:.1f}" for each in which]
+
+    return [
+        name,
+        f"{found['rate']:.1f}",
+        *ms("ttft_s", "p50", "p99"),
+        *ms("gap_s", "p50", "p99", "max"),
+        *ms("end_s", "p50", "p99"),
+        f"{found['good_share']:.0%}",
+        str(found["unfinished"]),
+        str(found["failed"]),
+        f"{found['client_cpu']:.0%}",
     ]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait(process, url)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
-def _wait(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    with httpx.Client(timeout=2) as client:
-        while True:
-            if process.poll() is not None:
-                raise RuntimeError(f"segue serve ended with exit code {process.returncode}")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"segue serve was not ready after {START_TIMEOUT_S:g} s")
-            try:
-                if client.get(f"{url}/health").status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.02)
+def draw(name: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Latency over rate, a curve a server."""
+
+    def curves(kind: str, which: str) -> dict[str, list[tuple[float, float]]]:
+        return {side: [(run["rate"], 1e3 * run[kind][which]) for run in runs] for side, runs in found.items()}
+
+    panels = {
+        "time to first token, p50, ms": curves("ttft_s", "p50"),
+        "time to first token, p99, ms": curves("ttft_s", "p99"),
+        "gap between tokens, p50, ms": curves("gap_s", "p50"),
+        "gap between tokens, p99, ms": curves("gap_s", "p99"),
+    }
+    plot.charts(report.RESULTS / f"{name}.svg", panels, "requests a second")
+
+
+def main() -> int:
+    """Exit code 1 if a request failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("url")
+    parser.add_argument("--rate", type=float, action="append", required=True, help="requests a second")
+    parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, for each rate")
+    parser.add_argument("--prompt", type=int, nargs=2, default=Lengths().prompt, metavar=("MIN", "MAX"))
+    parser.add_argument("--output", type=int, nargs=2, default=Lengths().output, metavar=("MIN", "MAX"))
+    parser.add_argument("--max-id", type=int, default=Lengths().max_id, help="largest token id of a prompt")
+    parser.add_argument("--slo-ttft", type=float, default=SLO().ttft, help="seconds")
+    parser.add_argument("--slo-gap", type=float, default=SLO().gap, help="seconds, in 99 of 100 gaps")
+    parser.add_argument("--long-prompt", type=int, help="tokens of a prompt among 64 decoding streams")
+    parser.add_argument("--processes", type=int, default=4, help="client processes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", default="serving", help="of the files in bench/results")
+    args = parser.parse_args()
+    lengths = Lengths(prompt=tuple(args.prompt), output=tuple(args.output), max_id=args.max_id)
+    slo = SLO(ttft=args.slo_ttft, gap=args.slo_gap)
+    model = model_of(args.url)
+    runs = []
+    with Clients(args.url, model, args.processes) as clients:
+        for rate in args.rate:
+            runs.append(
+                at_rate(
+                    clients,
+                    rate,
+                    seconds=args.seconds,
+                    lengths=lengths,
+                    burstiness=args.burstiness,
+                    slo=slo,
+                    seed=args.seed,
+                )
+            )
+    report.show("ms; good: of the SLO; client: CPU of a process", COLUMNS, [row(model, run) for run in runs])
+    figures: dict[str, Any] = {"arguments": vars(args), "model": model, "rates": runs}
+    if args.long_prompt:
+        scene = Intrusion(prompt=args.long_prompt, max_id=args.max_id)
+        figures["long prompt"] = long_prompt(args.url, model, scene)
+        print(figures["long prompt"])
+    print(f"written to {report.save(args.name, figures)}")
+    draw(args.name, {model: runs})
+    return 1 if any(run["failed"] for run in runs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 import segue
-from bench import report, serving, workload
+from bench import launch, report, workload
 
 NUM_STREAMS = 8
 PROMPT_LEN = 128
@@ -79,7 +79,7 @@ def main() -> int:
     args = parser.parse_args()
     speeds: dict[str, list[float]] = {"in process": [], "served": []}
     with (
-        serving.served("--dtype", "bfloat16", "--disable-prefix-cache") as url,
+        launch.served("--dtype", "bfloat16", "--disable-prefix-cache") as url,
         segue.Engine(dtype="bfloat16", disable_prefix_cache=True) as engine,
     ):
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]

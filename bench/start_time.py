@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 
-from bench import report, serving
+from bench import launch, report
 
 BAR_S = 12.0
 
@@ -20,7 +20,7 @@ def main() -> int:
     seconds: list[float] = []
     for _ in range(args.repetitions + 1):  # the first fills the caches
         began = time.perf_counter()
-        with serving.served():
+        with launch.served():
             seconds.append(round(time.perf_counter() - began, 3))
     median = statistics.median(seconds[1:])
     report.show(

@@ -1,0 +1,237 @@
+"""A lean client of `/v1/completions`: it notes when bytes come, and reads what they say afterwards.
+
+One connection a request, HTTP/1.1 over asyncio. While a load runs, an event costs one callback that appends
+to a list; chunks, events and JSON are taken apart when all is over, so the client is slow to become what is
+measured. All times are of `time.perf_counter`, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import msgspec
+
+clock = time.perf_counter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request of a load."""
+
+    prompt: Sequence[int]  # token ids
+    max_tokens: int  # exactly so many: EOS is ignored
+    due: float = 0.0  # seconds after the load begins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """When what happened to one request."""
+
+    due: float  # when it should have been sent
+    sent: float
+    times: list[float]  # of each event that brought text
+    tokens: int  # that the server counted; 0 without an end
+    wanted: int  # tokens
+    given_up: bool  # by the client, at the load's end
+    error: str | None  # None: it ended as it should, or was given up
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: object = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class Connection(asyncio.Protocol):
+    """One request: sends it when connected, then keeps what comes."""
+
+    def __init__(self, payload: bytes, due: float, wanted: int) -> None:
+        self.due = due
+        self.sent = 0.0
+        self.pieces: list[tuple[float, bytes]] = []
+        self.ended = asyncio.Event()
+        self._payload, self._wanted = payload, wanted
+        self._transport: asyncio.Transport | None = None
+        self._failure: str | None = None
+        self._given_up = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.sent = clock()
+        transport.write(self._payload)
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append((clock(), data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set()
+
+    def give_up(self) -> None:
+        """Close the connection, if it has not ended."""
+        if not self.ended.is_set():
+            self._given_up = True
+            if self._transport is not None:
+                self._transport.abort()
+
+    def fail(self, error: OSError) -> None:
+        """It could not be sent."""
+        self._failure = str(error)
+        self.ended.set()
+
+    def timeline(self) -> Timeline:
+        """What came, taken apart."""
+        times, tokens, error = _read(self.pieces)
+        if error is None and tokens != self._wanted:
+            error = f"{tokens} tokens came, {self._wanted} were asked for"
+        return Timeline(
+            due=self.due,
+            sent=self.sent or self.due,
+            times=times,
+            tokens=tokens,
+            wanted=self._wanted,
+            given_up=self._given_up,
+            error=None if self._given_up else self._failure or error,
+        )
+
+
+class Client:
+    """Sends jobs to one server."""
+
+    def __init__(self, url: str, model: str) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None, url
+        self._host, self._port, self._model = parts.hostname, parts.port or 80, model
+
+    def connection(self, job: Job, due: float) -> Connection:
+        """The request, to be sent."""
+        body = msgspec.json.encode(
+            {
+                "model": self._model,
+                "prompt": job.prompt,
+                "max_tokens": job.max_tokens,
+                "temperature": 0.6,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        return Connection(head.encode() + body, due, job.max_tokens)
+
+    async def send(self, connection: Connection) -> None:
+        """Connect and send; the reply comes to `connection`."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.create_connection(lambda: connection, self._host, self._port)
+        except OSError as error:
+            connection.fail(error)
+
+    async def open_loop(self, jobs: Sequence[Job], begin: float, end: float) -> list[Connection]:
+        """Send each job when it is due, whatever became of the others; give up what is not done at `end`."""
+
+        async def one(job: Job, connection: Connection) -> None:
+            await asyncio.sleep(connection.due - clock())
+            await self._run(connection, end)
+
+        connections = [self.connection(job, begin + job.due) for job in jobs]
+        await asyncio.gather(*(one(*pair) for pair in zip(jobs, connections, strict=True)))
+        return connections
+
+    async def closed_loop(
+        self, jobs: Sequence[Job], concurrency: int, begin: float, end: float
+    ) -> list[Connection]:
+        """Keep `concurrency` jobs running until `end`, as long as there are jobs; then give up the rest."""
+        waiting = [self.connection(job, begin) for job in reversed(jobs)]
+        begun: list[Connection] = []
+
+        async def one() -> None:
+            while waiting and clock() < end:
+                connection = waiting.pop()
+                connection.due = clock()
+                begun.append(connection)
+                await self._run(connection, end)
+
+        await asyncio.sleep(begin - clock())
+        await asyncio.gather(*(one() for _ in range(concurrency)))
+        return begun
+
+    async def _run(self, connection: Connection, end: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(end - clock()):
+                await self.send(connection)
+                await connection.ended.wait()
+        connection.give_up()
+
+
+def _read(pieces: Sequence[tuple[float, bytes]]) -> tuple[list[float], int, str | None]:
+    """Times of events with text, tokens, and what went wrong, of one HTTP reply as it came."""
+    raw = b"".join(data for _, data in pieces)
+    head, _, body = raw.partition(b"\r\n\r\n")
+    if not head:
+        return [], 0, "no reply"
+    status = head.split(b"\r\n", 1)[0].decode()
+    if " 200 " not in status:
+        return [], 0, f"{status}: {body[:300].decode(errors='replace')}"
+    chunked = b"transfer-encoding: chunked" in head.lower()
+    times: list[float] = []
+    tokens, ended, rest = 0, False, b""
+    for when, data in _chunks(pieces, len(head) + 4) if chunked else _after(pieces, len(head) + 4):
+        *events, rest = (rest + data).split(b"\n\n")
+        for event in events:
+            if event == b"data: [DONE]":
+                ended = True
+            elif event.startswith(b"data: {"):
+                news = _decode(event[6:])
+                if news.error is not None:
+                    return times, tokens, str(news.error)
+                if news.usage is not None:
+                    tokens = news.usage.completion_tokens
+                if news.choices and news.choices[0].text:
+                    times.append(when)
+    return times, tokens, None if ended else "the stream was cut"
+
+
+def _after(pieces: Sequence[tuple[float, bytes]], skip: int) -> list[tuple[float, bytes]]:
+    """The pieces without their first `skip` bytes."""
+    left = []
+    for when, data in pieces:
+        if skip < len(data):
+            left.append((when, data[skip:]))
+        skip = max(0, skip - len(data))
+    return left
+
+
+def _chunks(pieces: Sequence[tuple[float, bytes]], skip: int) -> list[tuple[float, bytes]]:
+    """HTTP's chunks, each with the time at which it was complete."""
+    found, buffer = [], b""
+    for when, data in _after(pieces, skip):
+        buffer += data
+        at = 0
+        while (line := buffer.find(b"\r\n", at)) >= 0:
+            end = line + 2 + int(buffer[at:line], 16)
+            if len(buffer) < end + 2:
+                break
+            found.append((when, buffer[line + 2 : end]))
+            at = end + 2
+        buffer = buffer[at:]
+    return found

@@ -1,0 +1,102 @@
+"""A server of our own: started, ready, stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def served(*options: str) -> Iterator[str]:
+    """Yield the base URL of a `segue serve` that answers 200 on ``/health``; stop it afterwards."""
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "segue",
+        "serve",
+        "--port",
+        str(port),
+        "--log-level",
+        "warning",
+        *options,
+    ]
+    with running(command, f"http://127.0.0.1:{port}"):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def running(
+    command: Sequence[str],
+    url: str,
+    *,
+    start_timeout: float = START_TIMEOUT_S,
+    log: Path | None = None,
+) -> Iterator[float]:
+    """Start `command` in a process group of its own; yield the seconds until ``/health`` said 200; stop it.
+
+    Raises:
+        RuntimeError: it ended before it was ready.
+        TimeoutError: it was not ready in time.
+    """
+    began = time.monotonic()
+    with open(log or os.devnull, "wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output if log else None,
+            start_new_session=True,
+        )
+    try:
+        _wait(process, url, start_timeout)
+        yield time.monotonic() - began
+    finally:
+        _stop(process)
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    with httpx.Client(timeout=2) as client:
+        while True:
+            if process.poll() is not None:
+                raise RuntimeError(
+                    f"the server ended with exit code {process.returncode} before it was ready"
+                )
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the server at {url} was not ready after {seconds:g} s")
+            try:
+                if client.get(f"{url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.02)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_TIMEOUT_S)
+    with suppress(ProcessLookupError):  # what it started and left behind would keep the GPU's memory
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

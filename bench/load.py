@@ -1,0 +1,181 @@
+"""Loads on a server and what they showed: arrivals, client processes, latencies."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from bench.client import Client, Job, Timeline, clock
+
+LEAD_S = 1.0  # between handing out jobs and the load's begin: requests are encoded meanwhile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Uniformly drawn lengths in tokens, both ends included, of prompts that share nothing."""
+
+    prompt: tuple[int, int] = (100, 1024)
+    output: tuple[int, int] = (64, 512)
+    max_id: int = 10_000  # the largest token id
+
+    def job(self, rng: random.Random, due: float = 0.0) -> Job:
+        """One request."""
+        prompt = [rng.randint(0, self.max_id) for _ in range(rng.randint(*self.prompt))]
+        return Job(prompt=prompt, max_tokens=rng.randint(*self.output), due=due)
+
+    @property
+    def mean_output(self) -> float:
+        """Tokens."""
+        return sum(self.output) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SLO:
+    """What a request must keep to count as good."""
+
+    ttft: float = 0.2  # seconds to the first token
+    gap: float = 0.05  # seconds between two tokens, in 99 of 100
+
+
+def arrivals(rate: float, seconds: float, burstiness: float, rng: random.Random) -> list[float]:
+    """When requests come, in seconds: gaps are Gamma-distributed with shape `burstiness`.
+
+    1 is a Poisson process; less comes in bursts, more is steadier; the mean rate is the same.
+    """
+    found, now = [], rng.gammavariate(burstiness, 1 / (rate * burstiness))
+    while now < seconds:
+        found.append(now)
+        now += rng.gammavariate(burstiness, 1 / (rate * burstiness))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What the clients saw of one load."""
+
+    begin: float
+    timelines: list[Timeline]
+    client_cpu: float  # share of a core that the busiest client process took
+
+    def summary(self, *, since: float, until: float, slo: SLO) -> dict[str, Any]:
+        """Latencies in seconds and rates per second of the time from `since` to `until` after the begin.
+
+        A first token and an end count for requests that were due in that time, a gap where it ended in it.
+        """
+        first, last = self.begin + since, self.begin + until
+        asked = [t for t in self.timelines if first <= t.due < last]
+        done = [t for t in asked if t.error is None and not t.given_up]
+        whole = [t for t in self.timelines if t.error is None and not t.given_up]
+        arrived = [when for t in self.timelines for when in t.times if first <= when < last]
+        gaps = [b - a for t in self.timelines for a, b in pairwise(t.times) if first <= b < last]
+        return {
+            "requests": len(asked),
+            "unfinished": sum(t.given_up for t in asked),
+            "failed": sum(t.error is not None for t in asked),
+            "errors": sorted({t.error for t in asked if t.error is not None})[:5],
+            "events_per_s": len(arrived) / (until - since),
+            "tokens_per_event": sum(t.tokens for t in whole) / max(1, sum(len(t.times) for t in whole)),
+            "ttft_s": percentiles([t.times[0] - t.due for t in asked if t.times]),
+            "gap_s": percentiles(gaps),
+            "end_s": percentiles([t.times[-1] - t.due for t in done]),
+            "good_per_s": sum(keeps(t, slo) for t in done) / (until - since),
+            "good_share": sum(keeps(t, slo) for t in done) / max(1, len(asked)),
+            "send_lag_p99_s": percentiles([t.sent - t.due for t in asked])["p99"],
+            "client_cpu": self.client_cpu,
+        }
+
+
+def keeps(timeline: Timeline, slo: SLO) -> bool:
+    """Whether a request that ended kept `slo`."""
+    gaps = [b - a for a, b in pairwise(timeline.times)]
+    return timeline.times[0] - timeline.due <= slo.ttft and (not gaps or percentile(gaps, 0.99) <= slo.gap)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of them do not exceed; NaN of none."""
+    if not values:
+        return float("nan")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Mean, p50, p90, p99 and the largest."""
+    return {
+        "mean": statistics.fmean(values) if values else float("nan"),
+        **{f"p{round(100 * share)}": percentile(values, share) for share in (0.5, 0.9, 0.99)},
+        "max": max(values, default=float("nan")),
+    }
+
+
+class Clients:
+    """Processes that load one server together."""
+
+    def __init__(self, url: str, model: str, processes: int) -> None:
+        self._args = (url, model)
+        self._count = processes
+        self._pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+        list(self._pool.map(time.sleep, [0.2] * processes))  # started, each of them
+
+    def __enter__(self) -> Clients:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def open_loop(
+        self, rate: float, seconds: float, *, lengths: Lengths, burstiness: float, seed: int, patience: float
+    ) -> Run:
+        """Requests at `rate` a second for `seconds`; what is not done `patience` later is given up."""
+        rng = random.Random(seed)
+        jobs = [lengths.job(rng, due) for due in arrivals(rate, seconds, burstiness, rng)]
+        return self._run([(jobs[i :: self._count], None) for i in range(self._count)], seconds + patience)
+
+    def closed_loop(self, concurrency: int, seconds: float, *, lengths: Lengths, most: int, seed: int) -> Run:
+        """So many requests at any time, for `seconds`; `most` requests are prepared."""
+        rng = random.Random(seed)
+        jobs = [lengths.job(rng) for _ in range(most)]
+        shares = [len(range(i, concurrency, self._count)) for i in range(self._count)]
+        return self._run([(jobs[i :: self._count], shares[i]) for i in range(self._count)], seconds)
+
+    def _run(self, shares: Sequence[tuple[list[Job], int | None]], seconds: float) -> Run:
+        begin = clock() + LEAD_S
+        futures = [
+            self._pool.submit(_load, *self._args, jobs, concurrency, begin, begin + seconds)
+            for jobs, concurrency in shares
+        ]
+        results = [future.result(seconds + 120) for future in futures]
+        return Run(
+            begin=begin,
+            timelines=[timeline for timelines, _ in results for timeline in timelines],
+            client_cpu=max(cpu for _, cpu in results),
+        )
+
+
+def _load(
+    url: str, model: str, jobs: list[Job], concurrency: int | None, begin: float, end: float
+) -> tuple[list[Timeline], float]:
+    """In a client process: the timelines, and the share of a core taken."""
+    client = Client(url, model)
+    gc.collect()
+    gc.disable()
+    try:
+        wall, cpu = clock(), time.process_time()
+        connections = asyncio.run(
+            client.open_loop(jobs, begin, end)
+            if concurrency is None
+            else client.closed_loop(jobs, concurrency, begin, end)
+        )
+        share = (time.process_time() - cpu) / (clock() - wall)
+        return [connection.timeline() for connection in connections], share
+    finally:
+        gc.enable()

@@ -1,0 +1,122 @@
+"""The client reads what servers send, however it is cut, and says when it came."""
+
+import asyncio
+import random
+
+import pytest
+
+from bench.client import Client, Job, _read, clock
+from bench.launch import free_port
+from tests.frontend.tiny_model import write_model
+from tests.server.live import LiveServer
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENTS = [
+    b'data: {"choices":[{"index":0,"text":" a"}],"usage":null}\n\n',
+    b'data: {"choices":[{"index":0,"text":" b"}]}\n\n',
+    b'data: {"choices":[{"index":0,"text":"","finish_reason":"length"}]}\n\n',
+    b'data: {"choices":[],"usage":{"completion_tokens":2}}\n\n',
+    b"data: [DONE]\n\n",
+]
+
+
+def chunk(data):
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with LiveServer(write_model(tmp_path_factory.mktemp("client") / "tiny-model")) as live:
+        yield live
+        live.assert_nothing_left()
+
+
+def test_an_event_has_the_time_at_which_its_last_byte_came():
+    pieces = [(1.0, HEAD + chunk(EVENTS[0])), (2.0, chunk(EVENTS[1])[:9]), (3.0, chunk(EVENTS[1])[9:])]
+    pieces.append((4.0, b"".join(map(chunk, EVENTS[2:])) + chunk(b"")))
+    assert _read(pieces) == ([1.0, 3.0], 2, None)
+
+
+def test_cuts_between_pieces_and_chunks_change_nothing():
+    rng = random.Random(0)
+    body = b"".join(EVENTS)
+    for _ in range(200):
+        cuts = sorted(rng.sample(range(1, len(body)), 6))
+        chunks = [body[a:b] for a, b in zip([0, *cuts], [*cuts, len(body)], strict=True)]
+        raw = HEAD + b"".join(map(chunk, chunks)) + chunk(b"")
+        cuts = sorted(rng.sample(range(1, len(raw)), 9))
+        pieces = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
+        times, tokens, error = _read(list(enumerate(pieces)))
+        assert (len(times), tokens, error) == (2, 2, None)
+
+
+def test_a_reply_without_chunks_is_read_to_its_end():
+    raw = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + b"".join(EVENTS)
+    assert _read([(1.0, raw[:30]), (2.0, raw[30:])]) == ([2.0, 2.0], 2, None)
+
+
+@pytest.mark.parametrize(
+    ("raw", "error"),
+    [
+        (b"", "no reply"),
+        (HEAD + chunk(EVENTS[0]), "the stream was cut"),
+        (b"HTTP/1.1 503 Busy\r\n\r\nlater", "HTTP/1.1 503 Busy: later"),
+        (HEAD + chunk(b'data: {"error":{"message":"died"}}\n\n'), "{'message': 'died'}"),
+    ],
+)
+def test_what_went_wrong_is_told(raw, error):
+    assert _read([(1.0, raw)])[2] == error
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
+def job(length, tokens, due=0.0):
+    return Job(prompt=[10 + i % 80 for i in range(length)], max_tokens=tokens, due=due)
+
+
+def test_requests_of_an_open_loop_are_sent_when_they_are_due(server):
+    client, begin = Client(server.url, "tiny-model"), clock() + 0.05
+    jobs = [job(5 + i, 8, due=0.02 * i) for i in range(10)]
+    found = [each.timeline() for each in run(client.open_loop(jobs, begin, begin + 20))]
+    for wanted, timeline in zip(jobs, found, strict=True):
+        assert timeline.error is None
+        assert not timeline.given_up
+        assert timeline.tokens == timeline.wanted == wanted.max_tokens
+        assert timeline.due == begin + wanted.due <= timeline.sent <= timeline.times[0]
+        assert timeline.times == sorted(timeline.times)
+
+
+def test_a_closed_loop_runs_every_job_at_most_so_many_at_a_time(server):
+    client, begin = Client(server.url, "tiny-model"), clock()
+    found = run(client.closed_loop([job(9, 20) for _ in range(12)], 3, begin, begin + 20))
+    timelines = [each.timeline() for each in found]
+    assert [timeline.error for timeline in timelines] == [None] * 12
+    starts = sorted((timeline.sent, 1) for timeline in timelines)
+    ends = sorted((timeline.times[-1], -1) for timeline in timelines)
+    running = most = 0
+    for _, change in sorted(starts + ends):
+        running += change
+        most = max(most, running)
+    assert most <= 3
+
+
+def test_what_is_not_done_at_the_end_is_given_up_and_is_no_failure(server):
+    client, begin = Client(server.url, "tiny-model"), clock()
+    (found,) = run(client.open_loop([job(9, 400)], begin, begin + 0.02))
+    assert found.timeline().given_up
+    assert found.timeline().error is None
+
+
+def test_a_refused_request_says_why(server):
+    client, begin = Client(server.url, "another-model"), clock()
+    (found,) = run(client.open_loop([job(9, 4)], begin, begin + 5))
+    assert "404" in found.timeline().error
+
+
+def test_no_server_is_an_error_of_each_request():
+    client, begin = Client(f"http://127.0.0.1:{free_port()}", "m"), clock()
+    (found,) = run(client.open_loop([job(9, 4)], begin, begin + 5))
+    assert found.timeline().error
+    assert found.timeline().times == []

@@ -1,0 +1,93 @@
+"""Arrivals, and what is made of the times that clients saw."""
+
+import math
+import random
+import statistics
+from itertools import pairwise
+
+import pytest
+
+from bench.client import Timeline
+from bench.load import SLO, Lengths, Run, arrivals, keeps, percentile
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_arrivals_have_the_rate_and_the_spread_asked_for(burstiness):
+    times = arrivals(50.0, 400.0, burstiness, random.Random(1))
+    gaps = [b - a for a, b in pairwise(times)]
+    assert times == sorted(times)
+    assert times[0] > 0 and times[-1] < 400
+    assert len(times) == pytest.approx(50 * 400, rel=0.05)
+    assert statistics.stdev(gaps) * 50 == pytest.approx(burstiness**-0.5, rel=0.05)  # of a Gamma
+
+
+def test_the_same_seed_gives_the_same_requests():
+    def jobs():
+        rng = random.Random(3)
+        return [Lengths(prompt=(3, 9), output=(1, 5)).job(rng, due) for due in arrivals(9, 2, 1.0, rng)]
+
+    assert jobs() == jobs()
+    assert all(3 <= len(job.prompt) <= 9 and 1 <= job.max_tokens <= 5 for job in jobs())
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.01, 1), (0.5, 5), (0.51, 6), (0.9, 9), (0.99, 10), (1.0, 10)]
+)
+def test_a_percentile_is_the_value_that_so_many_do_not_exceed(share, expected):
+    assert percentile([10, 3, 1, 2, 4, 9, 8, 5, 7, 6], share) == expected
+
+
+def test_of_nothing_a_percentile_is_no_number():
+    assert math.isnan(percentile([], 0.5))
+
+
+def timeline(due, *times, sent=None, error=None, given_up=False):
+    return Timeline(
+        due=due,
+        sent=due if sent is None else sent,
+        times=list(times),
+        tokens=len(times),
+        wanted=len(times),
+        given_up=given_up,
+        error=error,
+    )
+
+
+def test_a_summary_counts_what_fell_into_its_time():
+    run = Run(
+        begin=100.0,
+        timelines=[
+            timeline(100.5, 100.6, 101.6),  # due before; its second gap ends within
+            timeline(101.0, 101.2, 101.3, 101.5, sent=101.01),
+            timeline(102.0, 102.4, 103.1),  # its gap ends behind
+            timeline(102.5, error="HTTP/1.1 503"),
+            timeline(102.6, given_up=True),
+            timeline(103.0, 103.1),  # due behind
+        ],
+        client_cpu=0.25,
+    )
+    found = run.summary(since=1.0, until=3.0, slo=SLO(ttft=0.3, gap=0.25))
+    assert (found["requests"], found["failed"], found["unfinished"]) == (4, 1, 1)
+    assert found["errors"] == ["HTTP/1.1 503"]
+    assert found["ttft_s"]["max"] == pytest.approx(0.4)
+    assert found["gap_s"]["max"] == pytest.approx(1.0)
+    assert found["gap_s"]["p50"] == pytest.approx(0.2)
+    assert found["end_s"]["max"] == pytest.approx(1.1)
+    assert found["events_per_s"] == 5 / 2
+    assert found["good_per_s"] == 1 / 2
+    assert found["good_share"] == 1 / 4
+    assert found["send_lag_p99_s"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("times", "good"),
+    [
+        ([0.1], True),
+        ([0.3], False),
+        ([0.1, 0.2, 0.3], True),
+        ([0.1, 0.2, 0.5], False),
+        ([0.1 + 0.01 * i for i in range(200)] + [9.0], True),  # one long gap in 200
+    ],
+)
+def test_a_request_is_good_if_it_began_and_went_on_in_time(times, good):
+    assert keeps(timeline(0.0, *times), SLO(ttft=0.2, gap=0.15)) is good
