@@ -1,0 +1,192 @@
+r"""Segue's server and another engine's, the same loads one after the other, and the bars between them.
+
+    python -m bench.http_compare MODEL --theirs "python3 -m other.server --model {model} --port {port}"
+
+MODEL is a directory with a config.json; if it has no tokenizer, one is made up. On each server in turn: so
+many requests at any time as saturate it; Poisson arrivals at 50 and 80 % of what the server measured first
+gave; a long prompt among decodes. What is known is written after every part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench import launch, report, serving
+from bench.intrusion import Intrusion
+from bench.load import SLO, Clients, Lengths
+from bench.model_dir import with_tokenizer
+
+SHARES = (0.5, 0.8)  # of the saturation
+TTFT_BAR, GAP_BAR = 0.7, 0.8  # ours over theirs: p50 of the first token, p99 of the gap
+WARM_UP_S = 3.0
+CONCURRENCY = 256
+MOST_RATE = 150  # requests a second that a saturated server could need
+
+OURS = (
+    f"{sys.executable} -m segue serve --model {{model}} --port {{port}} --load-format dummy --dtype bfloat16 "
+    "--max-model-len 20000 --disable-prefix-cache --log-level warning"
+)
+
+Side = dict[str, Any]
+"""Of one server: command, version, ready_s, loads by name, long_prompt, exceptions by part, clocks."""
+
+
+class Sitting:
+    """One run of the comparison; what was found so far is on disk."""
+
+    def __init__(self, args: argparse.Namespace, model: Path) -> None:
+        self.sides: dict[str, Side] = {}
+        self._args, self._model = args, model
+        self._lengths = Lengths(max_id=args.max_id)
+
+    def measure(self, name: str, command: str) -> None:
+        """All parts on one server; a part that fails leaves a note, and the next one is tried."""
+        args, port = self._args, launch.free_port()
+        url = f"http://127.0.0.1:{port}"
+        side: Side = {"command": command, "loads": {}, "exceptions": {}}
+        self.sides[name] = side
+        words = shlex.split(command.replace("{model}", str(self._model)).replace("{port}", str(port)))
+        log = report.RESULTS / f"{args.name}_{name}.log"
+        with ExitStack() as stack:
+            side["ready_s"] = stack.enter_context(
+                launch.running(words, url, start_timeout=args.start_timeout, log=log)
+            )
+            print(f"{name}: ready in {side['ready_s']:.1f} s", flush=True)
+            model = serving.model_of(url)
+            side["version"] = httpx.get(f"{url}/version", timeout=10).json()["version"]
+            clients = stack.enter_context(Clients(url, model, args.processes))
+            clocks = stack.enter_context(report.Clocks())
+            loads = side["loads"]
+            self._part(side, {}, "warm-up", lambda: self._saturate(clients, WARM_UP_S, seed=1))
+            self._part(
+                side, loads, "saturated", lambda: self._saturate(clients, args.saturate_seconds, seed=2)
+            )
+            for share in SHARES:
+                self._part(side, loads, f"{share:.0%}", lambda share=share: self._load(clients, share))  # type: ignore[misc]
+            scene = Intrusion(prompt=args.long_prompt, chunk=args.chunk, max_id=args.max_id)
+            self._part(side, side, "long_prompt", lambda: serving.long_prompt(url, model, scene))
+        side["clocks"] = clocks.seen
+
+    def _saturate(self, clients: Clients, seconds: float, *, seed: int) -> dict[str, Any]:
+        most = round(CONCURRENCY + MOST_RATE * seconds)
+        return serving.saturated(
+            clients, CONCURRENCY, seconds=seconds, lengths=self._lengths, slo=SLO(), most=most, seed=seed
+        )
+
+    def _load(self, clients: Clients, share: float) -> dict[str, Any]:
+        args, first = self._args, next(iter(self.sides.values()))
+        return serving.at_rate(
+            clients,
+            share * (args.saturation or first["loads"]["saturated"]["rate"]),
+            seconds=args.load_seconds,
+            lengths=self._lengths,
+            burstiness=args.burstiness,
+            slo=SLO(),
+            seed=3,
+        )
+
+    def _part(self, side: Side, into: dict[str, Any], name: str, run: Callable[[], Any]) -> None:
+        began = time.monotonic()
+        try:
+            into[name] = run()
+        except Exception:  # the next part may go well
+            side["exceptions"][name] = traceback.format_exc()
+            traceback.print_exc()
+        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+        self.save()
+
+    def save(self) -> Path:
+        """To bench/results."""
+        arguments = {name: str(value) for name, value in vars(self._args).items()}
+        return report.save(self._args.name, {"arguments": arguments, "sides": self.sides})
+
+
+def measure(sitting: Sitting, commands: dict[str, str | None]) -> None:
+    """One server after the other."""
+    for name, command in commands.items():
+        if command:
+            try:
+                sitting.measure(name, command)
+            except Exception:  # the other server may do better
+                sitting.sides[name]["exceptions"]["server"] = traceback.format_exc()
+                traceback.print_exc()
+
+
+def bars(ours: Side, theirs: Side) -> list[tuple[str, float, float]]:
+    """(what, value, most it may be): ratios of ours to theirs, and our longest gap in seconds."""
+    found = []
+    for share in (f"{share:.0%}" for share in SHARES):
+        if share in ours["loads"] and share in theirs["loads"]:
+            for label, kind, which, bar in (
+                ("first token, p50", "ttft_s", "p50", TTFT_BAR),
+                ("gap, p99", "gap_s", "p99", GAP_BAR),
+            ):
+                ratio = ours["loads"][share][kind][which] / theirs["loads"][share][kind][which]
+                found.append((f"{label}, at {share}: ours over theirs", ratio, bar))
+    if scene := ours.get("long_prompt"):
+        found.append(("longest gap at a long prompt, s", max(scene["worst_gap_s"]), scene["allowed_gap_s"]))
+    return found
+
+
+def show(sides: dict[str, Side]) -> None:
+    """Print the loads and the long prompts."""
+    rows = [
+        serving.row(f"{name} {part}", load)
+        for name, side in sides.items()
+        for part, load in side["loads"].items()
+    ]
+    report.show("ms; good: of the SLO; client: CPU of a process", serving.COLUMNS, rows)
+    for name, side in sides.items():
+        if scene := side.get("long_prompt"):
+            worst = ", ".join(f"{1e3 * gap:.1f}" for gap in scene["worst_gap_s"])
+            allowed = f"one chunk + 2 steps {1e3 * scene['allowed_gap_s']:.1f} ms"
+            print(f"{name}: a long prompt among decodes: longest gaps {worst} ms, {allowed}")
+
+
+def main() -> int:
+    """Exit code 1 if a bar is missed, or could not be compared."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--theirs", help="a command with {model} and {port}")
+    parser.add_argument("--ours", default=OURS, help="the same; measured second")
+    parser.add_argument("--saturation", type=float, help="requests a second, instead of what is measured")
+    parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts")
+    parser.add_argument("--long-prompt", type=int, default=Intrusion().prompt, help="its tokens")
+    parser.add_argument("--chunk", type=int, default=Intrusion().chunk, help="prompt tokens a step")
+    parser.add_argument("--max-id", type=int, default=Lengths().max_id, help="largest token id of a prompt")
+    parser.add_argument("--saturate-seconds", type=float, default=12.0)
+    parser.add_argument("--load-seconds", type=float, default=15.0)
+    parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds")
+    parser.add_argument("--processes", type=int, default=4, help="client processes")
+    parser.add_argument("--name", default="gpu_http", help="of the files in bench/results")
+    args = parser.parse_args()
+    with with_tokenizer(args.model) as model:
+        sitting = Sitting(args, model)
+        measure(sitting, {"theirs": args.theirs, "ours": args.ours})
+    print(f"written to {sitting.save()}")
+    serving.draw(args.name, {name: list(side["loads"].values()) for name, side in sitting.sides.items()})
+    show(sitting.sides)
+    if len(sitting.sides) < 2:
+        return 0
+    found = bars(sitting.sides["ours"], sitting.sides["theirs"])
+    verdicts = [
+        [what, f"{is_:.3f}", f"{most:.3f}", "holds" if is_ <= most else "MISSED"] for what, is_, most in found
+    ]
+    report.show("bars", ["", "is", "may be", ""], verdicts)
+    return 0 if len(found) == 2 * len(SHARES) + 1 and all(is_ <= most for _, is_, most in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
