@@ -1,0 +1,260 @@
+"""How far the engine's numbers are from the true ones: beside transformers, and on SmolLM2's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+import segue
+from segue.config import EngineConfig
+from segue.weights import bundled, gguf_weights
+from segue.weights.source import resolve
+from tests.e2e.teacher import Verdict, greedy, judge
+from tests.e2e.test_correctness import LOGPROB_TOLERANCE, TIGHT, WITH_LOGPROBS, Setup
+from tests.fixtures import reference
+from tests.model_runner import making, tiny
+from tests.model_runner.planner import Planner
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+BAR = 1.5  # times the error of transformers in the same type
+STARTS = [1, 2, 3, 7, 15, 16, 17, 31, 40, 63, 64, 65, 80, 99]  # prompts; each is a beginning of the next
+LONG = 1100  # a prompt that no captured trunk holds
+DECODED = 28  # tokens behind each prompt
+QWEN3_0_6B: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "initializer_range": 0.04,
+}
+
+
+def bundled_model() -> Path:
+    """The bundled model's file, which has to be in the cache already: a machine with a GPU may be offline."""
+    gguf = Path(EngineConfig.create().cache_dir) / "bundled" / bundled.FILE
+    if not gguf.exists():
+        pytest.skip(f"{gguf} is not there: python -m segue.weights.bundled fetches it")
+    return gguf
+
+
+def _smollm2(directory: Path) -> Any:
+    gguf = bundled_model()
+    converted = resolve(str(gguf), "auto", EngineConfig.create().cache_dir).directory
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(converted))
+    found = model.load_state_dict(
+        load_file(gguf_weights.convert(gguf, converted, torch.float32)), strict=False
+    )
+    assert found.missing_keys in ([], ["lm_head.weight"]) and not found.unexpected_keys
+    model.tie_weights()
+    return model
+
+
+def _qwen3_layers(directory: Path) -> Any:
+    """A few layers of Qwen3-0.6B, whose products have stored plans."""
+    torch.manual_seed(3)
+    with torch.device("cuda"):
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**QWEN3_0_6B))
+
+
+MODELS = {
+    "tiny-llama": tiny.save_llama,
+    "tiny-qwen3": tiny.save_qwen3,
+    "qwen3-0.6b-layers": _qwen3_layers,
+    "smollm2": _smollm2,
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights that are exact in bfloat16, norms that are no ones, and a text."""
+
+    directory: Path
+    ids: list[int]
+    starts: list[int]
+
+    @torch.inference_mode()
+    def true_logits(self, dtype: torch.dtype) -> Tensor:
+        """Float32 `[T, V]` of transformers in `dtype`."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.directory, dtype=dtype).cuda().eval()
+        logits: Tensor = model(torch.tensor([self.ids], device="cuda")).logits[0].float()
+        return logits
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    directory = tmp_path_factory.mktemp(request.param)
+    model = MODELS[request.param](directory).requires_grad_(False)
+    is_tiny, is_real = request.param.startswith("tiny"), request.param == "smollm2"
+    starts = STARTS if is_tiny else [*STARTS, LONG]
+    count = starts[-1] + DECODED
+    if is_real:
+        ids = [
+            token
+            for name in ("story", "harbour-price", "code")
+            for token in reference.load().case(name).prompt_ids
+        ]
+    else:
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, model.config.vocab_size, (count,), generator=generator).tolist()
+        torch.manual_seed(4)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+    model.bfloat16().save_pretrained(directory)
+    return Checkpoint(directory, ids[:count], starts)
+
+
+@dataclass
+class Spy:
+    """Logits of every sampling row, out of captured graphs too."""
+
+    logits: Tensor | None = None
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+        from segue.model_runner.cuda_executor import CUDAExecutor
+
+        plain = CUDAExecutor._sample_plain
+
+        def sample(executor: CUDAExecutor, logits: Tensor, *where: Tensor) -> None:
+            if self.logits is None:
+                self.logits = logits.new_empty(rows, logits.shape[1])
+            self.logits[: len(logits)].copy_(logits)
+            plain(executor, logits, *where)
+
+        monkeypatch.setattr(CUDAExecutor, "_sample_plain", sample)
+
+
+def our_logits(checkpoint: Checkpoint, dtype: str, spy: Spy) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """Float32 logits behind each prompt, `[B, V]`, and behind the tokens it is forced to go on with,
+    `[B, DECODED, V]`; and what the executor counted.
+    """
+    ids, count = checkpoint.ids, len(checkpoint.starts)
+    runner = making.make_runner(
+        checkpoint.directory,
+        device="cuda",
+        dtype=dtype,
+        page_size=64,
+        num_kv_tokens=2 * sum(checkpoint.starts) + count * 2 * 64,
+        max_running_requests=count,
+        chunked_prefill_size=2048,
+    )
+    planner, executor = Planner(runner), runner._executor
+    sequences = [planner.add(ids[:start]) for start in checkpoint.starts]
+    prefill, decode = [], []
+    for first in range(0, count, 4):  # ragged steps, and trunks and tails that are padded
+        group = sequences[first : first + 4]
+        planner.run([(sequence, sequence.prompt_len) for sequence in group])
+        prefill.append(spy.logits[: len(group)].clone())
+    pool, rows = executor._state.token_pool.data, [sequence.row for sequence in sequences]
+    for _ in range(DECODED):
+        ends = [len(sequence.tokens) - 1 for sequence in sequences]
+        forced = torch.tensor([ids[end] for end in ends], dtype=torch.int32, device="cuda")
+        for sequence, end in zip(sequences, ends, strict=True):
+            sequence.tokens[end] = ids[end]
+        runner.on_stream(partial(pool.__setitem__, (rows, ends), forced))
+        planner.run([(sequence, 1) for sequence in sequences])
+        decode.append(spy.logits[:count].clone())
+    counts = dict(executor.counts)
+    runner.close()
+    return torch.cat(prefill), torch.stack(decode, 1), counts
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_are_as_close_to_the_true_ones_as_those_of_transformers(
+    checkpoint: Checkpoint, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = Spy()
+    spy.watch(monkeypatch, len(checkpoint.starts))
+    prefill, decode, counts = our_logits(checkpoint, dtype, spy)
+    has_long = checkpoint.starts[-1] == LONG
+    assert counts["graph_hit"] >= DECODED + 3 and counts.get("eager: no bucket", 0) == has_long, counts
+    true, peer = (checkpoint.true_logits(kind) for kind in (torch.float32, getattr(torch, dtype)))
+    report, failed = [], False
+    behind = torch.tensor(checkpoint.starts)[:, None] + torch.arange(-1, DECODED)
+    for name, ours, at in (("prefill", prefill, behind[:, 0]), ("decode", decode, behind[:, 1:])):
+        at = at.cuda()
+        errors = (ours - true[at]).double(), (peer[at] - true[at]).double()
+        (most, rms), (their_most, their_rms) = (
+            (error.abs().max().item(), error.square().mean().sqrt().item()) for error in errors
+        )
+        report.append(
+            f"{name}: max {most:.3g} against {their_most:.3g} ({most / their_most:.2f}), "
+            f"RMS {rms:.3g} against {their_rms:.3g} ({rms / their_rms:.2f})"
+        )
+        failed |= most > BAR * their_most or rms > BAR * their_rms
+    print("\nACCURACY", checkpoint.directory.name, dtype, "; ".join(report))
+    assert not failed, report
+
+
+SETUPS = (
+    Setup("graphs", {"max_running_requests": 32}),
+    Setup("eager-no-overlap", {"disable_cuda_graph": True, "disable_overlap": True}),
+    Setup(
+        "page-1-chunk-16-no-prefix-cache",
+        {"page_size": 1, "chunked_prefill_size": 16, "disable_prefix_cache": True},
+        caches=False,
+    ),
+    Setup("page-64-chunk-16", {"page_size": 64, "chunked_prefill_size": 16}),
+    Setup("page-16-preempted", {"page_size": 16, "num_kv_tokens": TIGHT}, preempts=True),
+    Setup(
+        "page-16-chunk-16-preempted-logprobs-eager",
+        {"page_size": 16, "chunked_prefill_size": 16, "num_kv_tokens": TIGHT, "disable_cuda_graph": True},
+        logprobs=True,
+        preempts=True,
+    ),
+    Setup("logprobs", {"max_running_requests": 8}, logprobs=True),
+)
+
+
+@pytest.fixture(scope="module", params=SETUPS, ids=lambda setup: setup.name)
+def running(request: pytest.FixtureRequest) -> Iterator[tuple[Setup, Any]]:
+    """SmolLM2 in float32."""
+    setup: Setup = request.param
+    bundled_model()
+    options = {"num_kv_tokens": 20_000, "max_running_requests": 32, **setup.options}
+    with segue.Engine(dtype="float32", device="cuda", embedded=True, **options) as engine:
+        yield setup, engine
+
+
+def test_smollm2_takes_the_tokens_of_the_reference(running: tuple[Setup, Any]) -> None:
+    setup, engine = running
+    cases = reference.load().cases
+    verdict: Verdict = judge(engine, cases, **(WITH_LOGPROBS if setup.logprobs else {}))
+    internal = engine.get_server_info()["internal_states"][0]
+    print("\nSMOLLM2", setup.name, "excused:", verdict.excused or "none", "texts:", verdict.different_texts)
+    assert verdict.wrong == []
+    assert len(verdict.different_texts) <= 2, verdict.different_texts
+    assert (internal["num_preemptions"] > 0) == setup.preempts
+    if setup.logprobs:
+        errors = [
+            abs(ours[0] - theirs)
+            for case, reply in zip(cases, verdict.first_round, strict=True)
+            if reply["output_ids"] == case.output_ids
+            for ours, theirs in zip(reply["meta_info"]["output_token_logprobs"], case.logprobs, strict=True)
+        ]
+        assert len(errors) > 0.9 * len(cases) * reference.NUM_TOKENS
+        print("largest difference of logprobs", max(errors))
+        assert max(errors) <= LOGPROB_TOLERANCE
+
+
+def test_smollm2_reuses_what_is_cached(running: tuple[Setup, Any]) -> None:
+    setup, engine = running
+    case = reference.load().case("story")
+    replies = [engine.generate(input_ids=case.prompt_ids, sampling_params=greedy(8)) for _ in range(2)]
+    assert replies[0]["output_ids"] == replies[1]["output_ids"] == case.output_ids[:8]
+    assert (replies[1]["meta_info"]["cached_tokens"] > 0) == setup.caches
