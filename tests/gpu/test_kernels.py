@@ -30,6 +30,9 @@ def test_add_rms_norm(rows, size, splits, adds, dtype) -> None:
 
     x = normal(splits, rows, size) if splits else normal(rows, size, dtype=dtype)
     residual = normal(rows, size, dtype=dtype, seed=1) if adds else None
+    x[..., rows // 2, :] *= 1e-3 if dtype == torch.float32 else 0.0  # where eps is what counts
+    if residual is not None:
+        residual[rows // 2] = 0
     weight = normal(size, dtype=dtype, seed=2)
     total = (x.sum(0) if splits else x.float()) + (residual.float() if adds else 0)
     normed, new_residual = add_rms_norm(x, residual, weight, 1e-6)
@@ -45,6 +48,7 @@ def test_silu_mul(rows, size, splits, dtype) -> None:
     from segue.kernels.cuda.activation import silu_mul
 
     x = normal(splits, rows, 2 * size) if splits else normal(rows, 2 * size, dtype=dtype)
+    x[..., 0, :4] = torch.tensor([-300.0, 300.0, -20.0, 0.0]) / max(1, splits)
     gate, up = (x.sum(0) if splits else x.float()).chunk(2, -1)
     close(silu_mul(x, dtype), torch.nn.functional.silu(gate) * up, dtype)
 
@@ -102,6 +106,7 @@ def test_look_up() -> None:
 
     pool = torch.arange(5 * 300, dtype=torch.int32, device="cuda").view(5, 300)
     table = torch.arange(5 * 32, dtype=torch.int32, device="cuda").view(5, 32) * 7
+    table[4] += 2**30  # so that a token row takes more than 32 bits
     rows = torch.tensor([0, 4, 2] * 60, dtype=torch.int32, device="cuda")
     positions = torch.arange(180, dtype=torch.int32, device="cuda")
     ids, kv_rows = look_up(rows, positions, pool, table, page_size=16, page_rows=16 * 6)
@@ -117,12 +122,15 @@ def test_plain_sampling_takes_the_tokens_the_cpu_takes(vocab) -> None:
     from segue.model_runner.categorical import argmax, draw
 
     count = 70
-    logits = normal(count, vocab) * 3
-    logits[5, 7:9] = 50.0  # equals: the first
+    logits = normal(count, vocab) * 3 - 20  # so that nothing outside would win
+    rows = torch.randperm(90, device="cuda")[:count].int()
     temperatures = torch.tensor([0.0, 0.7, 1.3] * 30, device="cuda")
+    for i in range(count):  # equals: the first, in one block, in one program, and far apart
+        if i % 2 and temperatures[rows[i]] == 0:
+            logits[i, [token for token in (i, i + 1, 300 + i, 4096 + i, 9000 + i) if token < vocab]] = 50.0
+    logits[1:9, : vocab // 2] = -torch.inf
     inverse = 1 / temperatures.clamp(min=1e-5)
     seeds = torch.arange(-40, 50, device="cuda")
-    rows = torch.randperm(90, device="cuda")[:count].int()
     positions = torch.arange(3, 3 + count, dtype=torch.int32, device="cuda")
     pool = torch.full((90, 80), -1, dtype=torch.int32, device="cuda")
     ring = torch.full((4, 128), -1, dtype=torch.int32).pin_memory()
@@ -155,23 +163,53 @@ def test_plain_sampling_takes_the_tokens_the_cpu_takes(vocab) -> None:
     assert (logprob_ring[[0, 1, 3]] == 1).all()
 
 
-def test_draws_follow_the_distribution() -> None:
+@pytest.mark.parametrize("vocab", [100, 5000])
+def test_rows_of_nan_take_valid_tokens_and_leave_the_others_alone(vocab) -> None:
+    from segue.kernels.cuda.sampling import sample_plain
+
+    count = 12
+    taken = []
+    for spoilt in (False, True):
+        logits = normal(count, vocab)
+        if spoilt:
+            logits[::2] = torch.nan
+            logits[1, 50:60] = torch.nan  # some of a row
+        temperatures = torch.tensor([0.0, 0.0, 0.9, 0.9] * 3, device="cuda")
+        ring = torch.full((1, count), -1, dtype=torch.int32).pin_memory()
+        sample_plain(
+            logits, torch.arange(count, dtype=torch.int32, device="cuda"),
+            torch.arange(count, dtype=torch.int32, device="cuda"),
+            temperatures=temperatures, inverse_temperatures=1 / temperatures.clamp(min=1e-5),
+            seeds=torch.arange(count, device="cuda"), num_top=torch.full((count,), -1, device="cuda"),
+            logprob_ring=torch.zeros(1, count).pin_memory(),
+            token_pool=torch.zeros((count, count), dtype=torch.int32, device="cuda"), ring=ring,
+            slot=torch.zeros(1, dtype=torch.int32, device="cuda"),
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        taken.append(ring[0].tolist())
+    assert taken[1][3::2] == taken[0][3::2]
+    assert all(0 <= token < vocab for token in taken[1])
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_draws_follow_the_distribution(temperature) -> None:
     from segue.kernels.cuda.sampling import sample_plain
 
     count, vocab = 20000, 300
     logits = (normal(1, vocab) * 2).expand(count, -1).contiguous()
-    ones = torch.ones(1, device="cuda")
+    temperatures = torch.full((1,), temperature, device="cuda")
     ring = torch.zeros((1, count), dtype=torch.int32).pin_memory()
     sample_plain(
         logits, torch.zeros(count, dtype=torch.int32, device="cuda"),
         torch.arange(count, dtype=torch.int32, device="cuda"),
-        temperatures=ones, inverse_temperatures=ones, seeds=torch.tensor([11], device="cuda"),
-        num_top=torch.tensor([-1], device="cuda"), logprob_ring=torch.zeros(1, count).pin_memory(),
+        temperatures=temperatures, inverse_temperatures=1 / temperatures,
+        seeds=torch.tensor([11], device="cuda"), num_top=torch.tensor([-1], device="cuda"),
+        logprob_ring=torch.zeros(1, count).pin_memory(),
         token_pool=torch.zeros((1, count), dtype=torch.int32, device="cuda"), ring=ring,
         slot=torch.zeros(1, dtype=torch.int32, device="cuda"),
     )  # fmt: skip
     torch.cuda.synchronize()
-    expected = logits[0].softmax(-1).double().cpu() * count
+    expected = (logits[0] / temperature).softmax(-1).double().cpu() * count
     found = torch.bincount(ring[0].long(), minlength=vocab).double()
     likely = expected > 5
     chi2 = ((found - expected).square() / expected)[likely].sum().item()
@@ -221,7 +259,7 @@ def test_many_copies_in_one_kernel(offset) -> None:
     assert (room[~touched] == 77).all()
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("rows", [1, 5, 40, 64])
 @pytest.mark.parametrize("size", [(3072, 1024), (12288, 4096)])
 def test_gated_product(rows, size) -> None:
     from segue.kernels.cuda.product import gated_product
@@ -234,3 +272,20 @@ def test_gated_product(rows, size) -> None:
         pytest.skip("no plan is stored for this shape on this device")
     gate, up = (x.float() @ weight.float().T).chunk(2, -1)
     close(gated, torch.nn.functional.silu(gate) * up, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_product_without_a_stored_plan(biased, wide, dtype) -> None:
+    from segue.kernels.cuda.product import product
+
+    x, weight = normal(7, 40, dtype=dtype), normal(24, 40, dtype=dtype, seed=1)
+    bias = normal(24, dtype=dtype, seed=2) if biased else None
+    result = product(x, weight, bias, may_split=True, dtype=torch.float32 if wide else None)
+    expected = x.double() @ weight.double().T + (bias.double() if biased else 0)
+    assert result.dtype == (torch.float32 if wide else dtype)
+    if wide:
+        torch.testing.assert_close(result.double(), expected, atol=1e-4, rtol=1e-4)
+    else:
+        close(result, expected, dtype)
