@@ -11,7 +11,7 @@ VENV_STAMP := $(VENV)/.stamp-venv
 INSTALL_STAMP := $(VENV)/.stamp-install
 
 .DEFAULT_GOAL := setup
-.PHONY: setup model demo test lint types imports pytest soak bench clean help
+.PHONY: setup model demo test lint types imports pytest soak bench gpu-test gpu-bench clean help
 
 setup: $(INSTALL_STAMP) ## create .venv with Segue, its dependencies and the development tools
 
@@ -60,9 +60,18 @@ bench: model ## the CPU benchmarks; results go to bench/results
 	$(BIN)/python -m bench.start_time
 	$(BIN)/python -m bench.host_cost
 
+gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+gpu-bench: $(INSTALL_STAMP) ## the GPU benchmarks, SUITE=path/to/peer_suite.py and perhaps THEIRS="another server"
+	@test -f "$(SUITE)" || { echo "make: say SUITE=path/to/peer_suite.py, the pinned workload; '$(SUITE)' is no file" >&2; exit 1; }
+	$(BIN)/python -m bench.offline $(SUITE) 0.6b
+	$(BIN)/python -m bench.offline $(SUITE) 8b
+	$(BIN)/python -m bench.http_compare /tmp/models/qwen3-0.6b $(if $(THEIRS),--theirs "$(THEIRS)")
+
 clean: ## remove .venv and every cache in this directory (not the models in your user cache)
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
