@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 import time
 import traceback
@@ -172,6 +173,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4, help="client processes")
     parser.add_argument("--name", default="gpu_http", help="of the files in bench/results")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and leave no server behind
     with with_tokenizer(args.model) as model:
         sitting = Sitting(args, model)
         measure(sitting, {"theirs": args.theirs, "ours": args.ours})
