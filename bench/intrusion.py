@@ -72,9 +72,9 @@ async def measure(client: Client, scene: Intrusion, seed: int = 0) -> dict[str, 
             for stream in streams:
                 stream.give_up()
     times = [stream.timeline().times for stream in streams]
-    step = statistics.median(_gaps(times, begin, calm))
+    step = statistics.median(gaps_around(times, begin, calm))
     chunk = max(first, (whole - first) / later)
-    worst = [max(_gaps(times, *span)) for span in spans]
+    worst = [max(gaps_around(times, *span)) for span in spans]
     return {
         "step_s": step,
         "chunk_s": chunk,
@@ -108,6 +108,6 @@ async def _answered(client: Client, job: Job) -> Connection:
     return connection
 
 
-def _gaps(times: list[list[float]], since: float, until: float) -> list[float]:
-    """All gaps that overlap the span."""
-    return [b - a for each in times for a, b in pairwise(each) if a < until and b > since]
+def gaps_around(streams: list[list[float]], since: float, until: float) -> list[float]:
+    """Of all streams the gaps that overlap the span, in seconds."""
+    return [b - a for each in streams for a, b in pairwise(each) if a < until and b > since]
