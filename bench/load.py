@@ -51,10 +51,9 @@ def arrivals(rate: float, seconds: float, burstiness: float, rng: random.Random)
 
     1 is a Poisson process; less comes in bursts, more is steadier; the mean rate is the same.
     """
-    found, now = [], rng.gammavariate(burstiness, 1 / (rate * burstiness))
-    while now < seconds:
+    found, now = [], 0.0
+    while (now := now + rng.gammavariate(burstiness, 1 / (rate * burstiness))) < seconds:
         found.append(now)
-        now += rng.gammavariate(burstiness, 1 / (rate * burstiness))
     return found
 
 

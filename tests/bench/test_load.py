@@ -57,7 +57,7 @@ def test_a_summary_counts_what_fell_into_its_time():
     run = Run(
         begin=100.0,
         timelines=[
-            timeline(100.5, 100.6, 101.6),  # due before; its second gap ends within
+            timeline(100.5, 100.9, 101.9, sent=101.0),  # due before; its second gap ends within
             timeline(101.0, 101.2, 101.3, 101.5, sent=101.01),
             timeline(102.0, 102.4, 103.1),  # its gap ends behind
             timeline(102.5, error="HTTP/1.1 503"),
