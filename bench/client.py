@@ -23,7 +23,7 @@ clock = time.perf_counter
 class Job:
     """One request of a load."""
 
-    prompt: Sequence[int]  # token ids
+    prompt: Sequence[int] | str  # token ids, or text
     max_tokens: int  # exactly so many: EOS is ignored
     due: float = 0.0  # seconds after the load begins
 
@@ -115,8 +115,14 @@ class Client:
     """Sends jobs to one server."""
 
     def __init__(self, url: str, model: str) -> None:
+        """Talk to the server at `url`, without a path.
+
+        Raises:
+            ValueError: it is no http address.
+        """
         parts = urlsplit(url)
-        assert parts.hostname is not None, url
+        if parts.scheme != "http" or parts.hostname is None:
+            raise ValueError(f"{url!r}: must be http://host:port; put a proxy before a server behind TLS")
         self._host, self._port, self._model = parts.hostname, parts.port or 80, model
 
     def connection(self, job: Job, due: float) -> Connection:

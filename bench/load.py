@@ -21,16 +21,24 @@ LEAD_S = 1.0  # between handing out jobs and the load's begin: requests are enco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Uniformly drawn lengths in tokens, both ends included, of prompts that share nothing."""
+    """Uniformly drawn lengths in tokens, both ends included, of prompts that share nothing.
+
+    With `text` a prompt has so many numbers as words instead, for servers that take no token ids.
+    """
 
     prompt: tuple[int, int] = (100, 1024)
     output: tuple[int, int] = (64, 512)
     max_id: int = 10_000  # the largest token id
+    text: bool = False
 
     def job(self, rng: random.Random, due: float = 0.0) -> Job:
         """One request."""
         prompt = [rng.randint(0, self.max_id) for _ in range(rng.randint(*self.prompt))]
-        return Job(prompt=prompt, max_tokens=rng.randint(*self.output), due=due)
+        return Job(
+            prompt=" ".join(map(str, prompt)) if self.text else prompt,
+            max_tokens=rng.randint(*self.output),
+            due=due,
+        )
 
     @property
     def mean_output(self) -> float:

@@ -122,6 +122,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, nargs=2, default=Lengths().prompt, metavar=("MIN", "MAX"))
     parser.add_argument("--output", type=int, nargs=2, default=Lengths().output, metavar=("MIN", "MAX"))
     parser.add_argument("--max-id", type=int, default=Lengths().max_id, help="largest token id of a prompt")
+    parser.add_argument("--text", action="store_true", help="prompts of words: the server takes no token ids")
     parser.add_argument("--slo-ttft", type=float, default=SLO().ttft, help="seconds")
     parser.add_argument("--slo-gap", type=float, default=SLO().gap, help="seconds, in 99 of 100 gaps")
     parser.add_argument("--long-prompt", type=int, help="tokens of a prompt among 64 decoding streams")
@@ -129,7 +130,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="serving", help="of the files in bench/results")
     args = parser.parse_args()
-    lengths = Lengths(prompt=tuple(args.prompt), output=tuple(args.output), max_id=args.max_id)
+    lengths = Lengths(
+        prompt=tuple(args.prompt), output=tuple(args.output), max_id=args.max_id, text=args.text
+    )
     slo = SLO(ttft=args.slo_ttft, gap=args.slo_gap)
     model = model_of(args.url)
     runs = []

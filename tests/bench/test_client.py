@@ -7,6 +7,7 @@ import pytest
 
 from bench.client import Client, Job, _read, clock
 from bench.launch import free_port
+from bench.load import Lengths
 from tests.frontend.tiny_model import write_model
 from tests.server.live import LiveServer
 
@@ -113,6 +114,19 @@ def test_a_refused_request_says_why(server):
     client, begin = Client(server.url, "another-model"), clock()
     (found,) = run(client.open_loop([job(9, 4)], begin, begin + 5))
     assert "404" in found.timeline().error
+
+
+def test_a_prompt_may_be_text(server):
+    client, begin = Client(server.url, "tiny-model"), clock()
+    work = Lengths(prompt=(4, 4), output=(6, 6), text=True).job(random.Random(0))
+    assert len(work.prompt.split()) == 4
+    (found,) = run(client.open_loop([work], begin, begin + 20))
+    assert found.timeline().error is None
+
+
+def test_another_scheme_is_refused():
+    with pytest.raises(ValueError, match="must be http://host:port"):
+        Client("https://127.0.0.1:1", "m")
 
 
 def test_no_server_is_an_error_of_each_request():
