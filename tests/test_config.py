@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from segue.config import EngineConfig, default_cache_dir
+from segue.config import EngineConfig, default_cache_dir, parse_sizes
 from segue.errors import ConfigError
 
 
@@ -62,6 +62,11 @@ def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
         ({"memory_ratio": float("nan")}, "memory_ratio=nan: must be at least 0.01"),
         ({"model": 5}, "expected str or None"),
         ({"api_key": ""}, "api_key='': must not be empty"),
+        (
+            {"batch_prefill_batch_sizes": "1,,2"},
+            "batch_prefill_batch_sizes='1,,2': expected numbers from 1 on",
+        ),
+        ({"batch_prefill_seq_lengths": "16,0"}, "expected numbers from 1 on, separated by commas"),
         ({"colour": 1}, "unknown option 'colour'; known: "),
     ],
 )
@@ -70,6 +75,12 @@ def test_a_wrong_option_names_value_and_rule(options: dict[str, Any], words: str
         EngineConfig.create({}, **options)
     assert words in raised.value.message
     assert raised.value.param == next(iter(options))
+
+
+def test_sizes_are_separated_by_commas() -> None:
+    assert parse_sizes(EngineConfig().batch_prefill_batch_sizes, "") == [1, 2, 4, 8]
+    assert parse_sizes(EngineConfig().batch_prefill_seq_lengths, "") == [16, 32, 64, 128, 256]
+    assert parse_sizes("3, 5", "") == [3, 5]
 
 
 def test_a_copy_is_checked_too() -> None:

@@ -90,6 +90,7 @@ def test_the_same_bucket_replayed_twice_gives_the_same_bits(make, grid):
     executor, seen = executor_of(runner), []
     for _ in range(2):
         runner.kv.data.zero_()
+        torch.cuda.synchronize()
         planner = Planner(runner)
         planner.step = executor._state.step
         sequences = [planner.add(prompt) for prompt in prompts(20, 50, 9)]
@@ -188,7 +189,7 @@ def test_a_replay_copies_its_inputs_at_once_and_never_waits(make, options):
     old = [planner.add(prompt) for prompt in prompts(20, 33, 47, 18, 25)]
     planner.run([(sequence, len(sequence.tokens)) for sequence in old])
     planner.decode(old, 2)
-    new = [planner.add(prompt) for prompt in prompts(61, 50, 64)]
+    new = [planner.add(prompt) for prompt in prompts(61, 50)]
     steps = {
         "decode": [(sequence, 1) for sequence in old],
         "prompts": [(sequence, len(sequence.tokens)) for sequence in new],
@@ -196,14 +197,13 @@ def test_a_replay_copies_its_inputs_at_once_and_never_waits(make, options):
     }
     for name, work in steps.items():
         plan_deltas = name != "decode"
-        sync_debug_mode("error")
-        try:
-            with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+            sync_debug_mode("error")
+            try:
                 launched = planner.launch(work)
+            finally:
                 sync_debug_mode("default")
-                torch.cuda.synchronize()
-        finally:
-            sync_debug_mode("default")
+            torch.cuda.synchronize()
         assert launched.read().eager is None
         copies = [event.name for event in trace.events() if event.name.startswith("Memcpy")]
         to_device = [copy for copy in copies if "HtoD" in copy]

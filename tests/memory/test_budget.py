@@ -10,6 +10,7 @@ from segue.memory.budget import (
     GIB,
     Demand,
     Reserve,
+    afford_graphs,
     agree_on_free,
     formula_pages,
     free_cpu_memory,
@@ -54,6 +55,20 @@ def test_formula_rounds_pages_down():
 def test_formula_splits_a_shared_memory_over_local_ranks():
     # 8,800,000 - 2 * 3,800,000 = 1,200,000: 600 pages each, one is scratch
     assert formula_pages(replace(CUDA, local_ranks=2)) == 599
+
+
+def test_graphs_may_leave_no_less_to_kv_than_they_take():
+    # 5,000,000 bytes are left for KV beside 400,000 for graphs; of 4,600,000 more weights 400,000
+    assert afford_graphs(CUDA)
+    assert afford_graphs(replace(CUDA, arena_bytes=7_599_000))
+    assert not afford_graphs(replace(CUDA, arena_bytes=7_601_000))
+
+
+def test_graphs_give_way_to_kv_that_the_user_asked_for():
+    # 5000 pages with the scratch page, 3,800,000 bytes of weights and reserve
+    needed = 8_800_000
+    assert afford_graphs(replace(CUDA, free_before=needed), 4999 * 64)
+    assert not afford_graphs(replace(CUDA, free_before=needed - 1), 4999 * 64)
 
 
 def test_separate_memory_is_not_limited_by_request_count_or_pool_limit():

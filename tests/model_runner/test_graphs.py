@@ -55,6 +55,7 @@ def test_a_step_is_not_padded_to_a_multiple_of_itself() -> None:
     assert pick([16, 64], 20) is None
     assert pick([16, 64], 32) == 64
     assert pick([16, 64], 3) == 16
+    assert pick([32, 64], 3) is None
     assert pick([], 3) is None
 
 

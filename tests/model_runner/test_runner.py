@@ -259,3 +259,16 @@ def test_a_model_that_cannot_be_cut_names_its_heads(llama, tmp_path):
     # The ranks need not meet for it: rank 0 of 3 fails before it waits for anyone.
     with pytest.raises(TensorParallelError, match=r"num_attention_heads 8.*num_key_value_heads 4"):
         making.make_runner(llama[0], TPInfo(0, 3), tmp_path)
+
+
+def test_a_backend_without_the_grid_ignores_it_with_a_warning(llama, caplog):
+    runner = making.make_runner(llama[0], enable_batch_prefill_cuda_graph=True)
+    assert "--enable-batch-prefill-cuda-graph is ignored: attention backend 'cpu' does not" in caplog.text
+    planner = Planner(runner)
+    prompt = making.prompt(20)
+    assert planner.generate(prompt, 5).output == tiny.reference(llama[1], prompt, 5)
+    result = planner.run([(planner.add(prompt), 20)])
+    assert (result.eager, result.padded_tokens) == ("disabled", 0)
+    runner.close()
+    with pytest.raises(NotImplementedError, match="CPUAttention"):
+        runner._executor._inputs._backend.init_batch_prefill_cuda_graph_state(1, 16)

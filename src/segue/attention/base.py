@@ -41,7 +41,7 @@ class SlotMetadata:
     """The part of a context that is fixed for `bs` sequences of `seq_len` queries each."""
 
     q_starts: Tensor  # int32 [bs + 1]
-    blocks: Tensor | None = None  # the backend's own
+    blocks: Tensor  # int32 [*, 2], see `segue.attention.blocks`
 
 
 class AttentionBackend(Protocol):

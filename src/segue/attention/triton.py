@@ -15,9 +15,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from segue.attention.base import AttentionBackend, AttentionShape, SlotMetadata
+from segue.attention.base import AttentionShape
 from segue.attention.blocks import block_table
 from segue.attention.context import Context
+from segue.attention.slots import SlotPrefill
 from segue.kernels.cuda.attention import decode, prefill
 from segue.kernels.cuda.launch import is_hopper, launch_options
 from segue.kvcache.pool import KVPool
@@ -42,7 +43,7 @@ _TILES_BY_ROWS = {
 }
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(SlotPrefill):
     """Both kernels on one pool."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
@@ -85,28 +86,6 @@ class TritonAttention(AttentionBackend):
         if self._blocks is not None:
             self._run_prefill(query, output, self._blocks, layer, ctx)
         return output
-
-    def supports_batch_prefill_cuda_graph(self) -> bool:
-        """It does."""
-        return True
-
-    def init_batch_prefill_cuda_graph_state(self, max_bs: int, max_seq_len: int) -> None:
-        """Nothing is shared: the kernels take table rows and `kv_lens` from the step's inputs themselves."""
-
-    def init_forward_metadata_capture_batch_prefill_cuda_graph(
-        self, bs: int, seq_len: int, rows: Tensor, kv_lens: Tensor
-    ) -> SlotMetadata:
-        """Where slots begin, and which block is whose."""
-        blocks = block_table([seq_len] * bs, 0, self.queries_per_block(bs * seq_len))
-        return SlotMetadata(
-            q_starts=torch.arange(bs + 1, dtype=torch.int32, device=rows.device) * seq_len,
-            blocks=torch.from_numpy(blocks).to(rows.device),
-        )
-
-    def init_forward_metadata_replay_batch_prefill_cuda_graph(
-        self, bs: int, seq_len: int, rows: Tensor, kv_lens: Tensor
-    ) -> None:
-        """Nothing is derived from `rows` and `kv_lens`."""
 
     def _run_decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         shape, splits = self._shape, self._splits(ctx.num_decode)

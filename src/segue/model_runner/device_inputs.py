@@ -129,10 +129,10 @@ class DeviceInputs:
             parts[part][places] = values
         _fill(parts["rows"], rows, self._dummy)
         _fill(parts["kv_lens"], kv_lens, 1)
+        parts["num_decode"][0] = plan.num_decode
         if not shape.slot:  # else they are fixed
             parts["q_starts"][0] = 0
             _fill(parts["q_starts"][1:], ends, shape.tokens)
-            parts["num_decode"][0] = plan.num_decode
             per_block = self._backend.queries_per_block(shape.tokens)
             blocks = block_table([*plan.lens, shape.tokens - count], plan.num_decode, per_block)
             _fill(parts["blocks"], blocks.ravel(), -1)

@@ -22,6 +22,7 @@ from segue.protocol.messages import EagerReason, StepPlan
 MOST_TRUNK_TOKENS = 1024  # above it launching is no longer what a step waits for
 MOST_ROWS = 512  # larger batches run eagerly: their logits alone would take the memory that graphs may have
 MOST_PADDING = 2  # a step runs eagerly rather than padded to more than so many times its tokens
+_LEAST_TOKENS = 16  # any step may be padded to so many: they cost what one does
 # A captured trunk has room for so many prompts, and for one more with so many tokens.
 _PROMPTS, _PER_PROMPT = 8, 16
 
@@ -141,12 +142,9 @@ def route(plan: StepPlan, ladders: Ladders) -> Route:
 
 
 def pick(sizes: Sequence[int], size: int) -> int | None:
-    """The smallest of `sizes`, in ascending order, that holds `size`; None: none, or mostly padding.
-
-    The smallest of all may be: it costs next to nothing.
-    """
+    """The smallest of `sizes`, in ascending order, that holds `size`; None: none, or mostly padding."""
     at = bisect_left(sizes, size)
-    if at == len(sizes) or (sizes[at] > MOST_PADDING * size and at > 0):
+    if at == len(sizes) or sizes[at] > _most_padded(size):
         return None
     return sizes[at]
 
@@ -157,9 +155,13 @@ def pick_slots(
     """As `pick`, of `(slots, tokens a slot)`, for so many sequences, of so many tokens together."""
     fitting = [size for size in sizes if size[0] >= sequences and size[1] >= longest]
     best = min(fitting, key=lambda size: size[0] * size[1], default=None)
-    if best is None or (best[0] * best[1] > MOST_PADDING * tokens and best != sizes[0]):
+    if best is None or best[0] * best[1] > _most_padded(tokens):
         return None
     return best
+
+
+def _most_padded(tokens: int) -> int:
+    return max(MOST_PADDING * tokens, _LEAST_TOKENS)
 
 
 def most_prompts(tokens: int) -> int:

@@ -179,7 +179,7 @@ class ModelRunner:
                 derived=derived,
                 activations=activations,
             )
-            captures = demand.reserve.graphs > 0
+            captures = demand.reserve.graphs > 0 and model_config.moe is None
             if captures and not afford_graphs(demand, config.num_kv_tokens):
                 captures = False
                 logger.warning(
@@ -230,7 +230,7 @@ class ModelRunner:
             )
         with progress.step("CUDA graphs"):
             progress.detail = "none: steps run eagerly"
-            grid = _grid(config, choices, backend, backend_entry.name)
+            grid = _grid(config, choices, backend, backend_entry.name, model_config.moe is not None)
             if choices.device.type == "cuda" and tp.size == 1 and backend_entry.name == "triton":
                 self._executor = executor = _make_cuda_executor(
                     config, choices, model, state, kv, backend, sampler
@@ -301,10 +301,13 @@ def _make_cuda_executor(
 
 
 def _grid(
-    config: EngineConfig, choices: Choices, backend: AttentionBackend, name: str
+    config: EngineConfig, choices: Choices, backend: AttentionBackend, name: str, moe: bool
 ) -> list[tuple[int, int]]:
     """Sizes of the grid of prefill graphs; none where it is off, or the backend has none."""
     if not config.enable_batch_prefill_cuda_graph:
+        return []
+    if moe:
+        logger.warning("--enable-batch-prefill-cuda-graph is ignored: experts would compute its padding too")
         return []
     if not backend.supports_batch_prefill_cuda_graph():
         logger.warning(
