@@ -62,16 +62,17 @@ class Context:
         positions = torch.cat([torch.arange(kv - q, kv) for q, kv in zip(q_lens, kv_lens, strict=True)]).to(
             device
         )
+        index = torch.int64 if device.type == "cpu" else torch.int32  # as static steps have: compiled once
         token_rows = rows_device.repeat_interleave(torch.tensor(q_lens, device=device), output_size=ends[-1])
         return cls(
             input_ids=input_ids,
-            positions=positions,
+            positions=positions.to(index),
             kv_rows=kv.token_rows(page_table.slots(token_rows, positions)),
             wanted=wanted,
             rows=rows,
             q_lens=q_lens,
             kv_lens=kv_lens,
-            rows_device=rows_device,
+            rows_device=rows_device.to(index),
             kv_lens_device=kv_lens_device,
             q_starts_device=torch.tensor([0, *ends], dtype=torch.int32, device=device),
             num_decode=num_decode,
