@@ -32,6 +32,25 @@ def test_decode_steps_are_profiled(bench: StepBench) -> None:
     check(bench.decode(3, 100))
 
 
+def test_decode_steps_with_a_prompt_in_each_are_profiled(bench: StepBench) -> None:
+    before = bench._scheduler.totals.prompt_tokens
+    found = bench.decode(3, 100, 20)
+    check(found)
+    assert found.label == "decode, 3 rows of 100 tokens, and a prompt of 20"
+    steps = 8 + 40 + 10  # warm, timed, traced: a prompt in each
+    assert bench._scheduler.totals.prompt_tokens - before == steps * 20 + 3 * (100 - 8 - 40 // 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompt", "words"), [(7, 20, "9 rows: at most 8"), (2, 65, "chunked-prefill-size")]
+)
+def test_a_prompt_that_does_not_fit_beside_is_refused(
+    bench: StepBench, rows: int, prompt: int, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        bench.decode(rows, 100, prompt)
+
+
 def test_a_prompt_of_several_chunks_is_profiled(bench: StepBench) -> None:
     found = bench.prefill(150)
     check(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -213,7 +214,8 @@ def chat(
 def profile_steps(
     config: EngineConfig,
     steps: Annotated[
-        list[str] | None, typer.Argument(help="Decode rows (32), or p and the tokens of a prompt (p512).")
+        list[str] | None,
+        typer.Argument(help="Decode rows (32), p and the tokens of a prompt (p512), or both (255+p256)."),
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens that decode rows have.", min=64)] = 512,
     kernels: Annotated[int, typer.Option(help="Kernels shown a step.", min=1)] = 12,
@@ -225,10 +227,15 @@ def profile_steps(
     if config.log_level == "info":
         config = config.with_(log_level="warning")
     configure(config.log_level)
-    wanted = steps or ["1", "16", "p512"]
-    for text in wanted:
-        if not text.removeprefix("p").isdecimal() or int(text.removeprefix("p")) == 0:
-            raise ConfigError(f"step {text!r}: give a number of decode rows (32), or of prompt tokens (p512)")
+    wanted: list[tuple[int, int]] = []  # decode rows, tokens of a prompt
+    for text in steps or ["1", "16", "p512"]:
+        found = re.fullmatch(r"([1-9]\d*)?(?:(?(1)\+)p([1-9]\d*))?", text)
+        if found is None or not text:
+            raise ConfigError(
+                f"step {text!r}: give a number of decode rows (32), of prompt tokens (p512), or both "
+                "(255+p256)"
+            )
+        wanted.append((int(found[1] or 0), int(found[2] or 0)))
     console = Console(highlight=False)
     with console.status("Starting …"):
         bench = StepBench(config)
@@ -247,9 +254,8 @@ def profile_steps(
         console.print(table)
 
     try:
-        for text in wanted:
-            is_prompt = text.startswith("p")
-            show(bench.prefill(int(text[1:])) if is_prompt else bench.decode(int(text), context))
+        for rows, prompt in wanted:
+            show(bench.decode(rows, context, prompt) if rows else bench.prefill(prompt))
     finally:
         bench.close()
 

@@ -67,8 +67,8 @@ class StepBench:
         """Give the device back."""
         self.runner.close()
 
-    def decode(self, rows: int, context: int) -> StepProfile:
-        """Steps of `rows` decode rows that have about `context` tokens each.
+    def decode(self, rows: int, context: int, prompt: int = 0) -> StepProfile:
+        """Steps of `rows` decode rows that have about `context` tokens each, and one prompt of `prompt`.
 
         Raises:
             ConfigError: so many rows, or so many tokens, do not fit.
@@ -77,11 +77,19 @@ class StepBench:
         prefills = -(-rows * context // limits.chunked_prefill_size)  # the first rows decode meanwhile
         tokens = context + prefills + 2 + _WARM + _TIMED + _TRACED
         pages = -(-tokens // limits.page_size)
-        if rows > limits.max_running_requests:
+        beside = 2 if prompt else 0  # of the step before too, which is still to be read
+        if rows + beside > limits.max_running_requests:
             raise ConfigError(
-                f"{rows} rows: at most {limits.max_running_requests} can run; raise --max-running-requests"
+                f"{rows + beside} rows: at most {limits.max_running_requests} can run; raise "
+                "--max-running-requests"
             )
-        if rows * pages > limits.num_pages or tokens > limits.max_seq_len:
+        if prompt > limits.chunked_prefill_size:
+            raise ConfigError(
+                f"a prompt of {prompt} tokens takes several steps; raise --chunked-prefill-size, which is "
+                f"{limits.chunked_prefill_size}"
+            )
+        pages_beside = beside * -(-(prompt + 1) // limits.page_size)
+        if rows * pages + pages_beside > limits.num_pages or tokens > limits.max_seq_len:
             raise ConfigError(
                 f"{rows} rows of {tokens} tokens do not fit {limits.num_pages} KV pages of "
                 f"{limits.page_size} tokens, {limits.max_seq_len} a sequence; ask for fewer rows or less "
@@ -89,6 +97,8 @@ class StepBench:
             )
         with self._scheduled(rows, context) as drive:
             drive.run_until_all_decode()
+            if prompt:
+                drive.before = partial(self._add_prompt, prompt)
             drive.run(_WARM)
             host, begun = drive.host_seconds, time.perf_counter()
             drive.run(_TIMED)
@@ -96,11 +106,12 @@ class StepBench:
             seconds = (time.perf_counter() - begun) / _TIMED
             host = (drive.host_seconds - host) / _TIMED
             kernels = self._traced(lambda: drive.run(1), drive)
+        beside_label = f", and a prompt of {prompt}" if prompt else ""
         return StepProfile(
-            label=f"decode, {rows} rows of {context} tokens",
+            label=f"decode, {rows} rows of {context} tokens{beside_label}",
             milliseconds=seconds * 1e3,
             host_milliseconds=host * 1e3,
-            floor_milliseconds=self._floor(rows, rows * context, rows) * 1e3,
+            floor_milliseconds=self._floor(rows + prompt, rows * context + prompt, rows + (prompt > 0)) * 1e3,
             kernels=kernels,
         )
 
@@ -109,9 +120,7 @@ class StepBench:
         drive = _Drive(self._scheduler, self.runner)
 
         def step() -> None:
-            self._count += 1
-            ids = self._prompt(self._count, tokens)
-            self._add(f"p{self._count}", ids, SamplingParams(max_new_tokens=1))
+            self._add_prompt(tokens)
             while self._scheduler.has_work:
                 drive.run(1)
                 drive.wait()
@@ -134,6 +143,11 @@ class StepBench:
 
     def _prompt(self, seed: int, length: int) -> list[int]:
         return [(7919 * seed + 31 * i) % (self.runner.vocab_size - 1) for i in range(length)]
+
+    def _add_prompt(self, length: int) -> None:
+        self._count += 1
+        ids = self._prompt(self._count, length)
+        self._add(f"p{self._count}", ids, SamplingParams(max_new_tokens=1))
 
     def _add(self, rid: str, ids: list[int], params: SamplingParams) -> None:
         rejected = self._scheduler.add(AddRequest(rid=rid, prompt=pack_ids(ids), params=params))
@@ -205,6 +219,7 @@ class _Drive:
         self._runner = runner
         self._pending: ForwardOutput | None = None
         self.host_seconds = 0.0
+        self.before: Callable[[], None] = lambda: None  # every step
 
     def run_until_all_decode(self) -> None:
         scheduler = self._scheduler
@@ -213,6 +228,7 @@ class _Drive:
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
+            self.before()
             begun = time.perf_counter()
             plan = self._scheduler.plan()
             assert plan is not None
