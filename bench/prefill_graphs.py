@@ -1,0 +1,177 @@
+"""Short prompts through each mode of prefill graphs: requests a second and time to first token.
+
+    python -m bench.prefill_graphs MODEL [--load-format dummy …]
+
+Prompts have chat-like lengths: log-normal, median 17 tokens, sigma 1.6; longer ones than 256 are left out.
+Each asks for one token, so that every step is a prefill, as on a worker that only prefills. So many clients
+at a time each send the next prompt when they have their token. Scheduler and runner are those of an engine,
+without its frontend.
+
+`grid`: what --enable-batch-prefill-cuda-graph gives, a slot a prompt where at most half is padding, else by
+total tokens. `grid alone`: the smallest slots that hold the prompts, however padded, else no graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench import report
+from segue.config import EngineConfig
+from segue.distributed.info import TPInfo
+from segue.model_runner import graphs
+from segue.model_runner.cuda_executor import CUDAExecutor
+from segue.model_runner.output import ForwardOutput
+from segue.model_runner.runner import ModelRunner
+from segue.protocol.messages import AddRequest, SamplingParams, pack_ids
+from segue.scheduler.scheduler import Scheduler
+from segue.weights.source import resolve
+from segue.worker import limits_of
+
+MEDIAN, SIGMA, LONGEST = 17, 1.6, 256  # tokens; of the logarithm; tokens
+CONCURRENCY = (1, 4, 16, 64)
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"disable_cuda_graph": True},
+    "ragged": {},
+    "grid": {"enable_batch_prefill_cuda_graph": True},
+    "grid alone": {"enable_batch_prefill_cuda_graph": True},
+}
+
+
+def prompt_lengths(seed: int) -> Iterator[int]:
+    """Lengths of prompts, without end."""
+    rng = random.Random(seed)
+    while True:
+        length = round(rng.lognormvariate(0, SIGMA) * MEDIAN)
+        if 1 <= length <= LONGEST:
+            yield length
+
+
+class Server:
+    """A scheduler and a runner."""
+
+    def __init__(self, config: EngineConfig, mode: str) -> None:
+        source = resolve(config.model, config.load_format, config.cache_dir)
+        self.most_padding = graphs.MOST_PADDING
+        with TemporaryDirectory() as run_dir:
+            self.runner = ModelRunner(config, source, TPInfo(), Path(run_dir), lambda step: None)
+        if mode == "grid alone":
+            self.most_padding = 1 << 20
+            executor = self.runner._executor
+            assert isinstance(executor, CUDAExecutor)
+            executor._ladders = replace(executor._ladders, trunk=())
+        self.scheduler = Scheduler(limits_of(config, self.runner))
+        self._count = 0
+
+    def serve(self, clients: int, num_requests: int, seed: int) -> tuple[float, list[float]]:
+        """Seconds that all took, and each one's to its token."""
+        graphs.MOST_PADDING = self.most_padding
+        lengths, rng = prompt_lengths(seed), random.Random(seed)
+        sent: dict[str, float] = {}
+        seconds: list[float] = []
+
+        def send() -> None:
+            self._count += 1
+            rid, ids = str(self._count), [rng.randrange(10_000) for _ in range(next(lengths))]
+            sent[rid] = time.perf_counter()
+            params = SamplingParams(max_new_tokens=1)
+            assert self.scheduler.add(AddRequest(rid=rid, prompt=pack_ids(ids), params=params)) is None
+
+        def read(pending: ForwardOutput) -> None:
+            done = self.scheduler.apply(pending.result()).finished
+            now = time.perf_counter()
+            for end in done:
+                seconds.append(now - sent.pop(end.rid))
+                if len(seconds) + len(sent) < num_requests:
+                    send()
+
+        begun, pending = time.perf_counter(), None
+        for _ in range(clients):
+            send()
+        while sent:
+            plan = self.scheduler.plan()
+            launched = self.runner.forward_batch(plan) if plan is not None else None
+            if pending is not None:
+                read(pending)
+            pending = launched
+        return time.perf_counter() - begun, seconds
+
+
+def main() -> None:
+    """Run all modes by turns."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--repetitions", type=int, default=4)
+    parser.add_argument(
+        "--requests", type=int, default=300, help="of a client alone; of 64, four times as many"
+    )
+    args = parser.parse_args()
+    servers = {}
+    for mode, options in MODES.items():
+        config = EngineConfig(
+            model=args.model,
+            load_format=args.load_format,
+            dtype="bfloat16",
+            max_model_len=1024,
+            num_kv_tokens=1 << 15,
+            max_running_requests=128,
+            disable_prefix_cache=True,
+            **options,
+        )
+        servers[mode] = Server(config, mode)
+    figures: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    for clients in CONCURRENCY:
+        count = args.requests * (4 if clients == CONCURRENCY[-1] else 2 if clients > 1 else 1)
+        runs: dict[str, list[tuple[float, list[float]]]] = {mode: [] for mode in MODES}
+        before = {}
+        for repetition in range(-1, args.repetitions):  # the first warms up
+            order = list(MODES) if repetition % 2 else list(MODES)[::-1]
+            for mode in order:
+                server = servers[mode]
+                run = server.serve(clients, count, seed=repetition)
+                if repetition >= 0:
+                    runs[mode].append(run)
+                else:
+                    now = server.scheduler.totals
+                    before[mode] = (now.num_steps, now.graph_hits, now.padded_tokens, now.prompt_tokens)
+        for mode, server in servers.items():
+            now = server.scheduler.totals
+            after = (now.num_steps, now.graph_hits, now.padded_tokens, now.prompt_tokens)
+            steps, hits, padded, tokens = (b - a for a, b in zip(before[mode], after, strict=True))
+            waits = sorted(second for _, seconds in runs[mode] for second in seconds)
+            figures[mode].append(
+                {
+                    "clients": clients,
+                    "requests_per_s": round(statistics.median(count / total for total, _ in runs[mode]), 1),
+                    "ttft_ms_p50": round(1e3 * waits[len(waits) // 2], 3),
+                    "ttft_ms_p99": round(1e3 * waits[len(waits) * 99 // 100], 3),
+                    "steps": steps,
+                    "graph_hits": hits,
+                    "computed_per_prompt_token": round(1 + padded / tokens, 3),
+                }
+            )
+    for mode, server in servers.items():
+        server.runner.close()
+        rows = [[f"{value:g}" for value in figure.values()] for figure in figures[mode]]
+        report.show(mode, list(figures[mode][0]), rows)
+    record = {
+        "model": args.model,
+        "lengths": {"median": MEDIAN, "sigma": SIGMA, "longest": LONGEST},
+        **figures,
+    }
+    print(f"written to {report.save('gpu_prefill_graphs', record)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
