@@ -10,7 +10,7 @@ from segue.attention.blocks import block_table
 
 
 class SlotPrefill:
-    """Nothing is derived from rows and lengths outside the graph: a replay has nothing to bring up to date."""
+    """Nothing is derived from rows and lengths outside the graph: a replay has nothing to update."""
 
     def queries_per_block(self, tokens: int) -> int:
         """Queries of a sequence in one row of the blocks, in a step of `tokens`."""
