@@ -72,6 +72,16 @@ def test_300_rows_give_the_tokens_of_the_cpu(llama: Path) -> None:
     assert generate(llama, prompts, greedy(16), **options) == on_cpu
 
 
+def test_requests_that_end_early_leave_rows_and_pages_in_order(llama: Path) -> None:
+    """Each costs a surplus token, which is computed behind its end and dropped."""
+    prompts = [making.prompt(1 + i % 33, seed=i) for i in range(60)]
+    free = generate(llama, prompts, greedy(30), device="cpu", num_kv_tokens=4096)
+    params = [{**greedy(30), "stop_token_ids": [ids[i % 12]]} for i, ids in enumerate(free)]
+    expected = [ids[: ids.index(ids[i % 12]) + 1] for i, ids in enumerate(free)]
+    for options in ({}, {"disable_cuda_graph": True}, {"num_kv_tokens": 160, "page_size": 1}):
+        assert generate(llama, prompts, params, **options) == expected
+
+
 HEADS = {
     "one-kv-head-of-24": {"hidden_size": 96, "num_attention_heads": 24, "num_key_value_heads": 1},
     "one-kv-head-of-32": {"num_attention_heads": 32, "num_key_value_heads": 1},
