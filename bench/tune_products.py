@@ -1,7 +1,8 @@
 """Measure how each product of a decode step is cut best, and store it where the kernels look.
 
-    python -m bench.tune_products qwen3-0.6b qwen3-8b
+    python -m bench.tune_products qwen3-0.6b qwen3-8b qwen3-8b:2 qwen3-8b:4
 
+`:2` means one rank's share of tensor parallel 2; there only tiles are tried that have won for whole models.
 Every plan is timed as a chain of products with different weights in one CUDA graph, so that neither launches
 nor cached weights flatter it, against cuBLAS in the same chain. For split sums the time that their reader
 needs is added. Only the shapes measured are replaced in the table.
@@ -15,12 +16,14 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
 from segue.kernels.cuda import product
 from segue.kernels.cuda.product import Plan
+from segue.models.sharding import shard_rows
 
 # hidden, query heads, KV heads, head size, intermediate, vocabulary
 MODELS = {
@@ -34,13 +37,15 @@ WORTH = 0.98  # of cuBLAS's time, at most, for a plan of ours to be stored
 
 
 def shapes(model: str) -> Iterator[tuple[int, int, bool]]:
-    """(N, K, whether the reader takes split sums)."""
-    hidden, heads, kv_heads, dim, inner, vocab = MODELS[model]
-    yield (heads + 2 * kv_heads) * dim, hidden, True
-    yield hidden, heads * dim, True
-    yield 2 * inner, hidden, True
-    yield hidden, inner, True
-    yield vocab, hidden, False
+    """(N, K, whether the reader takes split sums) of a model, or of one rank's share of it."""
+    name, _, ranks = model.partition(":")
+    hidden, heads, kv_heads, dim, inner, vocab = MODELS[name]
+    tp = int(ranks or 1)
+    yield (heads + 2 * kv_heads) * dim // tp, hidden, True
+    yield hidden, heads * dim // tp, True
+    yield 2 * inner // tp, hidden, True
+    yield hidden, inner // tp, True
+    yield vocab if tp == 1 else shard_rows(vocab, tp), hidden, False
 
 
 def plans(rows: int, size: int, depth: int, may_split: bool) -> Iterator[Plan]:
@@ -55,13 +60,19 @@ def plans(rows: int, size: int, depth: int, may_split: bool) -> Iterator[Plan]:
         if size % block_n or depth % (count * block_k) or depth // count // block_k < 2:
             continue
         programs = size // block_n * count * -(-rows // block_m)
-        if not 48 <= programs <= 700 and size < 100_000:
+        if may_split and not 48 <= programs <= 700:
             continue
         if not 48 << 10 <= stages * (block_m + block_n) * block_k * 2 <= SHARED:
             continue
         if block_m * block_n // (32 * warps) > 128 or (tma and block_m < 64 and stages != 4):
             continue
         yield Plan(tma, block_m, block_n, block_k, count, stages, warps)
+
+
+def tiles_that_won(table: dict[str, Any]) -> set[Plan]:
+    """The stored plans of all shapes, however often they split."""
+    stored = (plan for rows in table.values() for kinds in rows.values() for plan in kinds.values() if plan)
+    return {replace(Plan(**plan), splits=1) for plan in stored}
 
 
 def chain_time(run: Callable[[int], object], copies: int) -> float:
@@ -88,14 +99,14 @@ def compile_plan(job: tuple[Plan, int, int, int, torch.dtype]) -> None:
     plan, rows, size, depth, dtype = job
     x = torch.zeros(rows, depth, dtype=torch.bfloat16, device="cuda")
     weight = torch.zeros(
-        size if size < 100_000 else 2 * plan.block_n, depth, dtype=torch.bfloat16, device="cuda"
+        size if dtype == torch.bfloat16 else 2 * plan.block_n, depth, dtype=torch.bfloat16, device="cuda"
     )
     product.run(plan, x, weight, None, dtype)
 
 
-def measure(rows: int, size: int, depth: int, may_split: bool) -> dict[str, object]:
+def measure(rows: int, size: int, depth: int, may_split: bool, tried: list[Plan]) -> dict[str, object]:
     """The best plans of one shape, and their times."""
-    dtype = torch.float32 if size > 100_000 else torch.bfloat16
+    dtype = torch.bfloat16 if may_split else torch.float32
     copies = max(2, min(28, int(3e9 // (size * depth * 2))))
     weights = [torch.randn(size, depth, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
@@ -107,7 +118,7 @@ def measure(rows: int, size: int, depth: int, may_split: bool) -> dict[str, obje
         copies,
     )
     timed: list[tuple[float, float, Plan]] = []
-    for plan in plans(rows, size, depth, may_split):
+    for plan in tried:
         result = product.run(plan, x, weights[0], None, dtype)
         result = result.sum(0) if plan.splits > 1 else result.float()
         error = ((result - expected).abs().max() / expected.abs().max()).item()
@@ -129,19 +140,32 @@ def measure(rows: int, size: int, depth: int, may_split: bool) -> dict[str, obje
 def main() -> None:
     """Tune the models named."""
     begun = time.monotonic()
-    wanted = sorted({shape for model in sys.argv[1:] for shape in shapes(model)})
+    table = json.loads(product.TABLE.read_text()) if product.TABLE.exists() else {}
+    device = table.setdefault(torch.cuda.get_device_name(), {})
+    won = tiles_that_won(device)
+    wanted = {
+        shape: ":" in model
+        for model in sys.argv[1:]
+        for shape in shapes(model)
+        if ":" not in model or f"{shape[0]}x{shape[1]}" not in device
+    }
+    tried = {
+        (shape, rows): [
+            plan for plan in plans(rows, *shape) if not is_share or replace(plan, splits=1) in won
+        ]
+        for (shape, is_share), rows in itertools.product(sorted(wanted.items()), ROWS)
+    }
     jobs = {}
-    for (size, depth, may_split), rows in itertools.product(wanted, ROWS):
-        dtype = torch.float32 if size > 100_000 else torch.bfloat16
-        for plan in plans(rows, size, depth, may_split):
-            jobs.setdefault((plan, dtype), (plan, rows, size, depth, dtype))
+    for ((size, depth, may_split), rows), candidates in tried.items():
+        dtype = torch.bfloat16 if may_split else torch.float32
+        for plan in candidates:
+            jobs.setdefault((plan, dtype, rows <= 8), (plan, rows, size, depth, dtype))
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.map(compile_plan, list(jobs.values()), chunksize=8)
     print(f"{len(jobs)} kernels compiled in {time.monotonic() - begun:.0f} s", flush=True)
-    table = json.loads(product.TABLE.read_text()) if product.TABLE.exists() else {}
-    device = table.setdefault(torch.cuda.get_device_name(), {})
-    for size, depth, may_split in wanted:
-        device[f"{size}x{depth}"] = {str(rows): measure(rows, size, depth, may_split) for rows in ROWS}
+    for ((size, depth, may_split), rows), candidates in tried.items():
+        found = device.setdefault(f"{size}x{depth}", {})
+        found[str(rows)] = measure(rows, size, depth, may_split, candidates)
         product.TABLE.write_text(json.dumps(table, indent=1) + "\n")
     print(f"{time.monotonic() - begun:.0f} s")
 

@@ -144,5 +144,5 @@ def test_key_value_heads_are_replicated_over_more_ranks() -> None:
 
 
 def test_the_vocabulary_is_padded_to_the_ranks() -> None:
-    part = shard(parse(vocab_size=100), TPInfo(1, 3))
-    assert (part.vocab_size, part.vocab_start, part.padded_vocab_size) == (34, 34, 102)
+    part = shard(parse(vocab_size=700), TPInfo(1, 3))  # whole blocks of 128 to each
+    assert (part.vocab_size, part.vocab_start, part.padded_vocab_size) == (256, 256, 768)

@@ -23,6 +23,16 @@ class Shard:
     padded_vocab_size: int  # of all ranks together
 
 
+VOCAB_BLOCK = 128  # rows: sampling draws whole blocks of the vocabulary, so no block lies on two ranks
+
+
+def shard_rows(vocab_size: int, tp_size: int) -> int:
+    """Vocabulary rows of each rank, padding included."""
+    if tp_size == 1:
+        return vocab_size
+    return -(-vocab_size // (tp_size * VOCAB_BLOCK)) * VOCAB_BLOCK
+
+
 def shard(config: ModelConfig, tp: TPInfo) -> Shard:
     """Cut `config` for rank `tp.rank` of `tp.size`.
 
@@ -31,7 +41,7 @@ def shard(config: ModelConfig, tp: TPInfo) -> Shard:
     """
     _check_divisible(config, tp.size)
     expert_size = config.moe.expert_intermediate_size if config.moe else 0
-    rows = -(-config.vocab_size // tp.size)
+    rows = shard_rows(config.vocab_size, tp.size)
     heads = config.num_heads // tp.size
     return Shard(
         tp=tp,
