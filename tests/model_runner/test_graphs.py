@@ -8,6 +8,7 @@ from segue.model_runner.graphs import (
     Route,
     grid_sizes,
     most_prompts,
+    most_trunk_tokens,
     pick,
     pick_slots,
     route,
@@ -47,7 +48,20 @@ def test_every_number_of_tokens_up_to_the_most_has_a_bucket() -> None:
     assert pick(sizes, 1025) is None
 
 
+def test_small_models_have_larger_trunks_captured() -> None:
+    assert most_trunk_tokens(36, 7_000_000_000) == 1028
+    worth = most_trunk_tokens(28, 440_000_000)
+    assert 8448 < worth < 16384
+    sizes = token_sizes(8448, worth)
+    assert sizes[: len(token_sizes(8448))] == token_sizes(8448) and sizes[-2:] == [8192, 8448]
+    for tokens in range(1025, 8449):
+        found = pick(sizes, tokens)
+        assert found is not None and tokens <= found <= tokens * 9 / 8
+    assert token_sizes(8448, 1028)[-1] == 1024
+
+
 def test_a_runner_of_few_tokens_has_no_larger_buckets() -> None:
+    assert token_sizes(200, 9999)[-1] == 192
     assert token_sizes(60) == [16, 32, 48]
 
 

@@ -17,11 +17,11 @@ from segue.model_runner.batch_state import BatchState
 from segue.model_runner.device_inputs import RING, DeviceInputs, StepShape
 from segue.model_runner.executor import prompt_logprobs, step_outputs
 from segue.model_runner.graphs import (
-    MOST_TRUNK_TOKENS,
     Graphs,
     Ladders,
     Route,
     most_prompts,
+    most_trunk_tokens,
     pick,
     quiet_gc,
     route,
@@ -65,6 +65,7 @@ class CUDAExecutor:
         self._ring = torch.zeros((RING, max_rows), dtype=torch.int32).pin_memory()
         self._logprob_ring = torch.zeros((RING, max_rows)).pin_memory()
         self._max_rows, self._max_tokens = max_rows, chunk + max_rows
+        self._worth = most_trunk_tokens(model.config.num_layers, model.weights_per_token())
         self._seen = None
         if self_check:
             self._seen = torch.zeros((max_rows, model.config.vocab_size), device=weight.device)
@@ -86,7 +87,7 @@ class CUDAExecutor:
     @torch.inference_mode()
     def settle(self) -> int:
         """Compile what steps above the largest trunk need; bytes of the device then free."""
-        for tokens in {min(2 * MOST_TRUNK_TOKENS, self._max_tokens), self._max_tokens}:
+        for tokens in {min(2 * self._worth, self._max_tokens), self._max_tokens}:
             self._run_trunk(self._shape(tokens))
         quiet_gc()
         return torch.cuda.mem_get_info(self._state.device)[0]
@@ -108,7 +109,7 @@ class CUDAExecutor:
         left: dict[str, list[Any]] = {
             "decode": self._decode.capture(rows, has_room),
             "tail": self._tail.capture(rows, has_room),
-            "trunk": self._trunk.capture(token_sizes(self._max_tokens), has_room),
+            "trunk": self._trunk.capture(token_sizes(self._max_tokens, self._worth), has_room),
         }
         if grid:
             self._backend.init_batch_prefill_cuda_graph_state(*map(max, zip(*grid, strict=True)))

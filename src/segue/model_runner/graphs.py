@@ -19,7 +19,10 @@ from torch import Tensor
 
 from segue.protocol.messages import EagerReason, StepPlan
 
-MOST_TRUNK_TOKENS = 1024  # above it launching is no longer what a step waits for
+# Trunks are captured up to the size at which computing takes twice as long as launching does: half a
+# millisecond a layer (measured), against two operations a weight and token at a speed that devices reach.
+_LAYER_S, _OPERATIONS_PER_S = 2 * 0.5e-3, 4e14
+_LEAST_TRUNK_TOKENS = 1024
 MOST_ROWS = 512  # larger batches run eagerly: their logits alone would take the memory that graphs may have
 MOST_PADDING = 2  # a step runs eagerly rather than padded to more than so many times its tokens
 _LEAST_TOKENS = 16  # any step may be padded to so many: they cost what one does
@@ -176,10 +179,20 @@ def row_sizes(most: int) -> list[int]:
     return sorted({min(size, most) for size in [*steps, most]})
 
 
-def token_sizes(most: int) -> list[int]:
-    """Buckets for tokens, fine where chat turns lie."""
-    steps = [*range(16, 256, 16), *range(256, 512, 32), *range(512, MOST_TRUNK_TOKENS + 1, 64)]
-    return [size for size in steps if size <= most]
+def token_sizes(most: int, worth: int = _LEAST_TRUNK_TOKENS) -> list[int]:
+    """Buckets for steps of up to `most` tokens, fine where chat turns lie; none larger than `worth`."""
+    sizes, size, step = [], 0, 16
+    while size + step <= min(most, worth):
+        size += step
+        sizes.append(size)
+        if size >= 256 and size == 16 * step:
+            step *= 2
+    return [*sizes, most] if _LEAST_TRUNK_TOKENS < most <= worth and most != size else sizes
+
+
+def most_trunk_tokens(num_layers: int, weights: int) -> int:
+    """The largest trunk worth capturing for layers with so many weights that a token goes through."""
+    return max(_LEAST_TRUNK_TOKENS, int(num_layers * _LAYER_S * _OPERATIONS_PER_S / (2 * weights)))
 
 
 def grid_sizes(

@@ -114,6 +114,14 @@ class Decoder(Layer):
         logits: Tensor | None = self.lm_head(hidden)
         return logits
 
+    def weights_per_token(self) -> int:
+        """Weights of this rank's layers that a token goes through; of experts, those of its share."""
+        moe = self.config.moe
+        share = 1.0 if moe is None else moe.num_experts_per_tok / moe.num_experts
+        return sum(
+            int(weight.numel() * (share if weight.dim() == 3 else 1)) for weight in self.layers.parameters()
+        )
+
     def build_derived(self) -> int:
         """Derive what the device wants besides the weights themselves (packed copies); bytes taken.
 
