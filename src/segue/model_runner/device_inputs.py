@@ -73,7 +73,7 @@ class DeviceInputs:
         largest = StepShape(
             tokens=max_tokens, decode=max_rows, sequences=max_rows, blocks=most_blocks, logits=max_rows
         )
-        size = self._front + max(sum(map(_aligned, _sizes(largest))), _aligned(3 * max_rows))
+        size = self._front + max(sum(map(_aligned, _sizes(largest))), 3 * _aligned(max_rows))
         self._buffer = torch.zeros(size, dtype=torch.int32, device=state.device)
         on_cuda = state.device.type == "cuda"
         self._staged = torch.zeros((RING, size), dtype=torch.int32, pin_memory=on_cuda)
@@ -95,12 +95,13 @@ class DeviceInputs:
         """Copy in a step of decode rows only, padded to `size`."""
         count, host = len(plan.rows), self._staged[slot].numpy()
         host[0] = slot
-        step = host[self._front : self._front + 3 * size].reshape(3, size)
+        end = self._front + 3 * _aligned(size)
+        step = host[self._front : end].reshape(3, -1)[:, :size]
         step[0, count:], step[1, count:], step[2, count:] = self._dummy, 0, 1
         step[0, :count] = plan.rows
         step[1, :count] = plan.starts
         np.add(step[1, :count], 1, out=step[2, :count])
-        self._copy(slot, self._front + 3 * size)
+        self._copy(slot, end)
 
     def load(self, plan: StepPlan, shape: StepShape, slot: int) -> None:
         """Copy in any step, padded to `shape`."""
@@ -145,12 +146,12 @@ class DeviceInputs:
 
     def decode_rows(self, size: int) -> tuple[Tensor, Tensor]:
         """Rows and sampled positions of a decode step."""
-        rows, _, kv_lens = self._buffer[self._front :][: 3 * size].view(3, size)
+        rows, _, kv_lens = _cut(self._buffer[self._front :], [size] * 3)
         return rows, kv_lens
 
     def decode_context(self, size: int) -> Context:
         """The context of `size` decode rows."""
-        rows, positions, kv_lens = self._buffer[self._front :][: 3 * size].view(3, size)
+        rows, positions, kv_lens = _cut(self._buffer[self._front :], [size] * 3)
         return self._context(
             rows, positions, rows=rows, kv_lens=kv_lens, q_starts=self._buffer[:0], num_decode=size
         )
