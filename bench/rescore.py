@@ -3,12 +3,14 @@
 Sampling is the argmax of logits and noise, and the noise is a function of (seed, position, token). So the
 eager logits say what should have been drawn, and a token's *regret* says how far it is from that: by so much
 its score, noise included, is below the best one's. Where logits differ by rounding alone, regrets are 0 but
-for close calls; a token from wrong logits has one of several units.
+for close calls; a token from wrong logits has one of several units. What rounding does depends on the model:
+it is measured, as the difference between the eager logits and those of a float32 forward of the same weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +30,8 @@ from segue.models.registry import build_model
 from segue.weights.checkpoint import load_weights
 from segue.weights.source import resolve
 
-BOUND = 0.1  # of a regret, in logits: what bfloat16 may change
+LEAST_BOUND = 0.1  # of a regret, in logits
+ROUNDINGS = 8.0  # a regret may be so many times the root mean square of what rounding changes in a logit
 _BLOCK = 128  # as in segue.model_runner.categorical
 _POSITIONS = 128  # scored at a time
 
@@ -50,41 +53,51 @@ class Score:
     tokens: int
     equal: float  # share that are exactly what eager would have made
     worst_regret: float  # in logits
-    beyond: int  # tokens whose regret exceeds BOUND: wrong ones
+    bound: float  # of a regret
+    wrong: int  # tokens whose regret exceeds it
 
     def __str__(self) -> str:
         return (
-            f"{self.tokens} tokens, {self.equal:.2%} as eager, worst regret {self.worst_regret:.4f}, "
-            f"{self.beyond} wrong"
+            f"{self.tokens} tokens, {self.equal:.2%} as eager, worst regret {self.worst_regret:.4f} of "
+            f"{self.bound:.4f} allowed, {self.wrong} wrong"
         )
 
 
 class Teacher:
     """The model of `config`, one sequence at a time, without scheduler and graphs."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load the weights."""
+    def __init__(self, config: EngineConfig, weights: torch.dtype | None = None) -> None:
+        """Load the weights; with `weights` their values are rounded to that type."""
         source, tp = resolve(config.model, config.load_format, config.cache_dir), TPInfo()
         self._config, self._choices = config, choose(config, source, tp)
         device, dtype = self._choices.device, self._choices.dtype
         self._model = build_model(source.config, dtype=dtype)
         load_weights(self._model, source.config, source, tp, device, dtype, progress=False, seed=config.seed)
+        if weights is not None:
+            for parameter in self._model.parameters():
+                parameter.data.copy_(parameter.data.to(weights))
         self._model.build_derived()
 
     @torch.inference_mode()
     def regrets(self, request: Produced) -> Tensor:
         """Of each output token, float64 `[n]`, in logits."""
-        first, count = len(request.prompt), len(request.output)
         tokens = torch.tensor(request.output, device=self._choices.device)
-        hidden = self._hidden([*request.prompt, *request.output[:-1]])[first - 1 :]
-        parts = []
-        for start in range(0, count, _POSITIONS):
+        positions = torch.arange(len(tokens), device=self._choices.device) + len(request.prompt)
+        parts = [
+            regrets(logits, tokens[part], positions[part], request.seed, request.temperature)
+            for part, logits in self.logits(request)
+        ]
+        return torch.cat(parts).cpu()
+
+    @torch.inference_mode()
+    def logits(self, request: Produced) -> Iterator[tuple[slice, Tensor]]:
+        """Float32 `[n, V]` for each run of output tokens."""
+        hidden = self._hidden([*request.prompt, *request.output[:-1]])[len(request.prompt) - 1 :]
+        for start in range(0, len(request.output), _POSITIONS):
             part = slice(start, start + _POSITIONS)
             logits = self._model.logits(hidden[part])
             assert logits is not None
-            positions = torch.arange(first, first + count, device=logits.device)[part]
-            parts.append(regrets(logits, tokens[part], positions, request.seed, request.temperature))
-        return torch.cat(parts).cpu()
+            yield part, logits
 
     def _hidden(self, ids: list[int]) -> Tensor:
         choices, model = self._choices, self._model
@@ -156,12 +169,22 @@ def _below(scores: Tensor, index: Tensor) -> Tensor:
     return scores.amax(-1) - scores.gather(-1, index[:, None]).squeeze(-1)
 
 
-def rescore(teacher: Teacher, requests: Iterable[Produced]) -> Score:
-    """Score every token of `requests`."""
+def rounding(teacher: Teacher, exact: Teacher, request: Produced) -> float:
+    """Root mean square of what the logits of both differ by."""
+    total, count = 0.0, 0
+    for (_, mine), (_, true) in zip(teacher.logits(request), exact.logits(request), strict=True):
+        total += (mine - true).double().square().sum().item()
+        count += mine.numel()
+    return math.sqrt(total / count)
+
+
+def rescore(teacher: Teacher, requests: Iterable[Produced], bound: float) -> Score:
+    """Score every token of `requests`; a regret may be `bound` logits."""
     found = torch.cat([teacher.regrets(request) for request in requests])
     return Score(
         tokens=len(found),
         equal=(found == 0).double().mean().item(),
         worst_regret=found.max().item(),
-        beyond=int((~(found <= BOUND)).sum()),  # NaN is wrong
+        bound=bound,
+        wrong=int((~(found <= bound)).sum()),  # NaN is wrong
     )

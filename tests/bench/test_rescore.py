@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import segue
-from bench.offline import Adapter, spread
-from bench.rescore import BOUND, Produced, Teacher, regrets, rescore
+from bench.offline import Adapter, score_again, spread
+from bench.rescore import LEAST_BOUND, Produced, Teacher, regrets, rescore, rounding
 from segue.config import EngineConfig
 from segue.model_runner.categorical import argmax, draw
 from tests.model_runner import making, tiny
@@ -38,11 +38,11 @@ def teacher(options):
 def test_what_an_engine_produces_is_what_it_should_have(calls, teacher):
     assert len(calls) == 2
     for requests in calls.values():
-        score = rescore(teacher, requests)
+        score = rescore(teacher, requests, LEAST_BOUND)
         assert score.tokens == sum(len(request.output) for request in requests)
         assert score.equal == 1.0
         assert score.worst_regret < 1e-4
-        assert score.beyond == 0
+        assert score.wrong == 0
 
 
 def test_one_wrong_token_is_found(calls, teacher):
@@ -52,8 +52,8 @@ def test_one_wrong_token_is_found(calls, teacher):
             output[at] = (output[at] + 1) % making.VOCAB
             wrong = dataclasses.replace(requests[0], output=output)
             found = teacher.regrets(wrong)
-            assert (found[:at] < BOUND).all()
-            assert found[at] > BOUND
+            assert (found[:at] < LEAST_BOUND).all()
+            assert found[at] > LEAST_BOUND
 
 
 def test_tokens_of_another_seed_prompt_or_temperature_are_wrong(calls, teacher):
@@ -65,8 +65,8 @@ def test_tokens_of_another_seed_prompt_or_temperature_are_wrong(calls, teacher):
         dataclasses.replace(greedy[0], temperature=0.6),
         dataclasses.replace(greedy[0], prompt=greedy[1].prompt),
     ):
-        score = rescore(teacher, [wrong])
-        assert score.beyond > score.tokens / 5
+        score = rescore(teacher, [wrong], LEAST_BOUND)
+        assert score.wrong > score.tokens / 5
 
 
 @pytest.mark.parametrize("vocab", [100, 128, 1000])
@@ -86,10 +86,36 @@ def test_the_samplers_own_choice_has_no_regret(vocab, temperature):
 
 def test_logits_of_nan_make_no_token_right(monkeypatch, teacher, calls):
     monkeypatch.setattr(teacher, "regrets", lambda request: torch.full((3,), torch.nan))
-    assert rescore(teacher, next(iter(calls.values()))[:1]).beyond == 3
+    assert rescore(teacher, next(iter(calls.values()))[:1], LEAST_BOUND).wrong == 3
 
 
 def test_the_shortest_and_the_longest_are_among_those_scored():
     made = [Produced(prompt=[1] * n, output=[1], temperature=0.0, seed=0) for n in (5, 9, 1, 7, 3, 8)]
     assert [len(request.prompt) for request in spread(made, 4)] == [1, 3, 7, 9]
     assert len(spread(made[:2], 4)) == 2
+
+
+def test_rounding_is_what_bfloat16_changes_in_a_logit_of_the_same_weights(options, calls, teacher):
+    request = next(iter(calls.values()))[0]
+    assert rounding(teacher, teacher, request) == 0.0
+    rounded = EngineConfig(**{**options, "dtype": "bfloat16"})
+    coarse = Teacher(rounded)
+    noise = rounding(coarse, Teacher(rounded.with_(dtype="float32"), weights=torch.bfloat16), request)
+    _, logits = next(teacher.logits(request))
+    assert 0.001 < noise / logits.std().item() < 0.1
+    assert noise < rounding(coarse, teacher, request)  # whose weights are others
+
+
+def test_an_engine_in_bfloat16_is_held_to_what_rounding_explains(options, capsys):
+    prompts = [making.prompt(30, seed=i) for i in range(5)]
+    with segue.Engine(**{**options, "dtype": "bfloat16"}, embedded=True) as engine:
+        adapter = Adapter(engine)
+        adapter(prompts, [60] * 5, 0.6)
+        adapter(prompts, [50] * 5, 0.0)
+    scores = score_again(engine.config, adapter.calls)
+    assert [score.wrong for score in scores.values()] == [0, 0]
+    assert "rounding changes a logit by" in capsys.readouterr().out
+    for requests in adapter.calls.values():
+        wrong = [(token + 7) % making.VOCAB for token in requests[0].output]
+        requests[:] = [dataclasses.replace(requests[0], output=wrong)]
+    assert all(score.wrong > 0 for score in score_again(engine.config, adapter.calls).values())
