@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from segue.logs import logger
 from segue.memory.budget import GRAPH_RESERVE
 from segue.model_runner import runner as runner_module
 from segue.model_runner.graphs import GraphMismatchError
@@ -170,6 +171,7 @@ def test_the_self_check_finds_a_graph_that_reads_elsewhere(make):
         else:
             norm = executor._model.layers[1].post_norm
             norm.weight = torch.nn.Parameter(norm.weight * 1.5, requires_grad=False)
+        torch.cuda.synchronize()
         with pytest.raises(
             GraphMismatchError, match=r"the trunk graph of size 32 is wrong: \d+ of 64 values.*most"
         ):
@@ -220,6 +222,8 @@ def test_graphs_take_less_than_is_kept_for_them(make):
 
 
 def test_what_does_not_fit_the_reserve_is_left_out_with_a_warning_and_runs_eagerly(make, monkeypatch, caplog):
+    monkeypatch.setattr(logger, "propagate", True)  # whatever another test has configured
+    caplog.set_level("WARNING", logger.name)
     free = itertools.count(80 << 30, -1 << 20)  # every look finds a MiB less
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 80 << 30))
     monkeypatch.setattr(runner_module, "GRAPH_RESERVE", 20 << 20)

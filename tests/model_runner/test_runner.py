@@ -9,6 +9,7 @@ import torch
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, OutOfMemoryError, TensorParallelError
+from segue.logs import logger
 from segue.model_runner.batch_state import PlanError
 from segue.model_runner.runner import ModelRunner
 from segue.weights.source import resolve
@@ -261,7 +262,9 @@ def test_a_model_that_cannot_be_cut_names_its_heads(llama, tmp_path):
         making.make_runner(llama[0], TPInfo(0, 3), tmp_path)
 
 
-def test_a_backend_without_the_grid_ignores_it_with_a_warning(llama, caplog):
+def test_a_backend_without_the_grid_ignores_it_with_a_warning(llama, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)  # whatever another test has configured
+    caplog.set_level("WARNING", logger.name)
     runner = making.make_runner(llama[0], enable_batch_prefill_cuda_graph=True)
     assert "--enable-batch-prefill-cuda-graph is ignored: attention backend 'cpu' does not" in caplog.text
     planner = Planner(runner)
