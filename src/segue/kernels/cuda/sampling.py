@@ -248,6 +248,7 @@ def _launch(
 ) -> None:
     """Run both kernels; those of a `whole` tail also write the token pool and log-probabilities."""
     count, vocab_size = logits.shape
+    logits = logits.contiguous()  # they may be cut out of a vocabulary padded for the ranks
     num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)
     scores = torch.empty((count, num_chunks), dtype=torch.float64, device=logits.device)
     choices = torch.empty((count, num_chunks), dtype=torch.int32, device=logits.device)
