@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segue.kvcache.table import PageTable, TokenPool
-from segue.model_runner.delta import make_writer
+from segue.model_runner.delta import make_writer, to_device
 from segue.protocol.messages import NewRow, SamplingParams, StepPlan
 
 # Below this a draw is the argmax for any logits that differ at all, and 1 / temperature stays finite.
@@ -123,7 +123,7 @@ class BatchState:
 
     def write_tokens(self, rows: NDArray[np.int64], positions: NDArray[np.int64], tokens: Tensor) -> None:
         """Put `tokens` (int64, on the device) at `positions` of `rows`, where the next step reads them."""
-        where = torch.from_numpy(np.stack([rows, positions])).to(self.device)
+        where = to_device(np.stack([rows, positions]), self.device)
         self.token_pool.data[where[0], where[1]] = tokens.to(torch.int32)
 
     def _add_rows(self, new_rows: Sequence[NewRow]) -> None:

@@ -85,3 +85,9 @@ class CUDAWriter:
 def make_writer(device: torch.device) -> Writer:
     """The writer for tensors on `device`."""
     return HostWriter() if device.type == "cpu" else CUDAWriter(device)
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """The array as a tensor; on a CPU it is the same memory, to CUDA the copy is under way."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from segue.attention.base import AttentionBackend
 from segue.attention.context import Context
 from segue.kvcache.pool import KVPool
 from segue.model_runner.batch_state import BatchState
+from segue.model_runner.delta import to_device
 from segue.protocol.messages import StepPlan
 
 Indices = NDArray[np.int64]
@@ -37,12 +37,6 @@ class StepInputs:
     rows: Indices  # of the sampling sequences
     positions: Indices  # of the tokens they sample
     prompt_runs: list[PromptRun]
-
-
-def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    """The array as a tensor; on a CPU it is the same memory, to CUDA the copy is under way."""
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class InputBuilder:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from segue.model_runner.batch_state import BatchState, SamplingColumns
 from segue.model_runner.categorical import argmax, draw, draw_candidates
+from segue.model_runner.delta import to_device
 from segue.model_runner.filters import candidates
 from segue.model_runner.logprobs import Logprobs, logprobs_of
 from segue.model_runner.penalties import penalise
@@ -42,9 +43,9 @@ class Sampler:
         self._state = state
 
     @staticmethod
-    def num_bytes(rows: int, vocab_size: int) -> int:
-        """About what it takes beside the logits if every row uses every parameter (measured: 23 a logit)."""
-        return 24 * rows * vocab_size
+    def num_bytes(rows: int, vocab_size: int, device: torch.device) -> int:
+        """What it takes beside the logits if every row uses every parameter (measured: 23 and 65 a logit)."""
+        return (24 if device.type == "cpu" else 66) * rows * vocab_size
 
     def sample(self, logits: Tensor, rows: Indices, positions: Indices, tail: Tail) -> Sampled:
         """Choose the tokens at `positions` of `rows`.
@@ -169,8 +170,8 @@ class Sampler:
                 values.append(np.full(len(extras.stop_ids), -np.inf, dtype=np.float32))
         if which:
             where = (self._index(which), self._index(np.concatenate(ids)))
-            change = torch.from_numpy(np.concatenate(values)).to(logits.device)
+            change = to_device(np.concatenate(values), logits.device)
             logits.index_put_(where, change, accumulate=True)
 
     def _index(self, values: Sequence[int] | Indices) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._state.device)
+        return to_device(np.asarray(values, dtype=np.int64), self._state.device)
