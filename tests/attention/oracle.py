@@ -9,12 +9,11 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     q_len, heads, _ = query.shape
     kv_len, kv_heads, _ = keys.shape
     output = torch.zeros(query.shape, dtype=torch.float64)
-    for p in range(q_len):
-        visible = p + kv_len - q_len + 1
-        if visible <= 0:
-            continue
-        for h in range(heads):
-            g = h // (heads // kv_heads)
-            scores = keys[:visible, g].double() @ query[p, h].double() * scale
-            output[p, h] = scores.softmax(0) @ values[:visible, g].double()
+    blind = max(0, q_len - kv_len)  # queries that see no key
+    visible = torch.arange(kv_len) <= torch.arange(blind, q_len)[:, None] + kv_len - q_len
+    for h in range(heads):
+        g = h // (heads // kv_heads)
+        scores = query[blind:, h].double() @ keys[:, g].double().T * scale
+        scores = scores.masked_fill(~visible, float("-inf"))
+        output[blind:, h] = scores.softmax(-1) @ values[:, g].double()
     return output

@@ -1,21 +1,105 @@
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
-from segue.attention.registry import names, select
+from segue.attention import registry
+from segue.attention.base import AttentionShape, Capabilities
+from segue.attention.registry import BackendEntry, Setting, misfits, names, select
 from segue.errors import ConfigError
+from segue.kvcache.pool import KVPool
 
-CPU = torch.device("cpu")
+
+def setting(
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    page_size: int = 16,
+    heads: int = 6,
+    head_dim: int = 64,
+) -> Setting:
+    shape = AttentionShape(num_heads=heads, num_kv_heads=2, head_dim=head_dim, scale=0.1)
+    return Setting(shape=shape, device=torch.device(device), dtype=dtype, page_size=page_size)
+
+
+def entry(name: str, capabilities: Capabilities) -> BackendEntry:
+    def make(shape: AttentionShape, pool: KVPool) -> str:
+        return name
+
+    return BackendEntry(name=name, capabilities=capabilities, make=make)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A device whose backends are `plain`, `quick`, and `elsewhere`, which is not installed."""
+    anything = {"devices": ("cuda",), "dtypes": (torch.bfloat16,)}
+    entries = [
+        entry("plain", Capabilities(**anything, graphs=True)),
+        entry("quick", Capabilities(**anything, architectures=((9, 0),))),
+        entry("elsewhere", Capabilities(**anything, package=("no_such_module", "more"))),
+    ]
+    monkeypatch.setattr(registry, "_BACKENDS", {each.name: each for each in entries})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Measured")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return monkeypatch
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: object) -> None:
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(table))
+    monkeypatch.setattr(registry, "TABLE", path)
 
 
 def test_auto_takes_the_cpu_backend_on_a_cpu() -> None:
-    assert select("auto", device=CPU, dtype=torch.bfloat16, page_size=1).name == "cpu"
+    assert select("auto", setting(page_size=1)).name == "cpu"
 
 
-def test_an_unknown_backend_is_named_with_those_that_exist() -> None:
+def test_auto_takes_for_each_half_and_size_the_fastest_measured_that_fits(cuda, tmp_path) -> None:
+    fast = ["elsewhere", "quick", "plain"]
+    halves = {"prefill": {"64": ["plain"], "256": fast, "1024": fast}, "decode": ["removed", "plain"]}
+    measured(cuda, tmp_path, {"Measured": {"64": {"16": halves}}})
+    selection = select("auto", setting("cuda"))
+    assert [(most, entry.name) for most, entry in selection.prefill] == [(64, "plain"), (1024, "quick")]
+    assert selection.name == "quick (plain up to 64 tokens),plain"
+    assert not selection.graphs
+    assert select("quick,auto", setting("cuda")).name == "quick,plain"
+    cuda.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert select("auto", setting("cuda")).name == "plain"
+
+
+def test_auto_takes_the_first_that_fits_where_nothing_was_measured(cuda, tmp_path) -> None:
+    halves = {"prefill": {"64": ["quick"]}, "decode": ["quick"]}
+    measured(cuda, tmp_path, {"Measured": {"128": {"16": halves}}, "Other": {}})
+    assert select("auto", setting("cuda")).name == "plain"
+
+
+def test_the_stored_table_names_backends_that_exist() -> None:
+    for device in json.loads(registry.TABLE.read_text()).values():
+        for pages in device.values():
+            for halves in pages.values():
+                rankings = [*halves["prefill"].values(), halves["decode"]]
+                assert all(set(ranking) <= set(names()) for ranking in rankings)
+                assert list(map(int, halves["prefill"])) == sorted(map(int, halves["prefill"]))
+
+
+def test_prefill_and_decode_are_named_apart(cuda) -> None:
+    selection = select("quick,plain", setting("cuda"))
+    assert (selection.name, selection.graphs) == ("quick,plain", False)
+    assert select("plain,plain", setting("cuda")).name == select("plain", setting("cuda")).name == "plain"
+    assert select("plain", setting("cuda")).graphs
+
+
+def test_a_third_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="prefill,decode"):
+        select("cpu,cpu,cpu", setting())
+
+
+@pytest.mark.parametrize("name", ["warp", "cpu,warp", "warp,cpu", ""])
+def test_an_unknown_backend_is_named_with_those_that_exist(name: str) -> None:
     with pytest.raises(ConfigError) as error:
-        select("warp", device=CPU, dtype=torch.float32, page_size=16)
-    assert "warp" in error.value.message
-    assert all(name in error.value.message for name in names())
+        select(name, setting())
+    assert "warp" in error.value.message or not name
+    assert all(known in error.value.message for known in names())
 
 
 @pytest.mark.parametrize(
@@ -23,5 +107,22 @@ def test_an_unknown_backend_is_named_with_those_that_exist() -> None:
 )
 def test_a_backend_that_does_not_fit_says_why(device: str, dtype: torch.dtype, word: str) -> None:
     with pytest.raises(ConfigError) as error:
-        select("cpu", device=torch.device(device), dtype=dtype, page_size=16)
+        select("cpu", setting(device, dtype))
     assert word in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("limits", "word"),
+    [
+        ({"page_sizes": (1, 64)}, "page size 16"),
+        ({"head_dims": (128,)}, "head size 64"),
+        ({"most_group": 2}, "3 query heads"),
+        ({"architectures": ((10, 0),)}, "compute capability (9, 0)"),
+        ({"package": ("no_such_module", "more")}, "segue[more]"),
+    ],
+)
+def test_every_limit_is_checked(cuda, limits: dict[str, object], word: str) -> None:
+    allowed = {"devices": ("cuda",), "dtypes": (torch.bfloat16,)}
+    assert misfits(Capabilities(**allowed), setting("cuda")) == []  # type: ignore[arg-type]
+    found = misfits(Capabilities(**allowed, **limits), setting("cuda"))  # type: ignore[arg-type]
+    assert len(found) == 1 and word in found[0]

@@ -1,99 +1,231 @@
-"""The Triton backend against the oracle, and captured against eager."""
+"""The backends of CUDA devices against the oracle, eager and captured."""
+
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
+from segue.attention import registry
+from segue.attention.base import AttentionBackend, AttentionShape
+from segue.attention.blocks import block_table
+from segue.attention.context import Context
+from segue.kvcache.pool import KVPool
 from tests.attention.case import TOLERANCE, Case
+from tests.attention.oracle import attend
 
 pytestmark = pytest.mark.gpu
 
+BACKENDS = ["triton", "fa3", "fa3,triton", "triton,fa3"]
 
-def make_case(q_lens, kv_lens, num_decode, **options) -> Case:
-    from segue.attention.triton import TritonAttention
 
-    return Case(q_lens, kv_lens, num_decode, device="cuda", make=TritonAttention, **options)
+def maker(name: str, dtype: torch.dtype) -> Callable[[AttentionShape, KVPool], AttentionBackend]:
+    """The backend's factory; skips the test where the backend is not there, or not made for this."""
+
+    def make(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
+        setting = registry.Setting(
+            shape=shape, device=torch.device("cuda", 0), dtype=dtype, page_size=pool.page_size
+        )
+        for half in set(name.split(",")):
+            found = registry.misfits(registry._BACKENDS[half].capabilities, setting)
+            if found:
+                pytest.skip(f"{half}: {'; '.join(found)}")
+        return registry.select(name, setting).make(shape, pool)
+
+    return make
+
+
+def make_case(name, q_lens, kv_lens, num_decode, dtype=torch.bfloat16, **options) -> Case:
+    return Case(q_lens, kv_lens, num_decode, device="cuda", make=maker(name, dtype), dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
-def test_decode(page_size, dtype) -> None:
-    make_case([1] * 5, [1, 7, 33, 700, 64], 5, page_size=page_size, dtype=dtype, head_dim=64).check()
+@pytest.mark.parametrize("page_size", [1, 5, 16, 64, 128, 256])
+@pytest.mark.parametrize("name", ["triton", "fa3"])
+def test_decode(name, page_size, dtype) -> None:
+    lens = [1, 7, 33, 700, 64, 129]
+    make_case(name, [1] * 6, lens, 6, dtype, page_size=page_size, head_dim=64).check()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("kv_heads", "group"), [(8, 1), (8, 2), (3, 3), (2, 4), (4, 7), (1, 8)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_mixed_steps(kv_heads, group, head_dim, dtype) -> None:
-    case = make_case(
+@pytest.mark.parametrize("name", BACKENDS)
+def test_mixed_steps(name, kv_heads, group, head_dim, dtype) -> None:
+    make_case(
+        name,
         [1, 1, 20, 130, 3],
         [9, 300, 150, 130, 500],
         2,
+        dtype,
         kv_heads=kv_heads,
         group=group,
         head_dim=head_dim,
-        dtype=dtype,
-    )
-    case.check()
+    ).check()
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_prompts_of_any_length_on_pages_of_any_size(name, head_dim, page_size) -> None:
+    q_lens, kv_lens = [1, 1, 300, 129, 64, 5], [64, 129, 300, 400, 128, 257]
+    make_case(name, q_lens, kv_lens, 2, page_size=page_size, kv_heads=2, group=2, head_dim=head_dim).check()
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 40])
-def test_every_number_of_splits(count) -> None:
+@pytest.mark.parametrize("name", ["triton", "fa3"])
+def test_every_number_of_splits(name, count) -> None:
     lens = [1 + 37 * i % 900 for i in range(count)]
-    make_case([1] * count, lens, count, kv_heads=8, group=2, head_dim=128, dtype=torch.bfloat16).check()
+    make_case(name, [1] * count, lens, count, kv_heads=8, group=2, head_dim=128).check()
 
 
 def test_small_odd_heads() -> None:
-    make_case([1, 20], [9, 150], 1, group=3, head_dim=24).check()
+    make_case("triton", [1, 20], [9, 150], 1, torch.float32, group=3, head_dim=24).check()
 
 
-def test_a_query_that_sees_no_key_gives_zero() -> None:
-    case = make_case([5, 4], [3, 0], 0)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_largest_group(dtype) -> None:
+    make_case("triton", [1, 20], [90, 150], 1, dtype, kv_heads=1, group=64, head_dim=64).check()
+
+
+@pytest.mark.parametrize("name", ["triton", "fa3"])
+def test_a_query_that_sees_no_key_gives_zero(name) -> None:
+    case = make_case(name, [5, 4], [3, 0], 0, head_dim=64)
     case.check()
     assert case.run()[:2].abs().sum() == 0
 
 
-def test_a_replayed_graph_gives_the_eager_bits() -> None:
-    case = make_case([1] * 6, [5, 90, 300, 64, 65, 1000], 6, kv_heads=8, group=2, head_dim=128)
-    eager = case.run()
+def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    run()
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            query = torch.cat(case.queries)
-            captured = case.ctx.backend.forward(query, None, None, case.layer, case.ctx)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        output = run()
+    return graph, output
+
+
+@pytest.mark.parametrize("name", ["triton", "fa3"])
+def test_a_replayed_decode_step_gives_the_eager_bits(name) -> None:
+    case = make_case(name, [1] * 6, [5, 90, 300, 64, 65, 1000], 6, kv_heads=8, group=2, head_dim=128)
+    eager = case.run()
+    query = torch.cat(case.queries)
+
+    def run() -> torch.Tensor:
+        case.ctx.backend.prepare(case.ctx)
+        return case.ctx.backend.forward(query, None, None, case.layer, case.ctx)
+
+    graph, captured = capture(run)
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, eager)
 
 
-@pytest.mark.slow
-def test_the_top_pages_of_a_pool_beyond_32_bit_offsets() -> None:
-    from segue.attention.base import AttentionShape
-    from segue.attention.context import Context
-    from segue.attention.triton import TritonAttention
-    from segue.kvcache.pool import KVPool
-    from segue.kvcache.table import PageTable
-    from tests.attention.oracle import attend
+class Static:
+    """A step of any sequences of a case, padded to one shape, at addresses that never change."""
 
+    def __init__(self, case: Case, *, slots: int, tokens: int) -> None:
+        self.case, self.slots, self.tokens = case, slots, tokens
+        self.dummy = case.ctx.page_table.dummy_row
+        self.query = case.queries[0].new_zeros((tokens, *case.queries[0].shape[1:]))
+        self.per_block = case.ctx.backend.queries_per_block(tokens)
+        int32 = {"dtype": torch.int32, "device": "cuda"}
+        self.ctx = replace(
+            case.ctx,
+            rows=(),
+            q_lens=(),
+            kv_lens=(),
+            positions=torch.zeros(tokens, **int32),
+            rows_device=torch.zeros(slots + 1, **int32),
+            kv_lens_device=torch.zeros(slots + 1, **int32),
+            q_starts_device=torch.zeros(slots + 2, **int32),
+            num_decode=slots,
+            num_decode_device=torch.zeros(1, **int32),
+            blocks=torch.zeros((tokens // self.per_block + slots + 2, 2), **int32),
+        )
+
+    def load(self, members: list[int], num_decode: int) -> None:
+        """Put in the case's sequences `members`; what is left over belongs to the dummy request."""
+        case, ctx = self.case, self.ctx
+        q_lens = [len(case.queries[i]) for i in members]
+        left, idle = self.tokens - sum(q_lens), self.slots + 1 - len(members)
+        self.query.fill_(float("nan"))[: sum(q_lens)] = torch.cat([case.queries[i] for i in members])
+        table = block_table([*q_lens, left], num_decode, self.per_block)
+        ends = torch.tensor(q_lens).cumsum(0).tolist()
+
+        def put(target: torch.Tensor, values: list[int]) -> None:
+            target.copy_(torch.tensor(values, dtype=torch.int32))
+
+        put(ctx.rows_device, [*members, *[self.dummy] * idle])
+        put(ctx.kv_lens_device, [*(len(case.keys[i]) for i in members), *[1] * idle])
+        put(ctx.q_starts_device, [0, *ends, *[self.tokens] * idle])
+        put(ctx.num_decode_device, [num_decode])
+        ctx.blocks.fill_(-1)[: len(table)] = torch.from_numpy(table).cuda()
+
+    def run(self) -> torch.Tensor:
+        self.ctx.backend.prepare(self.ctx)
+        return self.ctx.backend.forward(self.query, None, None, self.case.layer, self.ctx)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("slots", [8, 300])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_captured_step_serves_any_mix_of_decode_rows_and_prompts(name, slots, page_size) -> None:
+    q_lens, kv_lens = [1, 1, 1, 1, 40, 3, 130, 1], [9, 300, 64, 1, 170, 3, 130, 77]
+    case = make_case(name, q_lens, kv_lens, 4, kv_heads=4, group=2, head_dim=128, page_size=page_size)
+    static = Static(case, slots=slots, tokens=200)
+    static.load([0, 4, 6], 1)
+    graph, output = capture(static.run)
+    for members, num_decode in (
+        ([0, 4, 6], 1),
+        ([0, 1, 2, 3, 7], 5),
+        ([6], 0),
+        ([3, 2, 1, 4, 5, 7], 3),
+        ([0, 7], 1),
+    ):
+        static.load(members, num_decode)
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed, at = output.clone(), 0
+        for i in members:
+            expected = attend(
+                case.queries[i].cpu(), case.keys[i].cpu(), case.values[i].cpu(), case.shape.scale
+            )
+            found = replayed[at : at + len(case.queries[i])].double().cpu()
+            torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+            at += len(case.queries[i])
+        assert torch.equal(static.run()[:at], replayed[:at]), "an eager run of the same shape differs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("name", ["triton", "fa3"])
+def test_the_top_pages_of_a_pool_beyond_32_bit_offsets(name, page_size) -> None:
+    from segue.kvcache.table import PageTable
+
+    num_pages, dtype = 76800 // page_size, torch.bfloat16
     pool = KVPool(
-        num_pages=700,
+        num_pages=num_pages,
         num_layers=28,
-        page_size=128,
+        page_size=page_size,
         num_kv_heads=8,
         head_dim=128,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         device="cuda",
     )
     assert pool.data.numel() > 2**32
-    table = PageTable(max_running=2, max_seq_len=256, page_size=128, scratch_page=700, device="cuda")
-    table.assign(0, 0, [699, 698])
-    table.assign(1, 0, [697, 696])
+    each = 256 // page_size
+    table = PageTable(
+        max_running=2, max_seq_len=256, page_size=page_size, scratch_page=num_pages, device="cuda"
+    )
+    pages = [list(range(num_pages - 1 - row * each, num_pages - 1 - (row + 1) * each, -1)) for row in (0, 1)]
     generator = torch.Generator("cuda").manual_seed(0)
-    for page in range(696, 700):
-        pool.data[page, 27].normal_(generator=generator)
+    for row in (0, 1):
+        table.assign(row, 0, pages[row])
+        for page in pages[row]:
+            pool.data[page, 27].normal_(generator=generator)
     shape = AttentionShape(num_heads=16, num_kv_heads=8, head_dim=128, scale=0.1)
-    query = torch.randn(21, 16, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(21, 16, 128, generator=generator, device="cuda", dtype=dtype)
     ctx = Context.build(
         input_ids=torch.zeros(21, dtype=torch.int64, device="cuda"),
         rows=[0, 1],
@@ -102,13 +234,13 @@ def test_the_top_pages_of_a_pool_beyond_32_bit_offsets() -> None:
         num_decode=1,
         page_table=table,
         kv=pool,
-        backend=TritonAttention(shape, pool),
+        backend=maker(name, dtype)(shape, pool),
     )
     ctx.backend.prepare(ctx)
     output = ctx.backend.forward(query, None, None, 27, ctx).double().cpu()
-    for tokens, pages, length in ((slice(0, 1), (699, 698), 200), (slice(1, 21), (697, 696), 250)):
+    for tokens, row, length in ((slice(0, 1), 0, 200), (slice(1, 21), 1, 250)):
         keys, values = (
-            torch.cat([pool.data[page, 27, kind] for page in pages])[:length].cpu() for kind in (0, 1)
+            torch.cat([pool.data[page, 27, kind] for page in pages[row]])[:length].cpu() for kind in (0, 1)
         )
         expected = attend(query[tokens].cpu(), keys, values, 0.1)
         torch.testing.assert_close(output[tokens], expected, atol=2e-2, rtol=2e-2)

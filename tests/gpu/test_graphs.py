@@ -73,12 +73,17 @@ def drive(runner, **params):
     return [sequence.output for sequence in sequences], [(r.eager, r.padded_tokens) for r in results]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [("float32", "triton"), ("bfloat16", "triton"), ("bfloat16", "fa3"), ("bfloat16", "fa3,triton")],
+)
 @pytest.mark.parametrize("grid", [{}, GRID], ids=["ragged", "grid"])
-def test_logits_of_a_replay_are_those_of_the_same_bucket_run_eagerly_bit_for_bit(make, dtype, grid):
+def test_logits_of_a_replay_are_those_of_the_same_bucket_run_eagerly_bit_for_bit(make, dtype, backend, grid):
     # The self-check runs every bucket eagerly beside its replay, padding, splits and all, and compares hidden
     # states behind trunks and logits behind decode steps and tails.
-    runner = make(dtype=dtype, graph_self_check=True, **grid)
+    if "fa3" in backend:
+        pytest.importorskip("flash_attn_3._C")
+    runner = make(dtype=dtype, attention_backend=backend, graph_self_check=True, **grid)
     for temperature in (0.0, 0.8):
         outputs, ways = drive(runner, temperature=temperature)
         assert all(eager is None for eager, _ in ways)

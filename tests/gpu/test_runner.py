@@ -1,10 +1,12 @@
 """A whole runner on a CUDA device, with and without captured graphs."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
+from segue.attention import registry
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
 
@@ -102,12 +104,26 @@ def test_a_step_is_launched_without_waiting_for_the_device(runner):
         sync_debug_mode("default")
 
 
-def test_a_replay_gives_the_bits_of_the_same_bucket_run_eagerly(tmp_path):
-    tiny.save_llama(tmp_path)
-    options = {"device": "cuda", "page_size": 16, "max_running_requests": 8, "num_kv_tokens": 2048}
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [("float32", "triton"), ("bfloat16", "triton"), ("bfloat16", "fa3"), ("bfloat16", "fa3,triton")],
+)
+def test_a_replay_gives_the_bits_of_the_same_bucket_run_eagerly(tmp_path, dtype, backend):
+    if "fa3" in backend:
+        pytest.importorskip("flash_attn_3._C")
+    tiny.save_llama(tmp_path, head_dim=64)
+    options = {
+        "device": "cuda",
+        "dtype": dtype,
+        "attention_backend": backend,
+        "page_size": 16,
+        "max_running_requests": 8,
+        "num_kv_tokens": 2048,
+    }
     states = []
     for graphs in (True, False):
         runner = making.make_runner(tmp_path, **options, disable_cuda_graph=not graphs)
+        assert runner.attention_backend == backend
         planner = Planner(runner)
         sequences = [planner.add(making.prompt(16, seed=i), temperature=0.9, seed=i) for i in range(4)]
         for sequence in sequences:
@@ -119,3 +135,18 @@ def test_a_replay_gives_the_bits_of_the_same_bucket_run_eagerly(tmp_path):
     (graph_kv, graph_output), (eager_kv, eager_output) = states
     assert graph_output == eager_output
     assert torch.equal(graph_kv[:-1], eager_kv[:-1])  # the last page is scratch
+
+
+def test_a_backend_that_cannot_be_captured_runs_eagerly_with_a_warning(tmp_path, monkeypatch, caplog):
+    tiny.save_llama(tmp_path)
+    entry = registry._BACKENDS["triton"]
+    uncaptured = replace(entry, name="uncaptured", capabilities=replace(entry.capabilities, graphs=False))
+    monkeypatch.setitem(registry._BACKENDS, "uncaptured", uncaptured)
+    runner = making.make_runner(
+        tmp_path, device="cuda", page_size=16, attention_backend="triton,uncaptured", max_running_requests=4
+    )
+    planner = Planner(runner)
+    planner.generate(making.prompt(20), 5)
+    counts = runner._executor.counts
+    runner.close()
+    assert counts["graph_hit"] == 0 and sum("triton,uncaptured" in line for line in caplog.messages) == 1

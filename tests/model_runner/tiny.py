@@ -24,9 +24,10 @@ LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 4}
 QWEN3 = {"num_attention_heads": 8, "num_key_value_heads": 2}
 
 
-def save_llama(directory: Path) -> Any:
+def save_llama(directory: Path, **sizes: Any) -> Any:
     """Write a Llama of 8 query and 4 KV heads; the transformers model."""
-    return _save(directory, transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES, **LLAMA))
+    config = transformers.LlamaConfig(**{**SIZES, **LLAMA, **sizes})
+    return _save(directory, transformers.LlamaForCausalLM, config)
 
 
 def save_qwen3(directory: Path) -> Any:

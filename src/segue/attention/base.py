@@ -19,11 +19,12 @@ class Capabilities:
 
     devices: tuple[str, ...]  # torch device types
     dtypes: tuple[torch.dtype, ...]
-    page_sizes: tuple[int, ...] | None
-    decode_graph: bool  # a pure decode step can be captured in a CUDA graph
-    prefill_graph: bool  # a step with prefill in it can be captured
-    deterministic: bool  # the same request gives the same bits, whatever else is in the step
-    indexes_by_row: bool  # reads the page table by row; otherwise rows are gathered for it
+    page_sizes: tuple[int, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    most_group: int | None = None  # query heads a key-value head
+    architectures: tuple[tuple[int, int], ...] | None = None  # CUDA compute capabilities
+    package: tuple[str, str] | None = None  # the module it needs, and the extra that installs it
+    graphs: bool = False  # its steps can be captured in CUDA graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,25 @@ class AttentionBackend(Protocol):
 
 def _unsupported(backend: AttentionBackend) -> NoReturn:
     raise NotImplementedError(f"{type(backend).__name__} has no grid of prefill graphs")
+
+
+class PagedBackend(AttentionBackend, Protocol):
+    """A backend on CUDA, whose halves can be had apart and whose steps need no lists of the host.
+
+    Each half writes its own tokens of `output`, like `query` `[T, num_heads, head_dim]`.
+    """
+
+    def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+        """Attend for the decode rows: the first `ctx.num_decode` sequences, or as many as the device says."""
+        ...
+
+    def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+        """Attend for the sequences behind the decode rows."""
+        ...
+
+    def queries_per_block(self, tokens: int) -> int:
+        """Queries of a sequence in one row of `ctx.blocks`, in a step of `tokens`."""
+        ...
 
 
 class BackendFactory(Protocol):

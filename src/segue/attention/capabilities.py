@@ -7,9 +7,15 @@ from segue.attention.base import Capabilities
 TRITON = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
-    page_sizes=None,
-    decode_graph=True,
-    prefill_graph=True,
-    deterministic=False,
-    indexes_by_row=True,
+    most_group=64,  # a block of prefill holds at least one query with all its heads
+    graphs=True,
+)
+
+FA3 = Capabilities(
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dims=tuple(range(8, 257, 8)),
+    architectures=((9, 0),),
+    package=("flash_attn_3._C", "fa3"),
+    graphs=True,
 )

@@ -40,6 +40,11 @@ class Context:
     num_decode_device: Tensor | None = None  # int32 [1]; num_decode is the most there can be
     blocks: Tensor | None = None  # the backend's, for the sequences behind the decode rows
 
+    @property
+    def has_prefill(self) -> bool:
+        """Whether sequences may follow the decode rows."""
+        return self.blocks is not None or self.num_decode < len(self.rows)
+
     @classmethod
     def build(
         cls,

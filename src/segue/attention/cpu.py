@@ -25,11 +25,6 @@ from segue.kvcache.pool import KVPool
 CAPABILITIES = Capabilities(
     devices=("cpu",),
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    page_sizes=None,
-    decode_graph=False,
-    prefill_graph=False,
-    deterministic=False,
-    indexes_by_row=True,
 )
 
 _KEY_MULTIPLE = 64  # decode pads S to it: oneDNN compiles each new shape, for half a millisecond

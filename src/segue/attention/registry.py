@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 
 from segue.attention import cpu
-from segue.attention.base import AttentionBackend, AttentionShape, BackendFactory, Capabilities
-from segue.attention.capabilities import TRITON
+from segue.attention.base import AttentionBackend, AttentionShape, BackendFactory, Capabilities, PagedBackend
+from segue.attention.capabilities import FA3, TRITON
+from segue.attention.paired import PairedAttention
 from segue.errors import ConfigError
 from segue.kvcache.pool import KVPool
+
+# Backends from the fastest on, by device, head size, page size and half, prefill by the tokens of the step:
+# made by bench/attention.py.
+TABLE = Path(__file__).parent / "measured.json"
+_NOTHING: dict[str, Any] = {"prefill": {1 << 30: []}, "decode": []}  # steps of any size: no ranking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +33,49 @@ class BackendEntry:
     make: BackendFactory
 
 
-# In order of preference: "auto" takes the first that fits.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What serves prefill and what serves decode, often the same."""
+
+    prefill: tuple[tuple[int, BackendEntry], ...]  # for steps of up to so many tokens, ascending
+    decode: BackendEntry
+
+    @property
+    def name(self) -> str:
+        """As `--attention-backend` takes it, but for backends that serve only small steps."""
+        *small, (_, large) = self.prefill
+        if not small and large is self.decode:
+            return large.name
+        sizes = ", ".join(f"{entry.name} up to {most} tokens" for most, entry in small)
+        return f"{large.name}{f' ({sizes})' if sizes else ''},{self.decode.name}"
+
+    @property
+    def graphs(self) -> bool:
+        """Whether steps can be captured."""
+        return all(entry.capabilities.graphs for entry in (self.decode, *(half for _, half in self.prefill)))
+
+    def make(self, shape: AttentionShape, pool: KVPool) -> AttentionBackend:
+        """Make the backend for one model on one pool."""
+        entries = {entry.name: entry for entry in (self.decode, *(half for _, half in self.prefill))}
+        if len(entries) == 1:
+            return self.decode.make(shape, pool)
+        made = {name: cast(PagedBackend, entry.make(shape, pool)) for name, entry in entries.items()}
+        return PairedAttention(
+            [(most, made[half.name]) for most, half in self.prefill], made[self.decode.name]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a backend has to fit."""
+
+    shape: AttentionShape
+    device: torch.device
+    dtype: torch.dtype
+    page_size: int
+
+
+# In order of preference, where nothing was measured.
 _BACKENDS: dict[str, BackendEntry] = {}
 
 
@@ -37,19 +90,43 @@ def names() -> list[str]:
     return list(_BACKENDS)
 
 
-def select(name: str, *, device: torch.device, dtype: torch.dtype, page_size: int) -> BackendEntry:
-    """The backend called `name`, or for "auto" the first that fits device, dtype and page size.
+def fitting(setting: Setting) -> list[str]:
+    """Names of the backends that can be used here."""
+    return [name for name, entry in _BACKENDS.items() if not misfits(entry.capabilities, setting)]
+
+
+def select(name: str, setting: Setting) -> Selection:
+    """The backends that `--attention-backend` names: one for both halves, or "prefill,decode".
+
+    Each may be "auto": the fastest measured that fits, or the first that does.
 
     Raises:
         ConfigError: no such backend, or it does not fit.
     """
-    if name == "auto":
-        for entry in _BACKENDS.values():
-            if not misfits(entry.capabilities, device=device, dtype=dtype, page_size=page_size):
-                return entry
+    halves = name.split(",")
+    if len(halves) > 2:
         raise ConfigError(
-            f"no attention backend runs on {device.type} with {dtype} and page size {page_size}; "
-            f"backends: {', '.join(names())}; use --device cpu",
+            f"attention backend {name!r}: name one backend, or two as 'prefill,decode'",
+            param="attention_backend",
+        )
+    measured = _measured(setting) if "auto" in halves else _NOTHING
+    prefill: list[tuple[int, BackendEntry]] = []
+    for most, ranking in measured["prefill"].items():
+        entry = _select(halves[0], ranking, setting)
+        if prefill and prefill[-1][1] is entry:
+            prefill.pop()
+        prefill.append((int(most), entry))
+    return Selection(prefill=tuple(prefill), decode=_select(halves[-1], measured["decode"], setting))
+
+
+def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry:
+    if name == "auto":
+        for candidate in [*ranking, *names()]:
+            if candidate in _BACKENDS and not misfits(_BACKENDS[candidate].capabilities, setting):
+                return _BACKENDS[candidate]
+        raise ConfigError(
+            f"no attention backend runs on {setting.device.type} with {setting.dtype}, page size "
+            f"{setting.page_size} and {setting.shape}; backends: {', '.join(names())}; use --device cpu",
             param="attention_backend",
         )
     if name not in _BACKENDS:
@@ -57,7 +134,7 @@ def select(name: str, *, device: torch.device, dtype: torch.dtype, page_size: in
             f"attention backend {name!r} does not exist; choose auto or one of {', '.join(names())}",
             param="attention_backend",
         )
-    found = misfits(_BACKENDS[name].capabilities, device=device, dtype=dtype, page_size=page_size)
+    found = misfits(_BACKENDS[name].capabilities, setting)
     if found:
         raise ConfigError(
             f"attention backend {name!r} does not fit: {'; '.join(found)}", param="attention_backend"
@@ -65,17 +142,38 @@ def select(name: str, *, device: torch.device, dtype: torch.dtype, page_size: in
     return _BACKENDS[name]
 
 
-def misfits(
-    capabilities: Capabilities, *, device: torch.device, dtype: torch.dtype, page_size: int
-) -> list[str]:
+def _measured(setting: Setting) -> dict[str, Any]:
+    """Rankings of the halves; empty where device, head size or page size were not measured."""
+    if setting.device.type != "cuda":
+        return _NOTHING
+    table = json.loads(TABLE.read_text()).get(torch.cuda.get_device_name(setting.device), {})
+    found: dict[str, Any] = table.get(str(setting.shape.head_dim), {}).get(str(setting.page_size), _NOTHING)
+    return found
+
+
+def misfits(capabilities: Capabilities, setting: Setting) -> list[str]:
     """Why a backend cannot be used, one clause a reason; empty if it can."""
-    found = []
-    if device.type not in capabilities.devices:
-        found.append(f"device {device.type}, it needs {' or '.join(capabilities.devices)}")
-    if dtype not in capabilities.dtypes:
-        found.append(f"dtype {dtype}, it needs {' or '.join(map(str, capabilities.dtypes))}")
-    if capabilities.page_sizes is not None and page_size not in capabilities.page_sizes:
-        found.append(f"page size {page_size}, it needs {' or '.join(map(str, capabilities.page_sizes))}")
+    shape, device, found = setting.shape, setting.device, []
+
+    def need(what: str, has: object, allowed: Sequence[object] | None) -> None:
+        if allowed is not None and has not in allowed:
+            found.append(f"{what} {has}, it needs {' or '.join(map(str, allowed))}")
+
+    need("device", device.type, capabilities.devices)
+    need("dtype", setting.dtype, capabilities.dtypes)
+    need("page size", setting.page_size, capabilities.page_sizes)
+    need("head size", shape.head_dim, capabilities.head_dims)
+    group = shape.num_heads // shape.num_kv_heads
+    if capabilities.most_group is not None and group > capabilities.most_group:
+        found.append(f"{group} query heads a key-value head, it takes at most {capabilities.most_group}")
+    if device.type in capabilities.devices and device.type == "cuda" and capabilities.architectures:
+        need("compute capability", torch.cuda.get_device_capability(device), capabilities.architectures)
+    if not found and capabilities.package is not None:  # imported last: that takes time
+        module, extra = capabilities.package
+        try:
+            importlib.import_module(module)
+        except (ImportError, OSError) as error:
+            found.append(f"{module} cannot be imported ({error}); pip install 'segue[{extra}]'")
     return found
 
 
@@ -89,5 +187,12 @@ def _make_triton(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
     return TritonAttention(shape, pool)
 
 
+def _make_fa3(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
+    from segue.attention.fa3 import FA3Attention
+
+    return FA3Attention(shape, pool)
+
+
 register(BackendEntry(name="triton", capabilities=TRITON, make=_make_triton))
+register(BackendEntry(name="fa3", capabilities=FA3, make=_make_fa3))
 register(BackendEntry(name="cpu", capabilities=cpu.CAPABILITIES, make=_make_cpu))

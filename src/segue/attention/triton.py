@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from segue.attention.base import AttentionShape
 from segue.attention.blocks import block_table
 from segue.attention.context import Context
+from segue.attention.paired import attend
 from segue.attention.slots import SlotPrefill
 from segue.kernels.cuda.attention import decode, prefill
 from segue.kernels.cuda.launch import is_hopper, launch_options
@@ -72,7 +73,7 @@ class TritonAttention(SlotPrefill):
     def prepare(self, ctx: Context) -> None:
         """Lay out the blocks of the sequences that are not decoding, unless the context brings them."""
         self._blocks = ctx.blocks
-        if ctx.blocks is None and ctx.num_decode < len(ctx.rows):
+        if ctx.blocks is None and ctx.has_prefill:
             table = block_table(ctx.q_lens, ctx.num_decode, self.queries_per_block(len(ctx.positions)))
             self._blocks = torch.from_numpy(table).to(ctx.positions.device)
 
@@ -80,14 +81,10 @@ class TritonAttention(SlotPrefill):
         self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
-        output = torch.empty_like(query)
-        if ctx.num_decode:
-            self._run_decode(query, output, layer, ctx)
-        if self._blocks is not None:
-            self._run_prefill(query, output, self._blocks, layer, ctx)
-        return output
+        return attend(self, self, query, layer, ctx)
 
-    def _run_decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+    def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+        """See `PagedBackend.decode`."""
         shape, splits = self._shape, self._splits(ctx.num_decode)
         heads = shape.num_kv_heads
         decode[(heads, ctx.num_decode) if splits == 1 else (splits, heads, ctx.num_decode)](
@@ -114,7 +111,10 @@ class TritonAttention(SlotPrefill):
             **launch_options(2 if ctx.num_decode < 8 else 4, len(query)),
         )
 
-    def _run_prefill(self, query: Tensor, output: Tensor, blocks: Tensor, layer: int, ctx: Context) -> None:
+    def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+        """See `PagedBackend.prefill`."""
+        blocks = self._blocks
+        assert blocks is not None, "prepare comes first"
         shape, pool, rows = self._shape, self._pool, self._rows_per_block(len(query))
         tile = self._prefill_tile(rows)
         dim = shape.head_dim

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segue.attention.triton import TritonAttention
+from segue.attention.base import PagedBackend
 from segue.kernels.cuda.sampling import sample_plain
 from segue.kvcache.pool import KVPool
 from segue.model_runner.batch_state import BatchState
@@ -47,7 +47,7 @@ class CUDAExecutor:
         model: Decoder,
         state: BatchState,
         kv: KVPool,
-        backend: TritonAttention,
+        backend: PagedBackend,
         sampler: Sampler,
         max_rows: int,
         chunk: int,

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segue.attention.base import PagedBackend
 from segue.attention.blocks import block_table
 from segue.attention.context import Context
 from segue.kvcache.pool import KVPool
 from segue.model_runner.batch_state import BatchState
 from segue.protocol.messages import StepPlan
-
-if TYPE_CHECKING:
-    from segue.attention.triton import TritonAttention
 
 Whole = TypeVar("Whole", Tensor, NDArray[np.int32])
 
@@ -60,7 +58,7 @@ class DeviceInputs:
     """
 
     def __init__(
-        self, state: BatchState, kv: KVPool, backend: TritonAttention, *, max_tokens: int, max_rows: int
+        self, state: BatchState, kv: KVPool, backend: PagedBackend, *, max_tokens: int, max_rows: int
     ) -> None:
         self._state = state
         self._kv = kv

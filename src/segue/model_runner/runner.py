@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from segue.attention import registry as attention
-from segue.attention.base import AttentionBackend, AttentionShape
+from segue.attention.base import AttentionBackend, AttentionShape, PagedBackend
 from segue.config import EngineConfig, parse_sizes
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
@@ -51,7 +51,6 @@ from segue.weights.checkpoint import load_weights
 from segue.weights.source import ModelSource
 
 if TYPE_CHECKING:
-    from segue.attention.triton import TritonAttention
     from segue.model_runner.cuda_executor import CUDAExecutor
 
 
@@ -110,21 +109,34 @@ class ModelRunner:
         self.tp = tp
         with progress.step("device"):
             model_config = source.config
-            shard(model_config, tp)  # fails here, where no rank waits for another yet
+            part = shard(model_config, tp)  # fails here, where no rank waits for another yet
             choices = choose(config, source, tp)
-            backend_entry = attention.select(
-                config.attention_backend,
-                device=choices.device,
-                dtype=choices.dtype,
-                page_size=choices.page_size,
+            shape = AttentionShape(
+                num_heads=part.num_heads,
+                num_kv_heads=part.num_kv_heads,
+                head_dim=model_config.head_dim,
+                scale=model_config.head_dim**-0.5,
             )
+            setting = attention.Setting(
+                shape=shape, device=choices.device, dtype=choices.dtype, page_size=choices.page_size
+            )
+            selection = attention.select(config.attention_backend, setting)
             experts = moe_backend.select("auto", choices.device)
             self._stream = make_stream(choices.device)
             progress.detail = f"{choices.device}, {choices.dtype}, rank {tp.rank} of {tp.size}"
         # On the stream, where the steps will run: if another thread had parallel operations too, GNU's OpenMP
         # would count more threads than cores and let none wait by spinning (a step takes twice as long).
         work = partial(
-            self._initialise, config, model_config, source, run_dir, choices, backend_entry, experts, progress
+            self._initialise,
+            config,
+            model_config,
+            source,
+            run_dir,
+            choices,
+            shape,
+            selection,
+            experts,
+            progress,
         )
         self._stream.submit(work).result()
 
@@ -135,7 +147,8 @@ class ModelRunner:
         source: ModelSource,
         run_dir: Path,
         choices: Choices,
-        backend_entry: attention.BackendEntry,
+        shape: AttentionShape,
+        selection: attention.Selection,
         experts: moe_backend.MoEEntry,
         progress: _Progress,
     ) -> None:
@@ -162,13 +175,7 @@ class ModelRunner:
             progress.num_bytes = self.arena.num_bytes
             progress.detail = f"and {gib(derived)} of packed copies" if derived else ""
         with progress.step("page count"):
-            shape = AttentionShape(
-                num_heads=model.part.num_heads,
-                num_kv_heads=model.part.num_kv_heads,
-                head_dim=model_config.head_dim,
-                scale=model_config.head_dim**-0.5,
-            )
-            activations = measure_activations(model, choices, backend_entry, shape)
+            activations = measure_activations(model, choices, selection, shape)
             demand = _demand(
                 config,
                 choices,
@@ -180,6 +187,13 @@ class ModelRunner:
                 activations=activations,
             )
             captures = demand.reserve.graphs > 0 and model_config.moe is None
+            if captures and not selection.graphs:
+                captures = False
+                logger.warning(
+                    "attention backend %s cannot be captured in CUDA graphs: every kernel of every step is "
+                    "launched; choose one that can with --attention-backend",
+                    selection.name,
+                )
             if captures and not afford_graphs(demand, config.num_kv_tokens):
                 captures = False
                 logger.warning(
@@ -213,8 +227,8 @@ class ModelRunner:
             )
             progress.num_bytes = page_table.data.nbytes + state.token_pool.data.nbytes
         with progress.step("attention backend"):
-            backend = backend_entry.make(shape, kv)
-            progress.detail = backend_entry.name
+            backend = selection.make(shape, kv)
+            progress.detail = selection.name
         with progress.step("MoE backend"):
             progress.detail = experts.name if model_config.moe else "none: a dense model"
         with progress.step("context"):
@@ -230,8 +244,8 @@ class ModelRunner:
             )
         with progress.step("CUDA graphs"):
             progress.detail = "none: steps run eagerly"
-            grid = _grid(config, choices, backend, backend_entry.name, model_config.moe is not None)
-            if choices.device.type == "cuda" and tp.size == 1 and backend_entry.name == "triton":
+            grid = _grid(config, choices, backend, selection.name, model_config.moe is not None)
+            if choices.device.type == "cuda" and tp.size == 1:
                 self._executor = executor = _make_cuda_executor(
                     config, choices, model, state, kv, backend, sampler
                 )
@@ -242,7 +256,7 @@ class ModelRunner:
         self.device = choices.device
         self.dtype = choices.dtype
         self.vocab_size = model_config.vocab_size
-        self.attention_backend = backend_entry.name
+        self.attention_backend = selection.name
         self.weight_bytes = self.arena.num_bytes
         self.kv = kv
         self.kv_bytes = kv.data.nbytes
@@ -292,7 +306,7 @@ def _make_cuda_executor(
         model=model,
         state=state,
         kv=kv,
-        backend=cast("TritonAttention", backend),
+        backend=cast(PagedBackend, backend),
         sampler=sampler,
         max_rows=choices.max_running_requests,
         chunk=choices.chunked_prefill_size,

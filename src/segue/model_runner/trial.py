@@ -6,7 +6,7 @@ import torch
 
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
-from segue.attention.registry import BackendEntry
+from segue.attention.registry import Selection
 from segue.kvcache.pool import KVPool
 from segue.kvcache.table import PageTable
 from segue.memory.peak import PeakMeter
@@ -14,9 +14,7 @@ from segue.model_runner.choices import Choices
 from segue.models.decoder import Decoder
 
 
-def measure_activations(
-    model: Decoder, choices: Choices, backend_entry: BackendEntry, shape: AttentionShape
-) -> int:
+def measure_activations(model: Decoder, choices: Choices, selection: Selection, shape: AttentionShape) -> int:
     """Peak bytes of an eager prefill of the largest chunk, and of logits for as many rows as can run.
 
     It runs on a small KV pool of its own, in sequences as long as the model allows.
@@ -43,7 +41,7 @@ def measure_activations(
         num_decode=0,
         page_table=table,
         kv=kv,
-        backend=backend_entry.make(shape, kv),
+        backend=selection.make(shape, kv),
     )
     meter = PeakMeter(choices.device)
     with torch.inference_mode():

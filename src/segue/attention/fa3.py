@@ -1,0 +1,94 @@
+"""FlashAttention-3, for Hopper, from an optional package: `pip install 'segue[fa3]'`.
+
+It reads the pool where it lies, by page tables that are gathered once a step. In a step that has decode rows
+and prompts in it, each half hides the other's sequences: their queries have length zero there.
+
+Where pages are as large as its tiles it would load them whole by the copy engine, and a NaN in a slot that
+is not in use would reach the output. A left padding, of nothing, keeps it from that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from segue.attention.base import AttentionShape
+from segue.attention.context import Context
+from segue.attention.paired import attend
+from segue.attention.slots import SlotPrefill
+from segue.kvcache.pool import KVPool
+
+
+class FA3Attention(SlotPrefill):
+    """Both halves on one pool."""
+
+    def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
+        """Serve a model of `shape` whose cache is `pool`."""
+        import flash_attn_3._C  # noqa: F401 - it registers the operators
+
+        self._forward = torch.ops.flash_attn_3.fwd
+        self._shape = shape
+        self._pages = [(pool.data[:, layer, 0], pool.data[:, layer, 1]) for layer in range(pool.num_layers)]
+        self._table = self._kv_lens = self._padding = self._starts = self._decode_starts = torch.empty(0)
+
+    def queries_per_block(self, tokens: int) -> int:
+        """It needs no blocks: one a sequence."""
+        return tokens
+
+    def prepare(self, ctx: Context) -> None:
+        """Gather the page table; tell the halves' queries apart."""
+        count = len(ctx.rows_device) if ctx.has_prefill else ctx.num_decode
+        self._table = ctx.page_table.data.index_select(0, ctx.rows_device[:count])
+        self._kv_lens = ctx.kv_lens_device[:count]
+        self._padding = torch.zeros_like(self._kv_lens)
+        if ctx.has_prefill:
+            num_decode: int | Tensor = ctx.num_decode
+            if ctx.num_decode and ctx.num_decode_device is not None:
+                num_decode = ctx.num_decode_device
+            self._starts = torch.clamp(ctx.q_starts_device, min=num_decode)
+            self._decode_starts = torch.clamp(ctx.q_starts_device, max=num_decode)
+
+    def forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
+    ) -> Tensor:
+        """See `AttentionBackend.forward`."""
+        return attend(self, self, query, layer, ctx)
+
+    def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+        """See `PagedBackend.decode`."""
+        rows = slice(ctx.num_decode)  # what is kept of splits grows with the queries
+        if ctx.has_prefill:
+            self._run(query[rows], output[rows], layer, self._decode_starts, longest=1, splits=0)
+        else:  # [S, 1, heads, head_dim]
+            self._run(query[:, None], output[:, None], layer, None, longest=None, splits=0)
+
+    def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+        """See `PagedBackend.prefill`."""
+        self._run(query, output, layer, self._starts, longest=len(query), splits=1)
+
+    def _run(
+        self,
+        query: Tensor,
+        output: Tensor,
+        layer: int,
+        starts: Tensor | None,
+        *,
+        longest: int | None,
+        splits: int,
+    ) -> None:
+        """Attend into `output`; `splits` of the keys, 0: as many as FlashAttention-3 likes."""
+        keys, values = self._pages[layer]
+        self._forward(
+            query,
+            keys,
+            values,
+            out=output,
+            cu_seqlens_q=starts,
+            seqused_k=self._kv_lens,
+            max_seqlen_q=longest,
+            page_table=self._table,
+            leftpad_k=self._padding,
+            softmax_scale=self._shape.scale,
+            is_causal=True,
+            num_splits=splits,
+        )
