@@ -40,30 +40,33 @@ def _place(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * GROUP
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
+    groups: tl.constexpr = (HEADS + 2 * KV_HEADS) // GROUP
+    token = (tl.program_id(0) // groups).to(tl.int64)  # neighbours read what lies side by side
+    first = tl.program_id(0) % groups * GROUP
     half: tl.constexpr = D // 2
     d = tl.arange(0, HALF)[None, :]
     inside = d < half
     head = first + tl.arange(0, GROUP)[:, None]
     begin(PDL)
+    position = tl.load(positions + token).to(tl.int64)  # first: more loads depend on them
+    row = tl.load(kv_rows + token).to(tl.int64)
     stride = num_tokens.to(tl.int64) * width
     low = _half(qkv, token * width, stride, head * D + d, inside, SPLITS)
     high = _half(qkv, token * width, stride, head * D + half + d, inside, SPLITS)
-    position = tl.load(positions + token).to(tl.int64)
-    row = tl.load(kv_rows + token).to(tl.int64)
     if first < HEADS + KV_HEADS:
         dtype = query.dtype.element_ty
+        cos = tl.load(cosines + position * half + d, mask=inside, other=0.0)
+        sin = tl.load(sines + position * half + d, mask=inside, other=0.0)
         if NORM:
+            low_weight = tl.load(qk_weight + head * D + d, mask=inside, other=0.0)
+            high_weight = tl.load(qk_weight + head * D + half + d, mask=inside, other=0.0)
             # As the plain products round: to the model's type before and after the norm.
             low = low.to(dtype).to(tl.float32)
             high = high.to(dtype).to(tl.float32)
             rms = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
-            low = low * rms * tl.load(qk_weight + head * D + d, mask=inside, other=0.0)
-            high = high * rms * tl.load(qk_weight + head * D + half + d, mask=inside, other=0.0)
-        cos = tl.load(cosines + position * half + d, mask=inside, other=0.0)
-        sin = tl.load(sines + position * half + d, mask=inside, other=0.0)
+            low = low * rms * low_weight
+            high = high * rms * high_weight
         rotated_low = low * cos - high * sin
         rotated_high = high * cos + low * sin
         if first < HEADS:
@@ -115,7 +118,7 @@ def place(
     num_tokens = qkv.shape[-2]
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=keys.dtype, device=qkv.device)
     group = _group(num_heads, num_kv_heads)
-    _place[(num_tokens, (num_heads + 2 * num_kv_heads) // group)](
+    _place[(num_tokens * (num_heads + 2 * num_kv_heads) // group,)](
         qkv,
         query if qk_weight is None else qk_weight,
         cosines,
