@@ -261,6 +261,21 @@ def test_many_copies_in_one_kernel(offset) -> None:
     assert (room[~touched] == 77).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 127, 1000, 4103])
+@pytest.mark.parametrize(("inner", "hidden"), [(64, 64), (192, 128), (3072, 1024)])
+def test_gated_product_of_many(rows, inner, hidden, dtype) -> None:
+    from segue.kernels.cuda.gated import run
+    from segue.kernels.cuda.launch import is_hopper
+
+    if not is_hopper():
+        pytest.skip("tiles come by the copy engine")
+    x = normal(rows, hidden, dtype=dtype)
+    weight = normal(2 * inner, hidden, dtype=dtype, seed=1) * hidden**-0.5
+    gate, up = (x.float() @ weight.float().T).chunk(2, -1)
+    close(run(x, weight), torch.nn.functional.silu(gate) * up, dtype)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 40, 64])
 @pytest.mark.parametrize("size", [(3072, 1024), (12288, 4096)])
 def test_gated_product(rows, size) -> None:

@@ -10,9 +10,12 @@ from segue.kernels.linear import linear
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
     """`silu_mul` of `linear(x, weight, bias, packed)`: `[T, K] -> [T, I]`, `weight` `[2 * I, K]`."""
     if x.is_cuda and bias is None:
+        from segue.kernels.cuda.gated import gated_product_of_many
         from segue.kernels.cuda.product import gated_product
 
         gated = gated_product(x, weight)
+        if gated is None:
+            gated = gated_product_of_many(x, weight)
         if gated is not None:
             return gated
     return silu_mul(linear(x, weight, bias, packed, may_split=True), x.dtype)
