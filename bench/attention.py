@@ -1,0 +1,108 @@
+"""Measure the attention backends against each other, and store their order where "auto" looks.
+
+    python -m bench.attention
+
+Every step is timed as a chain of layers in one CUDA graph, so that launches do not count. The order, for one
+device, head size and page size, is that of the time of all steps together: of decode, and of prefill by the
+tokens of the step.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from bench import report
+from bench.tune_products import chain_time
+from segue.attention import registry
+from segue.attention.base import AttentionShape
+from segue.attention.context import Context
+from segue.attention.registry import Setting
+from segue.kvcache.pool import KVPool
+from segue.kvcache.table import PageTable
+
+# Sequences, tokens of the step and tokens in the cache of each; prefill by the tokens of the step.
+PREFILL = {
+    256: [(1, 256, 256), (16, 16, 16), (1, 256, 4096)],
+    1024: [(1, 1024, 1024), (16, 64, 64), (2, 512, 4096)],
+    2048: [(1, 2048, 2048), (8, 256, 256), (4, 512, 4096)],
+    8192: [(4, 2048, 2048), (1, 8192, 8192), (16, 512, 512)],
+}
+DECODE = [(1, 1, 640), (8, 1, 640), (32, 1, 640), (256, 1, 640), (32, 1, 4096), (1, 1, 16384)]
+HEADS = (16, 8)  # of queries, of keys and values
+HEAD_DIMS = (64, 128)
+PAGE_SIZES = (16, 64, 128)
+LAYERS = 4
+
+
+def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) -> float:
+    """Microseconds of one layer's attention."""
+    shape, device = setting.shape, setting.device
+    each = -(-kv_len // setting.page_size)
+    pool = KVPool(
+        num_pages=count * each,
+        num_layers=LAYERS,
+        page_size=setting.page_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=setting.dtype,
+        device=device,
+    )
+    pool.data.normal_()
+    table = PageTable(
+        max_running=count,
+        max_seq_len=max(kv_len, 4096),
+        page_size=setting.page_size,
+        scratch_page=pool.scratch_page,
+        device=device,
+    )
+    table.data[:count, :each] = torch.randperm(count * each, device=device).view(count, each)
+    ctx = Context.build(
+        input_ids=torch.zeros(count * q_len, dtype=torch.int64, device=device),
+        rows=range(count),
+        q_lens=[q_len] * count,
+        kv_lens=[kv_len] * count,
+        num_decode=count if q_len == 1 else 0,
+        page_table=table,
+        kv=pool,
+        backend=registry.select(name, setting).make(shape, pool),
+    )
+    query = torch.randn(count * q_len, shape.num_heads, shape.head_dim, device=device, dtype=setting.dtype)
+    ctx.backend.prepare(ctx)
+    return chain_time(lambda layer: ctx.backend.forward(query, None, None, layer % LAYERS, ctx), 4 * LAYERS)
+
+
+def rank(half: str, setting: Setting, steps: list[tuple[int, int, int]]) -> list[str]:
+    """Backends from the fastest on, by the time of all steps; printed."""
+    times = {name: [measure(name, setting, *step) for step in steps] for name in registry.fitting(setting)}
+    order = sorted(times, key=lambda name: sum(times[name]))
+    report.show(
+        f"{half}, heads of {setting.shape.head_dim}, pages of {setting.page_size}: µs a layer",
+        ["backend", *(f"{count} x {q_len} of {kv_len}" for count, q_len, kv_len in steps)],
+        [[name, *(f"{time:.1f}" for time in times[name])] for name in order],
+    )
+    return order
+
+
+def main() -> None:
+    """Measure what is installed, print it, and replace this device's part of the table."""
+    device = torch.device("cuda", 0)
+    table = json.loads(registry.TABLE.read_text())
+    mine = table[torch.cuda.get_device_name(device)] = {}
+    for head_dim in HEAD_DIMS:
+        shape = AttentionShape(
+            num_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=head_dim, scale=head_dim**-0.5
+        )
+        mine[str(head_dim)] = {}
+        for page_size in PAGE_SIZES:
+            setting = Setting(shape=shape, device=device, dtype=torch.bfloat16, page_size=page_size)
+            mine[str(head_dim)][str(page_size)] = {
+                "prefill": {tokens: rank("prefill", setting, steps) for tokens, steps in PREFILL.items()},
+                "decode": rank("decode", setting, DECODE),
+            }
+    registry.TABLE.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
