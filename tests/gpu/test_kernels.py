@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from segue.kernels.embedding import embed, embed_reference
 from segue.kernels.norm import rms_norm_reference
 from segue.kernels.rotary import rotate_reference
 
@@ -39,6 +40,15 @@ def test_add_rms_norm(rows, size, splits, adds, dtype) -> None:
     close(new_residual, total, dtype)
     close(normed, rms_norm_reference(new_residual, weight, 1e-6), dtype)
     assert normed.dtype == new_residual.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("rows", "size"), [(1, 24), (5, 1536), (33, 4096)])
+@pytest.mark.parametrize("start", [0, 128])
+def test_embed(rows, size, start, dtype) -> None:
+    weight = normal(200, size, dtype=dtype)
+    ids = torch.arange(rows, device="cuda") * 101 % 400
+    assert torch.equal(embed(ids, weight, start), embed_reference(ids, weight, start))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

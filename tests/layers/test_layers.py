@@ -173,7 +173,6 @@ def test_moe_shards_sum_to_the_weighted_experts(size: int, norm: bool) -> None:
             intermediate_size=8 // size,
             norm_topk_prob=norm,
             backend=run_by_expert,
-            collectives=Alone(rank, size),
         )
         fill(
             layer,

@@ -23,6 +23,8 @@ class Meeting:
 class ThreadCollectives:
     """Collectives over a meeting."""
 
+    one_shot = None
+
     def __init__(self, tp: TPInfo, meeting: Meeting) -> None:
         self.tp = tp
         self.meeting = meeting

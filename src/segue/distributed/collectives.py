@@ -12,12 +12,29 @@ from torch._C._distributed_c10d import ProcessGroup
 from segue.distributed.info import TPInfo
 
 
+class OneShot(Protocol):
+    """An all-reduce of few rows, in one kernel with what follows it; see `kernels.cuda.all_reduce`."""
+
+    most_rows: int
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`kernels.norm.add_rms_norm` of the sum of all ranks' `x`, at most `most_rows` tokens."""
+        ...
+
+
 class Collectives(Protocol):
     """Exchanges of tensors during a forward pass. Every rank calls the same ones in the same order."""
 
     @property
     def tp(self) -> TPInfo:
         """This rank and the size of its group."""
+        ...
+
+    @property
+    def one_shot(self) -> OneShot | None:
+        """What few rows are reduced by, where the devices can do that."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -37,6 +54,7 @@ class SingleRank:
     """The collectives of a group of one."""
 
     tp = TPInfo(0, 1)
+    one_shot = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The tensor itself."""
@@ -57,19 +75,23 @@ class GroupCollectives:
     def __init__(self, tp: TPInfo, group: ProcessGroup) -> None:
         """Exchange over `group`, in which this process has rank `tp.rank`."""
         self.tp = tp
+        self.one_shot: OneShot | None = None  # the runner sets it: a kernel's room lies below this one
         self._group = group
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
-        self._group.allreduce([tensor]).wait()
+        options = dist.AllreduceOptions()
+        options.asyncOp = False  # NCCL's kernel goes on the current stream, and nothing is left to wait for
+        _wait(self._group.allreduce([tensor], options))
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with rank 0's."""
         options = dist.BroadcastOptions()
+        options.asyncOp = False
         options.rootRank = 0
         options.rootTensor = 0
-        self._group.broadcast([tensor], options).wait()
+        _wait(self._group.broadcast([tensor], options))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor | None:
@@ -82,3 +104,8 @@ class GroupCollectives:
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.tp.size)]
         self._group.gather([parts], [tensor.contiguous()], options).wait()
         return torch.cat(parts, dim=-1)
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()

@@ -69,7 +69,10 @@ class Attention(Layer):
         return self.qk_weight.nbytes
 
     def forward(self, x: Tensor, placement: Placement, ctx: Context, wanted: Tensor | None = None) -> Tensor:
-        """`[T, hidden] -> [T, hidden]`, or of the tokens `wanted` alone (int `[L]`)."""
+        """`[T, hidden] -> [T, hidden]`, or of the tokens `wanted` alone (int `[L]`).
+
+        To be summed over the ranks: `RMSNorm.add`.
+        """
         place = self._place_cuda if x.is_cuda else self._place
         query, key, value = place(self.qkv(x), placement, ctx)
         attended = ctx.backend.forward(query, key, value, self.layer, ctx).flatten(1)

@@ -5,12 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
+from segue.kernels.embedding import embed
 from segue.kernels.linear import linear, pack, packed_bytes
 from segue.layers.base import Layer
 
 
 class VocabParallelEmbedding(Layer):
-    """One rank's rows of the embedding table; ids of other ranks give 0 and the ranks' results are summed."""
+    """One rank's rows of the embedding table; ids of other ranks give 0."""
 
     def __init__(self, rows: int, size: int, *, collectives: Collectives) -> None:
         """`rows` are this rank's, padding included."""
@@ -20,14 +21,9 @@ class VocabParallelEmbedding(Layer):
         self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """`[T] -> [T, size]`, equal on every rank."""
+        """`[T] -> [T, size]`, to be summed over the ranks: `RMSNorm.add`."""
         tp = self.collectives.tp
-        if tp.size == 1:
-            return F.embedding(ids, self.weight)
-        local = ids - tp.rank * self.rows
-        elsewhere = (local < 0) | (local >= self.rows)
-        embedded = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.collectives.all_reduce(embedded.masked_fill_(elsewhere[:, None], 0))
+        return F.embedding(ids, self.weight) if tp.size == 1 else embed(ids, self.weight, tp.rank * self.rows)
 
 
 class ParallelHead(Layer):
@@ -58,9 +54,12 @@ class ParallelHead(Layer):
 
     def forward(self, hidden: Tensor) -> Tensor | None:
         """`[L, size] -> [L, vocab_size]` in float32 on rank 0; None elsewhere."""
-        wide = self.collectives.tp.size == 1
-        logits = self.collectives.gather(linear(hidden, self._weight(), None, self.packed, wide=wide))
-        return None if logits is None else logits[:, : self.vocab_size].float()
+        logits = self.collectives.gather(self.local(hidden))
+        return None if logits is None else logits[:, : self.vocab_size]
+
+    def local(self, hidden: Tensor) -> Tensor:
+        """The logits of this rank's rows, padding included, in float32: `[L, size] -> [L, rows]`."""
+        return linear(hidden, self._weight(), None, self.packed, wide=True)
 
     def _weight(self) -> Tensor:
         (tied,) = self._tied

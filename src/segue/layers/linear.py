@@ -32,7 +32,7 @@ class Linear(Layer):
 
 
 class RowParallelLinear(Layer):
-    """One rank's columns of a linear layer; the ranks' partial results are summed.
+    """One rank's columns of a linear layer, whose results are to be summed over the ranks: `RMSNorm.add`.
 
     Every rank holds the whole bias and the first adds it.
     """
@@ -53,8 +53,7 @@ class RowParallelLinear(Layer):
         return 0 if self.packed is None else packed_bytes(self.packed)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, in] -> [T, out]`, equal on every rank; of one rank perhaps split sums, for `add_rms_norm`."""
-        tp = self.collectives.tp
-        bias = self.bias if tp.is_first else None
-        product = linear(x, self.weight, bias, self.packed, may_split=tp.size == 1)
-        return self.collectives.all_reduce(product)
+        """`[T, in] -> [T, out]`, this rank's summand; perhaps split sums, as `RMSNorm.add` takes them."""
+        tp, one_shot = self.collectives.tp, self.collectives.one_shot
+        may_split = tp.size == 1 or (one_shot is not None and len(x) <= one_shot.most_rows)
+        return linear(x, self.weight, self.bias if tp.is_first else None, self.packed, may_split=may_split)

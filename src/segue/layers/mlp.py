@@ -20,7 +20,7 @@ class MLP(Layer):
         self.down = RowParallelLinear(intermediate_size, hidden_size, bias=bias, collectives=collectives)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden] -> [T, hidden]`."""
+        """`[T, hidden] -> [T, hidden]`, to be summed over the ranks: `RMSNorm.add`."""
         gate_up = self.gate_up
         output: Tensor = self.down(gated_linear(x, gate_up.weight, gate_up.bias, gate_up.packed))
         return output

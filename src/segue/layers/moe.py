@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segue.distributed.collectives import Collectives
 from segue.layers.base import Layer
 from segue.layers.linear import Linear
 from segue.layers.moe_backend import MoEBackend
@@ -36,22 +35,19 @@ class MoE(Layer):
         intermediate_size: int,
         norm_topk_prob: bool,
         backend: MoEBackend,
-        collectives: Collectives,
     ) -> None:
         """`intermediate_size` is one expert's on this rank."""
         super().__init__()
         self.num_experts_per_tok = num_experts_per_tok
         self.norm_topk_prob = norm_topk_prob
         self.backend = backend
-        self.collectives = collectives
         self.router = Linear(hidden_size, num_experts)
         self.experts = Experts(num_experts, hidden_size, intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden] -> [T, hidden]`."""
+        """`[T, hidden] -> [T, hidden]`, to be summed over the ranks: `RMSNorm.add`."""
         probabilities = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self.num_experts_per_tok, dim=-1)
         if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        output = self.backend(x, self.experts.gate_up, self.experts.down, weights.to(x.dtype), experts)
-        return self.collectives.all_reduce(output)
+        return self.backend(x, self.experts.gate_up, self.experts.down, weights.to(x.dtype), experts)

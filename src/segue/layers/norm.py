@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from segue.distributed.collectives import Collectives, SingleRank
 from segue.kernels.norm import add_rms_norm, rms_norm
 from segue.layers.base import Layer
 
@@ -10,10 +11,11 @@ from segue.layers.base import Layer
 class RMSNorm(Layer):
     """Normalises the last dimension by its root mean square, alone or after adding to the residual stream."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        """Scale `size` channels."""
+    def __init__(self, size: int, eps: float, collectives: Collectives | None = None) -> None:
+        """Scale `size` channels; `collectives` are those that `add` sums over."""
         super().__init__()
         self.eps = eps
+        self.collectives = collectives or SingleRank()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.wide: Tensor | None = None
 
@@ -27,5 +29,9 @@ class RMSNorm(Layer):
         return rms_norm(x, self.weight if self.wide is None else self.wide, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`x + residual` normalised, and the sum. May overwrite both."""
-        return add_rms_norm(x, residual, self.weight if self.wide is None else self.wide, self.eps)
+        """The ranks' `x` summed, plus `residual`: normalised, and as it is. May overwrite both."""
+        weight = self.weight if self.wide is None else self.wide
+        one_shot = self.collectives.one_shot
+        if one_shot is not None and x.shape[-2] <= one_shot.most_rows:
+            return one_shot.add_rms_norm(x, residual, weight, self.eps)
+        return add_rms_norm(self.collectives.all_reduce(x), residual, weight, self.eps)

@@ -27,7 +27,7 @@ class DecoderLayer(Layer):
     ) -> None:
         """Layer `index` from 0."""
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
         self.attn = Attention(
             layer=index,
             hidden_size=config.hidden_size,
@@ -40,7 +40,7 @@ class DecoderLayer(Layer):
             eps=config.rms_norm_eps,
             collectives=collectives,
         )
-        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
         self.mlp = _mlp(index, config, part, collectives, moe_backend)
 
     def forward(
@@ -81,7 +81,7 @@ class Decoder(Layer):
             DecoderLayer(index, config, self.part, collectives, moe_backend)
             for index in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
         self.lm_head = ParallelHead(
             self.part.vocab_size,
             config.hidden_size,
@@ -114,6 +114,10 @@ class Decoder(Layer):
         logits: Tensor | None = self.lm_head(hidden)
         return logits
 
+    def local_logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits of `[L, hidden]` of this rank's part of the vocabulary, padding included."""
+        return self.lm_head.local(hidden)
+
     def weights_per_token(self) -> int:
         """Weights of this rank's layers that a token goes through; of experts, those of its share."""
         moe = self.config.moe
@@ -144,5 +148,4 @@ def _mlp(
         intermediate_size=part.expert_intermediate_size,
         norm_topk_prob=config.moe.norm_topk_prob,
         backend=moe_backend,
-        collectives=collectives,
     )

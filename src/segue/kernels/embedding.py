@@ -1,0 +1,20 @@
+"""The embedding lookup of one rank's part of the vocabulary."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def embed_reference(ids: Tensor, weight: Tensor, start: int) -> Tensor:
+    """Rows of `weight` `[rows, N]` for `ids` (int64 `[T]`) from `start` on; 0 for all other ids: `[T, N]`."""
+    local = ids - start
+    elsewhere = (local < 0) | (local >= len(weight))
+    return F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere[:, None], 0)
+
+
+def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
+    """See `embed_reference`."""
+    if ids.is_cuda:
+        from segue.kernels.cuda.embedding import embed as fused
+
+        return fused(ids, weight, start)
+    return embed_reference(ids, weight, start)
