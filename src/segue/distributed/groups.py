@@ -17,16 +17,30 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroup, Sto
 
 from segue.distributed.collectives import Collectives, GroupCollectives, SingleRank
 from segue.distributed.info import TPInfo
+from segue.distributed.symmetric import SymmetricMemory
 
 
 class TPGroups:
     """The groups of one rank: `control` for small host values, `collectives` for tensors on the device."""
 
-    def __init__(self, tp: TPInfo, control: ProcessGroup | None, collectives: Collectives) -> None:
-        """Take groups made by `connect`; `control` is None in a group of one."""
+    def __init__(
+        self,
+        tp: TPInfo,
+        control: ProcessGroup | None,
+        collectives: Collectives,
+        store: Store | None,
+        name: str = "",
+    ) -> None:
+        """Take groups made by `connect`; `control` and `store` are None in a group of one.
+
+        `name` is unique in this process and the same on all ranks.
+        """
         self.tp = tp
         self.collectives = collectives
         self._control = control
+        self._store = store
+        self._name = name
+        self._num_shared = 0
 
     def all_gather(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank; all ranks give equally many."""
@@ -36,6 +50,13 @@ class TPGroups:
         parts = [torch.empty_like(mine) for _ in range(self.tp.size)]
         self._control.allgather([parts], [mine]).wait()
         return [part.tolist() for part in parts]
+
+    def share(self, device: torch.device, num_bytes: int) -> SymmetricMemory:
+        """Memory of all ranks, on their CUDA devices."""
+        assert self._store is not None
+        self._num_shared += 1
+        name = f"{self._name} {self._num_shared}"
+        return SymmetricMemory(self.tp, PrefixStore(name, self._store), name, device, num_bytes)
 
     def barrier(self) -> None:
         """Return once every rank has come here."""
@@ -51,13 +72,13 @@ def connect(
     touches no file.
     """
     if tp.size == 1:
-        return TPGroups(tp, None, SingleRank())
+        return TPGroups(tp, None, SingleRank(), None)
     store = FileStore(str(rendezvous), tp.size)
     # torch's stubs do not say so, but both have the methods of a ProcessGroup.
     gloo = dist.ProcessGroupGloo(PrefixStore("control", store), tp.rank, tp.size, timeout)
     control = cast(ProcessGroup, gloo)
     data = control if device.type == "cpu" else _nccl(PrefixStore("data", store), tp)
-    return TPGroups(tp, control, GroupCollectives(tp, data))
+    return TPGroups(tp, control, GroupCollectives(tp, data), store, str(rendezvous))
 
 
 def _nccl(store: Store, tp: TPInfo) -> ProcessGroup:

@@ -56,6 +56,9 @@ def worker_environment(num_workers: int) -> dict[str, str]:
     # one busy core that makes a step four times slower.
     environment.setdefault("GOMP_SPINCOUNT", "10000")
     environment.setdefault("GLIBC_TUNABLES", MALLOC)
+    # NVLink multicast is of use for nothing here, and where it is broken, communication hangs on it.
+    environment.setdefault("NCCL_NVLS_ENABLE", "0")
+    environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_workers)))
     root = Path(segue.__path__[0]).resolve().parent
     if root.name not in ("site-packages", "dist-packages"):  # found by a path that the child may not have

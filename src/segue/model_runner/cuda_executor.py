@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from segue.attention.base import PagedBackend
-from segue.kernels.cuda.sampling import sample_plain
+from segue.distributed.collectives import Collectives
+from segue.kernels.cuda.all_reduce import OneShot
+from segue.kernels.cuda.sampling import VocabPart, sample_plain
 from segue.kvcache.pool import KVPool
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.device_inputs import RING, DeviceInputs, StepShape
@@ -39,7 +41,7 @@ _LOGITS_BYTES = 64 << 20  # float32 logits of a prompt held at a time
 
 
 class CUDAExecutor:
-    """Runs step plans on the current stream of a single rank."""
+    """Runs step plans on the current stream of one rank."""
 
     def __init__(
         self,
@@ -49,12 +51,17 @@ class CUDAExecutor:
         kv: KVPool,
         backend: PagedBackend,
         sampler: Sampler,
+        collectives: Collectives,
         max_rows: int,
         chunk: int,
         self_check: bool = False,
     ) -> None:
         """`self_check`: compare what every graph gives with the same step run eagerly."""
         self._model = model
+        self._collectives = collectives
+        self._part: VocabPart | None = None
+        if isinstance(collectives.one_shot, OneShot):
+            self._part = VocabPart(collectives.one_shot, model.part.vocab_start, model.config.vocab_size)
         self._state = state
         self._backend = backend
         self._sampler = sampler
@@ -68,7 +75,7 @@ class CUDAExecutor:
         self._worth = most_trunk_tokens(model.config.num_layers, model.weights_per_token())
         self._seen = None
         if self_check:
-            self._seen = torch.zeros((max_rows, model.config.vocab_size), device=weight.device)
+            self._seen = torch.zeros((max_rows, model.part.vocab_size), device=weight.device)
         picked = self._picked if self_check else None
         pool = torch.cuda.graph_pool_handle()
         self._decode = Graphs[int]("decode", pool, self._run_decode, self._seen)
@@ -204,15 +211,15 @@ class CUDAExecutor:
         return hidden
 
     def _run_decode(self, size: int) -> None:
-        logits = self._model.logits(self._model(self._inputs.decode_context(size)))
-        self._sample_plain(logits, *self._inputs.decode_rows(size))
+        hidden = self._model(self._inputs.decode_context(size))
+        self._sample_plain(hidden, *self._inputs.decode_rows(size))
 
     def _run_tail(self, size: int) -> None:
         rows, positions = self._inputs.sample_rows[:size], self._inputs.sample_positions[:size]
-        self._sample_plain(self._model.logits(self._picked[:size]), rows, positions)
+        self._sample_plain(self._picked[:size], rows, positions)
 
-    def _sample_plain(self, logits: Tensor | None, rows: Tensor, positions: Tensor) -> None:
-        assert logits is not None
+    def _sample_plain(self, hidden: Tensor, rows: Tensor, positions: Tensor) -> None:
+        logits = self._model.local_logits(hidden)
         if self._seen is not None:
             self._seen[: len(logits)].copy_(logits)
         columns = self._state.on_device
@@ -228,6 +235,7 @@ class CUDAExecutor:
             ring=self._ring,
             logprob_ring=self._logprob_ring,
             slot=self._inputs.slot,
+            part=self._part,
         )
 
     def _sample_full(self, plan: StepPlan, count: int) -> Sampled:
@@ -237,9 +245,11 @@ class CUDAExecutor:
         rows = np.array(plan.rows)[samples]
         positions = (np.array(plan.starts) + np.array(plan.lens))[samples]
         logits = self._model.logits(self._picked[:count])
-        assert logits is not None
-        sampled = self._sampler.sample(logits, rows, positions, plan.tail)
-        self._state.write_tokens(rows, positions, sampled.tokens)
+        if logits is None:
+            sampled = Sampled(tokens=torch.empty(count, dtype=torch.int64, device=self._picked.device))
+        else:
+            sampled = self._sampler.sample(logits, rows, positions, plan.tail)
+        self._state.write_tokens(rows, positions, self._collectives.broadcast(sampled.tokens))
         return sampled
 
     def _from_ring(self, plan: StepPlan, slot: int) -> Sampled:

@@ -15,8 +15,10 @@ import torch
 from segue.attention import registry as attention
 from segue.attention.base import AttentionBackend, AttentionShape, PagedBackend
 from segue.config import EngineConfig, parse_sizes
+from segue.distributed.collectives import GroupCollectives
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
+from segue.distributed.symmetric import all_devices_meet
 from segue.kvcache.pool import KVPool
 from segue.kvcache.table import PageTable
 from segue.layers import moe_backend
@@ -157,6 +159,8 @@ class ModelRunner:
         with progress.step("communication"):
             groups = connect(tp, rendezvous=run_dir / "rendezvous", device=choices.device)
             progress.detail = "none: one rank" if tp.size == 1 else f"{tp.size} ranks"
+            if choices.device.type == "cuda" and tp.size > 1:
+                progress.num_bytes = _add_one_shot(groups, choices, model_config.hidden_size)
         with progress.step("free memory"):
             free_before = progress.num_bytes = _agree_on_free_memory(groups, choices.device)
         with progress.step("weights"):
@@ -245,9 +249,10 @@ class ModelRunner:
         with progress.step("CUDA graphs"):
             progress.detail = "none: steps run eagerly"
             grid = _grid(config, choices, backend, selection.name, model_config.moe is not None)
-            if choices.device.type == "cuda" and tp.size == 1:
+            ranks_meet = tp.size == 1 or groups.collectives.one_shot is not None
+            if choices.device.type == "cuda" and ranks_meet:
                 self._executor = executor = _make_cuda_executor(
-                    config, choices, model, state, kv, backend, sampler
+                    config, choices, groups, model, state, kv, backend, sampler
                 )
                 if captures:
                     progress.num_bytes = _capture(executor, grid, groups, choices.device)
@@ -285,6 +290,21 @@ class ModelRunner:
         self._stream.close()
 
 
+def _add_one_shot(groups: TPGroups, choices: Choices, hidden_size: int) -> int:
+    """Give the collectives their one-shot all-reduce, where the devices see each other; bytes taken."""
+    from segue.kernels.cuda.all_reduce import OneShot
+
+    assert isinstance(groups.collectives, GroupCollectives)
+    if not all_devices_meet(groups.tp.size):
+        logger.warning(
+            "the CUDA devices cannot address each other's memory: all-reduces go through NCCL, eagerly"
+        )
+        return 0
+    one_shot = OneShot(groups, choices.device, hidden_size, choices.max_running_requests)
+    groups.collectives.one_shot = one_shot
+    return one_shot.num_bytes
+
+
 def _agree_on_free_memory(groups: TPGroups, device: torch.device) -> int:
     on_cpu = device.type == "cpu"
     free = free_cpu_memory() if on_cpu else torch.cuda.mem_get_info(device)[0]
@@ -294,6 +314,7 @@ def _agree_on_free_memory(groups: TPGroups, device: torch.device) -> int:
 def _make_cuda_executor(
     config: EngineConfig,
     choices: Choices,
+    groups: TPGroups,
     model: Decoder,
     state: BatchState,
     kv: KVPool,
@@ -308,6 +329,7 @@ def _make_cuda_executor(
         kv=kv,
         backend=cast(PagedBackend, backend),
         sampler=sampler,
+        collectives=groups.collectives,
         max_rows=choices.max_running_requests,
         chunk=choices.chunked_prefill_size,
         self_check=config.graph_self_check,

@@ -3,17 +3,32 @@
 The arithmetic is that of `segue.model_runner.categorical`: a block of 128 tokens is drawn by its total
 weight, then a token within it, each by Gumbel-max. Log-probabilities are of the raw logits; both tails sum
 them up in the same order, so a request gets the same bits whatever else its steps have to do.
+
+Tensor-parallel ranks draw from their own blocks of the vocabulary, with the noise of those blocks, and then
+exchange one candidate each. (Of several ranks the plain tail sums up each part for itself.)
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from segue.kernels.cuda.all_reduce import OneShot, best_of_ranks
 from segue.kernels.cuda.launch import begin, launch_options, let_next_start
 
 _BLOCK = 128  # as in segue.model_runner.categorical
 _BLOCKS = 32  # a program; 128 took 229 instead of 141 µs for 256 rows of 151,936
+
+
+@dataclass(frozen=True, slots=True)
+class VocabPart:
+    """One rank's part of the vocabulary."""
+
+    one_shot: OneShot
+    start: int  # a multiple of 128
+    vocab_size: int  # of all ranks' parts together
 
 
 @triton.jit
@@ -96,7 +111,9 @@ def _choose_block(
     choices,
     maxima,
     sums,
-    vocab_size,
+    stride,
+    start,
+    size,
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -108,7 +125,7 @@ def _choose_block(
     row = tl.load(rows + i).to(tl.int64)
     block = chunk * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(logits + i * vocab_size + token, mask=token < vocab_size, other=float("-inf"))
+    x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
     largest = tl.max(x, 1)
     out = i * tl.num_programs(0) + chunk
     if WHOLE:
@@ -116,7 +133,7 @@ def _choose_block(
             _partial_sum(x, maxima, sums, out)
     if tl.load(temperatures + row) == 0.0:
         top = tl.max(largest, 0)
-        first = tl.min(tl.min(tl.where(x == top, token, vocab_size), 1), 0)
+        first = tl.min(tl.min(tl.where(x == top, token, size), 1), 0)
         tl.store(scores + out, top.to(tl.float64))
         tl.store(choices + out, first)
     else:
@@ -124,7 +141,7 @@ def _choose_block(
         shift = tl.where(largest == float("-inf"), 0.0, largest * inverse)
         total = tl.sum(tl.exp(x * inverse - shift[:, None]), 1).to(tl.float64)
         position = tl.load(positions + i).to(tl.int64)
-        noise = _gumbel(tl.load(seeds + row), position, block)
+        noise = _gumbel(tl.load(seeds + row), position, start // BLOCK + block)
         score = tl.log(total) + shift.to(tl.float64) + noise
         best = tl.max(score, 0)
         tl.store(scores + out, best)
@@ -151,8 +168,16 @@ def _choose_token(
     logprob_ring,
     slot,
     ring_stride,
+    inboxes,
+    epochs,
+    most_rows,
+    stride,
+    start,
+    size,
     vocab_size,
     num_chunks,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
     WHOLE: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -169,21 +194,30 @@ def _choose_token(
     best = tl.max(score, 0)
     chosen = tl.min(tl.where(score == best, choice, 2147483647), 0)
     if tl.load(temperatures + row) > 0.0:
-        num_blocks = tl.cdiv(vocab_size, BLOCK)
         lane = tl.arange(0, BLOCK)
-        token = tl.minimum(chosen, num_blocks - 1) * BLOCK + lane
-        x = tl.load(logits + i * vocab_size + token, mask=token < vocab_size, other=float("-inf"))
+        token = tl.maximum(tl.minimum(chosen, tl.cdiv(size, BLOCK) - 1), 0) * BLOCK + lane
+        x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
         x = (x * tl.load(inverse_temperatures + row)).to(tl.float64)
-        x += _gumbel(tl.load(seeds + row), position, num_blocks + lane)
+        x += _gumbel(tl.load(seeds + row), position, tl.cdiv(vocab_size, BLOCK) + lane)
         chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
-    chosen = tl.minimum(chosen, vocab_size - 1)  # logits that are all NaN choose nothing
+    chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # logits that are all NaN choose nothing
+    logit, total = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    if WHOLE:
+        if tl.load(num_top + row) >= 0:
+            logit = tl.load(logits + i * stride + chosen, mask=chosen < size, other=float("-inf"))
+            total = _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS)
+    if WORLD > 1:
+        total = tl.where(size > 0, total, float("-inf"))
+        chosen, logit, total = best_of_ranks(
+            best, start + chosen, logit, total, i, inboxes, epochs, most_rows, RANK, WORLD
+        )
+        chosen = tl.minimum(chosen, vocab_size - 1)
     line = tl.load(slot).to(tl.int64) * ring_stride + i
     tl.store(ring + line, chosen)
     if WHOLE:
         tl.store(token_pool + row * pool_stride + position, chosen)
         if tl.load(num_top + row) >= 0:
-            total = _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS)
-            tl.store(logprob_ring + line, tl.load(logits + i * vocab_size + chosen) - total)
+            tl.store(logprob_ring + line, logit - total)
     let_next_start(PDL)
 
 
@@ -200,11 +234,12 @@ def sample_plain(
     ring: Tensor,
     logprob_ring: Tensor,
     slot: Tensor,
+    part: VocabPart | None = None,
 ) -> None:
     """Sample one token for each of B rows; write it to the token pool and to a line of `ring`.
 
     Args:
-        logits: float32 `[B, V]`.
+        logits: float32 `[B, V]`, or the `part` of this rank.
         rows: int32 `[B]`, batch rows.
         positions: int32 `[B]`, of the tokens sampled.
         temperatures: float32, by batch row; 0: the likeliest token, the lowest id among equals.
@@ -215,9 +250,11 @@ def sample_plain(
         ring: int32 `[slots, at least B]`, may be pinned memory of the host.
         logprob_ring: float32, of the same shape and strides.
         slot: int32 `[1]`, the line to write.
+        part: whose logits these are; all ranks come to the same token, and each writes it.
     """
     columns = (temperatures, inverse_temperatures, seeds, num_top)
-    _launch(logits, rows, positions, columns, (token_pool, token_pool.stride(0), ring, logprob_ring, slot))
+    targets = (token_pool, token_pool.stride(0), ring, logprob_ring, slot)
+    _launch(logits, rows, positions, columns, targets, part=part)
 
 
 def choose(
@@ -245,11 +282,14 @@ def _launch(
     targets: tuple[Tensor | int, ...],
     *,
     whole: bool = True,
+    part: VocabPart | None = None,
 ) -> None:
     """Run both kernels; those of a `whole` tail also write the token pool and log-probabilities."""
-    count, vocab_size = logits.shape
     logits = logits.contiguous()  # they may be cut out of a vocabulary padded for the ranks
-    num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)
+    count, width = logits.shape
+    start, vocab_size = (part.start, part.vocab_size) if part else (0, width)
+    size = max(0, min(width, vocab_size - start))
+    num_chunks = max(1, triton.cdiv(size, _BLOCK * _BLOCKS))
     scores = torch.empty((count, num_chunks), dtype=torch.float64, device=logits.device)
     choices = torch.empty((count, num_chunks), dtype=torch.int32, device=logits.device)
     partial = torch.empty((2, count, num_chunks), device=logits.device)
@@ -257,14 +297,28 @@ def _launch(
     ring = targets[2]
     assert isinstance(ring, Tensor)
     _choose_block[(num_chunks, count)](
-        *common, vocab_size, WHOLE=whole, BLOCK=_BLOCK, BLOCKS=_BLOCKS, **launch_options(4, count)
+        *common,
+        logits.stride(0),
+        start,
+        size,
+        WHOLE=whole,
+        BLOCK=_BLOCK,
+        BLOCKS=_BLOCKS,
+        **launch_options(4, count),
     )
     _choose_token[(count,)](
         *common,
         *targets,
         ring.stride(0),
+        *((part.one_shot.candidates, part.one_shot.candidate_epochs) if part else (ring, ring)),
+        part.one_shot.sampling_rows if part else 0,
+        logits.stride(0),
+        start,
+        size,
         vocab_size,
         num_chunks,
+        RANK=part.one_shot.tp.rank if part else 0,
+        WORLD=part.one_shot.tp.size if part else 1,
         WHOLE=whole,
         CHUNKS=triton.next_power_of_2(num_chunks),
         BLOCK=_BLOCK,

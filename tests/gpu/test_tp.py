@@ -1,0 +1,256 @@
+"""Tensor parallel on several GPUs: the exchanges by themselves, and whole engines against one GPU."""
+
+import json
+import random
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import segue
+from segue.distributed.groups import TPGroups, connect
+from segue.distributed.info import TPInfo
+from tests.gpu.ranks import free_memory, on_ranks
+from tests.model_runner import making, tiny
+from tests.model_runner.planner import Planner
+
+NUM_GPUS = torch.cuda.device_count()
+SIZES = [
+    pytest.param(size, marks=pytest.mark.skipif(size > NUM_GPUS, reason=f"needs {size} GPUs"))
+    for size in (2, 4)
+]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+QWEN3_8B = {  # with fewer layers
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "hidden_act": "silu",
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def _random(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
+
+
+def _exchange(tp: TPInfo, run_dir: Path) -> list[torch.Tensor]:
+    """Everything that ranks exchange in one kernel, checked against torch; what came out."""
+    groups = connect(tp, rendezvous=run_dir / "rendezvous", device=torch.device("cuda", tp.rank))
+    found = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for hidden, dtype in ((1000, torch.float32), (4096, torch.bfloat16)):
+            found += _sums(groups, hidden, dtype)
+        for vocab in (100, 151936):
+            found += _samples(groups, vocab)
+    torch.cuda.synchronize()
+    groups.barrier()
+    return [tensor.cpu() for tensor in found]
+
+
+def _sums(groups: TPGroups, hidden: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Chains of three sums in a graph, replayed many times."""
+    from segue.kernels.cuda.all_reduce import OneShot
+
+    size, rank = groups.tp.size, groups.tp.rank
+    one_shot = OneShot(groups, torch.device("cuda", rank), hidden, 8)
+    weight = _random(0, (hidden,), dtype)
+    found = []
+    for rows, splits in ((1, 1), (3, 4), (min(200, one_shot.most_rows), 1), (1, 4)):
+        parts = [[_random(9 * i + r, (splits, rows, hidden)) for r in range(size)] for i in range(3)]
+
+        def chain(mine: list[torch.Tensor]) -> list[torch.Tensor]:
+            residual, made = None, []
+            for x in mine:
+                normed, residual = one_shot.add_rms_norm(x, residual, weight, 1e-6)
+                made += [normed, residual]
+            return made
+
+        mine = [each[rank] for each in parts]
+        chain(mine)
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        captured = chain(mine)
+        graph.capture_end()
+        graph.replay()
+        first = torch.stack(captured)
+        unlike = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(300):
+            graph.replay()
+            unlike += (torch.stack(captured) != first).sum()
+        assert unlike.item() == 0, (hidden, rows, splits)
+        residual = torch.zeros(rows, hidden, dtype=dtype, device="cuda")
+        for i, each in enumerate(parts):
+            total = torch.zeros(rows, hidden, device="cuda")
+            for part in each:
+                summed = part[0]
+                for split in part[1:]:
+                    summed = summed + split
+                total = total + summed
+            residual = (total + residual.float()).to(dtype)
+            assert torch.equal(first[2 * i + 1], residual), (hidden, rows, splits, i)
+            wide = residual.float()
+            normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.float()
+            torch.testing.assert_close(first[2 * i], normed.to(dtype), rtol=2e-2, atol=1e-3)
+        found.append(first)
+    return found
+
+
+def _samples(groups: TPGroups, vocab: int) -> list[torch.Tensor]:
+    """Tokens and log-probabilities that ranks agree on are those of one rank with all logits."""
+    from segue.kernels.cuda.all_reduce import OneShot
+    from segue.kernels.cuda.sampling import VocabPart, sample_plain
+    from segue.models.sharding import shard_rows
+
+    tp, device = groups.tp, torch.device("cuda", groups.tp.rank)
+    share = shard_rows(vocab, tp.size)
+    part = VocabPart(OneShot(groups, device, 64, 40), tp.rank * share, vocab)
+    temperatures = torch.tensor([0.0, 0.7, 1.3, 0.0], device=device).repeat(10)
+    columns = {
+        "temperatures": temperatures,
+        "inverse_temperatures": 1 / temperatures.clamp(min=1e-5),
+        "seeds": torch.arange(-20, 20, device=device),
+        "num_top": torch.tensor([-1, 0], device=device).repeat(20),
+    }
+    found = []
+    for step in range(5):
+        logits = 3 * _random(step, (40, vocab))
+        logits[step, 1] = logits[step, -1] = 50.0  # equals, on two ranks
+        rows = torch.randperm(40, generator=torch.Generator().manual_seed(step)).int().cuda()
+        positions = torch.arange(step, step + 40, device=device, dtype=torch.int32)
+        padded = torch.nn.functional.pad(logits, (0, share * tp.size - vocab))
+        made = []
+        for each, whose in ((logits, None), (padded.chunk(tp.size, 1)[tp.rank], part)):
+            pool = torch.full((40, 60), -1, dtype=torch.int32, device=device)
+            ring = torch.full((4, 40), -1, dtype=torch.int32, device=device)
+            logprobs = torch.zeros(4, 40, device=device)
+            slot = torch.tensor([step % 4], dtype=torch.int32, device=device)
+            targets = {"token_pool": pool, "ring": ring, "logprob_ring": logprobs, "slot": slot}
+            sample_plain(each, rows, positions, **columns, **targets, part=whose)
+            made.append((pool, ring, logprobs))
+        (pool, ring, logprobs), (their_pool, their_ring, their_logprobs) = made
+        assert torch.equal(pool, their_pool) and torch.equal(ring, their_ring), (vocab, step)
+        torch.testing.assert_close(logprobs, their_logprobs, atol=1e-5, rtol=1e-5)
+        found += made[1]
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_ranks_exchange_is_torchs_and_the_same_on_all(size):
+    first, *others = on_ranks(size, _exchange)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def _traffic(engine: segue.Engine, count: int) -> list[list[int]]:
+    """The ids of mixed requests: chunks, shared prefixes, retractions, both tails."""
+    rng = random.Random(count)
+    stem = making.prompt(70, seed=99)
+    prompts = [
+        stem[: rng.choice([0, 33, 70])] + making.prompt(rng.randint(1, 90), seed=i) for i in range(count)
+    ]
+    kinds = [
+        {"temperature": 0},
+        {"temperature": 0.8},
+        {"temperature": 1.0, "top_k": 20},
+        {"temperature": 0, "repetition_penalty": 1.1},
+        {"temperature": 0.7},
+    ]
+    params = [
+        kinds[i % len(kinds)] | {"max_new_tokens": rng.randint(1, 40), "sampling_seed": i}
+        for i in range(count)
+    ]
+    call = ThreadPoolExecutor(1).submit(engine.generate, input_ids=prompts, sampling_params=params)
+    return [reply["output_ids"] for reply in call.result(timeout=100)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ids_are_those_of_one_gpu_and_a_thousand_requests_come_back(tmp_path, size):
+    tiny.save_qwen3(tmp_path)
+    options = {"device": "cuda", "page_size": 16, "num_kv_tokens": 1500, "max_running_requests": 12}
+    options |= {"chunked_prefill_size": 48}
+    with segue.Engine(**making.options(tmp_path, **options), embedded=True) as engine:
+        expected = _traffic(engine, 30)
+    free_memory()
+    with segue.Engine(**making.options(tmp_path, **options, tp=size)) as engine:
+        assert _traffic(engine, 30) == expected
+        ids = _traffic(engine, 1000)
+    assert len(ids) == 1000 and all(ids)
+
+
+class Greedy:
+    """Greedy ids of three prompts and what they score, on one rank of a runner."""
+
+    LENGTHS = (5, 130, 300)
+
+    def __init__(self, tp: TPInfo, run_dir: Path, directory: Path) -> None:
+        options = {"device": "cuda", "dtype": "bfloat16", "page_size": 64, "num_kv_tokens": 8192}
+        options |= {"load_format": "dummy", "max_model_len": 1024, "max_running_requests": 8}
+        runner = making.make_runner(directory, tp, run_dir, **options, chunked_prefill_size=256)
+        self.planner = Planner(runner)
+
+    def generate(self) -> tuple[list[list[int]], list[float], list[int]]:
+        """Ids, their log-probabilities out of decode graphs, and how far each step was padded."""
+        sequences = [self.planner.add(making.prompt(n, seed=n), logprobs=0) for n in self.LENGTHS]
+        for sequence in sequences:
+            self.planner.prefill(sequence, 200)
+        steps = [self.planner.run([(sequence, 1) for sequence in sequences]) for _ in range(99)]
+        assert all(step.eager is None for step in steps)
+        for sequence in sequences:
+            self.planner.remove(sequence)
+        logprobs = [entry.logprob for sequence in sequences for entry in sequence.logprobs]
+        return [sequence.output for sequence in sequences], logprobs, [step.padded_tokens for step in steps]
+
+    def score(self, forced: list[list[int]]) -> list[tuple[float, list[tuple[int, float]]]]:
+        """Of each id its log-probability, and those of the two likeliest."""
+        found = []
+        for n, ids in zip(self.LENGTHS, forced, strict=True):
+            sequence = self.planner.add(making.prompt(n, seed=n) + ids, logprobs=2, prompt_logprobs_start=n)
+            self.planner.prefill(sequence, 200)
+            self.planner.remove(sequence)
+            found += [(entry.logprob, entry.top) for entry in sequence.prompt_logprobs]
+        return found
+
+
+def _score_and_generate(tp: TPInfo, run_dir: Path, directory: Path, forced: list[list[int]]):
+    greedy = Greedy(tp, run_dir, directory)
+    return greedy.score(forced), greedy.generate()
+
+
+def _assert_near(found: list[float], expected: list[float]) -> None:
+    differences = sorted(abs(a - b) for a, b in zip(found, expected, strict=True))
+    assert len(differences) == 300
+    assert statistics.median(differences) <= 0.02 and differences[-4] <= 0.1, differences[-10:]
+
+
+@pytest.mark.parametrize("size", SIZES[:1])
+def test_bfloat16_scores_one_gpus_ids_as_one_gpu_does(tmp_path, size):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    alone = Greedy(TPInfo(), tmp_path, tmp_path)
+    ids, _, _ = alone.generate()
+    expected = alone.score(ids)
+    alone.planner.runner.close()
+    del alone
+    first, *others = on_ranks(size, _score_and_generate, tmp_path, ids)
+    found, (their_ids, their_logprobs, padded) = first
+    assert all(made == (their_ids, their_logprobs, padded) for _, made in others)  # on every rank
+    _assert_near([logprob for logprob, _ in found], [logprob for logprob, _ in expected])
+    for (_, top), (_, expected_top) in zip(found, expected, strict=True):
+        if expected_top[0][1] - expected_top[1][1] > 0.1:
+            assert top[0][0] == expected_top[0][0]
+    # And what the ranks' graphs chose is scored by one GPU as they scored it.
+    scored = Greedy(TPInfo(), tmp_path, tmp_path).score(their_ids)
+    _assert_near(their_logprobs, [logprob for logprob, _ in scored])
