@@ -15,6 +15,7 @@ from segue.frontend.detokenizer import TokenTable
 from segue.frontend.tokenizer import Tokenizer
 from segue.weights.source import read_json
 from tests.frontend.tiny_model import CONFIG, write_model
+from tests.server import fake_server
 from tests.server.live import LiveServer
 
 
@@ -49,16 +50,16 @@ def test_every_token_of_the_made_up_tokenizer_is_text_at_once(model):
 
 @pytest.mark.timeout(300)  # two servers, four loads each
 def test_two_servers_are_compared_part_by_part(model, results, monkeypatch, capsys):
-    command = (
-        f"{sys.executable} -m segue serve --model {{model}} --port {{port}} --load-format dummy "
-        "--device cpu --max-running-requests 80 --num-kv-tokens 200000 --log-level error"
-    )
+    monkeypatch.setenv("FAKE_STEP_S", "0.003")
+    options = '{"model": "{model}", "port": {port}, "load_format": "dummy", "log_level": "error"}'
+    command = f"{sys.executable} {fake_server.__file__} '{options}'"
     for module, name, value in (
         (http_compare, "WARM_UP_S", 0.3),
         (http_compare, "CONCURRENCY", 8),
         (intrusion, "SETTLE_S", 0.1),
         (load, "LEAD_S", 0.3),
-        (http_compare, "Intrusion", partial(intrusion.Intrusion, decodes=4, repeats=1)),
+        (http_compare, "Intrusion", partial(intrusion.Intrusion, decodes=4, decode_tokens=300, repeats=1)),
+        (http_compare, "Lengths", partial(load.Lengths, prompt=(5, 50), output=(4, 40))),
     ):
         monkeypatch.setattr(module, name, value)
     arguments = "--saturation 8 --saturate-seconds 0.5 --load-seconds 1 --processes 1 --max-id 900"
@@ -66,8 +67,8 @@ def test_two_servers_are_compared_part_by_part(model, results, monkeypatch, caps
         "http_compare",
         str(model),
         *arguments.split(),
-        "--long-prompt=300",
-        "--chunk=150",
+        "--long-prompt=200",
+        "--chunk=100",
         f"--theirs={command}",
         f"--ours={command}",
     ]
