@@ -60,8 +60,8 @@ bench: model ## the CPU benchmarks; results go to bench/results
 	$(BIN)/python -m bench.start_time
 	$(BIN)/python -m bench.host_cost
 
-gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device; with PYTEST_ARGS="-m gpu" the slow ones too
+	$(BIN)/python -m pytest -m "gpu and not slow" tests/gpu $(PYTEST_ARGS)
 
 gpu-bench: $(INSTALL_STAMP) ## the GPU benchmarks, SUITE=path/to/peer_suite.py and perhaps THEIRS="another server"
 	@test -f "$(SUITE)" || { echo "make: say SUITE=path/to/peer_suite.py, the pinned workload; '$(SUITE)' is no file" >&2; exit 1; }

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 BAR = 1.5  # times the error of transformers in the same type
 STARTS = [1, 2, 3, 7, 15, 16, 17, 31, 40, 63, 64, 65, 80, 99]  # prompts; each is a beginning of the next
-LONG = 1100  # a prompt that no captured trunk holds
+LONG = 1100  # a prompt of large tiles
 DECODED = 28  # tokens behind each prompt
 QWEN3_0_6B: dict[str, Any] = {
     "hidden_size": 1024,
@@ -180,8 +180,7 @@ def test_logits_are_as_close_to_the_true_ones_as_those_of_transformers(
     spy = Spy()
     spy.watch(monkeypatch, len(checkpoint.starts))
     prefill, decode, reasons = our_logits(checkpoint, dtype, spy)
-    eager = [reason for reason in reasons if reason]
-    assert eager == (["tokens"] if checkpoint.starts[-1] == LONG else [])
+    assert reasons.count(None) >= DECODED + 3 and {*reasons} <= {None, "tokens"}, reasons
     true, peer = (checkpoint.true_logits(kind) for kind in (torch.float32, getattr(torch, dtype)))
     behind = torch.tensor(checkpoint.starts, device="cuda")[:, None] + torch.arange(
         -1, DECODED, device="cuda"
@@ -198,7 +197,7 @@ def test_logits_are_as_close_to_the_true_ones_as_those_of_transformers(
 SETUPS = (
     Setup("graphs"),
     Setup("eager-no-overlap", {"disable_cuda_graph": True, "disable_overlap": True}),
-    Setup("chunk-16-preempted", {"chunked_prefill_size": 16, "num_kv_tokens": TIGHT}, preempts=True),
+    Setup("preempted", {"page_size": 64, "num_kv_tokens": TIGHT}, preempts=True),
     Setup("logprobs", {"max_running_requests": 8}, logprobs=True),
     Setup("no-prefix-cache", {"disable_prefix_cache": True}, caches=False),
 )
