@@ -18,7 +18,7 @@ from segue.model_runner.graphs import (
 from segue.protocol.messages import StepPlan
 
 GRID = grid_sizes([1, 2, 4, 8], [16, 32, 64, 128, 256], longest=256, rows=256, tokens=8448)
-LADDERS = Ladders(decode=row_sizes(256), trunk=token_sizes(8448), grid=GRID)
+LADDERS = Ladders(decode=row_sizes(256), trunk=token_sizes(8448), prompts=token_sizes(256), grid=GRID)
 
 
 def make_plan(num_decode: int, prompts: list[int], *, tail: str = "plain", owed: int = 0) -> StepPlan:
@@ -83,7 +83,7 @@ def test_a_step_is_not_padded_to_a_multiple_of_itself() -> None:
         (make_plan(0, [17]), Route("grid", 32, slots=1)),
         (
             make_plan(0, [17, 3, 12], tail="full"),
-            Route("trunk", 32),
+            Route("prompts", 32),
         ),  # the grid's 4 x 32 would be mostly padding
         (make_plan(0, [100, 120, 90]), Route("grid", 512, slots=4)),
         (make_plan(0, [3]), Route("grid", 16, slots=1)),  # the smallest of all
@@ -113,13 +113,15 @@ def test_the_way_of_a_step_hangs_on_its_plan_alone_and_never_pads_to_more_than_t
         if way.kind == "grid":
             length = way.tokens // way.slots
             assert (way.slots, length) in GRID and len(lens) <= way.slots and max(lens) <= length
-        if way.kind == "trunk":
+        if way.kind == "prompts":
+            assert plan.num_decode == 0
+        if way.kind in ("trunk", "prompts"):
             assert len(lens) <= most_prompts(way.tokens)
-        if way.kind in ("grid", "trunk"):
+        if way.kind in ("grid", "trunk", "prompts"):
             assert count <= way.tokens <= max(MOST_PADDING * count, 16)
         if way.kind == "eager":
             assert way.tokens == count and way.reason in ("tokens", "prompts")
-    assert kinds == {"decode", "trunk", "grid", "eager"}
+    assert kinds == {"decode", "trunk", "prompts", "grid", "eager"}
 
 
 def test_the_grid_takes_the_smallest_slots_that_fit() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from segue.model_runner.batch_state import BatchState
 from segue.model_runner.device_inputs import RING, DeviceInputs, StepShape
 from segue.model_runner.executor import prompt_logprobs, step_outputs
 from segue.model_runner.graphs import (
+    MOST_PROMPTS_TOKENS,
     Graphs,
     Ladders,
     Route,
@@ -81,15 +84,17 @@ class CUDAExecutor:
         self._decode = Graphs[int]("decode", pool, self._run_decode, self._seen)
         self._tail = Graphs[int]("tail", pool, self._run_tail, self._seen)
         self._trunk = Graphs[int]("trunk", pool, lambda size: self._run_trunk(self._shape(size)), picked)
+        self._prompts = Graphs[int](
+            "prompts", pool, lambda size: self._run_trunk(self._prompts_shape(size)), picked
+        )
         self._grid = Graphs[tuple[int, int]]("grid", pool, lambda size: self._run_trunk(_slots(size)), picked)
         self._ladders, self._tails = Ladders(), list[int]()
 
     @property
     def num_graphs(self) -> int:
         """Graphs captured."""
-        return len(self._tails) + sum(
-            map(len, (self._ladders.decode, self._ladders.trunk, self._ladders.grid))
-        )
+        kinds = (self._decode, self._tail, self._trunk, self._prompts, self._grid)
+        return sum(len(kind.sizes) for kind in kinds)
 
     @torch.inference_mode()
     def settle(self) -> int:
@@ -117,11 +122,19 @@ class CUDAExecutor:
             "decode": self._decode.capture(rows, has_room),
             "tail": self._tail.capture(rows, has_room),
             "trunk": self._trunk.capture(token_sizes(self._max_tokens, self._worth), has_room),
+            "prompts": self._prompts.capture(
+                token_sizes(min(MOST_PROMPTS_TOKENS, self._max_tokens)), has_room
+            ),
         }
         if grid:
             self._backend.init_batch_prefill_cuda_graph_state(*map(max, zip(*grid, strict=True)))
             left["grid"] = self._grid.capture(grid, has_room, warm_ups=2)
-        self._ladders = Ladders(decode=self._decode.sizes, trunk=self._trunk.sizes, grid=self._grid.sizes)
+        self._ladders = Ladders(
+            decode=self._decode.sizes,
+            trunk=self._trunk.sizes,
+            prompts=self._prompts.sizes,
+            grid=self._grid.sizes,
+        )
         self._tails = self._tail.sizes
         return [f"{kind} {', '.join(map(str, sizes))}" for kind, sizes in left.items() if sizes]
 
@@ -167,14 +180,17 @@ class CUDAExecutor:
             self._state.writer.flush()
             self._decode.replay(way.tokens, len(plan.rows))
             return
-        size = (way.slots, way.tokens // max(1, way.slots))
         count = max(1, sum(plan.samples))  # where nobody samples, the first token is picked all the same
-        self._inputs.load(plan, _slots(size) if way.kind == "grid" else self._shape(way.tokens), slot)
-        self._state.writer.flush()
         if way.kind == "grid":
-            self._grid.replay(size, count)
+            size = (way.slots, way.tokens // way.slots)
+            shape, replay = _slots(size), partial(self._grid.replay, size, count)
+        elif way.kind == "prompts":
+            shape, replay = self._prompts_shape(way.tokens), partial(self._prompts.replay, way.tokens, count)
         else:
-            self._trunk.replay(way.tokens, count)
+            shape, replay = self._shape(way.tokens), partial(self._trunk.replay, way.tokens, count)
+        self._inputs.load(plan, shape, slot)
+        self._state.writer.flush()
+        replay()
 
     def _run_eagerly(self, plan: StepPlan, slot: int, *, wants_hidden: bool) -> Tensor:
         shape = StepShape(
@@ -200,6 +216,9 @@ class CUDAExecutor:
         rows = min(tokens, self._max_rows)
         blocks = self._inputs.most_blocks(tokens, min(most_prompts(tokens), self._max_rows))
         return StepShape(tokens=tokens, decode=rows, sequences=rows, blocks=blocks, logits=rows)
+
+    def _prompts_shape(self, tokens: int) -> StepShape:
+        return replace(self._shape(tokens), decode=0)
 
     def _run_trunk(self, shape: StepShape) -> Tensor:
         hidden: Tensor = self._model(self._inputs.context(shape))

@@ -1,9 +1,9 @@
 """Captured steps: one CUDA graph a bucket, replayed with new values at the same addresses.
 
-Four kinds share one memory pool. `decode`: a step of so many decode rows, from token ids to sampled tokens.
-`trunk`: any step of so many tokens, up to the hidden states of the rows that sample. `grid`: the same of
-prompts alone, each at the end of a slot of its own, by number and length of the slots. `tail`: logits and
-plain sampling of so many rows; it follows a trunk or a grid.
+Five kinds share one memory pool. `decode`: a step of so many decode rows, from token ids to sampled tokens.
+`trunk`: any step of so many tokens, up to the hidden states of the rows that sample. `prompts`: a trunk with
+no place for decode rows. `grid`: another, with each prompt at the end of a slot of its own, by number and
+length of the slots. `tail`: logits and plain sampling of so many rows, behind one of these three.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from segue.protocol.messages import EagerReason, StepPlan
 # millisecond a layer (measured), against two operations a weight and token at a speed that devices reach.
 _LAYER_S, _OPERATIONS_PER_S = 2 * 0.5e-3, 4e14
 _LEAST_TRUNK_TOKENS = 1024
+MOST_PROMPTS_TOKENS = 256  # larger steps do not feel the place for decode rows that a trunk has
 MOST_ROWS = 512  # larger batches run eagerly: their logits alone would take the memory that graphs may have
 MOST_PADDING = 2  # a step runs eagerly rather than padded to more than so many times its tokens
 _LEAST_TOKENS = 16  # any step may be padded to so many: they cost what one does
@@ -109,13 +110,14 @@ class Ladders:
 
     decode: Sequence[int] = ()
     trunk: Sequence[int] = ()
+    prompts: Sequence[int] = ()
     grid: Sequence[tuple[int, int]] = ()
 
 
 class Route(NamedTuple):
     """How a step runs."""
 
-    kind: Literal["decode", "trunk", "grid", "eager"]
+    kind: Literal["decode", "trunk", "prompts", "grid", "eager"]
     tokens: int  # computed, padding included
     slots: int = 0  # of the grid, which share the tokens evenly
     reason: EagerReason | None = None  # why not with a graph
@@ -136,6 +138,9 @@ def route(plan: StepPlan, ladders: Ladders) -> Route:
         size = pick_slots(ladders.grid, sequences, max(plan.lens), count)
         if size is not None:
             return Route("grid", size[0] * size[1], slots=size[0])
+        tokens = pick(ladders.prompts, count)
+        if tokens is not None and sequences <= most_prompts(tokens):
+            return Route("prompts", tokens)
     tokens = pick(ladders.trunk, count)
     if tokens is None:
         return Route("eager", count, reason="tokens")
