@@ -15,7 +15,7 @@ from torch import nn
 
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
-from segue.attention.registry import select
+from segue.attention.registry import Setting, select
 from segue.kvcache.pool import KVPool
 from segue.kvcache.table import PageTable
 from segue.models.config import ModelConfig, RopeConfig
@@ -86,7 +86,7 @@ def context(model: Decoder, num_sequences: int, q_len: int, kv_len: int) -> Cont
         head_dim=config.head_dim,
         scale=config.head_dim**-0.5,
     )
-    entry = select("auto", device=torch.device("cpu"), dtype=dtype, page_size=PAGE_SIZE)
+    setting = Setting(shape=shape, device=torch.device("cpu"), dtype=dtype, page_size=PAGE_SIZE)
     return Context.build(
         input_ids=torch.randint(0, config.vocab_size, (num_sequences * q_len,)),
         rows=list(range(num_sequences)),
@@ -96,7 +96,7 @@ def context(model: Decoder, num_sequences: int, q_len: int, kv_len: int) -> Cont
         num_decode=num_sequences if q_len == 1 else 0,
         page_table=table,
         kv=pool,
-        backend=entry.make(shape, pool),
+        backend=select("auto", setting).make(shape, pool),
     )
 
 

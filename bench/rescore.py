@@ -117,12 +117,10 @@ class Teacher:
             head_dim=model.config.head_dim,
             scale=model.config.head_dim**-0.5,
         )
-        entry = attention.select(
-            self._config.attention_backend,
-            device=choices.device,
-            dtype=choices.dtype,
-            page_size=choices.page_size,
+        setting = attention.Setting(
+            shape=shape, device=choices.device, dtype=choices.dtype, page_size=choices.page_size
         )
+        selection = attention.select(self._config.attention_backend, setting)
         hidden: Tensor = model(
             Context.build(
                 input_ids=torch.tensor(ids, device=choices.device),
@@ -132,7 +130,7 @@ class Teacher:
                 num_decode=0,
                 page_table=table,
                 kv=kv,
-                backend=entry.make(shape, kv),
+                backend=selection.make(shape, kv),
             )
         )
         return hidden
