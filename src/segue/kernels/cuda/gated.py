@@ -13,9 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.kernels.cuda.launch import begin, is_hopper, launch_options, let_next_start
 
-_BLOCK_M, _BLOCK_N, _BLOCK_K, _STAGES, _WARPS, _BAND = 128, 64, 64, 3, 4, 8
-_LEAST_ROWS = 1024  # below, cuBLAS finds more programs to run at once
-_MOST_DEPTH = 2048  # beyond, the products are all that counts, and cuBLAS's are faster
+_BLOCK_M, _BLOCK_N, _BLOCK_K, _STAGES, _WARPS, _BAND = 128, 64, 64, 3, 4, 16
+_LEAST_ROWS = 2048  # below, there are too few tiles for as many programs as run at once
+_MOST_DEPTH = 1024  # beyond, the products are all that counts, and cuBLAS's are faster
 
 
 @triton.jit(do_not_specialize=["num_rows"])
