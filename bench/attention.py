@@ -2,16 +2,18 @@
 
     python -m bench.attention
 
-Every step is timed as a chain of layers in one CUDA graph, so that launches do not count. The order, for one
-device, head size and page size, is that of the time of all steps together: of decode, and of prefill by the
-tokens of the step.
+Every step is timed as a chain of layers in one CUDA graph, so that launches do not count; prefill with as
+many slots for sequences as a captured step has. The order, for one device, head size and page size, is that
+of the time of all steps together: of decode, and of prefill by the tokens of the step.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
 from bench import report
 from bench.tune_products import chain_time
@@ -34,6 +36,7 @@ HEADS = (16, 8)  # of queries, of keys and values
 HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 64, 128)
 LAYERS = 4
+SLOTS = 257  # sequences that a captured step has room for, the dummy request included
 
 
 def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) -> float:
@@ -68,6 +71,13 @@ def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) ->
         kv=pool,
         backend=registry.select(name, setting).make(shape, pool),
     )
+    if q_len > 1:
+        ctx = replace(
+            ctx,
+            rows_device=F.pad(ctx.rows_device, (0, SLOTS - count), value=count),
+            kv_lens_device=F.pad(ctx.kv_lens_device, (0, SLOTS - count), value=1),
+            q_starts_device=F.pad(ctx.q_starts_device, (0, SLOTS - count), value=count * q_len),
+        )
     query = torch.randn(count * q_len, shape.num_heads, shape.head_dim, device=device, dtype=setting.dtype)
     ctx.backend.prepare(ctx)
     return chain_time(lambda layer: ctx.backend.forward(query, None, None, layer % LAYERS, ctx), 4 * LAYERS)
@@ -89,7 +99,8 @@ def main() -> None:
     """Measure what is installed, print it, and replace this device's part of the table."""
     device = torch.device("cuda", 0)
     table = json.loads(registry.TABLE.read_text())
-    mine = table[torch.cuda.get_device_name(device)] = {}
+    mine: dict[str, dict[str, object]] = {}
+    table[torch.cuda.get_device_name(device)] = mine
     for head_dim in HEAD_DIMS:
         shape = AttentionShape(
             num_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=head_dim, scale=head_dim**-0.5
