@@ -1,18 +1,17 @@
 """The backends of CUDA devices against the oracle, eager and captured."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
 from segue.attention import registry
 from segue.attention.base import AttentionBackend, AttentionShape
-from segue.attention.blocks import block_table
 from segue.attention.context import Context
 from segue.kvcache.pool import KVPool
 from tests.attention.case import TOLERANCE, Case
 from tests.attention.oracle import attend
+from tests.attention.static import Static
 
 pytestmark = pytest.mark.gpu
 
@@ -121,68 +120,11 @@ def test_a_replayed_decode_step_gives_the_eager_bits(name) -> None:
     assert torch.equal(captured, eager)
 
 
-class Static:
-    """A step of any sequences of a case, padded to one shape, at addresses that never change."""
-
-    def __init__(self, case: Case, *, slots: int, tokens: int) -> None:
-        self.case, self.slots, self.tokens = case, slots, tokens
-        self.dummy = case.ctx.page_table.dummy_row
-        self.query = case.queries[0].new_zeros((tokens, *case.queries[0].shape[1:]))
-        self.per_block = case.ctx.backend.queries_per_block(tokens)
-        int32 = {"dtype": torch.int32, "device": "cuda"}
-        self.ctx = replace(
-            case.ctx,
-            rows=(),
-            q_lens=(),
-            kv_lens=(),
-            positions=torch.zeros(tokens, **int32),
-            rows_device=torch.zeros(slots + 1, **int32),
-            kv_lens_device=torch.zeros(slots + 1, **int32),
-            q_starts_device=torch.zeros(slots + 2, **int32),
-            num_decode=slots,
-            num_decode_device=torch.zeros(1, **int32),
-            blocks=torch.zeros((tokens // self.per_block + slots + 2, 2), **int32),
-        )
-
-    def load(self, members: list[int], num_decode: int) -> None:
-        """Put in the case's sequences `members`; what is left over belongs to the dummy request."""
-        case, ctx = self.case, self.ctx
-        q_lens = [len(case.queries[i]) for i in members]
-        left, idle = self.tokens - sum(q_lens), self.slots + 1 - len(members)
-        self.query.fill_(float("nan"))[: sum(q_lens)] = torch.cat([case.queries[i] for i in members])
-        table = block_table([*q_lens, left], num_decode, self.per_block)
-        ends = torch.tensor(q_lens).cumsum(0).tolist()
-
-        def put(target: torch.Tensor, values: list[int]) -> None:
-            target.copy_(torch.tensor(values, dtype=torch.int32))
-
-        put(ctx.rows_device, [*members, *[self.dummy] * idle])
-        put(ctx.kv_lens_device, [*(len(case.keys[i]) for i in members), *[1] * idle])
-        put(ctx.q_starts_device, [0, *ends, *[self.tokens] * idle])
-        put(ctx.num_decode_device, [num_decode])
-        ctx.blocks.fill_(-1)[: len(table)] = torch.from_numpy(table).cuda()
-
-    def run(self) -> torch.Tensor:
-        self.ctx.backend.prepare(self.ctx)
-        return self.ctx.backend.forward(self.query, None, None, self.case.layer, self.ctx)
-
-
-@pytest.mark.parametrize("page_size", [16, 64, 128])
-@pytest.mark.parametrize("slots", [8, 300])
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_captured_step_serves_any_mix_of_decode_rows_and_prompts(name, slots, page_size) -> None:
-    q_lens, kv_lens = [1, 1, 1, 1, 40, 3, 130, 1], [9, 300, 64, 1, 170, 3, 130, 77]
-    case = make_case(name, q_lens, kv_lens, 4, kv_heads=4, group=2, head_dim=128, page_size=page_size)
-    static = Static(case, slots=slots, tokens=200)
-    static.load([0, 4, 6], 1)
+def check_replays(case: Case, static: Static, steps: list[tuple[list[int], int]]) -> None:
+    """Capture the first step; replay all, against the oracle and an eager run of the same shape."""
+    static.load(*steps[0])
     graph, output = capture(static.run)
-    for members, num_decode in (
-        ([0, 4, 6], 1),
-        ([0, 1, 2, 3, 7], 5),
-        ([6], 0),
-        ([3, 2, 1, 4, 5, 7], 3),
-        ([0, 7], 1),
-    ):
+    for members, num_decode in steps:
         static.load(members, num_decode)
         graph.replay()
         torch.cuda.synchronize()
@@ -195,6 +137,24 @@ def test_a_captured_step_serves_any_mix_of_decode_rows_and_prompts(name, slots, 
             torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
             at += len(case.queries[i])
         assert torch.equal(static.run()[:at], replayed[:at]), "an eager run of the same shape differs"
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("slots", [8, 300])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_captured_step_serves_any_mix_of_decode_rows_and_prompts(name, slots, page_size) -> None:
+    q_lens, kv_lens = [1, 1, 1, 1, 40, 3, 130, 1], [9, 300, 64, 1, 170, 3, 130, 77]
+    case = make_case(name, q_lens, kv_lens, 4, kv_heads=4, group=2, head_dim=128, page_size=page_size)
+    steps = [([0, 4, 6], 1), ([0, 1, 2, 3, 7], 5), ([6], 0), ([3, 2, 1, 4, 5, 7], 3), ([0, 7], 1)]
+    check_replays(case, Static(case, slots=slots, tokens=200), steps)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_captured_step_of_thousands_of_tokens(name) -> None:
+    q_lens, kv_lens = [1, 1, 2048, 1500, 700, 2900], [900, 64, 2048, 3000, 700, 2900]
+    case = make_case(name, q_lens, kv_lens, 2, kv_heads=2, group=2, head_dim=128, page_size=64)
+    steps = [([0, 1, 2, 3], 2), ([0, 4], 1), ([5, 4], 0), ([1, 0], 2)]
+    check_replays(case, Static(case, slots=257, tokens=4096), steps)
 
 
 @pytest.mark.slow

@@ -1,0 +1,57 @@
+"""A step as captured graphs have it: padded, without lists of the host."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue.attention.blocks import block_table
+from tests.attention.case import Case
+
+
+class Static:
+    """A step of any sequences of a case, padded to one shape, at addresses that never change."""
+
+    def __init__(self, case: Case, *, slots: int, tokens: int) -> None:
+        self.case, self.slots, self.tokens = case, slots, tokens
+        self.backend: Any = case.ctx.backend
+        self.dummy = case.ctx.page_table.dummy_row
+        self.query = case.queries[0].new_zeros((tokens, *case.queries[0].shape[1:]))
+        self.per_block = self.backend.queries_per_block(tokens)
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": case.ctx.kv.data.device}
+        self.ctx = replace(
+            case.ctx,
+            rows=(),
+            q_lens=(),
+            kv_lens=(),
+            positions=torch.zeros(tokens, **int32),
+            rows_device=torch.zeros(slots + 1, **int32),
+            kv_lens_device=torch.zeros(slots + 1, **int32),
+            q_starts_device=torch.zeros(slots + 2, **int32),
+            num_decode=slots,
+            num_decode_device=torch.zeros(1, **int32),
+            blocks=torch.zeros((tokens // self.per_block + slots + 2, 2), **int32),
+        )
+
+    def load(self, members: list[int], num_decode: int) -> None:
+        """Put in the case's sequences `members`; what is left over belongs to the dummy request."""
+        case, ctx = self.case, self.ctx
+        q_lens = [len(case.queries[i]) for i in members]
+        left, idle = self.tokens - sum(q_lens), self.slots + 1 - len(members)
+        self.query.fill_(float("nan"))[: sum(q_lens)] = torch.cat([case.queries[i] for i in members])
+        table = block_table([*q_lens, left], num_decode, self.per_block)
+        ends = torch.tensor(q_lens).cumsum(0).tolist()
+
+        def put(target: Tensor, values: list[int]) -> None:
+            target.copy_(torch.tensor(values, dtype=torch.int32))
+
+        put(ctx.rows_device, [*members, *[self.dummy] * idle])
+        put(ctx.kv_lens_device, [*(len(case.keys[i]) for i in members), *[1] * idle])
+        put(ctx.q_starts_device, [0, *ends, *[self.tokens] * idle])
+        put(ctx.num_decode_device, [num_decode])
+        ctx.blocks.fill_(-1)[: len(table)] = torch.from_numpy(table)
+
+    def run(self) -> Tensor:
+        self.backend.prepare(self.ctx)
+        return self.backend.forward(self.query, None, None, self.case.layer, self.ctx)

@@ -1,0 +1,86 @@
+"""What FlashAttention-3 is asked for, with its operator written out; the real one is tested on GPUs."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from segue.attention.fa3 import FA3Attention
+from tests.attention.case import TOLERANCE, Case
+from tests.attention.oracle import attend
+from tests.attention.static import Static
+
+
+def forward(query: Tensor, keys: Tensor, values: Tensor, *, out: Tensor, **given: Any) -> None:
+    """FlashAttention-3's `fwd` on paged keys, one sequence at a time."""
+    starts, lens, table = given["cu_seqlens_q"], given["seqused_k"], given["page_table"]
+    if starts is None:  # [S, queries, heads, head_dim]
+        starts = torch.arange(len(query) + 1) * query.shape[1]
+        query, out = query.flatten(0, 1), out.flatten(0, 1)
+    else:
+        assert int((starts[1:] - starts[:-1]).max()) <= given["max_seqlen_q"]
+    assert len(lens) == len(table) == len(given["leftpad_k"]) == len(starts) - 1
+    assert given["is_causal"] and not given["leftpad_k"].any()
+    for i, length in enumerate(lens.tolist()):
+        pages = table[i, : -(-length // keys.shape[1])].long()
+        queries = slice(int(starts[i]), int(starts[i + 1]))
+        found = attend(
+            query[queries],
+            keys[pages].flatten(0, 1)[:length],
+            values[pages].flatten(0, 1)[:length],
+            given["softmax_scale"],
+        )
+        out[queries] = found.to(out.dtype)
+
+
+@pytest.fixture(autouse=True)
+def operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_3", ModuleType("flash_attn_3"))
+    monkeypatch.setitem(sys.modules, "flash_attn_3._C", ModuleType("flash_attn_3._C"))
+    monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=forward), raising=False)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens", "num_decode"),
+    [
+        ([1, 1, 1], [5, 70, 16], 3),
+        ([7, 20], [7, 90], 0),
+        ([1, 1, 7, 1], [5, 70, 30, 1], 2),
+        ([5, 4], [3, 0], 0),
+    ],
+)
+def test_every_step_agrees_with_the_oracle(q_lens: list[int], kv_lens: list[int], num_decode: int) -> None:
+    Case(q_lens, kv_lens, num_decode, make=FA3Attention).check()
+
+
+@pytest.mark.parametrize("slots", [4, 20])
+def test_a_padded_step_serves_any_mix_of_decode_rows_and_prompts(slots: int) -> None:
+    case = Case([1, 1, 1, 12, 30], [9, 40, 1, 50, 30], 3, make=FA3Attention)
+    static = Static(case, slots=slots, tokens=50)
+    for members, num_decode in (([0, 1, 3], 2), ([0, 1, 2], 3), ([4, 3], 0), ([2, 4], 1)):
+        static.load(members, num_decode)
+        output, at = static.run(), 0
+        for i in members:
+            expected = attend(case.queries[i], case.keys[i], case.values[i], case.shape.scale)
+            found = output[at : at + len(expected)].double()
+            tolerance = TOLERANCE[torch.float32]
+            torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+            at += len(expected)
+
+
+def test_each_half_computes_its_own_sequences_alone() -> None:
+    case = Case([1, 1, 12], [9, 40, 50], 2, make=FA3Attention)
+    seen: dict[bool, tuple[int, list[int]]] = {}
+
+    def noting(query: Tensor, keys: Tensor, values: Tensor, **given: Any) -> None:
+        seen[given["num_splits"] == 1] = len(query), given["cu_seqlens_q"].tolist()
+        forward(query, keys, values, **given)
+
+    backend: Any = case.ctx.backend
+    backend._forward = noting
+    case.check()
+    # What decode keeps of its splits grows with the queries, so it gets no others.
+    assert seen == {False: (2, [0, 1, 2, 2]), True: (14, [2, 2, 2, 14])}
