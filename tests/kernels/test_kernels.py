@@ -3,6 +3,7 @@ import torch
 
 from segue.kernels.activation import silu_mul
 from segue.kernels.linear import linear, pack, packed_bytes
+from segue.kernels.moe import route
 from segue.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
 from segue.kernels.rotary import rotate, rotate_reference
 
@@ -72,3 +73,13 @@ def test_silu_mul_gates_the_second_half_by_the_first() -> None:
     gate, up = torch.randn(4, 6), torch.randn(4, 6)
     expected = gate * torch.sigmoid(gate) * up
     torch.testing.assert_close(silu_mul(torch.cat([gate, up], -1), gate.dtype), expected)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_routing_takes_the_most_probable_experts_of_each_token(renormalise: bool) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 3.5]])
+    weights, experts = route(logits, 2, renormalise=renormalise)
+    assert experts.tolist() == [[1, 2], [2, 0]]
+    shares = logits.gather(1, experts) if renormalise else logits
+    expected = logits.gather(1, experts).exp() / shares.exp().sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, expected)

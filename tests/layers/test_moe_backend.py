@@ -21,6 +21,22 @@ def test_the_torch_backend_agrees_with_one_token_at_a_time() -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_what_goes_to_no_expert_adds_nothing() -> None:
+    torch.manual_seed(0)
+    x, gate_up, down = torch.randn(5, 12), torch.randn(3, 14, 12), torch.randn(3, 12, 7)
+    weights, experts = torch.rand(5, 2), torch.tensor([[0, 1], [3, 3], [2, 1], [3, 3], [1, 3]])
+    clean = run_by_expert(x, gate_up, down, weights, experts)
+    x[1], x[3] = float("nan"), float("nan")
+    spoilt = run_by_expert(x, gate_up, down, weights, experts)
+    assert torch.equal(spoilt, clean) and not spoilt[[1, 3]].any() and spoilt[[0, 2, 4]].all()
+
+
+def test_auto_takes_triton_on_cuda_and_torch_on_the_cpu() -> None:
+    assert select("auto", torch.device("cuda")).name == "triton"
+    assert select("auto", torch.device("cpu")).name == "torch"
+    assert not select("torch", torch.device("cuda")).graph  # it reads counts on the host
+
+
 def test_an_unknown_backend_is_named_with_those_that_exist() -> None:
     with pytest.raises(ConfigError) as error:
         select("warp", torch.device("cpu"))

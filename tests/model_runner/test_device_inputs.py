@@ -95,6 +95,8 @@ def test_any_step_is_laid_out_with_its_padding_whatever_lay_there_before(max_row
         assert context.num_decode_device.tolist() == [plan.num_decode]
         assert context.blocks.tolist() == blocks + [[-1, -1]] * (shape.blocks - len(blocks))
         assert inputs.slot.tolist() == [slot]
+        assert context.num_tokens is not None and context.num_wanted is not None
+        assert (context.num_tokens.tolist(), context.num_wanted.tolist()) == ([count], [len(sampling)])
         # The tail may be padded further than the trunk: what an earlier step left must not sample again.
         assert inputs.sample_rows.tolist() == [plan.rows[i] for i in sampling] + [max_rows] * missing
         assert inputs.sample_positions.tolist() == [kv_lens[i] for i in sampling] + [1] * missing

@@ -22,6 +22,7 @@ SIZES: dict[str, Any] = {
 }
 LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 4}
 QWEN3 = {"num_attention_heads": 8, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
 
 def save_llama(directory: Path, **sizes: Any) -> Any:
@@ -33,6 +34,12 @@ def save_llama(directory: Path, **sizes: Any) -> Any:
 def save_qwen3(directory: Path) -> Any:
     """Write a Qwen3 of 8 query and 2 KV heads; the transformers model."""
     return _save(directory, transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**SIZES, **QWEN3))
+
+
+def save_qwen3_moe(directory: Path) -> Any:
+    """Write a Qwen3 of 11 experts, 3 a token, in its second layer; the transformers model."""
+    config = transformers.Qwen3MoeConfig(**SIZES, **QWEN3, **EXPERTS, mlp_only_layers=[0])
+    return _save(directory, transformers.Qwen3MoeForCausalLM, config)
 
 
 def _save(directory: Path, model_class: Any, config: Any) -> Any:

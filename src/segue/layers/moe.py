@@ -1,9 +1,9 @@
 """A sparse mixture of experts in place of one decoder layer's MLP."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segue.kernels.moe import route
 from segue.layers.base import Layer
 from segue.layers.linear import Linear
 from segue.layers.moe_backend import MoEBackend
@@ -44,10 +44,12 @@ class MoE(Layer):
         self.router = Linear(hidden_size, num_experts)
         self.experts = Experts(num_experts, hidden_size, intermediate_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden] -> [T, hidden]`, to be summed over the ranks: `RMSNorm.add`."""
-        probabilities = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        weights, experts = probabilities.topk(self.num_experts_per_tok, dim=-1)
-        if self.norm_topk_prob:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return self.backend(x, self.experts.gate_up, self.experts.down, weights.to(x.dtype), experts)
+    def forward(self, x: Tensor, num_real: Tensor | None = None) -> Tensor:
+        """`[T, hidden] -> [T, hidden]`, to be summed over the ranks: `RMSNorm.add`.
+
+        Tokens behind the first `num_real` (int32 `[1]`) go to no expert.
+        """
+        weights, experts = route(
+            self.router(x), self.num_experts_per_tok, renormalise=self.norm_topk_prob, num_real=num_real
+        )
+        return self.backend(x, self.experts.gate_up, self.experts.down, weights, experts)

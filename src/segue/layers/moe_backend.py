@@ -19,8 +19,9 @@ class MoEBackend(Protocol):
     def __call__(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """The weighted sum of each token's experts.
 
-        `x` `[T, H]`, `gate_up` `[E, 2 * I, H]` (gate rows first), `down` `[E, H, I]`, `weights` `[T, k]` in
-        the dtype of `x`, `experts` int64 `[T, k]`. Returns `[T, H]`.
+        `x` `[T, H]`, `gate_up` `[E, 2 * I, H]` (gate rows first), `down` `[E, H, I]`, `weights` float32
+        `[T, k]`, `experts` an integer dtype `[T, k]`; expert E is none: what it has of a token adds nothing,
+        even if the token is NaN. Returns `[T, H]`.
         """
         ...
 
@@ -65,9 +66,9 @@ def select(name: str, device: torch.device) -> MoEEntry:
 def run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """Sort the (token, expert) pairs by expert, then run each chosen expert over its run of tokens."""
     num_experts, per_token = gate_up.shape[0], experts.shape[1]
-    order = experts.flatten().argsort(stable=True)
+    counts = experts.flatten().bincount(minlength=num_experts)[:num_experts].tolist()
+    order = experts.flatten().argsort(stable=True)[: sum(counts)]
     tokens = order // per_token
-    counts = experts.flatten().bincount(minlength=num_experts).tolist()
     grouped = x.index_select(0, tokens)
     start = 0
     for expert, count in enumerate(counts):
@@ -75,8 +76,15 @@ def run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exp
             run = grouped[start : start + count]
             run.copy_(F.linear(silu_mul(F.linear(run, gate_up[expert]), x.dtype), down[expert]))
             start += count
-    grouped.mul_(weights.flatten()[order, None])
+    grouped.mul_(weights.flatten()[order, None].to(x.dtype))
     return torch.zeros_like(x).index_add_(0, tokens, grouped)
 
 
+def _run_triton(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    from segue.kernels.cuda.moe import run_experts  # Triton is not there without CUDA
+
+    return run_experts(x, gate_up, down, weights, experts)
+
+
+register(MoEEntry(name="triton", devices=("cuda",), graph=True, run=_run_triton))
 register(MoEEntry(name="torch", devices=("cpu", "cuda"), graph=False, run=run_by_expert))

@@ -65,7 +65,7 @@ class DeviceInputs:
         self._backend = backend
         self._dummy = state.page_table.dummy_row
         self._max_rows = max_rows
-        self._front_sizes = [1, max_rows, max_rows, max_rows]
+        self._front_sizes = [3, max_rows, max_rows, max_rows]
         self._front = sum(map(_aligned, self._front_sizes))
         most_blocks = max(self.most_blocks(tokens, max_rows) for tokens in range(1, max_tokens + 1))
         largest = StepShape(
@@ -76,7 +76,8 @@ class DeviceInputs:
         on_cuda = state.device.type == "cuda"
         self._staged = torch.zeros((RING, size), dtype=torch.int32, pin_memory=on_cuda)
         front = _cut(self._buffer, self._front_sizes)
-        self.slot, self.sample_rows, self.sample_positions, self.logit_indices = front
+        counts, self.sample_rows, self.sample_positions, self.logit_indices = front
+        self.slot, self._num_tokens, self._num_wanted = counts[:1], counts[1:2], counts[2:]
         self.sample_rows.fill_(self._dummy)
         self._slots: dict[StepShape, _Step] = {}  # those of captured grids
 
@@ -92,7 +93,7 @@ class DeviceInputs:
     def load_decode(self, plan: StepPlan, size: int, slot: int) -> None:
         """Copy in a step of decode rows only, padded to `size`."""
         count, host = len(plan.rows), self._staged[slot].numpy()
-        host[0] = slot
+        host[:3] = slot, count, count
         end = self._front + 3 * _aligned(size)
         step = host[self._front : end].reshape(3, -1)[:, :size]
         step[0, count:], step[1, count:], step[2, count:] = self._dummy, 0, 1
@@ -113,8 +114,8 @@ class DeviceInputs:
         if shape.slot:
             slot_ends = np.arange(1, len(lens) + 1) * shape.slot
             places, ends = places + (slot_ends - ends)[of_sequence], slot_ends
-        host[0] = slot
-        _, sample_rows, sample_positions, logit_indices = _cut(host, self._front_sizes)
+        counts, sample_rows, sample_positions, logit_indices = _cut(host, self._front_sizes)
+        counts[:] = slot, count, samples.sum()
         # To the end, every time: the tail may be padded to more rows than the trunk.
         _fill(sample_rows, rows[samples], self._dummy)
         _fill(sample_positions, kv_lens[samples], 1)
@@ -217,6 +218,8 @@ class DeviceInputs:
             backend=self._backend,
             num_decode_device=num_decode_device,
             blocks=blocks,
+            num_tokens=self._num_tokens,
+            num_wanted=self._num_wanted,
         )
 
     def _look_up(self, token_rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -190,7 +190,7 @@ class ModelRunner:
                 derived=derived,
                 activations=activations,
             )
-            captures = demand.reserve.graphs > 0 and model_config.moe is None
+            captures = demand.reserve.graphs > 0 and (model_config.moe is None or experts.graph)
             if captures and not selection.graphs:
                 captures = False
                 logger.warning(

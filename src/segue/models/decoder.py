@@ -42,6 +42,7 @@ class DecoderLayer(Layer):
         )
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
         self.mlp = _mlp(index, config, part, collectives, moe_backend)
+        self.is_sparse = isinstance(self.mlp, MoE)
 
     def forward(
         self,
@@ -58,6 +59,8 @@ class DecoderLayer(Layer):
         x, residual = self.input_norm.add(x, residual)
         x = self.attn(x, placement, ctx, wanted)
         x, residual = self.post_norm.add(x, residual if wanted is None else residual.index_select(0, wanted))
+        if self.is_sparse:
+            return self.mlp(x, ctx.num_tokens if wanted is None else ctx.num_wanted), residual
         return self.mlp(x), residual
 
 

@@ -1,0 +1,211 @@
+"""The experts' kernels against the backend in plain torch, over odd shapes, padded and in graphs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import segue
+from segue.kernels.moe import route
+from segue.layers import moe_backend
+from segue.layers.moe_backend import run_by_expert, select
+from tests.model_runner import making, tiny
+from tests.model_runner.planner import Planner
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# experts, experts a token, hidden size, expert size
+SMALL, MANY, ODD = (3, 1, 64, 40), (128, 8, 256, 96), (60, 4, 136, 72)
+FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
+CASES = [
+    *[(1, SMALL, dtype) for dtype in (FLOAT, BRAIN, HALF)],
+    *[(tokens, SMALL, BRAIN) for tokens in (5, 5000)],
+    *[(tokens, MANY, BRAIN) for tokens in (1, 2, 33, 300)],
+    *[(tokens, ODD, dtype) for tokens in (1, 70, 1000) for dtype in (FLOAT, BRAIN)],
+    (20, (5, 5, 72, 24), FLOAT),
+]
+CUTS = ["by pair", "16", "16 by TMA", "128", "128 by TMA", "128 by TMA, halves"]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def make(tokens, experts, per_token, hidden, size, dtype=torch.float32):
+    """Hidden states, both weights, the experts' weights and the experts."""
+    x = torch.randn(tokens, hidden, device="cuda").to(dtype)
+    gate_up = torch.randn(experts, 2 * size, hidden, device="cuda").mul_(hidden**-0.5).to(dtype)
+    down = torch.randn(experts, hidden, size, device="cuda").mul_(size**-0.5).to(dtype)
+    logits = torch.randn(tokens, experts, device="cuda")
+    return x, gate_up, down, *route(logits, per_token, renormalise=True)
+
+
+def expected(x, gate_up, down, weights, experts):
+    """In float64."""
+    return run_by_expert(x.double(), gate_up.double(), down.double(), weights.double(), experts)
+
+
+def close(actual, expected):
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def plan(name):
+    """Of one of `CUTS`."""
+    from segue.kernels.cuda.moe import Cut, Plan
+
+    if name == "by pair":
+        return Plan(1, Cut(8, 128, 2, 4), Cut(8, 128, 2, 4))
+    cut = Cut(64, 64, 3, 8 if "128" in name else 4, tma="TMA" in name, halves="halves" in name)
+    return Plan(128 if "128" in name else 16, cut, replace(cut, block_n=128))
+
+
+@pytest.mark.parametrize(("tokens", "shape", "dtype"), CASES)
+def test_the_experts_results_are_those_of_plain_torch(tokens, shape, dtype) -> None:
+    case = make(tokens, *shape, dtype=dtype)
+    close(select("auto", torch.device("cuda")).run(*case), expected(*case))
+
+
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("shape", [(70, *ODD), (600, 5, 4, 320, 200)])
+@pytest.mark.parametrize("chosen", ["any", "one"])
+def test_every_cut_gives_the_same(name, shape, chosen) -> None:
+    from segue.kernels.cuda.moe import run
+
+    x, gate_up, down, weights, experts = make(*shape, dtype=torch.bfloat16)
+    if chosen == "one":  # many tiles of a single expert, none of the others
+        experts = torch.full_like(experts, shape[1] - 1)
+    case = x, gate_up, down, weights, experts
+    close(run(plan(name), *case), expected(*case))
+
+
+@pytest.mark.parametrize("name", ["by pair", "16", "128 by TMA, halves"])
+def test_a_replay_gives_the_bits_of_the_eager_run_every_time(name) -> None:
+    from segue.kernels.cuda.moe import run
+
+    logits = torch.randn(200, 60, device="cuda")
+    x, gate_up, down, _, _ = make(200, *ODD, torch.bfloat16)
+
+    def step():
+        return run(plan(name), x, gate_up, down, *route(logits, 4, renormalise=True))
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        logits.copy_(torch.randn_like(logits))
+        eager = step()
+        for _ in range(2):
+            result.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(result, eager)
+
+
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("tokens", [1, 64, 682, 683, 13000])
+def test_pairs_are_sorted_by_expert_and_cut_into_tiles(tokens, block) -> None:
+    from segue.kernels.cuda.moe_routing import sort
+
+    num_experts = 11
+    experts = torch.randint(0, num_experts + 1, (tokens, 3), device="cuda", dtype=torch.int32)
+    order, tiles = sort(experts, num_experts, block)
+    flat = experts.flatten().long()
+    routed = int((flat < num_experts).sum())
+    assert torch.equal(order[:routed].long(), flat.argsort(stable=True)[:routed])
+    wanted, start = [], 0
+    for expert, count in enumerate(flat.bincount(minlength=num_experts)[:num_experts].tolist()):
+        wanted += [[expert, start + i, min(block, count - i)] for i in range(0, count, block)]
+        start += count
+    found = tiles.T.tolist()
+    assert found[: len(wanted)] == wanted
+    assert all(expert == -1 for expert, _, _ in found[len(wanted) :])
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "per_token"), [(1, 3, 3), (5, 128, 8), (70, 60, 4), (999, 7, 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routing_is_that_of_the_cpu(tokens, experts, per_token, renormalise, dtype) -> None:
+    # Distinct in bf16 too: of equals either may be chosen.
+    logits = torch.rand(tokens, experts).argsort(-1).float().sub(experts / 2).div(8).to(dtype)
+    weights, chosen = route(logits.cuda(), per_token, renormalise=renormalise)
+    wanted_weights, wanted = route(logits, per_token, renormalise=renormalise)
+    assert torch.equal(chosen.cpu().long(), wanted)
+    torch.testing.assert_close(weights.cpu(), wanted_weights)
+
+
+def test_of_equal_logits_the_lowest_experts_are_chosen() -> None:
+    _, experts = route(torch.zeros(3, 9, device="cuda"), 4, renormalise=True)
+    assert experts.tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_a_token_that_is_nan_spoils_only_itself() -> None:
+    x, gate_up, down, _, _ = make(40, *SMALL, torch.bfloat16)
+    logits = torch.randn(40, 3, device="cuda")
+    clean = select("auto", x.device).run(x, gate_up, down, *route(logits, 1, renormalise=True))
+    x[7], logits[7] = float("nan"), float("nan")
+    spoilt = select("auto", x.device).run(x, gate_up, down, *route(logits, 1, renormalise=True))
+    others = torch.arange(40, device="cuda") != 7
+    assert spoilt[7].isnan().all() and torch.equal(spoilt[others], clean[others])
+
+
+@pytest.mark.parametrize("name", ["by pair", "16", "128 by TMA, halves"])
+@pytest.mark.parametrize("real", [0, 1, 30])
+def test_padding_is_routed_to_no_expert(name, real) -> None:
+    from segue.kernels.cuda.moe import run
+    from segue.kernels.cuda.moe_routing import sort
+
+    x, gate_up, down, _, _ = make(48, 9, 4, 136, 72, torch.bfloat16)
+    logits = torch.randn(48, 9, device="cuda")
+    logits[:real, 4:] -= 100
+    logits[real:, :4] -= 100  # experts 4 and above are the padding's alone
+    clean = run(plan(name), x, gate_up, down, *route(logits, 4, renormalise=True))
+    x[real:], logits[real + 1 :] = float("nan"), float("nan")
+    count = torch.tensor([real], dtype=torch.int32, device="cuda")
+    weights, experts = route(logits, 4, renormalise=True, num_real=count)
+    padded = run(plan(name), x, gate_up, down, weights, experts)
+    assert torch.equal(padded[:real], clean[:real])
+    assert not padded[real:].any()
+    assert (experts[real:] == 9).all() and (experts[:real] < 4).all()
+    _, tiles = sort(experts, 9, 16)
+    assert (tiles[0] < 4).all()  # no weights of the others are read
+    assert torch.equal(run_by_expert(x, gate_up, down, weights, experts)[real:], padded[real:])
+
+
+@pytest.mark.parametrize("disable_cuda_graph", [False, True], ids=["graphs", "eager"])
+def test_a_mixture_in_the_engine_gives_the_tokens_of_transformers(tmp_path, disable_cuda_graph):
+    model = tiny.save_qwen3_moe(tmp_path)
+    prompts = [making.prompt(5 + 7 * i, seed=i) for i in range(11)]
+    options = making.options(
+        tmp_path,
+        device="cuda",
+        page_size=16,
+        num_kv_tokens=1500,
+        max_running_requests=9,
+        chunked_prefill_size=48,
+        disable_cuda_graph=disable_cuda_graph,
+    )
+    with segue.Engine(**options, embedded=True) as engine:
+        replies = engine.generate(input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": 20})
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply["output_ids"] == tiny.reference(model, prompt, 20)
+
+
+def test_a_backend_that_no_graph_can_hold_runs_eagerly(tmp_path, monkeypatch):
+    from segue.model_runner.cuda_executor import CUDAExecutor
+
+    model = tiny.save_qwen3_moe(tmp_path)
+    monkeypatch.setattr(moe_backend, "select", lambda name, device: select("torch", device))
+    runner = making.make_runner(tmp_path, device="cuda", page_size=16)
+    try:
+        assert isinstance(runner._executor, CUDAExecutor) and runner._executor.num_graphs == 0
+        sequence = Planner(runner).generate(making.prompt(20), 8)
+        assert sequence.output == tiny.reference(model, making.prompt(20), 8)
+    finally:
+        runner.close()
