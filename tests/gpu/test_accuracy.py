@@ -126,17 +126,17 @@ class Spy:
     logits: Tensor | None = None
 
     def watch(self, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-        from segue.model_runner.cuda_executor import CUDAExecutor
+        from segue.model_runner import cuda_executor
 
-        plain = CUDAExecutor._sample_plain
+        sample_plain = cuda_executor.sample_plain
 
-        def sample(executor: CUDAExecutor, logits: Tensor, *where: Tensor) -> None:
+        def sample(logits: Tensor, *where: Any, **options: Any) -> None:
             if self.logits is None:
                 self.logits = logits.new_empty(rows, logits.shape[1])
             self.logits[: len(logits)].copy_(logits)
-            plain(executor, logits, *where)
+            sample_plain(logits, *where, **options)
 
-        monkeypatch.setattr(CUDAExecutor, "_sample_plain", sample)
+        monkeypatch.setattr(cuda_executor, "sample_plain", sample)
 
 
 def our_logits(checkpoint: Checkpoint, dtype: str, spy: Spy) -> tuple[Tensor, Tensor, list[str | None]]:
