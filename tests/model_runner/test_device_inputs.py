@@ -117,6 +117,7 @@ def test_decode_steps_are_padded_with_the_dummy_row(max_rows: int) -> None:
         context = inputs.decode_context(size)
         assert context.positions.tolist() == plan.starts + [0] * padding
         assert context.kv_lens_device.tolist() == positions.tolist()
+        assert context.num_tokens is not None and context.num_tokens.tolist() == [len(plan.rows)]
         assert inputs.slot.tolist() == [2]
 
 

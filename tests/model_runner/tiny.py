@@ -37,8 +37,8 @@ def save_qwen3(directory: Path) -> Any:
 
 
 def save_qwen3_moe(directory: Path) -> Any:
-    """Write a Qwen3 of 11 experts, 3 a token, in its second layer; the transformers model."""
-    config = transformers.Qwen3MoeConfig(**SIZES, **QWEN3, **EXPERTS, mlp_only_layers=[0])
+    """Write a Qwen3 of 11 experts, 3 a token; the transformers model."""
+    config = transformers.Qwen3MoeConfig(**SIZES, **QWEN3, **EXPERTS)
     return _save(directory, transformers.Qwen3MoeForCausalLM, config)
 
 

@@ -39,8 +39,8 @@ class Context:
     # Of a captured step, which has no host lists:
     num_decode_device: Tensor | None = None  # int32 [1]; num_decode is the most there can be
     blocks: Tensor | None = None  # the backend's, for the sequences behind the decode rows
-    num_tokens: Tensor | None = None  # int32 [1], tokens that are not padding; None: all
-    num_wanted: Tensor | None = None  # int32 [1], of `wanted` those that are not padding
+    num_tokens: Tensor | None = None  # int32 [1], tokens before those that pad the end; None: not known
+    num_wanted: Tensor | None = None  # int32 [1], the same of `wanted`
 
     @property
     def has_prefill(self) -> bool:

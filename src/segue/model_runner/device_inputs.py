@@ -152,7 +152,13 @@ class DeviceInputs:
         """The context of `size` decode rows."""
         rows, positions, kv_lens = _cut(self._buffer[self._front :], [size] * 3)
         return self._context(
-            rows, positions, rows=rows, kv_lens=kv_lens, q_starts=self._buffer[:0], num_decode=size
+            rows,
+            positions,
+            rows=rows,
+            kv_lens=kv_lens,
+            q_starts=self._buffer[:0],
+            num_decode=size,
+            num_tokens=self._num_tokens,
         )
 
     def context(self, shape: StepShape) -> Context:
@@ -168,6 +174,7 @@ class DeviceInputs:
             num_decode_device=step.num_decode,
             blocks=step.blocks,
             wanted=self.logit_indices[: shape.logits] if shape.trims else None,
+            num_tokens=None if shape.slot else self._num_tokens,  # slots have padding before their tokens
         )
 
     def _step(self, shape: StepShape) -> _Step:
@@ -195,6 +202,7 @@ class DeviceInputs:
         rows: Tensor,
         kv_lens: Tensor,
         q_starts: Tensor,
+        num_tokens: Tensor | None,
         num_decode: int = 0,
         num_decode_device: Tensor | None = None,
         blocks: Tensor | None = None,
@@ -218,7 +226,7 @@ class DeviceInputs:
             backend=self._backend,
             num_decode_device=num_decode_device,
             blocks=blocks,
-            num_tokens=self._num_tokens,
+            num_tokens=num_tokens,
             num_wanted=self._num_wanted,
         )
 
