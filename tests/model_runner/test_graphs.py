@@ -11,6 +11,7 @@ from segue.model_runner.graphs import (
     most_trunk_tokens,
     pick,
     pick_slots,
+    prompt_sizes,
     route,
     row_sizes,
     token_sizes,
@@ -58,6 +59,18 @@ def test_small_models_have_larger_trunks_captured() -> None:
         found = pick(sizes, tokens)
         assert found is not None and tokens <= found <= tokens * 9 / 8
     assert token_sizes(8448, 1028)[-1] == 1024
+
+
+def test_long_prompts_alone_have_graphs_of_their_own_with_room_for_few() -> None:
+    worth = most_trunk_tokens(28, 440_000_000)
+    ladders = Ladders(
+        decode=row_sizes(256), trunk=token_sizes(8448, worth), prompts=prompt_sizes(8448, worth)
+    )
+    assert [size for size in ladders.prompts if 256 < size < 2048] == []
+    assert route(make_plan(0, [2048] * 4), ladders) == Route("prompts", 8192)
+    assert route(make_plan(0, [100] * 72 + [992]), ladders) == Route("trunk", 8192)  # one prompt too many
+    assert route(make_plan(0, [1500]), ladders) == Route("trunk", 1536)  # 2,048 would hold it too
+    assert route(make_plan(1, [2048]), ladders) == Route("trunk", 2304)
 
 
 def test_a_runner_of_few_tokens_has_no_larger_buckets() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,13 +20,14 @@ from segue.model_runner.batch_state import BatchState
 from segue.model_runner.device_inputs import RING, DeviceInputs, StepShape
 from segue.model_runner.executor import prompt_logprobs, step_outputs
 from segue.model_runner.graphs import (
-    MOST_PROMPTS_TOKENS,
     Graphs,
     Ladders,
     Route,
     most_prompts,
+    most_prompts_alone,
     most_trunk_tokens,
     pick,
+    prompt_sizes,
     quiet_gc,
     route,
     row_sizes,
@@ -122,9 +122,7 @@ class CUDAExecutor:
             "decode": self._decode.capture(rows, has_room),
             "tail": self._tail.capture(rows, has_room),
             "trunk": self._trunk.capture(token_sizes(self._max_tokens, self._worth), has_room),
-            "prompts": self._prompts.capture(
-                token_sizes(min(MOST_PROMPTS_TOKENS, self._max_tokens)), has_room
-            ),
+            "prompts": self._prompts.capture(prompt_sizes(self._max_tokens, self._worth), has_room),
         }
         if grid:
             self._backend.init_batch_prefill_cuda_graph_state(*map(max, zip(*grid, strict=True)))
@@ -218,7 +216,9 @@ class CUDAExecutor:
         return StepShape(tokens=tokens, decode=rows, sequences=rows, blocks=blocks, logits=rows)
 
     def _prompts_shape(self, tokens: int) -> StepShape:
-        return replace(self._shape(tokens), decode=0)
+        rows = min(tokens, self._max_rows, most_prompts_alone(tokens))
+        blocks = self._inputs.most_blocks(tokens, rows)
+        return StepShape(tokens=tokens, decode=0, sequences=rows, blocks=blocks, logits=rows)
 
     def _run_trunk(self, shape: StepShape) -> Tensor:
         hidden: Tensor = self._model(self._inputs.context(shape))

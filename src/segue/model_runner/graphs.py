@@ -23,12 +23,15 @@ from segue.protocol.messages import EagerReason, StepPlan
 # millisecond a layer (measured), against two operations a weight and token at a speed that devices reach.
 _LAYER_S, _OPERATIONS_PER_S = 2 * 0.5e-3, 4e14
 _LEAST_TRUNK_TOKENS = 1024
-MOST_PROMPTS_TOKENS = 256  # larger steps do not feel the place for decode rows that a trunk has
 MOST_ROWS = 512  # larger batches run eagerly: their logits alone would take the memory that graphs may have
 MOST_PADDING = 2  # a step runs eagerly rather than padded to more than so many times its tokens
 _LEAST_TOKENS = 16  # any step may be padded to so many: they cost what one does
 # A captured trunk has room for so many prompts, and for one more with so many tokens.
 _PROMPTS, _PER_PROMPT = 8, 16
+# Prompts alone have graphs without a place for decode rows where that is felt: in steps of few tokens, and in
+# those of many, where attention over long prompts also pays for every place that stays empty (measured with
+# FlashAttention-3 at 8,192 tokens: 145 us a layer for 4 prompts, 150 with room for 257).
+_SHORT, _LONG, _PER_LONG_PROMPT = 256, 2048, 128
 
 Size = TypeVar("Size", int, tuple[int, int])
 
@@ -138,10 +141,10 @@ def route(plan: StepPlan, ladders: Ladders) -> Route:
         size = pick_slots(ladders.grid, sequences, max(plan.lens), count)
         if size is not None:
             return Route("grid", size[0] * size[1], slots=size[0])
-        tokens = pick(ladders.prompts, count)
-        if tokens is not None and sequences <= most_prompts(tokens):
-            return Route("prompts", tokens)
     tokens = pick(ladders.trunk, count)
+    alone = pick(ladders.prompts, count) if plan.num_decode == 0 else None
+    if alone is not None and sequences <= most_prompts_alone(alone) and alone <= (tokens or alone):
+        return Route("prompts", alone)
     if tokens is None:
         return Route("eager", count, reason="tokens")
     if sequences - plan.num_decode > most_prompts(tokens):
@@ -175,6 +178,16 @@ def _most_padded(tokens: int) -> int:
 def most_prompts(tokens: int) -> int:
     """Prompts that a trunk of `tokens` tokens has room for."""
     return _PROMPTS + tokens // _PER_PROMPT
+
+
+def most_prompts_alone(tokens: int) -> int:
+    """Prompts that a graph of `tokens` tokens of prompts alone has room for."""
+    return most_prompts(tokens) if tokens < _LONG else _PROMPTS + tokens // _PER_LONG_PROMPT
+
+
+def prompt_sizes(most: int, worth: int) -> list[int]:
+    """Buckets for steps of prompts alone: those of `token_sizes` that are short or long."""
+    return [size for size in token_sizes(most, worth) if size <= _SHORT or size >= _LONG]
 
 
 def row_sizes(most: int) -> list[int]:

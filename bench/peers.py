@@ -1,0 +1,69 @@
+"""Segue beside another engine on the pinned offline workload, with the bars.
+
+    python /path/to/peer_suite.py vllm 0.6b | tee theirs.log
+    python -m bench.offline /path/to/peer_suite.py 0.6b
+    python -m bench.peers 0.6b theirs.log
+
+Reads the log of the other engine, which ran on the same GPU just before or after, and what `bench.offline`
+wrote. A bar is a ratio to the other engine's figure, or milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from bench import report
+from bench.offline import figures
+
+# How many times faster than the other engine; first tokens in milliseconds.
+RATIOS = {
+    "0.6b": {
+        "offline256": 1.10,
+        "decode bs=1": 1.6,
+        "decode bs=32": 1.3,
+        "decode bs=256": 1.12,
+        "prefill 64x2048": 1.1,
+    },
+    "8b": {"offline256": 1.04, "decode bs=1": 1.15, "decode bs=32": 1.1, "decode bs=256": 1.08},
+}
+MOST_MS = {
+    "0.6b": {"first_token prompt=16": 2.6, "first_token prompt=256": 3.2, "first_token prompt=1024": 5.5},
+    "8b": {},
+}
+PER_SECOND = ("offline256", "prefill 64x2048")  # more is better
+
+
+def judged(size: str, name: str, ours: float, theirs: float) -> tuple[float, str, bool | None]:
+    """How many times faster, the bar in words, and whether it holds; None: there is none."""
+    faster = ours / theirs if name in PER_SECOND else theirs / ours
+    if name in RATIOS[size]:
+        bar = RATIOS[size][name]
+        return faster, f"{bar:.2f} x", faster >= bar
+    if name in MOST_MS[size]:
+        most = MOST_MS[size][name]
+        return faster, f"{most} ms", ours <= most
+    return faster, "", None
+
+
+def main() -> int:
+    """Exit code 1 if a bar is missed."""
+    size, log = sys.argv[1], Path(sys.argv[2])
+    ours = json.loads((report.RESULTS / f"gpu_offline_{size}.json").read_text())
+    theirs = figures(log.read_text().splitlines())
+    rows, verdicts = [], {}
+    for name, value in ours["figures"].items():
+        faster, bar, holds = judged(size, name, value, theirs[name])
+        verdicts[name] = {"ours": value, "theirs": theirs[name], "faster": round(faster, 3), "holds": holds}
+        word = "" if holds is None else "holds" if holds else "MISSED"
+        share = f"{ours['of the floor'][name]:.0%}"
+        rows.append([name, f"{value:.6g}", f"{theirs[name]:.6g}", f"{faster:.3f} x", bar, word, share])
+    columns = ["", "Segue", "other engine", "faster", "bar", "", "of the floor"]
+    report.show(f"Qwen3-{size}: tokens/s or ms", columns, rows)
+    print(f"written to {report.save(f'gpu_peers_{size}', {'ours': ours['circumstances'], 'figures': verdicts})}")
+    return 1 if any(verdict["holds"] is False for verdict in verdicts.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
