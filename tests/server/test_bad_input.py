@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import time
 from typing import Any
 
@@ -309,3 +310,32 @@ def test_more_prompts_than_the_queue_takes_are_refused_by_number(api: Api) -> No
     assert "at most 4096" in error_of(api.complete(["a"] * 4097))["message"]
     response = api.generate(["a"] * 4097)
     assert (response.status_code, "at most 4096" in response.text) == (400, True)
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (HEAD, b"X-A: " + b"a" * 8000 + b"\r\n"),
+        (HEAD + b"X-A: ", b"a" * 8000),
+        (b"GET /", b"a" * 8000),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X-A: " + b"a" * 8000 + b"\r\n"),
+    ],
+    ids=["headers", "header", "line", "trailers"],
+)
+def test_endless_headers_are_refused_and_not_kept(server: LiveServer, begin: bytes, more: bytes) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(begin)
+        with pytest.raises(OSError):  # closed by the server
+            for _ in range(5000):
+                connection.sendall(more)
+
+
+def test_long_headers_and_a_long_body_in_one_piece_are_fine(server: LiveServer) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 2, "user": "x" * 300_000})
+    for _ in range(2):
+        headers = JSON | {"x-long": "x" * 30_000}
+        assert server.client.post("/v1/completions", content=body, headers=headers).status_code == 200

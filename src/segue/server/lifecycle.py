@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from segue.config import EngineConfig
 from segue.errors import ConfigError
@@ -23,6 +24,7 @@ from segue.server.app import create_app
 
 GRACE_S = 1  # for replies to end at a shutdown
 BACKLOG = 2048
+MAX_HEAD = 1 << 16  # bytes of a request's line and headers
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -119,6 +121,7 @@ def make_server(app: FastAPI, config: EngineConfig) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             app,
+            http=_Protocol,
             log_config=None,
             log_level=config.log_level,
             access_log=config.log_level == "debug",
@@ -128,6 +131,30 @@ def make_server(app: FastAPI, config: EngineConfig) -> uvicorn.Server:
             server_header=False,
         )
     )
+
+
+class _Protocol(HttpToolsProtocol):
+    """Refuses endless headers: httptools would keep them all."""
+
+    _pending = 0  # bytes that came behind the last head, body or end
+
+    def data_received(self, data: bytes) -> None:
+        self._pending += len(data)
+        super().data_received(data)
+        if self._pending > MAX_HEAD and not self.transport.is_closing():
+            self.send_400_response(f"The request line and headers exceed {MAX_HEAD} bytes.")
+
+    def on_headers_complete(self) -> None:
+        self._pending = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._pending = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._pending = 0
+        super().on_message_complete()
 
 
 class _Server(uvicorn.Server):
