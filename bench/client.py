@@ -100,6 +100,8 @@ class Connection(asyncio.Protocol):
         times, tokens, error = _read(self.pieces)
         if error is None and tokens != self._wanted:
             error = f"{tokens} tokens came, {self._wanted} were asked for"
+        elif error is None and not times:
+            error = f"{tokens} tokens came, but no text: nothing to time"
         return Timeline(
             due=self.due,
             sent=self.sent or self.due,

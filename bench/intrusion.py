@@ -68,10 +68,11 @@ async def measure(client: Client, scene: Intrusion, seed: int = 0) -> dict[str, 
                 ttfts.append(intruder.timeline().times[0] - began)
                 await asyncio.sleep(SETTLE_S)
             _check_alive(streams)
+            end = clock()
         finally:
             for stream in streams:
                 stream.give_up()
-    times = [stream.timeline().times for stream in streams]
+    times = [[*stream.timeline().times, end] for stream in streams]  # one may still stand still
     step = statistics.median(gaps_around(times, begin, calm))
     chunk = max(first, (whole - first) / later)
     worst = [max(gaps_around(times, *span)) for span in spans]

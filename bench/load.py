@@ -148,11 +148,18 @@ class Clients:
         return self._run([(jobs[i :: self._count], None) for i in range(self._count)], seconds + patience)
 
     def closed_loop(self, concurrency: int, seconds: float, *, lengths: Lengths, most: int, seed: int) -> Run:
-        """So many requests at any time, for `seconds`; `most` requests are prepared."""
+        """So many requests at any time, for `seconds`; `most` requests are prepared.
+
+        Raises:
+            RuntimeError: these were too few.
+        """
         rng = random.Random(seed)
         jobs = [lengths.job(rng) for _ in range(most)]
         shares = [len(range(i, concurrency, self._count)) for i in range(self._count)]
-        return self._run([(jobs[i :: self._count], shares[i]) for i in range(self._count)], seconds)
+        run = self._run([(jobs[i :: self._count], shares[i]) for i in range(self._count)], seconds)
+        if len(run.timelines) == most:
+            raise RuntimeError(f"all {most} requests were sent before {seconds:g} s were over; prepare more")
+        return run
 
     def _run(self, shares: Sequence[tuple[list[Job], int | None]], seconds: float) -> Run:
         begin = clock() + LEAD_S

@@ -59,6 +59,7 @@ def long_prompt(url: str, model: str, scene: Intrusion) -> dict[str, Any]:
     return asyncio.run(intrusion.measure(Client(url, model), scene))
 
 
+TITLE = "ms; good: of the SLO; late: sent after it was due; client: CPU of a process"
 COLUMNS = (
     "",
     "req/s",
@@ -72,6 +73,7 @@ COLUMNS = (
     "good",
     "unfinished",
     "failed",
+    "late p99",
     "client",
 )
 
@@ -91,6 +93,7 @@ def row(name: str, found: Mapping[str, Any]) -> list[str]:
         f"{found['good_share']:.0%}",
         str(found["unfinished"]),
         str(found["failed"]),
+        f"{1e3 * found['send_lag_p99_s']:.1f}",
         f"{found['client_cpu']:.0%}",
     ]
 
@@ -149,7 +152,7 @@ def main() -> int:
                     seed=args.seed,
                 )
             )
-    report.show("ms; good: of the SLO; client: CPU of a process", COLUMNS, [row(model, run) for run in runs])
+    report.show(TITLE, COLUMNS, [row(model, run) for run in runs])
     figures: dict[str, Any] = {"arguments": vars(args), "model": model, "rates": runs}
     if args.long_prompt:
         scene = Intrusion(prompt=args.long_prompt, max_id=args.max_id)

@@ -69,6 +69,12 @@ def test_what_went_wrong_is_told(raw, error):
     assert _read([(1.0, raw)])[2] == error
 
 
+def test_tokens_without_text_are_an_error_because_nothing_can_be_timed():
+    connection = Client("http://127.0.0.1:1", "m").connection(job(3, 2), due=0.0)
+    connection.pieces = [(1.0, HEAD + b"".join(map(chunk, EVENTS[2:])) + chunk(b""))]
+    assert connection.timeline().error == "2 tokens came, but no text: nothing to time"
+
+
 def run(work):
     return asyncio.run(asyncio.wait_for(work, 30))
 

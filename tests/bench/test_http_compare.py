@@ -28,10 +28,10 @@ def results(tmp_path, monkeypatch):
 
 @pytest.fixture
 def model(tmp_path):
-    (tmp_path / "model").mkdir()
+    (tmp_path / "a model").mkdir()
     config = CONFIG | {"vocab_size": 1000, "max_position_embeddings": 20_000}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    return tmp_path / "model"
+    (tmp_path / "a model" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "a model"
 
 
 def test_every_token_of_the_made_up_tokenizer_is_text_at_once(model):
@@ -83,7 +83,7 @@ def test_two_servers_are_compared_part_by_part(model, results, monkeypatch, caps
         assert side["loads"]["80%"]["rate"] == 6.4
         assert side["loads"]["80%"]["requests"] > 0
         assert side["long_prompt"]["allowed_gap_s"] > 0
-    assert len(http_compare.bars(found["ours"], found["theirs"])) == 5
+    assert len(http_compare.bars(found["ours"], found["theirs"])) == 7
     ElementTree.parse(results / "gpu_http.svg")
     assert "first token, p50, at 50%" in capsys.readouterr().out
 
@@ -99,15 +99,33 @@ def test_a_server_that_does_not_start_leaves_a_note(model, results, monkeypatch)
 
 def test_bars_are_ratios_of_medians_and_tails():
     def side(p50, p99):
-        load = {"ttft_s": {"p50": p50}, "gap_s": {"p99": p99}}
+        load = {"ttft_s": {"p50": p50}, "gap_s": {"p99": p99}, "failed": 0, "unfinished": 0}
         return {"loads": {"50%": load, "80%": load}}
 
     found = http_compare.bars(side(0.006, 0.009), side(0.010, 0.010))
-    assert [(round(value, 3), most) for _, value, most in found] == [(0.6, 0.7), (0.9, 0.8)] * 2
+    ratios = [(round(value, 3), most) for what, value, most in found if "ours over theirs" in what]
+    assert ratios == [(0.6, 0.7), (0.9, 0.8)] * 2
     scene = {"long_prompt": {"worst_gap_s": [0.1, 0.3], "allowed_gap_s": 0.2}}
     assert http_compare.bars({"loads": {}, **scene}, {"loads": {}}) == [
         ("longest gap at a long prompt, s", 0.3, 0.2)
     ]
+
+
+def test_a_server_that_is_fast_because_it_refuses_misses_its_bars():
+    load = {"ttft_s": {"p50": 0.01}, "gap_s": {"p99": 0.01}, "failed": 0, "unfinished": 0}
+    refusing = load | {"failed": 90, "ttft_s": {"p50": 0.001}}
+    found = http_compare.bars(
+        {"loads": {"50%": refusing, "80%": load}}, {"loads": {"50%": load, "80%": load}}
+    )
+    assert [(what, value) for what, value, most in found if most == 0] == [
+        ("failed or unfinished, at 50%", 90),
+        ("failed or unfinished, at 80%", 0),
+    ]
+
+
+def test_a_server_alone_that_does_not_start_is_a_failure(model, results, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["http_compare", str(model), "--ours=false"])
+    assert http_compare.main() == 1
 
 
 LEAVES_A_CHILD = """

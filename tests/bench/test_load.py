@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from bench.client import Timeline
-from bench.load import SLO, Lengths, Run, arrivals, keeps, percentile
+from bench.launch import free_port
+from bench.load import SLO, Clients, Lengths, Run, arrivals, keeps, percentile
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -91,3 +92,12 @@ def test_a_summary_counts_what_fell_into_its_time():
 )
 def test_a_request_is_good_if_it_began_and_went_on_in_time(times, good):
     assert keeps(timeline(0.0, *times), SLO(ttft=0.2, gap=0.15)) is good
+
+
+def test_a_closed_loop_that_ran_out_of_requests_is_an_error():
+    url = f"http://127.0.0.1:{free_port()}"
+    with (
+        Clients(url, "m", 1) as clients,
+        pytest.raises(RuntimeError, match="all 6 requests were sent before"),
+    ):
+        clients.closed_loop(2, 1.0, lengths=Lengths(prompt=(1, 1), output=(1, 1)), most=6, seed=0)
