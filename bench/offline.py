@@ -5,14 +5,17 @@
 The suite brings the prompts and the clock; this adapter runs the batches, on a default `segue.Engine` without
 prefix cache, with a context of 4096 and 256 running requests. It keeps what was produced: afterwards four
 requests of each kind of call are scored teacher-forced by an eager forward, because the speed of wrong tokens
-does not count. Beside each figure stands the share of the floor that it reaches.
+does not count. Beside each figure stands the share of the floor that it reaches. Ready counts from the start
+of this process, imports included, as the suite counts it for its own engine.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import statistics
 import sys
@@ -26,11 +29,19 @@ from typing import Any, TextIO, get_type_hints
 import torch
 
 from bench import floor, report
-from bench.rescore import LEAST_BOUND, ROUNDINGS, Produced, Score, Teacher, rescore, rounding
+from bench.rescore import Produced, Score, Teacher, allowed, rescore, rounding
 from segue import Engine
 from segue.config import EngineConfig, parse
+from segue.errors import ConfigError
 from segue.weights.source import resolve
 
+WORKLOAD = {
+    "load_format": "dummy",
+    "dtype": "bfloat16",
+    "max_model_len": 4096,
+    "max_running_requests": 256,
+    "disable_prefix_cache": True,
+}
 RESCORED = 4  # requests of each kind of call
 LONG = 100_000  # output tokens of a call that is long enough to look at the GPU's clocks
 FIGURE = re.compile(
@@ -81,19 +92,21 @@ def figures(lines: Sequence[str]) -> dict[str, float]:
 
 def main() -> int:
     """Exit code 1 if a token is wrong."""
-    suite, size = load_suite(Path(sys.argv[1])), sys.argv[2]
-    options = engine_options(sys.argv[3:])
-    begun = time.perf_counter()
-    with Engine(
-        suite.model_dir(size),
-        load_format="dummy",
-        dtype="bfloat16",
-        max_model_len=4096,
-        max_running_requests=256,
-        disable_prefix_cache=True,
-        **options,
-    ) as engine:
-        ready = time.perf_counter() - begun
+    parser = argparse.ArgumentParser(
+        usage="python -m bench.offline SUITE SIZE [--option=value …]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("suite", type=Path, help="peer_suite.py")
+    parser.add_argument("size", help="of the model, as the suite names it")
+    args, rest = parser.parse_known_args()
+    try:
+        options = engine_options(rest)
+    except ConfigError as error:
+        parser.error(error.message)
+    suite, size = load_suite(args.suite), args.size
+    with Engine(suite.model_dir(size), **{**WORKLOAD, **options}) as engine:
+        ready = age()
         print(f"RESULT segue {size} ready seconds={ready:.1f}", flush=True)
         adapter = Adapter(engine)
         printed = _Tee(sys.stdout)
@@ -141,7 +154,7 @@ def score_again(config: EngineConfig, calls: Mapping[str, Sequence[Produced]]) -
     )
     noise = rounding(teacher, exact, longest)
     del exact
-    bound = max(LEAST_BOUND, ROUNDINGS * noise)
+    bound = allowed(noise)
     print(f"rounding changes a logit by {noise:.4f} (rms): a regret may be {bound:.4f}", flush=True)
     scores = {}
     for kind, requests in calls.items():
@@ -151,10 +164,27 @@ def score_again(config: EngineConfig, calls: Mapping[str, Sequence[Produced]]) -
 
 
 def engine_options(arguments: Sequence[str]) -> dict[str, Any]:
-    """Of `--name=value` each."""
+    """Of `--name=value` each.
+
+    Raises:
+        ConfigError: another form, an unknown name, a wrong value.
+    """
     hints = get_type_hints(EngineConfig)
-    pairs = (argument.removeprefix("--").split("=", 1) for argument in arguments)
-    return {name.replace("-", "_"): parse(text, hints[name.replace("-", "_")], name) for name, text in pairs}
+    found = {}
+    for argument in arguments:
+        flag, _, text = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or name not in hints or "=" not in argument:
+            raise ConfigError(f"{argument!r}: give an option of the engine as --name=value")
+        found[name] = parse(text, hints[name], name)
+    EngineConfig(**found)
+    return found
+
+
+def age() -> float:
+    """Seconds since this process began."""
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def load_suite(path: Path) -> ModuleType:

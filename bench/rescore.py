@@ -31,6 +31,7 @@ from segue.weights.checkpoint import load_weights
 from segue.weights.source import resolve
 
 LEAST_BOUND = 0.1  # of a regret, in logits
+MOST_BOUND = 1.0  # more is not rounding: the eager forward, which the engine shares kernels with, is wrong
 ROUNDINGS = 8.0  # a regret may be so many times the root mean square of what rounding changes in a logit
 _BLOCK = 128  # as in segue.model_runner.categorical
 _POSITIONS = 128  # scored at a time
@@ -174,6 +175,11 @@ def rounding(teacher: Teacher, exact: Teacher, request: Produced) -> float:
         total += (mine - true).double().square().sum().item()
         count += mine.numel()
     return math.sqrt(total / count)
+
+
+def allowed(noise: float) -> float:
+    """What a regret may be, in logits, where rounding changes a logit by `noise`."""
+    return min(max(LEAST_BOUND, ROUNDINGS * noise), MOST_BOUND)
 
 
 def rescore(teacher: Teacher, requests: Iterable[Produced], bound: float) -> Score:

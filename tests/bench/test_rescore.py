@@ -7,7 +7,7 @@ import torch
 
 import segue
 from bench.offline import Adapter, score_again, spread
-from bench.rescore import LEAST_BOUND, Produced, Teacher, regrets, rescore, rounding
+from bench.rescore import LEAST_BOUND, MOST_BOUND, Produced, Teacher, allowed, regrets, rescore, rounding
 from segue.config import EngineConfig
 from segue.model_runner.categorical import argmax, draw
 from tests.model_runner import making, tiny
@@ -104,6 +104,13 @@ def test_rounding_is_what_bfloat16_changes_in_a_logit_of_the_same_weights(option
     _, logits = next(teacher.logits(request))
     assert 0.001 < noise / logits.std().item() < 0.1
     assert noise < rounding(coarse, teacher, request)  # whose weights are others
+
+
+def test_an_eager_forward_that_is_wrong_itself_allows_no_more():
+    assert allowed(0.001) == LEAST_BOUND
+    assert allowed(0.05) == 0.4
+    assert allowed(1.0) == allowed(float("inf")) == MOST_BOUND
+    assert allowed(float("nan")) == LEAST_BOUND
 
 
 def test_an_engine_in_bfloat16_is_held_to_what_rounding_explains(options, capsys):
