@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, OutOfMemoryError, TensorParallelError
 from segue.logs import logger
 from segue.model_runner.batch_state import PlanError
-from segue.model_runner.runner import ModelRunner
+from segue.model_runner.choices import choose
+from segue.model_runner.runner import ModelRunner, _grid
 from segue.weights.source import resolve
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
@@ -260,6 +262,25 @@ def test_a_model_that_cannot_be_cut_names_its_heads(llama, tmp_path):
     # The ranks need not meet for it: rank 0 of 3 fails before it waits for anyone.
     with pytest.raises(TensorParallelError, match=r"num_attention_heads 8.*num_key_value_heads 4"):
         making.make_runner(llama[0], TPInfo(0, 3), tmp_path)
+
+
+def test_a_check_of_graphs_without_graphs_is_ignored_with_a_warning(llama, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("WARNING", logger.name)
+    making.make_runner(llama[0], graph_self_check=True).close()
+    assert "--graph-self-check is ignored: there are no CUDA graphs" in caplog.text
+
+
+def test_a_grid_of_sizes_that_cannot_be_is_ignored_with_a_warning(llama, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("WARNING", logger.name)
+    options = making.options(llama[0], enable_batch_prefill_cuda_graph=True, batch_prefill_seq_lengths="512")
+    config = EngineConfig(**options)
+    choices = choose(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
+    backend = SimpleNamespace(supports_batch_prefill_cuda_graph=lambda: True)
+    assert _grid(config, choices, backend, "some", False) == []
+    assert "ignored: no size of" in caplog.text
+    assert "--batch-prefill-max-seq-len 256" in caplog.text
 
 
 def test_a_backend_without_the_grid_ignores_it_with_a_warning(llama, caplog, monkeypatch):

@@ -247,7 +247,7 @@ class ModelRunner:
                 collectives=groups.collectives,
             )
         with progress.step("CUDA graphs"):
-            progress.detail = "none: steps run eagerly"
+            progress.detail, num_graphs = "none: steps run eagerly", 0
             grid = _grid(config, choices, backend, selection.name, model_config.moe is not None)
             ranks_meet = tp.size == 1 or groups.collectives.one_shot is not None
             if choices.device.type == "cuda" and ranks_meet:
@@ -256,7 +256,10 @@ class ModelRunner:
                 )
                 if captures:
                     progress.num_bytes = _capture(executor, grid, groups, choices.device)
-                    progress.detail = f"{executor.num_graphs} graphs"
+                    num_graphs = executor.num_graphs
+                    progress.detail = f"{num_graphs} graphs"
+            if config.graph_self_check and not num_graphs:
+                logger.warning("--graph-self-check is ignored: there are no CUDA graphs to check")
         self.tp = tp
         self.device = choices.device
         self.dtype = choices.dtype
@@ -352,13 +355,23 @@ def _grid(
             name,
         )
         return []
-    return grid_sizes(
+    sizes = grid_sizes(
         parse_sizes(config.batch_prefill_batch_sizes, "batch_prefill_batch_sizes"),
         parse_sizes(config.batch_prefill_seq_lengths, "batch_prefill_seq_lengths"),
         longest=config.batch_prefill_max_seq_len,
         rows=choices.max_running_requests,
         tokens=choices.max_running_requests + choices.chunked_prefill_size,
     )
+    if not sizes:
+        logger.warning(
+            "--enable-batch-prefill-cuda-graph is ignored: no size of --batch-prefill-batch-sizes and "
+            "--batch-prefill-seq-lengths fits %d requests, %d prompt tokens a step and "
+            "--batch-prefill-max-seq-len %d",
+            choices.max_running_requests,
+            choices.chunked_prefill_size,
+            config.batch_prefill_max_seq_len,
+        )
+    return sizes
 
 
 def _capture(
