@@ -123,7 +123,7 @@ class Client:
             ValueError: it is no http address.
         """
         parts = urlsplit(url)
-        if parts.scheme != "http" or parts.hostname is None:
+        if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
             raise ValueError(f"{url!r}: must be http://host:port; put a proxy before a server behind TLS")
         self._host, self._port, self._model = parts.hostname, parts.port or 80, model
 

@@ -182,13 +182,17 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--theirs", help="a command with {model} and {port}")
     parser.add_argument("--ours", default=OURS, help="the same; measured second")
-    parser.add_argument("--saturation", type=float, help="requests a second, instead of what is measured")
-    parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts")
+    parser.add_argument(
+        "--saturation", type=serving.positive, help="requests a second, instead of what is measured"
+    )
+    parser.add_argument(
+        "--burstiness", type=serving.positive, default=1.0, help="1: Poisson; less: in bursts"
+    )
     parser.add_argument("--long-prompt", type=int, default=Intrusion().prompt, help="its tokens")
     parser.add_argument("--chunk", type=int, default=Intrusion().chunk, help="prompt tokens a step")
     parser.add_argument("--max-id", type=int, default=Lengths().max_id, help="largest token id of a prompt")
-    parser.add_argument("--saturate-seconds", type=float, default=12.0)
-    parser.add_argument("--load-seconds", type=float, default=15.0)
+    parser.add_argument("--saturate-seconds", type=serving.positive, default=12.0)
+    parser.add_argument("--load-seconds", type=serving.positive, default=15.0)
     parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds")
     parser.add_argument("--processes", type=int, default=4, help="client processes")
     parser.add_argument("--name", default="gpu_http", help="of the files in bench/results")

@@ -113,15 +113,32 @@ def draw(name: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     plot.charts(report.RESULTS / f"{name}.svg", panels, "requests a second")
 
 
+def positive(text: str) -> float:
+    """A number above 0, for argparse."""
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return float(text)
+
+
+def base_url(text: str) -> str:
+    """Where a server is, for argparse; a path /v1 is taken off."""
+    url = text.rstrip("/").removesuffix("/v1")
+    try:
+        Client(url, "")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return url
+
+
 def main() -> int:
     """Exit code 1 if a request failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("url")
-    parser.add_argument("--rate", type=float, action="append", required=True, help="requests a second")
-    parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, for each rate")
+    parser.add_argument("url", type=base_url, help="http://host:port")
+    parser.add_argument("--rate", type=positive, action="append", required=True, help="requests a second")
+    parser.add_argument("--burstiness", type=positive, default=1.0, help="1: Poisson; less: in bursts")
+    parser.add_argument("--seconds", type=positive, default=20.0, help="of arrivals, for each rate")
     parser.add_argument("--prompt", type=int, nargs=2, default=Lengths().prompt, metavar=("MIN", "MAX"))
     parser.add_argument("--output", type=int, nargs=2, default=Lengths().output, metavar=("MIN", "MAX"))
     parser.add_argument("--max-id", type=int, default=Lengths().max_id, help="largest token id of a prompt")
@@ -129,10 +146,16 @@ def main() -> int:
     parser.add_argument("--slo-ttft", type=float, default=SLO().ttft, help="seconds")
     parser.add_argument("--slo-gap", type=float, default=SLO().gap, help="seconds, in 99 of 100 gaps")
     parser.add_argument("--long-prompt", type=int, help="tokens of a prompt among 64 decoding streams")
+    parser.add_argument("--chunk", type=int, default=Intrusion().chunk, help="prompt tokens it takes a step")
     parser.add_argument("--processes", type=int, default=4, help="client processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="serving", help="of the files in bench/results")
     args = parser.parse_args()
+    for name in ("prompt", "output"):
+        if not 1 <= getattr(args, name)[0] <= getattr(args, name)[1]:
+            parser.error(f"--{name}: give MIN and MAX, 1 or more, in this order")
+    if args.long_prompt and args.text:
+        parser.error("--long-prompt has token ids: not with --text")
     lengths = Lengths(
         prompt=tuple(args.prompt), output=tuple(args.output), max_id=args.max_id, text=args.text
     )
@@ -154,8 +177,10 @@ def main() -> int:
             )
     report.show(TITLE, COLUMNS, [row(model, run) for run in runs])
     figures: dict[str, Any] = {"arguments": vars(args), "model": model, "rates": runs}
+    report.save(args.name, figures)  # whatever becomes of what follows
     if args.long_prompt:
-        scene = Intrusion(prompt=args.long_prompt, max_id=args.max_id)
+        chunk = min(args.chunk, args.long_prompt)
+        scene = Intrusion(prompt=args.long_prompt, chunk=chunk, max_id=args.max_id)
         figures["long prompt"] = long_prompt(args.url, model, scene)
         print(figures["long prompt"])
     print(f"written to {report.save(args.name, figures)}")

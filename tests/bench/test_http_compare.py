@@ -179,3 +179,25 @@ def test_a_running_server_is_measured_from_the_command_line(tmp_path, results, m
     assert [run["rate"] for run in found["rates"]] == [10, 20]
     assert found["rates"][1]["requests"] > 5
     ElementTree.parse(results / "serving.svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("http://h:1 --rate 0", "0: must be above 0"),
+        ("http://h:1 --rate 1 --burstiness -1", "-1: must be above 0"),
+        ("http://h:1 --rate 1 --prompt 20 3", "--prompt: give MIN and MAX"),
+        ("http://h:1 --rate 1 --text --long-prompt 5", "not with --text"),
+        ("https://h:1 --rate 1", "must be http://host:port"),
+        ("http://h:1/elsewhere --rate 1", "must be http://host:port"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, error, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serving", *arguments.split()])
+    with pytest.raises(SystemExit):
+        serving.main()
+    assert error in capsys.readouterr().err
+
+
+def test_the_base_url_of_openai_clients_is_understood():
+    assert serving.base_url("http://h:1/v1/") == serving.base_url("http://h:1") == "http://h:1"
