@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from pathlib import Path
+
+import uvloop
 
 from segue.config import EngineConfig
 from segue.errors import SegueError
@@ -22,7 +23,7 @@ def main() -> int:
     print(f"bound {listener.getsockname()[1]}", flush=True)
     command = (sys.executable, str(WORKER))
     try:
-        return asyncio.run(serve(config, listener, lambda _, url: print(f"ready {url}", flush=True), command))
+        return uvloop.run(serve(config, listener, lambda _, url: print(f"ready {url}", flush=True), command))
     except SegueError as error:
         print(f"failed {error.message}", flush=True)
         return 1
