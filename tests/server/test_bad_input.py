@@ -339,3 +339,21 @@ def test_long_headers_and_a_long_body_in_one_piece_are_fine(server: LiveServer) 
     for _ in range(2):
         headers = JSON | {"x-long": "x" * 30_000}
         assert server.client.post("/v1/completions", content=body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("cut", [None, 30])
+def test_an_upgrade_to_another_protocol_is_ignored_and_the_body_read(
+    server: LiveServer, cut: int | None
+) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 2}).encode()
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\nUpgrade: h2c\r\n"
+    request = HEAD + upgrade + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        for _ in range(2):  # the second on the same connection
+            connection.sendall(request[:cut])
+            if cut:
+                connection.sendall(request[cut:])
+            with http.client.HTTPResponse(connection) as response:
+                response.begin()
+                assert (response.status, b"text_completion" in response.read()) == (200, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from segue.server.app import create_app
 GRACE_S = 1  # for replies to end at a shutdown
 BACKLOG = 2048
 MAX_HEAD = 1 << 16  # bytes of a request's line and headers
+_UPGRADE = re.compile(rb"^upgrade(?=:)", re.IGNORECASE | re.MULTILINE)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -134,18 +136,26 @@ def make_server(app: FastAPI, config: EngineConfig) -> uvicorn.Server:
 
 
 class _Protocol(HttpToolsProtocol):
-    """Refuses endless headers: httptools would keep them all."""
+    """Does two things that httptools leaves undone: refuses endless headers, and reads behind an Upgrade.
 
+    Java's client offers HTTP/2 with every first request. A server may ignore that, but httptools takes what
+    follows the headers for another protocol, and the body would be lost.
+    """
+
+    _in_head = True
     _pending = 0  # bytes that came behind the last head, body or end
 
     def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            head, blank, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"X-Upgrade", head) + blank + rest
         self._pending += len(data)
         super().data_received(data)
         if self._pending > MAX_HEAD and not self.transport.is_closing():
             self.send_400_response(f"The request line and headers exceed {MAX_HEAD} bytes.")
 
     def on_headers_complete(self) -> None:
-        self._pending = 0
+        self._pending, self._in_head = 0, False
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -153,7 +163,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._pending = 0
+        self._pending, self._in_head = 0, True
         super().on_message_complete()
 
 
