@@ -33,7 +33,7 @@ class Timeline:
     """When what happened to one request."""
 
     due: float  # when it should have been sent
-    sent: float
+    sent: float  # or, if it never was, given up
     times: list[float]  # of each event that brought text
     tokens: int  # that the server counted; 0 without an end
     wanted: int  # tokens
@@ -87,12 +87,14 @@ class Connection(asyncio.Protocol):
         """Close the connection, if it has not ended."""
         if not self.ended.is_set():
             self._given_up = True
+            self.sent = self.sent or clock()  # not sent: at least so late
             if self._transport is not None:
                 self._transport.abort()
 
     def fail(self, error: OSError) -> None:
         """It could not be sent."""
         self._failure = str(error)
+        self.sent = clock()
         self.ended.set()
 
     def timeline(self) -> Timeline:
@@ -104,7 +106,7 @@ class Connection(asyncio.Protocol):
             error = f"{tokens} tokens came, but no text: nothing to time"
         return Timeline(
             due=self.due,
-            sent=self.sent or self.due,
+            sent=self.sent,
             times=times,
             tokens=tokens,
             wanted=self._wanted,

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import socket
 
 import pytest
 
@@ -114,6 +115,17 @@ def test_what_is_not_done_at_the_end_is_given_up_and_is_no_failure(server):
     (found,) = run(client.open_loop([job(9, 400)], begin, begin + 0.02))
     assert found.timeline().given_up
     assert found.timeline().error is None
+
+
+def test_a_request_that_could_not_be_sent_is_late():
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)  # nobody accepts
+        client, begin = Client(f"http://127.0.0.1:{full.getsockname()[1]}", "m"), clock()
+        jobs = [job(1, 1) for _ in range(8)]
+        found = [each.timeline() for each in run(client.open_loop(jobs, begin, begin + 0.3))]
+    assert all(timeline.given_up for timeline in found)
+    assert max(timeline.sent - timeline.due for timeline in found) >= 0.29
 
 
 def test_a_refused_request_says_why(server):
