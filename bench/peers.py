@@ -10,6 +10,7 @@ wrote. A bar is a ratio to the other engine's figure, or milliseconds.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -48,10 +49,22 @@ def judged(size: str, name: str, ours: float, theirs: float) -> tuple[float, str
 
 
 def main() -> int:
-    """Exit code 1 if a bar is missed."""
-    size, log = sys.argv[1], Path(sys.argv[2])
+    """Exit code 1 if a bar is missed or has no figure, or if tokens were not scored again or are wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("size", choices=list(RATIOS))
+    parser.add_argument("log", type=Path, help="what the suite printed for the other engine")
+    args = parser.parse_args()
+    size = args.size
     ours = json.loads((report.RESULTS / f"gpu_offline_{size}.json").read_text())
-    theirs = figures(log.read_text().splitlines())
+    lines = [line for line in args.log.read_text().splitlines() if line.split()[2:3] == [size]]
+    theirs = figures(lines)
+    missing = sorted(
+        {*RATIOS[size], *MOST_MS[size], *ours["figures"]} - (theirs.keys() & ours["figures"].keys())
+    )
+    if missing:
+        parser.error(f"no figure of both engines for {', '.join(missing)}: run both suites to their end")
     rows, verdicts = [], {}
     for name, value in ours["figures"].items():
         faster, bar, holds = judged(size, name, value, theirs[name])
@@ -61,8 +74,13 @@ def main() -> int:
         rows.append([name, f"{value:.6g}", f"{theirs[name]:.6g}", f"{faster:.3f} x", bar, word, share])
     columns = ["", "Segue", "other engine", "faster", "bar", "", "of the floor"]
     report.show(f"Qwen3-{size}: tokens/s or ms", columns, rows)
-    print(f"written to {report.save(f'gpu_peers_{size}', {'ours': ours['circumstances'], 'figures': verdicts})}")
-    return 1 if any(verdict["holds"] is False for verdict in verdicts.values()) else 0
+    scores = ours.get("scored again")
+    right = bool(scores) and not any(score["wrong"] for score in scores.values())
+    if not right:
+        print(f"gpu_offline_{size}.json has wrong tokens, or none scored again: its speed does not count")
+    found = {"ours": ours["circumstances"], "right": right, "figures": verdicts}
+    print(f"written to {report.save(f'gpu_peers_{size}', found)}")
+    return 0 if right and all(verdict["holds"] is not False for verdict in verdicts.values()) else 1
 
 
 if __name__ == "__main__":

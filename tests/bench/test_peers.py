@@ -1,0 +1,53 @@
+"""Bars hold for right tokens and whole runs alone."""
+
+import json
+import sys
+
+import pytest
+
+from bench import peers, report
+
+NAMES = [*peers.RATIOS["0.6b"], *peers.MOST_MS["0.6b"]]
+
+
+@pytest.fixture
+def verdict(tmp_path, monkeypatch):
+    """Exit code for a run that is twice as fast, but for what is changed."""
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+
+    def run(scores, *, names=NAMES, beside=""):
+        ours = {name: 200.0 if name in peers.PER_SECOND else 1.0 for name in names}
+        found = {"circumstances": {}, "figures": ours, "of the floor": dict.fromkeys(ours, 0.5)}
+        (tmp_path / "gpu_offline_0.6b.json").write_text(json.dumps(found | scores))
+        lines = [f"RESULT vllm 0.6b {name} " for name in NAMES]
+        values = ["tok_per_s=100" if name in peers.PER_SECOND else "step_ms=2" for name in NAMES]
+        log = tmp_path / "theirs.log"
+        log.write_text("\n".join(map(str.__add__, lines, values)) + beside)
+        monkeypatch.setattr(sys, "argv", ["peers", "0.6b", str(log)])
+        return peers.main()
+
+    return run
+
+
+RIGHT = {"scored again": {"256 x 1022 + 1024": {"wrong": 0}}}
+
+
+def test_twice_as_fast_with_right_tokens_holds(verdict):
+    assert verdict(RIGHT) == 0
+
+
+@pytest.mark.parametrize("scores", [{}, {"scored again": {}}, {"scored again": {"kind": {"wrong": 1}}}])
+def test_the_speed_of_tokens_that_are_wrong_or_not_scored_does_not_count(verdict, scores, capsys):
+    assert verdict(scores) == 1
+    assert "does not count" in capsys.readouterr().out
+
+
+def test_a_figure_that_was_not_measured_is_no_bar_held(verdict, capsys):
+    with pytest.raises(SystemExit):
+        verdict(RIGHT, names=NAMES[1:])
+    assert NAMES[0] in capsys.readouterr().err
+
+
+def test_figures_of_another_size_in_the_same_log_are_left_out(verdict):
+    slower = "".join(f"\nRESULT vllm 8b decode bs={rows} step_ms=0.1" for rows in (1, 32, 256) for _ in "abc")
+    assert verdict(RIGHT, beside=slower) == 0
