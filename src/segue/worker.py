@@ -61,7 +61,6 @@ def run_scheduler(
             return
         runner, steps = started
         try:
-            outbox.send(msgspec.msgpack.encode(_ready(runner, steps)))
             loop = SchedulerLoop(
                 Scheduler(limits_of(config, runner)),
                 runner,
@@ -74,6 +73,7 @@ def run_scheduler(
             )
             if not embedded:
                 settle_heap()
+            outbox.send(msgspec.msgpack.encode(_ready(runner, steps)))
             loop.run()
         finally:
             runner.close()
