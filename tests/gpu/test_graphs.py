@@ -226,8 +226,8 @@ def test_a_replay_copies_its_inputs_at_once_and_never_waits(make, options):
 def test_graphs_take_less_than_is_kept_for_them(make):
     # Of this tiny model; bench/start_time says what real ones take.
     free = torch.cuda.mem_get_info()[0]
-    runner = make(dtype="bfloat16", max_running_requests=256, chunked_prefill_size=2048, **GRID)
-    assert executor_of(runner).num_graphs > 100
+    runner = make(dtype="bfloat16", max_running_requests=64, chunked_prefill_size=2048, **GRID)
+    assert executor_of(runner).num_graphs > 90
     assert free - torch.cuda.mem_get_info()[0] < GRAPH_RESERVE
 
 
