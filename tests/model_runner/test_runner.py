@@ -296,3 +296,11 @@ def test_a_backend_without_the_grid_ignores_it_with_a_warning(llama, caplog, mon
     runner.close()
     with pytest.raises(NotImplementedError, match="CPUAttention"):
         runner._executor._inputs._backend.init_batch_prefill_cuda_graph_state(1, 16)
+
+
+def test_the_grid_is_not_for_experts(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("WARNING", logger.name)
+    tiny.save_qwen3_moe(tmp_path)
+    making.make_runner(tmp_path, enable_batch_prefill_cuda_graph=True).close()
+    assert "--enable-batch-prefill-cuda-graph is ignored: experts" in caplog.text

@@ -346,7 +346,10 @@ def _grid(
     if not config.enable_batch_prefill_cuda_graph:
         return []
     if moe:
-        logger.warning("--enable-batch-prefill-cuda-graph is ignored: experts would compute its padding too")
+        logger.warning(
+            "--enable-batch-prefill-cuda-graph is ignored: experts tell padding by its place behind all "
+            "tokens, and here it lies among them; leave the option out"
+        )
         return []
     if not backend.supports_batch_prefill_cuda_graph():
         logger.warning(
