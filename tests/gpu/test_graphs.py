@@ -239,7 +239,7 @@ def test_what_does_not_fit_the_reserve_is_left_out_with_a_warning_and_runs_eager
     monkeypatch.setattr(runner_module, "GRAPH_RESERVE", 20 << 20)
     runner = make(dtype="float32")
     assert executor_of(runner).num_graphs == 19  # 8 for decode, 8 tails, 3 trunks
-    assert "after 19; left out, to run eagerly: trunk 208, 192," in caplog.text
+    assert "after 19; left out, to run eagerly: trunk 224, 208," in caplog.text
     assert "Lower --max-running-requests" in caplog.text
     planner = planner_of(runner)
     sequence = planner.add(making.prompt(20))

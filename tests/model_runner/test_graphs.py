@@ -74,8 +74,18 @@ def test_long_prompts_alone_have_graphs_of_their_own_with_room_for_few() -> None
 
 
 def test_a_runner_of_few_tokens_has_no_larger_buckets() -> None:
-    assert token_sizes(200, 9999)[-1] == 192
-    assert token_sizes(60) == [16, 32, 48]
+    assert token_sizes(200, 9999)[-2:] == [192, 200]
+    assert token_sizes(60) == [16, 32, 48, 60]
+    assert token_sizes(64) == [16, 32, 48, 64]
+    assert token_sizes(2) == [2]
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(1, 1), (5, 4), (64, 8), (256, 8), (512, 32), (512, 100)])
+def test_a_whole_chunk_beside_any_number_of_decode_rows_has_a_bucket(chunk: int, rows: int) -> None:
+    sizes = token_sizes(chunk + rows)
+    for decode in range(rows + 1):
+        found = pick(sizes, chunk + decode)
+        assert found is not None and chunk + decode <= found <= chunk + rows
 
 
 def test_a_step_is_not_padded_to_a_multiple_of_itself() -> None:

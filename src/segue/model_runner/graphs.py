@@ -198,14 +198,17 @@ def row_sizes(most: int) -> list[int]:
 
 
 def token_sizes(most: int, worth: int = _LEAST_TRUNK_TOKENS) -> list[int]:
-    """Buckets for steps of up to `most` tokens, fine where chat turns lie; none larger than `worth`."""
+    """Buckets for steps of up to `most` tokens, fine where chat turns lie; none larger than `worth`.
+
+    The last is `most` itself, if that is worth it: a whole chunk beside decode rows is no rare step.
+    """
     sizes, size, step = [], 0, 16
     while size + step <= min(most, worth):
         size += step
         sizes.append(size)
         if size >= 256 and size == 16 * step:
             step *= 2
-    return [*sizes, most] if _LEAST_TRUNK_TOKENS < most <= worth and most != size else sizes
+    return [*sizes, most] if size < most <= worth else sizes
 
 
 def most_trunk_tokens(num_layers: int, weights: int) -> int:
