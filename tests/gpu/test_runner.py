@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from segue.attention import registry
+from segue.logs import logger
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
 
@@ -142,11 +143,13 @@ def test_a_backend_that_cannot_be_captured_runs_eagerly_with_a_warning(tmp_path,
     entry = registry._BACKENDS["triton"]
     uncaptured = replace(entry, name="uncaptured", capabilities=replace(entry.capabilities, graphs=False))
     monkeypatch.setitem(registry._BACKENDS, "uncaptured", uncaptured)
+    monkeypatch.setattr(logger, "propagate", True)  # whatever another test has configured
     runner = making.make_runner(
         tmp_path, device="cuda", page_size=16, attention_backend="triton,uncaptured", max_running_requests=4
     )
     planner = Planner(runner)
-    planner.generate(making.prompt(20), 5)
-    counts = runner._executor.counts
+    sequence = planner.add(making.prompt(20))
+    ways = [planner.run([(sequence, count)]).eager for count in (20, 1)]
     runner.close()
-    assert counts["graph_hit"] == 0 and sum("triton,uncaptured" in line for line in caplog.messages) == 1
+    assert ways == ["disabled"] * 2
+    assert sum("triton,uncaptured" in line for line in caplog.messages) == 1
