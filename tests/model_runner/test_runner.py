@@ -1,16 +1,22 @@
 """A whole runner on tiny models, driven by hand-written plans, against transformers."""
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from segue.attention import registry as attention
+from segue.attention.base import Capabilities
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, OutOfMemoryError, TensorParallelError
+from segue.layers import moe_backend
 from segue.logs import logger
+from segue.memory.budget import GIB, Demand, Reserve, formula_pages
+from segue.model_runner import runner as runner_module
 from segue.model_runner.batch_state import PlanError
 from segue.model_runner.choices import choose
 from segue.model_runner.runner import ModelRunner, _grid
@@ -278,7 +284,7 @@ def test_a_grid_of_sizes_that_cannot_be_is_ignored_with_a_warning(llama, caplog,
     config = EngineConfig(**options)
     choices = choose(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
     backend = SimpleNamespace(supports_batch_prefill_cuda_graph=lambda: True)
-    assert _grid(config, choices, backend, "some", False) == []
+    assert _grid(config, choices, backend, "some", False, captures=True) == []
     assert "ignored: no size of" in caplog.text
     assert "--batch-prefill-max-seq-len 256" in caplog.text
 
@@ -304,3 +310,52 @@ def test_the_grid_is_not_for_experts(tmp_path, caplog, monkeypatch):
     tiny.save_qwen3_moe(tmp_path)
     making.make_runner(tmp_path, enable_batch_prefill_cuda_graph=True).close()
     assert "--enable-batch-prefill-cuda-graph is ignored: experts" in caplog.text
+
+
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)  # whatever another test has configured
+    caplog.set_level("WARNING", logger.name)
+    return caplog
+
+
+def test_a_grid_is_ignored_with_a_warning_where_no_graphs_are_captured(llama, warnings):
+    config = EngineConfig(**making.options(llama[0], enable_batch_prefill_cuda_graph=True))
+    choices = choose(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
+    backend = SimpleNamespace(supports_batch_prefill_cuda_graph=lambda: True)
+    assert _grid(config, choices, backend, "some", False, captures=False) == []
+    assert "--enable-batch-prefill-cuda-graph is ignored: no CUDA graphs are captured" in warnings.text
+
+
+def _demand(**changes):
+    sizes = {"free_before": 80 * GIB, "memory_ratio": 0.9, "arena_bytes": 2 * GIB, "page_bytes": 1 << 20}
+    limits = {"page_size": 16, "longest": 4096, "max_running_requests": 8}
+    return Demand(reserve=Reserve(batch_state=0, graphs=GIB), **{**sizes, **limits, **changes})
+
+
+def _selection(graphs):
+    capabilities = Capabilities(devices=("cuda",), dtypes=(torch.float32,), graphs=graphs)
+    entry = attention.BackendEntry(name="some", capabilities=capabilities, make=lambda shape, pool: None)
+    return attention.Selection(prefill=((1 << 30, entry),), decode=entry)
+
+
+EXPERTS = moe_backend.MoEEntry(name="experts", devices=("cuda",), graph=False, run=moe_backend.run_by_expert)
+
+
+@pytest.mark.parametrize(
+    ("case", "warning"),
+    [
+        ({"selection": _selection(False)}, "attention backend some cannot.*--attention-backend"),
+        ({"experts": EXPERTS}, "MoE backend experts cannot be captured"),
+        ({"demand": _demand(free_before=4 * GIB)}, "1.00 GiB.*--memory-ratio"),
+        ({"ranks_meet": False}, "^$"),
+    ],
+)
+def test_nothing_is_kept_for_graphs_that_will_not_be_captured(llama, warnings, case, warning):
+    config = EngineConfig(**making.options(llama[0], num_kv_tokens=None))
+    usual = {"demand": _demand(), "selection": _selection(True), "experts": None, "ranks_meet": True}
+    assert runner_module._keep_for_graphs(config=config, **usual) == usual["demand"]
+    given = {**usual, **case}
+    demand = runner_module._keep_for_graphs(config=config, **given)
+    assert demand.reserve.graphs == 0 and formula_pages(demand) == formula_pages(given["demand"]) + 1024
+    assert re.search(warning, warnings.text)

@@ -190,23 +190,14 @@ class ModelRunner:
                 derived=derived,
                 activations=activations,
             )
-            captures = demand.reserve.graphs > 0 and (model_config.moe is None or experts.graph)
-            if captures and not selection.graphs:
-                captures = False
-                logger.warning(
-                    "attention backend %s cannot be captured in CUDA graphs: every kernel of every step is "
-                    "launched; choose one that can with --attention-backend",
-                    selection.name,
-                )
-            if captures and not afford_graphs(demand, config.num_kv_tokens):
-                captures = False
-                logger.warning(
-                    "no CUDA graphs: the %s kept for them would leave less than that for KV; steps run "
-                    "eagerly. Raise --memory-ratio, lower --chunked-prefill-size or --max-running-requests, "
-                    "or free memory",
-                    gib(demand.reserve.graphs),
-                )
-                demand = replace(demand, reserve=replace(demand.reserve, graphs=0))
+            demand = _keep_for_graphs(
+                demand,
+                config,
+                selection,
+                experts if model_config.moe else None,
+                ranks_meet=tp.size == 1 or groups.collectives.one_shot is not None,
+            )
+            captures = demand.reserve.graphs > 0
             budget = plan_pages(demand, config.num_kv_tokens)
             progress.detail = (
                 f"{budget.num_pages} pages of {choices.page_size} tokens, set by {budget.limited_by}; "
@@ -248,9 +239,9 @@ class ModelRunner:
             )
         with progress.step("CUDA graphs"):
             progress.detail, num_graphs = "none: steps run eagerly", 0
-            grid = _grid(config, choices, backend, selection.name, model_config.moe is not None)
-            ranks_meet = tp.size == 1 or groups.collectives.one_shot is not None
-            if choices.device.type == "cuda" and ranks_meet:
+            has_experts = model_config.moe is not None
+            grid = _grid(config, choices, backend, selection.name, has_experts, captures=captures)
+            if choices.device.type == "cuda" and (tp.size == 1 or groups.collectives.one_shot is not None):
                 self._executor = executor = _make_cuda_executor(
                     config, choices, groups, model, state, kv, backend, sampler
                 )
@@ -339,10 +330,49 @@ def _make_cuda_executor(
     )
 
 
+def _keep_for_graphs(
+    demand: Demand,
+    config: EngineConfig,
+    selection: attention.Selection,
+    experts: moe_backend.MoEEntry | None,
+    *,
+    ranks_meet: bool,
+) -> Demand:
+    """The demand, with nothing kept for graphs where none can be captured; a warning says why."""
+    kept, stuck = demand.reserve.graphs, "every kernel of every step is launched"
+    if not kept:
+        return demand
+    if not selection.graphs:
+        logger.warning(
+            "attention backend %s cannot be captured in CUDA graphs: %s; choose one that can with "
+            "--attention-backend",
+            selection.name,
+            stuck,
+        )
+    elif experts is not None and not experts.graph:
+        logger.warning("MoE backend %s cannot be captured in CUDA graphs: %s", experts.name, stuck)
+    elif not afford_graphs(demand, config.num_kv_tokens):
+        logger.warning(
+            "no CUDA graphs: the %s kept for them would leave less than that for KV, or no room for "
+            "--num-kv-tokens; steps run eagerly. Raise --memory-ratio, lower --num-kv-tokens, "
+            "--chunked-prefill-size or --max-running-requests, or free memory",
+            gib(kept),
+        )
+    elif ranks_meet:  # else a warning was given before
+        return demand
+    return replace(demand, reserve=replace(demand.reserve, graphs=0))
+
+
 def _grid(
-    config: EngineConfig, choices: Choices, backend: AttentionBackend, name: str, moe: bool
+    config: EngineConfig,
+    choices: Choices,
+    backend: AttentionBackend,
+    name: str,
+    moe: bool,
+    *,
+    captures: bool,
 ) -> list[tuple[int, int]]:
-    """Sizes of the grid of prefill graphs; none where it is off, or the backend has none."""
+    """Sizes of the grid of prefill graphs; none where it is off, a warning where it has to be."""
     if not config.enable_batch_prefill_cuda_graph:
         return []
     if moe:
@@ -357,6 +387,9 @@ def _grid(
             "one that does with --attention-backend, or leave the option out",
             name,
         )
+        return []
+    if not captures:
+        logger.warning("--enable-batch-prefill-cuda-graph is ignored: no CUDA graphs are captured")
         return []
     sizes = grid_sizes(
         parse_sizes(config.batch_prefill_batch_sizes, "batch_prefill_batch_sizes"),
@@ -396,7 +429,7 @@ def _capture(
     if left_out:
         logger.warning(
             "CUDA graphs took %s of the %s kept for them after %d; left out, to run eagerly: %s. Lower "
-            "--max-running-requests or shorten --batch-prefill-batch-sizes",
+            "--max-running-requests or --chunked-prefill-size, or shorten --batch-prefill-batch-sizes",
             gib(used),
             gib(GRAPH_RESERVE),
             executor.num_graphs,
