@@ -239,9 +239,10 @@ def test_what_does_not_fit_the_reserve_is_left_out_with_a_warning_and_runs_eager
     monkeypatch.setattr(runner_module, "GRAPH_RESERVE", 20 << 20)
     runner = make(dtype="float32")
     assert executor_of(runner).num_graphs == 19  # 8 for decode, 8 tails, 3 trunks
-    assert "after 19; left out, to run eagerly: trunk 224, 208," in caplog.text
+    assert "after 19; left out, to run eagerly: trunk 48, 64," in caplog.text
     assert "Lower --max-running-requests" in caplog.text
     planner = planner_of(runner)
-    sequence = planner.add(making.prompt(20))
-    assert planner.run([(sequence, 20)]).eager == "tokens"
+    sequence = planner.add(making.prompt(120))
+    assert planner.run([(sequence, 100)]).eager == "tokens"
+    assert planner.run([(sequence, 20)]).eager is None
     assert planner.run([(sequence, 1)]).eager is None

@@ -1,9 +1,13 @@
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from segue.model_runner.graphs import (
     MOST_PADDING,
+    Graphs,
     Ladders,
     Route,
     grid_sizes,
@@ -163,3 +167,26 @@ def test_the_grid_takes_the_smallest_slots_that_fit() -> None:
 
 def test_a_grid_has_no_size_that_a_runner_cannot_run() -> None:
     assert grid_sizes([1, 4, 8], [16, 64, 256], longest=64, rows=4, tokens=128) == [(1, 16), (1, 64), (4, 16)]
+
+
+def test_where_room_is_short_the_largest_and_the_smallest_sizes_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silent = SimpleNamespace(
+        capture_begin=lambda **options: None, capture_end=lambda: None, synchronize=lambda: None
+    )
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: silent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: silent)
+    for room, captured, left in (
+        (9, [1, 2, 4, 8, 16], []),
+        (3, [1, 2, 16], [4, 8]),
+        (1, [16], [1, 2, 4, 8]),
+        (0, [], [16, 1, 2, 4, 8]),
+    ):
+        ran: list[int] = []
+        answers = iter([True] * room + [False])
+        graphs: Any = Graphs[int]("some", None, ran.append, None)
+        assert graphs.capture([4, 1, 16, 8, 2], lambda answers=answers: next(answers)) == left
+        assert graphs.sizes == captured
+        assert ran[:1] == captured[-1:]  # the others fit into its memory
+    assert graphs.capture([], lambda: True) == []

@@ -61,11 +61,15 @@ class Graphs(Generic[Size]):
     def capture(
         self, sizes: Iterable[Size], has_room: Callable[[], bool], *, warm_ups: int = 1
     ) -> list[Size]:
-        """Capture every size, the largest first, each after `warm_ups` eager runs.
+        """Capture every size, each after `warm_ups` eager runs.
+
+        The largest comes first, into whose memory the others fit; then the smallest and so on, because small
+        steps lose most when they are not captured.
 
         Returns the sizes left out because `has_room` said no.
         """
-        left = sorted(sizes, reverse=True)
+        left = sorted(sizes)
+        left = left[-1:] + left[:-1]
         while left and has_room():
             size = left.pop(0)
             for _ in range(warm_ups):
