@@ -10,6 +10,7 @@ import torch
 
 from segue.attention import registry as attention
 from segue.attention.base import Capabilities
+from segue.attention.context import Context
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, OutOfMemoryError, TensorParallelError
@@ -20,6 +21,7 @@ from segue.model_runner import runner as runner_module
 from segue.model_runner.batch_state import PlanError
 from segue.model_runner.choices import choose
 from segue.model_runner.runner import ModelRunner, _grid
+from segue.models.decoder import Decoder
 from segue.weights.source import resolve
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
@@ -310,6 +312,20 @@ def test_the_grid_is_not_for_experts(tmp_path, caplog, monkeypatch):
     tiny.save_qwen3_moe(tmp_path)
     making.make_runner(tmp_path, enable_batch_prefill_cuda_graph=True).close()
     assert "--enable-batch-prefill-cuda-graph is ignored: experts" in caplog.text
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(4, 40), (1, 1), (64, 8)])
+def test_the_trial_step_is_as_large_as_a_step_can_be(llama, monkeypatch, chunk, rows):
+    counts, build, logits = [], Context.build, Decoder.logits
+
+    def noting(**step):
+        counts.append(len(step["input_ids"]))
+        return build(**step)
+
+    monkeypatch.setattr(Context, "build", noting)
+    monkeypatch.setattr(Decoder, "logits", lambda model, h: counts.append(len(h)) or logits(model, h))
+    making.make_runner(llama[0], chunked_prefill_size=chunk, max_running_requests=rows).close()
+    assert counts == [max(chunk, rows), rows]
 
 
 @pytest.fixture

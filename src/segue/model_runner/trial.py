@@ -17,9 +17,10 @@ from segue.models.decoder import Decoder
 def measure_activations(model: Decoder, choices: Choices, selection: Selection, shape: AttentionShape) -> int:
     """Peak bytes of an eager prefill of the largest chunk, and of logits for as many rows as can run.
 
-    It runs on a small KV pool of its own, in sequences as long as the model allows.
+    It runs on a small KV pool of its own, in sequences as long as the model allows. If more rows can decode
+    than a chunk has tokens, the chunk is as long as they are many.
     """
-    q_lens = _cut(choices.chunked_prefill_size, choices.longest)
+    q_lens = _cut(max(choices.chunked_prefill_size, choices.max_running_requests), choices.longest)
     pages_each = -(-max(q_lens) // choices.page_size)
     kv = make_pool(model, choices, num_pages=pages_each * len(q_lens))
     table = PageTable(
@@ -32,7 +33,6 @@ def measure_activations(model: Decoder, choices: Choices, selection: Selection, 
     for row in range(len(q_lens)):
         table.assign(row, 0, range(row * pages_each, (row + 1) * pages_each))
     num_tokens = sum(q_lens)
-    num_logits = min(num_tokens, choices.max_running_requests)
     ctx = Context.build(
         input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=choices.device),
         rows=list(range(len(q_lens))),
@@ -46,7 +46,7 @@ def measure_activations(model: Decoder, choices: Choices, selection: Selection, 
     meter = PeakMeter(choices.device)
     with torch.inference_mode():
         meter.start()
-        model.logits(model(ctx)[:num_logits])
+        model.logits(model(ctx)[: choices.max_running_requests])
         return meter.stop()
 
 
