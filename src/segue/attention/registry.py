@@ -103,7 +103,7 @@ def select(name: str, setting: Setting) -> Selection:
     Raises:
         ConfigError: no such backend, or it does not fit.
     """
-    halves = name.split(",")
+    halves = [half.strip() for half in name.split(",")]
     if len(halves) > 2:
         raise ConfigError(
             f"attention backend {name!r}: name one backend, or two as 'prefill,decode'",
