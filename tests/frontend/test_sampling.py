@@ -121,8 +121,22 @@ def test_top_k_that_excludes_nothing_is_off(top_k: int) -> None:
     assert build(top_k=top_k).top_k == 0
 
 
-def test_a_greedy_request_takes_the_plain_tail() -> None:
-    assert build(temperature=0).tail == "plain"
+@pytest.mark.parametrize(
+    ("options", "tail"),
+    [
+        ({"temperature": 0}, "plain"),
+        ({"temperature": 0.7, "logprobs": 0}, "plain"),
+        ({"top_p": 0.9}, "filtered"),
+        ({"top_k": 20, "logprobs": 0}, "filtered"),
+        ({"min_p": 0.1}, "filtered"),
+        ({"logprobs": 1}, "full"),
+        ({"top_p": 0.9, "presence_penalty": 0.5}, "full"),
+    ],
+)
+def test_a_request_takes_the_least_tail_that_does_what_it_asks_for(
+    options: dict[str, Any], tail: str
+) -> None:
+    assert build(**options).tail == tail
 
 
 def test_empty_and_too_long_prompts_are_errors() -> None:

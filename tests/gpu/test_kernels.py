@@ -229,6 +229,52 @@ def test_draws_follow_the_distribution(temperature) -> None:
     assert chi2 < degrees + 5 * np.sqrt(2 * degrees)
 
 
+@pytest.mark.parametrize("vocab", [50, 1000, 50257])
+def test_filtered_draws_are_those_of_the_cpu(vocab) -> None:
+    from segue.kernels.cuda.sampling import choose
+    from segue.model_runner.categorical import draw_candidates
+    from segue.model_runner.filters import candidates
+
+    count = 96
+    each = torch.arange(count)
+    logits = normal(count, vocab) * 3
+    logits[3] = logits[3].round()  # ties
+    logits[5], logits[5, 7] = -torch.inf, 1.0
+    columns = {
+        "temperatures": torch.tensor([0.3, 0.0, 0.7, 1.0, 1.6, 1.0, 0.9])[each % 7],
+        "seeds": each - 20,
+    }
+    columns["inverse_temperatures"] = 1 / columns["temperatures"].clamp(min=1e-5)
+    top_k = torch.tensor([0, 5, 1, 50, 0, 20])[each % 6]
+    top_p = torch.tensor([0.9, 1.0, 0.5, 0.95, 1.0, 0.3, 1.0, 0.0])[each % 8]
+    min_p = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.05])[each % 5]
+    rows, positions = torch.randperm(count), each + 3
+    drawn = choose(
+        logits,
+        rows.cuda(),
+        positions.cuda(),
+        **{name: column.cuda() for name, column in columns.items()},
+        filters=(top_k.cuda(), top_p.cuda(), min_p.cuda()),
+    ).cpu()
+    plain = choose(
+        logits, rows.cuda(), positions.cuda(), **{name: column.cuda() for name, column in columns.items()}
+    ).cpu()
+    weights, ids = candidates(
+        logits.cpu(),
+        inverse_temperatures=columns["inverse_temperatures"][rows],
+        top_k=top_k[rows].clamp(max=vocab),
+        top_p=top_p[rows],
+        min_p=min_p[rows],
+        max_top_k=50,
+    )
+    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    filtered = (filtered & (columns["temperatures"] > 0))[rows]
+    expected = torch.where(filtered, draw_candidates(weights, ids, columns["seeds"][rows], positions), plain)
+    # A sum that rounds otherwise may let in, or keep out, a token at the border of top-p.
+    assert (drawn != expected).sum() <= 1
+    assert filtered.sum() > 50 and (drawn != plain).sum() > 10
+
+
 def test_scattered_words_of_both_sizes() -> None:
     from segue.model_runner.delta import CUDAWriter
 

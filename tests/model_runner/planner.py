@@ -78,7 +78,7 @@ class Planner:
             samples.append(last)
             sequence.computed = end
             sequence.launched += last
-        full = any(s.params.tail == "full" or s.params.prompt_logprobs_start >= 0 for s, _ in work)
+        tails = {"full" if s.params.prompt_logprobs_start >= 0 else s.params.tail for s, _ in work}
         return StepPlan(
             step=self.step,
             new_rows=new_rows,
@@ -89,7 +89,7 @@ class Planner:
             lens=[count for _, count in work],
             num_logits=num_logits,
             samples=samples,
-            tail=tail or ("full" if full else "plain"),
+            tail=tail or next(t for t in ("full", "filtered", "plain") if t in tails),
         )
 
     def launch(self, work: list[tuple[Sequence, int]], tail: str | None = None) -> "Launched":

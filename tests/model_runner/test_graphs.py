@@ -53,6 +53,12 @@ def test_every_number_of_tokens_up_to_the_most_has_a_bucket() -> None:
     assert pick(sizes, 1025) is None
 
 
+def test_several_ranks_filter_behind_a_trunk() -> None:
+    ladders = Ladders(tails=("plain",), decode=row_sizes(8), trunk=token_sizes(64))
+    assert route(make_plan(5, []), ladders) == Route("decode", 5)
+    assert route(make_plan(5, [], tail="filtered"), ladders) == Route("trunk", 16)
+
+
 def test_small_models_have_larger_trunks_captured() -> None:
     assert most_trunk_tokens(36, 7_000_000_000) == 1028
     worth = most_trunk_tokens(28, 440_000_000)
@@ -105,6 +111,7 @@ def test_a_step_is_not_padded_to_a_multiple_of_itself() -> None:
     [
         (make_plan(5, []), Route("decode", 5)),
         (make_plan(9, []), Route("decode", 12)),
+        (make_plan(9, [], tail="filtered"), Route("decode", 12)),
         (make_plan(9, [], tail="full"), Route("trunk", 16)),
         (make_plan(9, [30]), Route("trunk", 48)),
         (make_plan(0, [17]), Route("grid", 32, slots=1)),

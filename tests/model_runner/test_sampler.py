@@ -96,6 +96,17 @@ def test_the_chosen_tokens_logprob_comes_with_the_plain_tail_and_has_the_same_bi
     assert Rows(GREEDY).sample(logits[:1], tail="plain").logprobs is None
 
 
+def test_a_row_with_filters_gets_the_same_token_and_logprob_in_both_tails():
+    logits = _logits(60)
+    kinds = [GREEDY, {"top_p": 0.8}, {"top_k": 3, "min_p": 0.1, "logprobs": 0}, {"logprobs": 0}]
+    rows = Rows(*[{"temperature": 0.9, "seed": seed, **kinds[seed % 4]} for seed in range(60)])
+    filtered, full = (rows.sample(logits, tail=tail) for tail in ("filtered", "full"))
+    assert filtered.tokens.tolist() == full.tokens.tolist()
+    assert filtered.logprobs is not None and full.logprobs is not None
+    assert torch.equal(filtered.logprobs.chosen, full.logprobs.chosen)
+    assert filtered.tokens.tolist() != rows.tokens(logits, tail="plain")
+
+
 def test_the_row_itself_does_not_matter_only_seed_and_position():
     logits = _logits(1).expand(4, -1)
     tokens = Rows(*[{"temperature": 1.5, "seed": 9}] * 4).tokens(logits)

@@ -305,3 +305,20 @@ def test_the_proof_sees_a_page_that_is_lost() -> None:
 def test_the_scheduler_does_not_import_torch() -> None:
     code = "import sys, segue.scheduler.scheduler, segue.scheduler.loop; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_step_has_the_tail_that_its_most_demanding_request_needs():
+    sim = Simulation()
+    seen = []
+    for rid, params in (
+        ("a", {}),
+        ("b", {"top_p": 0.9}),
+        ("c", {"frequency_penalty": 0.1}),
+        ("d", {"top_k": 3}),
+    ):
+        sim.add(rid, [1, 2, 3], max_new_tokens=30, **params)
+        plan = sim.launch()
+        assert plan is not None
+        seen.append(plan.tail)
+        sim.apply()
+    assert seen == ["plain", "filtered", "full", "full"]

@@ -38,7 +38,7 @@ from segue.model_runner.logprobs import Logprobs
 from segue.model_runner.output import StepOutputs
 from segue.model_runner.sampler import Sampled, Sampler
 from segue.models.decoder import Decoder
-from segue.protocol.messages import StepPlan
+from segue.protocol.messages import StepPlan, Tail
 
 _LOGITS_BYTES = 64 << 20  # float32 logits of a prompt held at a time
 
@@ -88,7 +88,8 @@ class CUDAExecutor:
             "prompts", pool, lambda size: self._run_trunk(self._prompts_shape(size)), picked
         )
         self._grid = Graphs[tuple[int, int]]("grid", pool, lambda size: self._run_trunk(_slots(size)), picked)
-        self._ladders, self._tails = Ladders(), list[int]()
+        self._in_graphs: Sequence[Tail] = ("plain",) if self._part else ("plain", "filtered")
+        self._ladders, self._tails = Ladders(tails=self._in_graphs), list[int]()
 
     @property
     def num_graphs(self) -> int:
@@ -128,6 +129,7 @@ class CUDAExecutor:
             self._backend.init_batch_prefill_cuda_graph_state(*map(max, zip(*grid, strict=True)))
             left["grid"] = self._grid.capture(grid, has_room, warm_ups=2)
         self._ladders = Ladders(
+            tails=self._in_graphs,
             decode=self._decode.sizes,
             trunk=self._trunk.sizes,
             prompts=self._prompts.sizes,
@@ -152,7 +154,7 @@ class CUDAExecutor:
             hidden = self._run_eagerly(plan, slot, wants_hidden=bool(runs))
         else:
             self._replay(plan, slot, way)
-        if plan.tail == "full":
+        if plan.tail not in self._in_graphs:
             sampled = self._sample_full(plan, count)
         else:
             if way.kind != "decode" and count:
@@ -254,6 +256,7 @@ class CUDAExecutor:
             ring=self._ring,
             logprob_ring=self._logprob_ring,
             slot=self._inputs.slot,
+            filters=None if self._part else (columns.top_k, columns.top_p, columns.min_p),
             part=self._part,
         )
 

@@ -36,9 +36,7 @@ def candidates(
         max_top_k: the largest `top_k`, known on the host.
     """
     weights = (logits * inverse_temperatures[:, None]).softmax(-1)
-    # A device sorts sooner than it answers the host.
-    count = weights.shape[1] if logits.device.type != "cpu" else max(_FIRST_TRY, max_top_k + 1)
-    return _candidates(weights, top_k, top_p, min_p, count)
+    return _candidates(weights, top_k, top_p, min_p, max(_FIRST_TRY, max_top_k + 1))
 
 
 def _candidates(

@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from segue.protocol.messages import EagerReason, StepPlan
+from segue.protocol.messages import EagerReason, StepPlan, Tail
 
 # Trunks are captured up to the size at which computing takes twice as long as launching does: half a
 # millisecond a layer (measured), against two operations a weight and token at a speed that devices reach.
@@ -115,6 +115,7 @@ class Graphs(Generic[Size]):
 class Ladders:
     """Captured sizes by kind, ascending; the same on every rank."""
 
+    tails: Sequence[Tail] = ("plain", "filtered")  # that graphs have
     decode: Sequence[int] = ()
     trunk: Sequence[int] = ()
     prompts: Sequence[int] = ()
@@ -135,7 +136,7 @@ def route(plan: StepPlan, ladders: Ladders) -> Route:
     count, sequences = plan.num_tokens, len(plan.rows)
     if not ladders.trunk and not ladders.decode:
         return Route("eager", count, reason="disabled")
-    if plan.num_decode == sequences and plan.tail == "plain":
+    if plan.num_decode == sequences and plan.tail in ladders.tails:
         rows = pick(ladders.decode, sequences)
         if rows is not None:
             return Route("decode", rows)

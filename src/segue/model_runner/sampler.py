@@ -54,16 +54,16 @@ class Sampler:
             logits: float32 `[B, V]`; overwritten in the full tail.
             rows: `[B]`.
             positions: `[B]`: of the tokens sampled, so as many tokens of the row are known.
-            tail: "plain" promises that no row has more than a temperature and wants alternatives.
+            tail: "plain" promises that no row has more than a temperature or wants alternatives; "filtered",
+                that no row has more than filters besides.
         """
         num_top = self._state.host.num_top[rows]
         asked = (num_top >= 0).nonzero()[0]
-        raw, filtered = logits, None
+        raw, filtered = logits, None if tail == "plain" else self._filtered(rows)
         if tail == "full":
             raw = logits[self._index(asked)] if len(asked) else logits
             self._penalise(logits, rows, positions)
             self._bias(logits, rows, positions)
-            filtered = self._filtered(rows)
         elif len(asked):
             raw = logits if len(asked) == len(rows) else logits[self._index(asked)]
         tokens = self._choose(logits, rows, positions, filtered=filtered)
@@ -79,17 +79,17 @@ class Sampler:
     def _choose(
         self, logits: Tensor, rows: Indices, positions: Indices, *, filtered: NDArray[np.bool_] | None
     ) -> Tensor:
+        if logits.is_cuda:
+            return self._choose_on_cuda(logits, rows, positions, filters=filtered is not None)
         warm = self._state.host.temperature[rows] > 0.0
         if filtered is None:
             filtered = np.zeros(len(rows), dtype=np.bool_)
-        tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        draws = warm & filtered
-        kinds = [(draws, self._draw_filtered)]
-        if logits.is_cuda:
-            kinds.append((~draws, self._choose_on_cuda))
-        else:
-            kinds += [(~warm, self._take_likeliest), (warm & ~filtered, self._draw)]
-        for kind, method in kinds:
+        tokens = torch.empty(len(rows), dtype=torch.int64)
+        for kind, method in (
+            (~warm, self._take_likeliest),
+            (warm & ~filtered, self._draw),
+            (warm & filtered, self._draw_filtered),
+        ):
             if kind.all():
                 return method(logits, rows, positions)
             if kind.any():
@@ -97,8 +97,8 @@ class Sampler:
                 tokens[index] = method(logits[index], rows[kind], positions[kind])
         return tokens
 
-    def _choose_on_cuda(self, logits: Tensor, rows: Indices, positions: Indices) -> Tensor:
-        """Greedy and warm rows alike, with the plain tail's own kernel: the same tokens in both tails."""
+    def _choose_on_cuda(self, logits: Tensor, rows: Indices, positions: Indices, *, filters: bool) -> Tensor:
+        """With the plain tail's own kernels: the same tokens in every tail."""
         from segue.kernels.cuda.sampling import choose
 
         columns = self._state.on_device
@@ -109,6 +109,7 @@ class Sampler:
             temperatures=columns.temperature,
             inverse_temperatures=columns.inverse_temperature,
             seeds=columns.seed,
+            filters=(columns.top_k, columns.top_p, columns.min_p) if filters else None,
         )
 
     def _take_likeliest(self, logits: Tensor, rows: Indices, positions: Indices) -> Tensor:

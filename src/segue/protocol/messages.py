@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
-Tail = Literal["plain", "full"]
+Tail = Literal["plain", "filtered", "full"]  # each does what the one before it does, and more
 # Why a step ran without a graph: there are none; no bucket holds its tokens, or it would be mostly padding;
 # more prompts than a bucket has room for; hidden states are wanted that graphs do not keep.
 EagerReason = Literal["disabled", "tokens", "prompts", "prompt_logprobs"]
@@ -52,22 +52,21 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
     @property
     def tail(self) -> Tail:
-        """``plain`` where argmax, or temperature with keyed noise, is all there is to choose by.
+        """What choosing a token takes.
 
-        The chosen token's log-probability, which RL asks for with every token, comes with it.
+        ``plain``: argmax, or temperature with keyed noise. ``filtered``: top-k, top-p or min-p too. Both give
+        the chosen token's log-probability, which RL asks for with every token. ``full``: anything else.
         """
-        plain = (
-            self.top_k == 0
-            and self.top_p >= 1.0
-            and self.min_p <= 0.0
-            and self.presence_penalty == 0.0
-            and self.frequency_penalty == 0.0
-            and self.repetition_penalty == 1.0
-            and not self.logit_bias
-            and self.min_new_tokens == 0
-            and self.logprobs < 1
-        )
-        return "plain" if plain else "full"
+        if (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.min_new_tokens > 0
+            or self.logprobs > 0
+        ):
+            return "full"
+        return "filtered" if self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 else "plain"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

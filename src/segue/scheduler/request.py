@@ -32,7 +32,6 @@ class Request:
         "arrival",
         "cached_tokens",
         "capacity",
-        "full_tail",
         "kv_version",
         "launched",
         "max_new_tokens",
@@ -49,6 +48,7 @@ class Request:
         "rid",
         "row",
         "stop_ids",
+        "tail",
         "tokens",
         "versions",
     )
@@ -70,7 +70,7 @@ class Request:
         self.prompt_len = len(prompt)
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(params.stop_token_ids)
-        self.full_tail = params.tail == "full"
+        self.tail = params.tail
         self.phase = Phase.WAITING
 
         self.tokens = prompt  # prompt and output known on the host

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from segue.protocol.messages import NewRow, StepPlan, Tail
 from segue.scheduler.request import Phase, Request
+
+_TAILS: tuple[Tail, ...] = get_args(Tail)
 
 
 class Step:
@@ -35,8 +39,7 @@ class Step:
         for request in requests:
             request.launched += 1
             request.outputs_launched += 1
-            if request.full_tail:
-                self.tail = "full"
+            self._need(request.tail)
 
     def prefill(self, request: Request, budget: int) -> int:
         """Run the next chunk of a request, at most ``budget`` tokens; returns how many."""
@@ -53,7 +56,7 @@ class Step:
                 num_logits = start + count - first
                 request.prompt_logprobs_next = end + 1
                 self.prompt_logprobs.append((request, end - first))
-                self.tail = "full"
+                self._need("full")
         self.rows.append(request.row)
         self.starts.append(start)
         self.lens.append(count)
@@ -64,9 +67,12 @@ class Step:
             request.outputs_launched += 1
             request.enter(Phase.DECODE)
             self.sampling.append(request)
-            if request.full_tail:
-                self.tail = "full"
+            self._need(request.tail)
         return count
+
+    def _need(self, tail: Tail) -> None:
+        if _TAILS.index(tail) > _TAILS.index(self.tail):
+            self.tail = tail
 
     def plan(self) -> StepPlan:
         """The message to the runners."""

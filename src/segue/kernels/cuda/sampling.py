@@ -16,10 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from segue.kernels.cuda.all_reduce import OneShot, best_of_ranks
+from segue.kernels.cuda.filtering import draw_filtered
 from segue.kernels.cuda.launch import begin, launch_options, let_next_start
+from segue.kernels.cuda.sampling_noise import gumbel
 
 _BLOCK = 128  # as in segue.model_runner.categorical
 _BLOCKS = 32  # a program; 128 took 229 instead of 141 µs for 256 rows of 151,936
+
+
+Filters = tuple[Tensor, Tensor, Tensor]
+"""Top-k, top-p and min-p by batch row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +35,6 @@ class VocabPart:
     one_shot: OneShot
     start: int  # a multiple of 128
     vocab_size: int  # of all ranks' parts together
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
-    x = (x ^ (x >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _gumbel(seed, position, counters):
-    """As `segue.model_runner.noise.gumbel`."""
-    increment = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
-    key = _mix(_mix(seed.to(tl.uint64, bitcast=True)) + position.to(tl.uint64) * increment)
-    bits = _mix(key + (counters.to(tl.uint64) + 1) * increment) >> 12
-    uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
-    return -tl.log(-tl.log(uniform))
 
 
 @triton.jit
@@ -141,7 +130,7 @@ def _choose_block(
         shift = tl.where(largest == float("-inf"), 0.0, largest * inverse)
         total = tl.sum(tl.exp(x * inverse - shift[:, None]), 1).to(tl.float64)
         position = tl.load(positions + i).to(tl.int64)
-        noise = _gumbel(tl.load(seeds + row), position, start // BLOCK + block)
+        noise = gumbel(tl.load(seeds + row), position, start // BLOCK + block)
         score = tl.log(total) + shift.to(tl.float64) + noise
         best = tl.max(score, 0)
         tl.store(scores + out, best)
@@ -168,6 +157,7 @@ def _choose_token(
     logprob_ring,
     slot,
     ring_stride,
+    filtered,
     inboxes,
     epochs,
     most_rows,
@@ -176,6 +166,7 @@ def _choose_token(
     size,
     vocab_size,
     num_chunks,
+    FILTERS: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -198,9 +189,12 @@ def _choose_token(
         token = tl.maximum(tl.minimum(chosen, tl.cdiv(size, BLOCK) - 1), 0) * BLOCK + lane
         x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
         x = (x * tl.load(inverse_temperatures + row)).to(tl.float64)
-        x += _gumbel(tl.load(seeds + row), position, tl.cdiv(vocab_size, BLOCK) + lane)
+        x += gumbel(tl.load(seeds + row), position, tl.cdiv(vocab_size, BLOCK) + lane)
         chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
     chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # logits that are all NaN choose nothing
+    if FILTERS:
+        drawn = tl.load(filtered + i)
+        chosen = tl.where(drawn >= 0, drawn, chosen)
     logit, total = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     if WHOLE:
         if tl.load(num_top + row) >= 0:
@@ -234,6 +228,7 @@ def sample_plain(
     ring: Tensor,
     logprob_ring: Tensor,
     slot: Tensor,
+    filters: Filters | None = None,
     part: VocabPart | None = None,
 ) -> None:
     """Sample one token for each of B rows; write it to the token pool and to a line of `ring`.
@@ -250,11 +245,12 @@ def sample_plain(
         ring: int32 `[slots, at least B]`, may be pinned memory of the host.
         logprob_ring: float32, of the same shape and strides.
         slot: int32 `[1]`, the line to write.
+        filters: see `draw_filtered`; None: no row has any. Not with a `part`.
         part: whose logits these are; all ranks come to the same token, and each writes it.
     """
     columns = (temperatures, inverse_temperatures, seeds, num_top)
     targets = (token_pool, token_pool.stride(0), ring, logprob_ring, slot)
-    _launch(logits, rows, positions, columns, targets, part=part)
+    _launch(logits, rows, positions, columns, targets, filters=filters, part=part)
 
 
 def choose(
@@ -265,12 +261,14 @@ def choose(
     temperatures: Tensor,
     inverse_temperatures: Tensor,
     seeds: Tensor,
+    filters: Filters | None = None,
 ) -> Tensor:
     """The tokens that `sample_plain` would write, int64 `[B]`; `rows` and `positions` of any integer type."""
     tokens = torch.empty((1, len(logits)), dtype=torch.int32, device=logits.device)
     slot = torch.zeros(1, dtype=torch.int32, device=logits.device)
     columns = (temperatures, inverse_temperatures, seeds, seeds)
-    _launch(logits, rows, positions, columns, (tokens, 0, tokens, logits, slot), whole=False)
+    targets = (tokens, 0, tokens, logits, slot)
+    _launch(logits, rows, positions, columns, targets, whole=False, filters=filters)
     return tokens[0].to(torch.int64)
 
 
@@ -278,10 +276,11 @@ def _launch(
     logits: Tensor,
     rows: Tensor,
     positions: Tensor,
-    columns: tuple[Tensor, ...],
+    columns: tuple[Tensor, Tensor, Tensor, Tensor],
     targets: tuple[Tensor | int, ...],
     *,
     whole: bool = True,
+    filters: Filters | None = None,
     part: VocabPart | None = None,
 ) -> None:
     """Run both kernels; those of a `whole` tail also write the token pool and log-probabilities."""
@@ -296,6 +295,11 @@ def _launch(
     common = (logits, rows, positions, *columns, scores, choices, *partial)
     ring = targets[2]
     assert isinstance(ring, Tensor)
+    assert filters is None or part is None
+    temperatures, inverse_temperatures, seeds, _ = columns
+    filtered = ring
+    if filters is not None:
+        filtered = draw_filtered(logits, rows, positions, temperatures, inverse_temperatures, seeds, *filters)
     _choose_block[(num_chunks, count)](
         *common,
         logits.stride(0),
@@ -310,6 +314,7 @@ def _launch(
         *common,
         *targets,
         ring.stride(0),
+        filtered,
         *((part.one_shot.candidates, part.one_shot.candidate_epochs) if part else (ring, ring)),
         part.one_shot.sampling_rows if part else 0,
         logits.stride(0),
@@ -317,6 +322,7 @@ def _launch(
         size,
         vocab_size,
         num_chunks,
+        FILTERS=filters is not None,
         RANK=part.one_shot.tp.rank if part else 0,
         WORLD=part.one_shot.tp.size if part else 1,
         WHOLE=whole,
