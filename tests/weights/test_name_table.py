@@ -75,14 +75,14 @@ def test_ranks_beyond_the_kv_heads_hold_the_same_head() -> None:
 
 def test_the_vocabulary_is_padded_on_the_last_rank() -> None:
     names = table("llama", TPInfo(1, 2))  # 131 tokens
-    assert rows_of(names, "lm_head.weight") == [(66, 131)]
-    assert names.padding["lm_head.weight"][0] == slice(65, 66)
+    assert rows_of(names, "lm_head.weight") == [(128, 131)]
+    assert names.padding["lm_head.weight"][0] == slice(3, 128)
 
 
 def test_a_rank_may_hold_nothing_but_padding() -> None:
     names = table("qwen3", TPInfo(3, 4), vocab_size=5)
     assert rows_of(names, "lm_head.weight") == []
-    assert names.padding["lm_head.weight"][0] == slice(0, 2)
+    assert names.padding["lm_head.weight"][0] == slice(0, 128)
     assert names.coverage().is_exact
 
 
