@@ -63,11 +63,10 @@ bench: model ## the CPU benchmarks; results go to bench/results
 gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device; with PYTEST_ARGS="-m gpu" the slow ones too
 	$(BIN)/python -m pytest -m "gpu and not slow" tests/gpu $(PYTEST_ARGS)
 
-gpu-bench: $(INSTALL_STAMP) ## the GPU benchmarks, SUITE=path/to/peer_suite.py and perhaps THEIRS="another server"
-	@test -f "$(SUITE)" || { echo "make: say SUITE=path/to/peer_suite.py, the pinned workload; '$(SUITE)' is no file" >&2; exit 1; }
-	$(BIN)/python -m bench.offline $(SUITE) 0.6b
-	$(BIN)/python -m bench.offline $(SUITE) 8b
-	$(BIN)/python -m bench.http_compare /tmp/models/qwen3-0.6b $(if $(THEIRS),--theirs "$(THEIRS)")
+gpu-bench: $(INSTALL_STAMP) ## the GPU benchmarks, perhaps with THEIRS="another server"
+	$(BIN)/python -m bench.offline 0.6b
+	$(BIN)/python -m bench.offline 8b
+	$(BIN)/python -m bench.http_compare $$($(BIN)/python -c 'from bench.suite import model_dir; print(model_dir("0.6b"))') $(if $(THEIRS),--theirs "$(THEIRS)")
 
 clean: ## remove .venv and every cache in this directory (not the models in your user cache)
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import report
+from bench import report, suite
 from segue.models.config import ModelConfig
 from segue.weights.source import resolve
 
@@ -119,13 +119,8 @@ def figures(model: ModelConfig, machine: Machine) -> dict[str, Floor]:
 
 def offline256_lengths() -> tuple[list[int], list[int]]:
     """Prompt and output tokens of the pinned workload's 256 requests."""
-    rng = random.Random(0)
-    prompts = []
-    for _ in range(256):
-        prompts.append(rng.randint(100, 1024))
-        for _ in range(prompts[-1]):
-            rng.randint(0, 10000)
-    return prompts, [rng.randint(100, 1024) for _ in range(256)]
+    prompts, outputs = suite.offline256(random.Random(0))
+    return [len(prompt) for prompt in prompts], outputs
 
 
 def measure() -> Machine:

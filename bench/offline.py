@@ -1,6 +1,6 @@
 """The pinned offline workload on Segue, figure by figure as on its peers, and its tokens scored again.
 
-    python -m bench.offline /path/to/peer_suite.py 0.6b [--option=value …]
+    python -m bench.offline 0.6b [--option=value …]
 
 The suite brings the prompts and the clock; this adapter runs the batches, on a default `segue.Engine` without
 prefix cache, with a context of 4096 and 256 running requests. It keeps what was produced: afterwards four
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -23,12 +22,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TextIO, get_type_hints
 
 import torch
 
-from bench import floor, report
+from bench import floor, report, suite
 from bench.rescore import Produced, Score, Teacher, allowed, rescore, rounding
 from segue import Engine
 from segue.config import EngineConfig, parse
@@ -93,25 +91,24 @@ def figures(lines: Sequence[str]) -> dict[str, float]:
 def main() -> int:
     """Exit code 1 if a token is wrong."""
     parser = argparse.ArgumentParser(
-        usage="python -m bench.offline SUITE SIZE [--option=value …]",
+        usage="python -m bench.offline SIZE [--option=value …]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("suite", type=Path, help="peer_suite.py")
-    parser.add_argument("size", help="of the model, as the suite names it")
+    parser.add_argument("size", choices=suite.SHAPES, help="of the model")
     args, rest = parser.parse_known_args()
     try:
         options = engine_options(rest)
     except ConfigError as error:
         parser.error(error.message)
-    suite, size = load_suite(args.suite), args.size
+    size = args.size
     with Engine(suite.model_dir(size), **{**WORKLOAD, **options}) as engine:
         ready = age()
         print(f"RESULT segue {size} ready seconds={ready:.1f}", flush=True)
         adapter = Adapter(engine)
         printed = _Tee(sys.stdout)
         with contextlib.redirect_stdout(printed):
-            suite.suite("segue", size, adapter)
+            suite.run("segue", size, adapter)
     config = engine.config
     measured = figures(printed.getvalue().splitlines())
     floors = floor.figures(resolve(config.model, "dummy", config.cache_dir).config, floor.Machine())
@@ -185,15 +182,6 @@ def age() -> float:
     """Seconds since this process began."""
     ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
-
-
-def load_suite(path: Path) -> ModuleType:
-    """The suite as a module."""
-    spec = importlib.util.spec_from_file_location("peer_suite", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class _Tee(io.StringIO):

@@ -1,7 +1,7 @@
 """Segue beside another engine on the pinned offline workload, with the bars.
 
-    python /path/to/peer_suite.py vllm 0.6b | tee theirs.log
-    python -m bench.offline /path/to/peer_suite.py 0.6b
+    python -m bench.vllm_offline 0.6b | tee theirs.log
+    python -m bench.offline 0.6b
     python -m bench.peers 0.6b theirs.log
 
 Reads the log of the other engine, which ran on the same GPU just before or after, and what `bench.offline`

@@ -1,0 +1,116 @@
+"""The pinned offline workload, the same for every engine.
+
+Qwen3 shapes with made-up weights, prompts of token ids drawn with seed 0, EOS ignored. A line that begins
+with RESULT is one figure.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+Generate = Callable[[list[list[int]], list[int], float], list[int]]
+"""(prompts, tokens to make of each, temperature) -> tokens made of each; all requests at once."""
+
+MAX_ID = 10_000
+COMMON = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "torch_dtype": "bfloat16",
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "use_sliding_window": False,
+    "initializer_range": 0.02,
+}
+SHAPES = {
+    "0.6b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+        "tie_word_embeddings": False,
+    },
+}
+BATCHES, DECODED = (1, 32, 256), 256
+FIRST_TOKENS = (16, 64, 256, 1024, 3500)
+
+
+def model_dir(size: str) -> str:
+    """A directory with the configuration of a model of `size`, for engines that make up weights."""
+    path = Path(tempfile.gettempdir()) / "segue-bench" / f"qwen3-{size}"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(COMMON | SHAPES[size]))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}))
+    return str(path)
+
+
+def draw_prompt(rng: random.Random, length: int) -> list[int]:
+    """Token ids."""
+    return [rng.randint(0, MAX_ID) for _ in range(length)]
+
+
+def offline256(rng: random.Random) -> tuple[list[list[int]], list[int]]:
+    """Prompts of 256 requests, and how many tokens to make of each."""
+    prompts = [draw_prompt(rng, rng.randint(100, 1024)) for _ in range(256)]
+    return prompts, [rng.randint(100, 1024) for _ in range(256)]
+
+
+def run(engine: str, size: str, generate: Generate) -> None:
+    """Run everything on one engine and print its figures."""
+    rng = random.Random(0)
+
+    def prompt(length: int) -> list[int]:
+        return draw_prompt(rng, length)
+
+    def seconds(prompts: list[list[int]], tokens: Sequence[int], temperature: float = 0.0) -> float:
+        begun = time.perf_counter()
+        made = generate(prompts, list(tokens), temperature)
+        elapsed = time.perf_counter() - begun
+        if list(made) != list(tokens):
+            raise RuntimeError(f"{engine} made {made} tokens where {list(tokens)} were asked for")
+        return elapsed
+
+    def figure(name: str, **values: str) -> None:
+        text = " ".join(f"{key}={value}" for key, value in values.items())
+        print(f"RESULT {engine} {size} {name} {text}", flush=True)
+
+    mixed, outputs = offline256(rng)
+    seconds(mixed[:8], [16] * 8, 0.6)  # warm up
+    seconds(mixed, [4] * 256, 0.6)
+    for _ in range(3):
+        took = seconds(mixed, outputs, 0.6)
+        figure("offline256", output_tok_per_s=f"{sum(outputs) / took:.0f}", seconds=f"{took:.2f}")
+    for rows in BATCHES:
+        steps, firsts = [], []
+        for _ in range(3):
+            first = seconds([prompt(512) for _ in range(rows)], [1] * rows)
+            whole = seconds([prompt(512) for _ in range(rows)], [1 + DECODED] * rows)
+            steps.append((whole - first) / DECODED * 1e3)
+            firsts.append(first * 1e3)
+        figure(f"decode bs={rows}", step_ms=f"{min(steps):.3f}", prefill512_ms=f"{min(firsts):.1f}")
+    for length in FIRST_TOKENS:
+        took = statistics.median([seconds([prompt(length)], [1]) for _ in range(15)])
+        figure(f"first_token prompt={length}", median_ms=f"{took * 1e3:.2f}")
+    took = min(seconds([prompt(2048) for _ in range(64)], [1] * 64) for _ in range(3))
+    figure("prefill 64x2048", tok_per_s=f"{64 * 2048 / took:.0f}")

@@ -1,0 +1,37 @@
+"""The workload is pinned: figures are compared over years and engines."""
+
+import hashlib
+import json
+
+import pytest
+
+from bench import suite
+
+CALLS = "f4e7aa83b621784aade9e36b94b3df3245234c619b65755537c7ad1b0daa0a01"
+
+
+def test_no_call_of_the_workload_has_moved(capsys):
+    digest, calls = hashlib.sha256(), []
+
+    def generate(prompts: list[list[int]], tokens: list[int], temperature: float) -> list[int]:
+        digest.update(json.dumps([prompts, tokens, temperature]).encode())
+        calls.append(len(prompts))
+        return tokens
+
+    suite.run("engine", "0.6b", generate)
+    assert len(calls) == 101
+    assert digest.hexdigest() == CALLS
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 + 3 + 5 + 1 and all(line.startswith("RESULT engine 0.6b ") for line in lines)
+
+
+def test_an_engine_that_makes_other_counts_is_no_engine_to_time():
+    with pytest.raises(RuntimeError, match="where"):
+        suite.run("engine", "0.6b", lambda prompts, tokens, temperature: tokens[1:])
+
+
+def test_a_model_directory_is_one_that_the_engine_reads():
+    from segue.weights.source import resolve
+
+    config = resolve(suite.model_dir("8b"), "dummy", None).config
+    assert (config.num_layers, config.hidden_size, config.vocab_size) == (36, 4096, 151936)
