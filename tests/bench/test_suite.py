@@ -30,8 +30,8 @@ def test_an_engine_that_makes_other_counts_is_no_engine_to_time():
         suite.run("engine", "0.6b", lambda prompts, tokens, temperature: tokens[1:])
 
 
-def test_a_model_directory_is_one_that_the_engine_reads():
+def test_a_model_directory_is_one_that_the_engine_reads(tmp_path):
     from segue.weights.source import resolve
 
-    config = resolve(suite.model_dir("8b"), "dummy", None).config
+    config = resolve(suite.model_dir("8b"), "dummy", tmp_path).config
     assert (config.num_layers, config.hidden_size, config.vocab_size) == (36, 4096, 151936)
