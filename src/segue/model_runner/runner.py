@@ -95,7 +95,7 @@ class ModelRunner:
         run_dir: Path,
         report: Callable[[InitStep], None],
     ) -> None:
-        """Initialise in twelve steps (seed 003), each timed and reported.
+        """Initialise in twelve steps, each timed and reported.
 
         Args:
             config: the engine's options.
