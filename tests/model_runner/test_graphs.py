@@ -78,7 +78,7 @@ def test_long_prompts_alone_have_graphs_of_their_own_with_room_for_few() -> None
     )
     assert [size for size in ladders.prompts if 256 < size < 2048] == []
     assert route(make_plan(0, [2048] * 4), ladders) == Route("prompts", 8192)
-    assert route(make_plan(0, [100] * 72 + [992]), ladders) == Route("trunk", 8192)  # one prompt too many
+    assert route(make_plan(0, [80] * 96 + [512]), ladders) == Route("trunk", 8192)  # one prompt too many
     assert route(make_plan(0, [1500]), ladders) == Route("trunk", 1536)  # 2,048 would hold it too
     assert route(make_plan(1, [2048]), ladders) == Route("trunk", 2304)
 
@@ -125,7 +125,8 @@ def test_a_step_is_not_padded_to_a_multiple_of_itself() -> None:
         (make_plan(0, [300]), Route("trunk", 320)),
         (make_plan(0, [17], tail="full", owed=3), Route("eager", 17, reason="prompt_logprobs")),
         (make_plan(3, [1200]), Route("eager", 1203, reason="tokens")),
-        (make_plan(0, [2] * 20), Route("eager", 40, reason="prompts")),
+        (make_plan(0, [3] * 16), Route("prompts", 48)),  # a group whose prompt is cached but for its end
+        (make_plan(0, [1] * 40), Route("eager", 40, reason="prompts")),
     ],
 )
 def test_a_step_takes_the_smallest_graph_that_holds_it(plan: StepPlan, expected: Route) -> None:

@@ -27,7 +27,7 @@ MOST_ROWS = 512  # larger batches run eagerly: their logits alone would take the
 MOST_PADDING = 2  # a step runs eagerly rather than padded to more than so many times its tokens
 _LEAST_TOKENS = 16  # any step may be padded to so many: they cost what one does
 # A captured trunk has room for so many prompts, and for one more with so many tokens.
-_PROMPTS, _PER_PROMPT = 8, 16
+_PROMPTS, _PER_PROMPT = 32, 16  # a group of RL samples whose prompt is cached brings many of a few tokens
 # Prompts alone have graphs without a place for decode rows where that is felt: in steps of few tokens, and in
 # those of many, where attention over long prompts also pays for every place that stays empty (measured with
 # FlashAttention-3 at 8,192 tokens: 145 us a layer for 4 prompts, 150 with room for 257).
