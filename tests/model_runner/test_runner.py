@@ -17,10 +17,11 @@ from segue.errors import ConfigError, OutOfMemoryError, TensorParallelError
 from segue.layers import moe_backend
 from segue.logs import logger
 from segue.memory.budget import GIB, Demand, Reserve, formula_pages
-from segue.model_runner import runner as runner_module
+from segue.model_runner import capturing
 from segue.model_runner.batch_state import PlanError
+from segue.model_runner.capturing import grid_of
 from segue.model_runner.choices import choose
-from segue.model_runner.runner import ModelRunner, _grid
+from segue.model_runner.runner import ModelRunner
 from segue.models.decoder import Decoder
 from segue.weights.source import resolve
 from tests.model_runner import making, tiny
@@ -286,7 +287,7 @@ def test_a_grid_of_sizes_that_cannot_be_is_ignored_with_a_warning(llama, caplog,
     config = EngineConfig(**options)
     choices = choose(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
     backend = SimpleNamespace(supports_batch_prefill_cuda_graph=lambda: True)
-    assert _grid(config, choices, backend, "some", False, captures=True) == []
+    assert grid_of(config, choices, backend, "some", False, captures=True) == []
     assert "ignored: no size of" in caplog.text
     assert "--batch-prefill-max-seq-len 256" in caplog.text
 
@@ -339,7 +340,7 @@ def test_a_grid_is_ignored_with_a_warning_where_no_graphs_are_captured(llama, wa
     config = EngineConfig(**making.options(llama[0], enable_batch_prefill_cuda_graph=True))
     choices = choose(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
     backend = SimpleNamespace(supports_batch_prefill_cuda_graph=lambda: True)
-    assert _grid(config, choices, backend, "some", False, captures=False) == []
+    assert grid_of(config, choices, backend, "some", False, captures=False) == []
     assert "--enable-batch-prefill-cuda-graph is ignored: no CUDA graphs are captured" in warnings.text
 
 
@@ -370,8 +371,8 @@ EXPERTS = moe_backend.MoEEntry(name="experts", devices=("cuda",), graph=False, r
 def test_nothing_is_kept_for_graphs_that_will_not_be_captured(llama, warnings, case, warning):
     config = EngineConfig(**making.options(llama[0], num_kv_tokens=None))
     usual = {"demand": _demand(), "selection": _selection(True), "experts": None, "ranks_meet": True}
-    assert runner_module._keep_for_graphs(config=config, **usual) == usual["demand"]
+    assert capturing.keep_for_graphs(config=config, **usual) == usual["demand"]
     given = {**usual, **case}
-    demand = runner_module._keep_for_graphs(config=config, **given)
+    demand = capturing.keep_for_graphs(config=config, **given)
     assert demand.reserve.graphs == 0 and formula_pages(demand) == formula_pages(given["demand"]) + 1024
     assert re.search(warning, warnings.text)
