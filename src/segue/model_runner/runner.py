@@ -353,7 +353,7 @@ def _demand(
         ),
         derived=derived,
         activations=activations,
-        sampling=Sampler.num_bytes(choices.max_running_requests, model.vocab_size, choices.device),
+        sampling=Sampler.num_bytes(choices.max_running_requests, model.vocab_size),
         graphs=0 if on_cpu or config.disable_cuda_graph else GRAPH_RESERVE,
     )
     return Demand(
