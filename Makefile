@@ -51,7 +51,7 @@ pytest: model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 soak: model ## the slow proofs: long scheduler properties, the reference fixture made again
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 bench: model ## the CPU benchmarks; results go to bench/results
 	$(BIN)/python -m bench.cpu_vs_transformers
