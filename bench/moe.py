@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bench.floor import Machine
 from bench.report import save, show
 from bench.tune_products import chain_time
 from segue.kernels.cuda.moe import run_experts
@@ -24,7 +25,6 @@ from segue.kernels.moe import route
 HIDDEN, EXPERTS, PER_TOKEN, SIZE = 2048, 128, 8, 768
 TOKENS = (1, 32, 256, 4096)
 LAYERS, RUNS = 4, 8  # weights; runs a graph, each with other tokens
-BANDWIDTH, FLOPS = 4.16e12, 764e12  # bytes and operations a second, measured on an H200
 
 Layer = tuple[Tensor, Tensor]  # gate_up, down
 Experts = Callable[[Tensor, Layer, Tensor, Tensor], Tensor]
@@ -33,9 +33,10 @@ Route = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def floor(routed: list[Tensor]) -> float:
     """Microseconds: the chosen experts read once, or the operations of all pairs."""
+    machine = Machine()
     distinct = sum(experts.unique().numel() for experts in routed) / len(routed)
-    read = distinct * 3 * SIZE * HIDDEN * 2 / BANDWIDTH
-    return max(read, routed[0].numel() * 2 * 3 * SIZE * HIDDEN / FLOPS) * 1e6
+    read = distinct * 3 * SIZE * HIDDEN * 2 / machine.read
+    return max(read, routed[0].numel() * 2 * 3 * SIZE * HIDDEN / machine.flops) * 1e6
 
 
 def ours() -> tuple[Route, Experts]:

@@ -21,29 +21,12 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from bench import report
+from bench import report, suite
 from segue import Engine
 from segue.distributed.collectives import OneShot
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
 
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "hidden_act": "silu",
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 BATCHES = (1, 32, 256)
 ROWS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024)
 HIDDEN = 4096
@@ -147,7 +130,7 @@ def main() -> None:
     sizes = [size for size in (1, 2, 4) if size <= torch.cuda.device_count()]
     results: dict[str, Any] = {"sums_us": {}, "engine": {}}
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(QWEN3_8B))
+        (Path(directory) / "config.json").write_text(json.dumps(suite.COMMON | suite.SHAPES["8b"]))
         for size in sizes:
             if size > 1:
                 meeting = Path(directory) / str(size)

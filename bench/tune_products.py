@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from bench.floor import Machine
 from segue.kernels.cuda import product
 from segue.kernels.cuda.product import Plan
 from segue.models.sharding import shard_rows
@@ -131,7 +132,8 @@ def measure(rows: int, size: int, depth: int, may_split: bool, tried: list[Plan]
     for name, allowed in (("split", timed), ("whole", [each for each in timed if each[2].splits == 1])):
         good = allowed and allowed[0][0] < WORTH * cublas
         best[name] = asdict(allowed[0][2]) if good else None
-    floor = max(size * depth * 2 / 4.16e12, 2 * rows * size * depth / 764e12) * 1e6
+    machine = Machine()
+    floor = max(size * depth * 2 / machine.read, 2 * rows * size * depth / machine.flops) * 1e6
     found = f"floor {floor:.2f} cuBLAS {cublas:.2f} best {timed[0][1]:.2f} µs, {timed[0][2]}"
     print(f"{size}x{depth}, {rows} rows: {found}", flush=True)
     return best

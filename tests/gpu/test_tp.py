@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import segue
+from bench import suite
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
 from tests.gpu.ranks import free_memory, on_ranks
@@ -23,23 +24,7 @@ SIZES = [
 ]
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
-QWEN3_8B = {  # with fewer layers
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "hidden_act": "silu",
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+QWEN3_8B = suite.COMMON | suite.SHAPES["8b"] | {"num_hidden_layers": 4}
 
 
 def _random(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -236,7 +221,7 @@ def _assert_near(found: list[float], expected: list[float]) -> None:
     assert statistics.median(differences) <= 0.02 and differences[-4] <= 0.1, differences[-10:]
 
 
-@pytest.mark.parametrize("size", SIZES[:1])
+@pytest.mark.parametrize("size", SIZES)
 def test_bfloat16_scores_one_gpus_ids_as_one_gpu_does(tmp_path, size):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     alone = Greedy(TPInfo(), tmp_path, tmp_path)
