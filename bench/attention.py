@@ -4,13 +4,15 @@
 
 Every step is timed as a chain of layers in one CUDA graph, so that launches do not count; prefill with as
 many slots for sequences as a captured step has. The order, for one device, head size and page size, is that
-of the time of all steps together: of decode, and of prefill by the tokens of the step.
+of the geometric mean over the steps, so that a short step counts as much as a long one: of decode, and of
+prefill by the tokens of the step.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from statistics import geometric_mean
 
 import torch
 import torch.nn.functional as F
@@ -84,9 +86,9 @@ def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) ->
 
 
 def rank(half: str, setting: Setting, steps: list[tuple[int, int, int]]) -> list[str]:
-    """Backends from the fastest on, by the time of all steps; printed."""
+    """Backends from the fastest on; printed."""
     times = {name: [measure(name, setting, *step) for step in steps] for name in registry.fitting(setting)}
-    order = sorted(times, key=lambda name: sum(times[name]))
+    order = sorted(times, key=lambda name: geometric_mean(times[name]))
     report.show(
         f"{half}, heads of {setting.shape.head_dim}, pages of {setting.page_size}: µs a layer",
         ["backend", *(f"{count} x {q_len} of {kv_len}" for count, q_len, kv_len in steps)],

@@ -28,7 +28,6 @@ from segue.model_runner.graphs import (
     most_trunk_tokens,
     pick,
     prompt_sizes,
-    quiet_gc,
     route,
     row_sizes,
     token_sizes,
@@ -37,6 +36,7 @@ from segue.model_runner.inputs import prompt_runs
 from segue.model_runner.logprobs import Logprobs
 from segue.model_runner.output import StepOutputs
 from segue.model_runner.sampler import Sampled, Sampler
+from segue.model_runner.stream import free_garbage
 from segue.models.decoder import Decoder
 from segue.protocol.messages import StepPlan, Tail
 
@@ -102,7 +102,7 @@ class CUDAExecutor:
         """Compile what steps above the largest trunk need; bytes of the device then free."""
         for tokens in {min(2 * self._worth, self._max_tokens), self._max_tokens}:
             self._run_trunk(self._shape(tokens))
-        quiet_gc()
+        free_garbage()
         return torch.cuda.mem_get_info(self._state.device)[0]
 
     @torch.inference_mode()

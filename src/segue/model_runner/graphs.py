@@ -8,7 +8,6 @@ length of the slots. `tail`: logits and plain sampling of so many rows, behind o
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -241,9 +240,3 @@ def grid_sizes(
             if length <= longest and n <= rows and n * length <= tokens
         }
     )
-
-
-def quiet_gc() -> None:
-    """Collect garbage now: memory that is freed during a capture must not be of something older."""
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -41,7 +41,7 @@ from segue.model_runner.executor import StepExecutor
 from segue.model_runner.inputs import InputBuilder
 from segue.model_runner.output import ForwardOutput
 from segue.model_runner.sampler import Sampler
-from segue.model_runner.stream import Result, keep_freed_memory, make_stream
+from segue.model_runner.stream import Result, free_garbage, keep_freed_memory, make_stream
 from segue.model_runner.trial import make_pool, measure_activations
 from segue.models.config import ModelConfig
 from segue.models.decoder import Decoder
@@ -300,6 +300,8 @@ def _add_one_shot(groups: TPGroups, choices: Choices, hidden_size: int) -> int:
 
 def _agree_on_free_memory(groups: TPGroups, device: torch.device) -> int:
     on_cpu = device.type == "cpu"
+    if not on_cpu:
+        free_garbage()
     free = free_cpu_memory() if on_cpu else torch.cuda.mem_get_info(device)[0]
     return agree_on_free([values[0] for values in groups.all_gather([free])], separate=not on_cpu)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -98,3 +99,12 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
         mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
+
+
+def free_garbage() -> None:
+    """Give CUDA back what only garbage holds: of a trial run, or of an engine closed in this process.
+
+    Later it might be freed in the middle of a capture.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
