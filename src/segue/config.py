@@ -94,6 +94,11 @@ class EngineConfig:
     )
     disable_overlap: bool = _option(False, "Scheduling", "Plan a step only after the one before is read.")
 
+    deterministic: bool = _option(
+        False,
+        "Hardware",
+        "Give a request the same bits whatever runs beside it, however it is cut, and after a retraction.",
+    )
     disable_cuda_graph: bool = _option(
         False, "Hardware", "Launch every kernel of every step instead of graphs."
     )

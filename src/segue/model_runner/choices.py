@@ -23,6 +23,7 @@ class Choices:
     page_size: int
     max_running_requests: int
     chunked_prefill_size: int
+    deterministic: bool  # a row's results depend on nothing else in its batch
     longest: int  # tokens: what the model or --max-model-len allows
 
 
@@ -45,6 +46,7 @@ def choose(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Choices:
         page_size=config.page_size or (16 if on_cpu else 64),
         max_running_requests=max_running,
         chunked_prefill_size=min(chunk, max_running * longest),  # there is never more to compute at once
+        deterministic=config.deterministic,
         longest=longest,
     )
 

@@ -14,6 +14,9 @@ from typing import Any, Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
+# What a pause does to requests: lets those that run end; leaves all where they are; takes rows and pages back,
+# so that they wait; ends them. Each is stronger than the one before it.
+PauseMode = Literal["wait", "in_place", "retract", "abort"]
 Tail = Literal["plain", "filtered", "full"]  # each does what the one before it does, and more
 # Why a step ran without a graph: there are none; no bucket holds its tokens, or it would be mostly padding;
 # more prompts than a bucket has room for; hidden states are wanted that graphs do not keep.
@@ -153,6 +156,30 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: str | None = None
 
 
+class Pause(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Stop generating; answered by :class:`Paused` once no rank runs anything.
+
+    A second pause changes the mode to a stronger one, and the time to live; a weaker one changes nothing.
+    """
+
+    call: int
+    mode: PauseMode
+    ttl_s: float | None = None  # continue by itself after so long; None: never
+
+
+class Continue(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Generate again; answered by :class:`Continued`, also if nothing was paused."""
+
+    call: int
+
+
+class Flush(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Forget all cached KV and reset the scheduler's measures; answered by :class:`Flushed`."""
+
+    call: int
+    timeout_s: float = 0.0  # how long to wait until no live request owns KV
+
+
 class GetState(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Ask for the scheduler's state (``internal_states``); ``check`` also proves the invariants."""
 
@@ -164,7 +191,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the scheduler loop."""
 
 
-FrontendMessage = AddRequest | Finish | Abort | GetState | Shutdown
+FrontendMessage = AddRequest | Finish | Abort | Pause | Continue | Flush | GetState | Shutdown
 
 
 # --- scheduler -> frontend ---
@@ -219,6 +246,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class Counters(msgspec.Struct, array_like=True, kw_only=True):
     """State and running totals that ride on every output, for metrics."""
 
+    paused: PauseMode | None = None  # None: not paused, nor about to be
     num_running: int = 0
     num_waiting: int = 0
     used_pages: int = 0  # pages of live requests and of the prefix cache
@@ -261,4 +289,31 @@ class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
     problems: list[str] = []  # broken invariants
 
 
-SchedulerMessage = Ready | StartFailed | StepOutput | Rejected | State
+class Paused(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+    """The answer to :class:`Pause`: nothing runs on any rank."""
+
+    call: int
+    mode: PauseMode | None  # the present one, which may be stronger than what was asked for; None: continued since
+    num_running: int
+    num_waiting: int
+    num_retracted: int  # by this pause
+    num_aborted: int
+    drained_ms: float  # from the message to the end of the last step
+
+
+class Continued(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to :class:`Continue`."""
+
+    call: int
+
+
+class Flushed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to :class:`Flush`."""
+
+    call: int
+    success: bool
+    flushed_items: int  # tokens whose KV was cached
+    error_msg: str = ""  # why not, and the way out
+
+
+SchedulerMessage = Ready | StartFailed | StepOutput | Rejected | State | Paused | Continued | Flushed
