@@ -14,8 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
-# What a pause does to requests: lets those that run end; leaves all where they are; takes rows and pages back,
-# so that they wait; ends them. Each is stronger than the one before it.
+# What a pause does to requests: lets those that run end; leaves all where they are; takes rows and pages back
+# and has them wait; ends them. Each is stronger than the one before it.
 PauseMode = Literal["wait", "in_place", "retract", "abort"]
 Tail = Literal["plain", "filtered", "full"]  # each does what the one before it does, and more
 # Why a step ran without a graph: there are none; no bucket holds its tokens, or it would be mostly padding;
@@ -293,7 +293,7 @@ class Paused(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=Tru
     """The answer to :class:`Pause`: nothing runs on any rank."""
 
     call: int
-    mode: PauseMode | None  # the present one, which may be stronger than what was asked for; None: continued since
+    mode: PauseMode | None  # the present one, perhaps stronger than what was asked for; None: continued since
     num_running: int
     num_waiting: int
     num_retracted: int  # by this pause
