@@ -92,7 +92,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One step: deltas to the batch state, then the sequences to run, decode rows first.
 
     ``rows``, ``starts``, ``lens``, ``num_logits`` and ``samples`` are parallel, one entry a sequence.
@@ -113,6 +113,19 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     def num_tokens(self) -> int:
         """Positions computed by the step."""
         return sum(self.lens)
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Finish every step sent before, then answer with :class:`Drained`."""
+
+
+class Drained(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to :class:`Drain`: this rank runs nothing."""
+
+    rank: int
+
+
+RankMessage = StepPlan | Drain
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -159,7 +172,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Pause(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Stop generating; answered by :class:`Paused` once no rank runs anything.
 
-    A second pause changes the mode to a stronger one, and the time to live; a weaker one changes nothing.
+    Paused already, it may make the mode stronger, not weaker, and its time to live replaces the one before.
     """
 
     call: int

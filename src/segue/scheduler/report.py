@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from segue.scheduler.pause import PauseState
 from segue.scheduler.request import Phase
 
 if TYPE_CHECKING:
@@ -15,7 +16,9 @@ def internal_state(s: Scheduler) -> dict[str, Any]:
     resources, ratio = s.resources, s.new_token_ratio
     prefilling = [r.rid for r in s.running.values() if r.phase is Phase.PREFILL]
     return {
-        "engine_paused": False,
+        "engine_paused": s.control.state is PauseState.PAUSED,
+        "pause_mode": s.control.mode,
+        "pause_state": s.control.state.name.lower(),
         "waiting_queue_size": len(s.waiting),
         "waiting_queue_rids": [r.rid for r in s.waiting],
         "running_batch_size": len(s.running),

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from segue.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from segue.errors import ContextLengthError, InvalidRequestError, OverloadedError, PausedError
 from segue.kvcache.prefix import Node
 from segue.protocol.messages import (
     Abort,
@@ -31,6 +31,7 @@ from segue.protocol.messages import (
     pack_ids,
     unpack_ids,
 )
+from segue.scheduler.pause import PauseControl
 from segue.scheduler.policy import NewTokenRatio, WaitingQueue, choose_victim, expected_tokens
 from segue.scheduler.proof import find_problems
 from segue.scheduler.request import Phase, Request
@@ -51,6 +52,7 @@ class Limits:
     max_queued_requests: int
     chunked_prefill_size: int  # prompt tokens a step; decode rows come on top
     prefix_cache: bool = True
+    reject_while_paused: bool = False  # instead of queueing
 
 
 class Scheduler:
@@ -72,6 +74,7 @@ class Scheduler:
         self._arrivals = 0
         self.num_decode_steps = 0
         self.totals = Counters()
+        self.control = PauseControl(self)
 
     # --- requests come and go ---
 
@@ -83,6 +86,9 @@ class Scheduler:
         if not 1 <= prompt_len < self.limits.max_seq_len:
             rule = f"must have 1 to {self.limits.max_seq_len - 1} tokens, so that one more fits the context"
             return _rejected(message, ContextLengthError, f"the prompt has {prompt_len} tokens, but {rule}")
+        if self.limits.reject_while_paused and not self.control.admits:
+            text = f"generation is paused ({self.control.mode}), and --paused-policy is reject; retry later"
+            return _rejected(message, PausedError, text)
         if len(self.waiting) >= self.limits.max_queued_requests:
             text = f"{len(self.waiting)} requests wait, the most allowed (--max-queued-requests); retry later"
             return _rejected(message, OverloadedError, text)
@@ -102,9 +108,13 @@ class Scheduler:
     def abort(self, message: Abort) -> list[Finished]:
         """End one request or all; the tokens they have stay theirs."""
         if message.abort_all:
-            return [self._abort(request, message.message) for request in list(self.requests.values())]
+            return self.abort_all(message.message)
         request = self.requests.get(message.rid)
         return [self._abort(request, message.message)] if request else []
+
+    def abort_all(self, message: str | None = None) -> list[Finished]:
+        """End every request."""
+        return [self._abort(request, message) for request in list(self.requests.values())]
 
     def finish(self, message: Finish) -> list[Finished]:
         """End a request at a stop string; nothing happens if it has ended by itself."""
@@ -145,6 +155,13 @@ class Scheduler:
             versions=[(v, start, min(end, count)) for v, start, end in request.versions if start < count],
         )
 
+    def retract_all(self) -> int:
+        """Have every request wait that has started; returns how many. Only with nothing in flight."""
+        started = list(self.running.values())
+        for request in started:
+            self._retract(request)
+        return len(started)
+
     def _retract(self, request: Request) -> None:
         """Back to the queue with the tokens it has; its KV is computed again. Only with nothing in flight."""
         assert not self.in_flight
@@ -171,11 +188,13 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step could be planned now or after the one in flight."""
-        return bool(self.running or self.waiting)
+        return bool((self.running and self.control.runs) or (self.waiting and self.control.admits))
 
     def plan(self) -> StepPlan | None:
         """Decide the next step; None if nothing can run before the step in flight is applied, or at all."""
         assert len(self.in_flight) <= 1, "apply the oldest step before planning another"
+        if not self.control.runs:
+            return None
         decoding = [r for r in self.running.values() if r.wants_decode]
         needy = [r for r in decoding if r.launched == r.capacity]
         preempted = False
@@ -196,7 +215,7 @@ class Scheduler:
             request.pages.append(page)
             request.capacity += self.limits.page_size
         step.decode(decoding)
-        self._plan_prefill(step, admit=not preempted)
+        self._plan_prefill(step, admit=self.control.admits and not preempted)
         if not step.rows:
             self.in_flight.pop()
             self._step -= 1
@@ -357,10 +376,24 @@ class Scheduler:
     def output(self, **columns: Any) -> StepOutput:
         """A message to the frontend with the counters of this moment."""
         totals = self.totals
+        totals.paused = self.control.mode
         totals.num_running, totals.num_waiting = len(self.running), len(self.waiting)
         totals.used_pages = self.limits.num_pages - self.resources.allocator.num_free
         totals.cached_pages = self.resources.prefix.num_pages
         return StepOutput(**({"rids": [], "tokens": [], "finished": []} | columns), counters=totals)
+
+    def forget_cache(self) -> int:
+        """Empty the prefix cache, and measure anew what is measured since a flush; tokens that were cached.
+
+        Only with nothing in flight and no request that owns KV.
+        """
+        assert not self.in_flight and not self.running
+        prefix = self.resources.prefix
+        count = prefix.num_pages
+        self.resources.allocator.release(prefix.evict(count))
+        self.new_token_ratio = NewTokenRatio()
+        self.num_decode_steps = 0
+        return count * self.limits.page_size
 
     def set_weight_version(self, version: str) -> None:
         """New weights are live. KV computed so far stays with its requests and is shared no further."""
