@@ -14,6 +14,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+PausedPolicy = Literal["queue", "reject"]
 
 MIB = 1 << 20
 
@@ -85,6 +86,9 @@ class EngineConfig:
     )
     max_queued_requests: int = _option(
         4096, "Scheduling", "Requests that may wait; more are answered 503.", minimum=1
+    )
+    paused_policy: PausedPolicy = _option(
+        "queue", "Scheduling", "Requests that come while generation is paused wait, or are answered 503."
     )
     chunked_prefill_size: int | None = _option(
         None, "Scheduling", "Prompt tokens a step; default 512 on CPU, 8192 on CUDA.", minimum=1

@@ -107,6 +107,14 @@ class OverloadedError(SegueError):
     code = "overloaded"
 
 
+class PausedError(SegueError):
+    """Generation is paused, and what comes meanwhile is refused (``--paused-policy reject``)."""
+
+    status = 503
+    type = "overloaded_error"
+    code = "paused"
+
+
 class EngineDeadError(SegueError):
     """The engine's worker died; requests in flight are lost."""
 
