@@ -55,6 +55,9 @@ def run_scheduler(
     for rank, socket in enumerate(followers, 1):
         socket.set_hwm(0)
         socket.bind(_plan_address(run_dir, rank))
+    drained = context.socket(zmq.PULL)
+    if followers:
+        drained.bind(_drained_address(run_dir))
     try:
         started = start_runner(config, TPInfo(rank=0, size=size), run_dir, outbox)
         if started is None:
@@ -67,6 +70,7 @@ def run_scheduler(
                 inbox=inbox,
                 outbox=outbox,
                 followers=followers,
+                drained=drained,
                 overlap=not config.disable_overlap,
                 spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
@@ -78,7 +82,7 @@ def run_scheduler(
         finally:
             runner.close()
     finally:
-        for socket in (inbox, outbox, *followers):
+        for socket in (inbox, outbox, drained, *followers):
             socket.close(linger=500)
 
 
@@ -119,6 +123,7 @@ def limits_of(config: EngineConfig, runner: ModelRunner) -> Limits:
         max_queued_requests=config.max_queued_requests,
         chunked_prefill_size=runner.limits.chunked_prefill_size,
         prefix_cache=not config.disable_prefix_cache,
+        reject_while_paused=config.paused_policy == "reject",
     )
 
 
@@ -143,18 +148,23 @@ def _plan_address(run_dir: Path, rank: int) -> str:
     return f"ipc://{run_dir}/plan{rank}"
 
 
+def _drained_address(run_dir: Path) -> str:
+    return f"ipc://{run_dir}/drained"
+
+
 def _run_follower(
     config: EngineConfig, tp: TPInfo, run_dir: Path, address: str, context: zmq.Context[Any]
 ) -> None:
-    plans, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    plans, outbox, drained = (context.socket(kind) for kind in (zmq.PULL, zmq.PUSH, zmq.PUSH))
     plans.set_hwm(0)
     plans.connect(_plan_address(run_dir, tp.rank))
     outbox.connect(address)
+    drained.connect(_drained_address(run_dir))
     started = start_runner(config, tp, run_dir, outbox)
     outbox.close(linger=500)
     if started is not None:
         settle_heap()
-        follow(started[0], plans, depth=OVERLAP_DEPTH)
+        follow(started[0], plans, drained, rank=tp.rank, depth=OVERLAP_DEPTH)
 
 
 def _watch_lifeline(run_dir: Path) -> None:

@@ -33,6 +33,9 @@ class Done:
     def __init__(self, result: StepResult) -> None:
         self._result = result
 
+    def ready(self) -> bool:
+        return True
+
     def result(self) -> StepResult:
         return self._result
 

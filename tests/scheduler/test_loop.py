@@ -38,6 +38,9 @@ class Done:
 
     value: StepResult
 
+    def ready(self) -> bool:
+        return True
+
     def result(self) -> StepResult:
         return self.value
 
@@ -149,7 +152,7 @@ def test_followers_get_every_plan_in_order(client: Client) -> None:
             return Done(StepResult(plan.step, [], 0.0))
 
     with pytest.raises(Stop):
-        follow(Recorder(), client.plans, depth=2)
+        follow(Recorder(), client.plans, client.sockets[0], rank=1, depth=2)
     assert ran == list(range(1, 10))
 
 

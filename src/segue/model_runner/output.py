@@ -29,6 +29,10 @@ class StepOutputs:
     eager: EagerReason | None = "disabled"  # why it ran without a graph; None: with one
     padded_tokens: int = 0
 
+    def is_there(self) -> bool:
+        """Whether it is on the host."""
+        return self.copy_done is None or self.copy_done.query()
+
     def result(self) -> StepResult:
         """The step as the scheduler takes it; waits for the copy."""
         if self.copy_done is not None:
@@ -58,6 +62,10 @@ class ForwardOutput:
 
     def __init__(self, pending: Future[StepOutputs]) -> None:
         self._pending = pending
+
+    def ready(self) -> bool:
+        """Whether :meth:`result` would return at once."""
+        return self._pending.done() and self._pending.result().is_there()
 
     def result(self) -> StepResult:
         """Wait for the step and return what it made; raises what the step raised."""

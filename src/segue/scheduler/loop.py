@@ -1,13 +1,15 @@
 """Drives a scheduler and a model runner: the only module of this room that does I/O.
 
 The loop owns no policy. It moves messages between the frontend's sockets and the pure scheduler, sends each
-plan to the other tensor-parallel ranks, and launches it. Idle, it blocks on its socket.
+plan to the other tensor-parallel ranks, and launches it. Idle or paused, it blocks on its socket.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -16,10 +18,17 @@ import zmq
 from segue.protocol.messages import (
     Abort,
     AddRequest,
+    Continue,
+    Drain,
+    Drained,
     Finish,
     Finished,
+    Flush,
     FrontendMessage,
     GetState,
+    Pause,
+    Paused,
+    RankMessage,
     SchedulerMessage,
     Shutdown,
     State,
@@ -32,6 +41,10 @@ from segue.scheduler.scheduler import Scheduler
 
 class Pending(Protocol):
     """A launched step."""
+
+    def ready(self) -> bool:
+        """Whether `result` would return at once."""
+        ...
 
     def result(self) -> StepResult:
         """Wait for it; raises what the step raised."""
@@ -46,12 +59,26 @@ class Runner(Protocol):
         ...
 
 
+LEAD_S = 0.003  # so long before the end of a long step the next one is launched
+_MANY_TOKENS = 512  # of a step whose length is foreseen
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step in flight."""
+
+    pending: Pending
+    num_tokens: int
+    at: float  # when, in seconds
+
+
 class SchedulerLoop:
     """Rank 0's loop.
 
     ``inbox`` is a PULL socket of ``FrontendMessage``, ``outbox`` a PUSH socket of ``SchedulerMessage``,
-    ``followers`` one PUSH socket a further rank. With ``overlap`` a step is planned and launched before the
-    one before it is read. Idle, the loop looks for ``spin`` seconds before it sleeps: being woken takes long.
+    ``followers`` one PUSH socket of ``RankMessage`` a further rank, ``drained`` a PULL socket of their
+    ``Drained``. With ``overlap`` a step is planned and launched before the one before it is read. Idle, the
+    loop looks for ``spin`` seconds before it sleeps: being woken takes long.
     """
 
     def __init__(
@@ -62,6 +89,7 @@ class SchedulerLoop:
         inbox: zmq.Socket[bytes],
         outbox: zmq.Socket[bytes],
         followers: Sequence[zmq.Socket[bytes]] = (),
+        drained: zmq.Socket[bytes] | None = None,
         overlap: bool,
         spin: float = 0.0,
         memory_usage: dict[str, int],
@@ -71,41 +99,78 @@ class SchedulerLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._followers = followers
+        self._drained = drained
         self._overlap = overlap
         self._spin = spin
         self._memory_usage = memory_usage
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FrontendMessage).decode
         self._throughput = Throughput(time.perf_counter)
+        self._speed = StepSpeed()
         self._running = True
 
     def run(self) -> None:
         """Serve until :class:`Shutdown`."""
-        pending: Pending | None = None
+        before: Launched | None = None
         while self._running:
-            self._receive(block=pending is None and not self.scheduler.has_work)
+            self._receive(block=before is None and not self.scheduler.has_work)
+            if before is not None:
+                self._wait_for_turn(before)
             launched = self._launch()
-            if pending is not None:
-                self._apply(pending)
+            if before is not None:
+                self._apply(before)
             if launched is not None and not self._overlap:
                 self._apply(launched)
                 launched = None
-            pending = launched
+            before = launched
 
-    def _launch(self) -> Pending | None:
+    def _launch(self) -> Launched | None:
         plan = self.scheduler.plan()
         if plan is None:
             return None
-        if self._followers:
-            frame = self._encode(plan)
-            for follower in self._followers:
-                follower.send(frame)
-        return self._runner.forward_batch(plan)
+        now = time.monotonic()
+        self._tell_ranks(plan)
+        return Launched(self._runner.forward_batch(plan), plan.num_tokens, now)
 
-    def _apply(self, pending: Pending) -> None:
-        output = self.scheduler.apply(pending.result())
+    def _apply(self, launched: Launched) -> None:
+        result = launched.pending.result()
+        self._speed.note(launched, time.monotonic())
+        output = self.scheduler.apply(result)
         self._throughput.add(len(output.tokens))
         self._send(output)
+        self._advance()
+
+    def _wait_for_turn(self, before: Launched) -> None:
+        """Take messages until shortly before the end of a long step.
+
+        A step cannot be called back: a pause, or a new request, would wait for one that was launched earlier.
+        """
+        until = self._speed.expected_end(before) - LEAD_S
+        while self.scheduler.has_work and time.monotonic() < until and not before.pending.ready():
+            if self._inbox.poll(1):
+                self._receive(block=False)
+
+    def _advance(self) -> None:
+        """Send what the scheduler has to answer; a pause only once no rank runs anything."""
+        replies = self.scheduler.control.advance(time.monotonic())
+        if self._followers and any(isinstance(reply, Paused) for reply in replies):
+            self._drain_ranks()
+        for reply in replies:
+            self._send(reply)
+
+    def _tell_ranks(self, message: RankMessage) -> None:
+        if self._followers:
+            frame = self._encode(message)
+            for follower in self._followers:
+                follower.send(frame)
+
+    def _drain_ranks(self) -> None:
+        assert self._drained is not None, "followers answer on it"
+        self._tell_ranks(Drain())
+        waiting = len(self._followers)
+        while waiting:
+            msgspec.msgpack.decode(self._drained.recv(), type=Drained)
+            waiting -= 1
 
     def _receive(self, *, block: bool) -> None:
         finished: list[Finished] = []
@@ -120,24 +185,34 @@ class SchedulerLoop:
                     finished += self.scheduler.abort(message)
                 case Finish():
                     finished += self.scheduler.finish(message)
+                case Pause():
+                    self.scheduler.control.pause(message, time.monotonic())
+                case Continue():
+                    self.scheduler.control.continue_(message)
+                case Flush():
+                    self.scheduler.control.flush(message, time.monotonic())
                 case GetState():
                     self._send_state(message)
                 case Shutdown():
                     self._running = False
         if finished:
             self._send(self.scheduler.output(finished=finished))
+        self._advance()
 
     def _poll(self, block: bool) -> bool:
-        """Whether a message is there; ``block``: wait for it."""
+        """Whether a message is there; ``block``: wait for it, or until the scheduler has something to do."""
         if self._inbox.poll(0):
             return True
         if not block:
             return False
-        deadline = time.monotonic() + self._spin
-        while time.monotonic() < deadline:
+        spun = time.monotonic() + self._spin
+        while time.monotonic() < spun:
             if self._inbox.poll(0):
                 return True
-        return bool(self._inbox.poll(None))
+        deadline = self.scheduler.control.next_deadline
+        if deadline is None:
+            return bool(self._inbox.poll(None))
+        return bool(self._inbox.poll(max(0, math.ceil((deadline - time.monotonic()) * 1e3))))
 
     def _send(self, message: SchedulerMessage) -> None:
         self._outbox.send(self._encode(message))
@@ -175,11 +250,43 @@ class Throughput:
         return self._last if self._clock() - self._since < 2 * self.WINDOW else 0.0
 
 
-def follow(runner: Runner, plans: zmq.Socket[bytes], *, depth: int) -> None:
+class StepSpeed:
+    """Foresees the end of a step of many tokens, by the fastest seen of late."""
+
+    _FORGET = 1.02  # a step: attention over longer contexts is slower
+
+    def __init__(self) -> None:
+        self._last_end = 0.0
+        self._per_token = 0.0  # seconds; 0: not known
+
+    def note(self, launched: Launched, end: float) -> None:
+        """The result of a step, the one that ran after the last one noted, was read at ``end``."""
+        if launched.num_tokens >= _MANY_TOKENS:
+            took = (end - self._begin(launched)) / launched.num_tokens
+            self._per_token = min(took, self._FORGET * self._per_token or took)
+        self._last_end = end
+
+    def expected_end(self, launched: Launched) -> float:
+        """Of the step behind the last one noted; when it began, where nothing is known."""
+        many = launched.num_tokens >= _MANY_TOKENS
+        return self._begin(launched) + (launched.num_tokens * self._per_token if many else 0.0)
+
+    def _begin(self, launched: Launched) -> float:
+        return max(launched.at, self._last_end)
+
+
+def follow(
+    runner: Runner, plans: zmq.Socket[bytes], drained: zmq.Socket[bytes], *, rank: int, depth: int
+) -> None:
     """The loop of the other ranks: run every plan in order, with at most ``depth`` unread; never returns."""
-    decode = msgspec.msgpack.Decoder(StepPlan).decode
+    decode = msgspec.msgpack.Decoder(RankMessage).decode
+    answer = msgspec.msgpack.encode(Drained(rank))
     pending: list[Pending] = []
     while True:
-        pending.append(runner.forward_batch(decode(plans.recv())))
-        if len(pending) >= depth:
+        message = decode(plans.recv())
+        if isinstance(message, StepPlan):
+            pending.append(runner.forward_batch(message))
+        while len(pending) >= (depth if isinstance(message, StepPlan) else 1):
             pending.pop(0).result()
+        if isinstance(message, Drain):
+            drained.send(answer)

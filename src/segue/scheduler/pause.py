@@ -123,13 +123,16 @@ class PauseControl:
         """
         if self._deadline is not None and now >= self._deadline:
             self.release("user")
-        if self.state is PauseState.PAUSING and not self._scheduler.in_flight:
-            if self.mode != "wait" or not self._scheduler.running:
-                self._stand_still(now)
+        if self.state is PauseState.PAUSING and not self._awaited():
+            self._stand_still(now)
         if self._flushes:
             self._flushes = [flush for flush in self._flushes if not self._try_flush(flush, now)]
         replies, self._replies = self._replies, []
         return replies
+
+    def _awaited(self) -> bool:
+        """Whether a step, or with mode "wait" a request, has to end before a pause takes effect."""
+        return bool(self._scheduler.in_flight or (self.mode == "wait" and self._scheduler.running))
 
     def _stand_still(self, now: float) -> None:
         """The pause takes effect: again for every one, as requests may have come meanwhile."""
@@ -178,5 +181,9 @@ class PauseControl:
     def _busy(self) -> str:
         counts = f"{len(self._scheduler.running)} requests run and {len(self._scheduler.waiting)} wait"
         if self.state is PauseState.PAUSED:
-            return f"{counts}; paused in place they keep their KV: pause with mode retract or abort, then flush"
-        return f"{counts}; flush when they have ended (see timeout), or pause with mode retract or abort first"
+            return (
+                f"{counts}; paused in place they keep their KV: pause with mode retract or abort, then flush"
+            )
+        return (
+            f"{counts}; flush when they have ended (see timeout), or pause with mode retract or abort first"
+        )
