@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -13,8 +15,14 @@ import zmq
 from segue.protocol.messages import (
     Abort,
     AddRequest,
+    Continue,
+    Continued,
+    Flush,
+    Flushed,
     FrontendMessage,
     GetState,
+    Pause,
+    Paused,
     Rejected,
     SamplingParams,
     SchedulerMessage,
@@ -64,27 +72,39 @@ class FakeRunner:
 class Client:
     """The frontend's side of the sockets."""
 
-    def __init__(self, *, overlap: bool) -> None:
+    def __init__(self, *, overlap: bool, ranks: int = 1, **limits: int) -> None:
         context = zmq.Context.instance()
         self.to_loop, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         outbox, self.from_loop = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         followers, self.plans = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        drained, self.drained = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for name, (bound, connected) in {
             "in": (self.to_loop, inbox),
             "out": (self.from_loop, outbox),
             "plan": (followers, self.plans),
+            "drained": (drained, self.drained),
         }.items():
             bound.bind(f"inproc://{id(self)}-{name}")
             connected.connect(f"inproc://{id(self)}-{name}")
-        self.sockets = [self.to_loop, inbox, outbox, self.from_loop, followers, self.plans]
-        scheduler = Simulation().scheduler
+        self.sockets = [
+            self.to_loop,
+            inbox,
+            outbox,
+            self.from_loop,
+            followers,
+            self.plans,
+            drained,
+            self.drained,
+        ]
+        scheduler = Simulation(**limits).scheduler
         self.runner = FakeRunner(scheduler)
         self.loop = SchedulerLoop(
             scheduler,
             self.runner,
             inbox=inbox,
             outbox=outbox,
-            followers=[followers],
+            followers=[followers][: ranks - 1],
+            drained=drained,
             overlap=overlap,
             memory_usage={"weights": 1},
         )
@@ -108,9 +128,12 @@ class Client:
                 return tokens
 
     def close(self) -> None:
-        self.send(Shutdown())
+        if self.thread.is_alive():
+            self.send(Shutdown())
         self.thread.join(DEADLINE_MS / 1000)
         assert not self.thread.is_alive()
+
+    def close_sockets(self) -> None:
         for socket in self.sockets:
             socket.close(linger=0)
 
@@ -120,6 +143,16 @@ def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     client = Client(overlap=request.param)
     yield client
     client.close()
+    client.close_sockets()
+
+
+@pytest.fixture(params=[False, True], ids=["normal", "overlap"])
+def leader(request: pytest.FixtureRequest) -> Iterator[Client]:
+    """A client of a loop with a second rank to lead."""
+    client = Client(overlap=request.param, ranks=2)
+    yield client
+    client.close()
+    client.close_sockets()
 
 
 PARAMS = SamplingParams(max_new_tokens=9)
@@ -136,9 +169,9 @@ def test_overlap_keeps_two_steps_in_flight(client: Client) -> None:
     assert client.runner.deepest == (2 if client.loop._overlap else 1)
 
 
-def test_followers_get_every_plan_in_order(client: Client) -> None:
-    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
-    client.collect("r")
+def test_followers_get_every_plan_in_order(leader: Client) -> None:
+    leader.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
+    leader.collect("r")
     ran: list[int] = []
 
     class Stop(Exception):
@@ -152,7 +185,7 @@ def test_followers_get_every_plan_in_order(client: Client) -> None:
             return Done(StepResult(plan.step, [], 0.0))
 
     with pytest.raises(Stop):
-        follow(Recorder(), client.plans, client.sockets[0], rank=1, depth=2)
+        follow(Recorder(), leader.plans, leader.drained, rank=1, depth=2)
     assert ran == list(range(1, 10))
 
 
@@ -198,3 +231,120 @@ def test_throughput_is_of_the_last_window_and_fades() -> None:
     assert throughput.per_second() == 200
     now = 3.5
     assert throughput.per_second() == 0
+
+
+class Slow:
+    """A step that takes a while, after those before it."""
+
+    ends = 0.0
+
+    def __init__(self, value: StepResult, seconds: float) -> None:
+        self.value = value
+        Slow.ends = self.end = max(time.monotonic(), Slow.ends) + seconds
+
+    def ready(self) -> bool:
+        return time.monotonic() >= self.end
+
+    def result(self) -> StepResult:
+        time.sleep(max(0.0, self.end - time.monotonic()))
+        return self.value
+
+
+def slow_down(client: Client, seconds: float) -> None:
+    """Let every step take so long."""
+    launch = client.runner.forward_batch
+    client.loop._runner.forward_batch = lambda plan: Slow(launch(plan).value, seconds)  # type: ignore[attr-defined]
+
+
+def ask(client: Client, message: FrontendMessage) -> SchedulerMessage:
+    """The answer to a call, behind whatever comes before it."""
+    client.send(message)
+    while isinstance(answer := client.receive(), StepOutput):
+        pass
+    return answer
+
+
+@pytest.fixture
+def follower(leader: Client) -> Iterator[list[int]]:
+    """A second rank behind the loop, on a thread: the steps it has finished."""
+    finished: list[int] = []
+
+    class Late(Done):
+        def result(self) -> StepResult:
+            time.sleep(0.01)
+            finished.append(self.value.step)
+            return self.value
+
+    class Runner:
+        def forward_batch(self, plan: StepPlan) -> Done:
+            return Late(StepResult(plan.step, [], 0.0))
+
+    def run() -> None:
+        with suppress(msgspec.DecodeError):
+            follow(Runner(), leader.plans, leader.drained, rank=1, depth=2)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield finished
+    leader.close()
+    leader.sockets[4].send(b"not a plan")
+    thread.join(DEADLINE_MS / 1000)
+    assert not thread.is_alive()
+
+
+def test_a_pause_is_answered_when_every_rank_has_drained(leader: Client, follower: list[int]) -> None:
+    slow_down(leader, 0.01)
+    leader.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=SamplingParams(max_new_tokens=90)))
+    leader.receive()
+    paused = ask(leader, Pause(1, "in_place"))
+    assert isinstance(paused, Paused) and paused.num_running == 1
+    steps = leader.loop.scheduler.totals.num_steps
+    assert follower == list(range(1, steps + 1))
+    assert ask(leader, Continue(2)) == Continued(2)
+    tokens = leader.collect("r")
+    assert tokens == expected_output([1, 2, 3], SamplingParams(max_new_tokens=90), 100)[-len(tokens) :]
+
+
+def test_a_pause_ends_by_itself_when_its_time_is_up(client: Client) -> None:
+    assert isinstance(ask(client, Pause(1, "retract", ttl_s=0.05)), Paused)
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
+    assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
+
+
+def test_a_flush_waits_until_its_deadline(client: Client) -> None:
+    slow_down(client, 0.01)
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=SamplingParams(max_new_tokens=90)))
+    client.receive()
+    client.send(Pause(1, "in_place"))
+    while not isinstance(client.receive(), Paused):
+        pass
+    refused = ask(client, Flush(2, timeout_s=0.05))
+    assert isinstance(refused, Flushed) and not refused.success and "pause with mode" in refused.error_msg
+    client.send(Continue(3))
+    flushed = ask(client, Flush(4, timeout_s=10.0))
+    while not isinstance(flushed, Flushed):
+        flushed = client.receive()
+    assert flushed.success
+
+
+def test_a_pause_in_a_long_prefill_waits_for_one_chunk_at_most() -> None:
+    chunk_s, length = 0.1, 16 * 512
+    client = Client(overlap=True, num_pages=2 * length // 4, max_seq_len=2 * length, chunked_prefill_size=512)
+    slow_down(client, chunk_s)
+    client.send(AddRequest(rid="r", prompt=pack_ids([1] * length), params=PARAMS))
+    for _ in range(2):
+        client.receive()  # its pace is known from the first chunk on
+    drained = []
+    for call in range(2):
+        time.sleep(chunk_s / 3)  # in the middle of a chunk
+        sent = time.monotonic()
+        assert isinstance(ask(client, Pause(call, "in_place")), Paused)
+        drained.append(time.monotonic() - sent)
+        client.send(Continue(9))
+        while not isinstance(client.receive(), Continued):
+            pass
+        client.receive()
+    client.send(Abort("r"))
+    client.close()
+    client.close_sockets()
+    assert max(drained) <= 1.2 * chunk_s  # it would be up to two chunks
