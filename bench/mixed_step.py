@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from pathlib import Path
 
 from bench import report
 from segue.config import EngineConfig
@@ -49,7 +50,7 @@ def main() -> int:
     report.show(f"ms a step, {CONTEXT} tokens a row", ["", "median", "bar"], rows)
     figures = {
         "unit": "ms",
-        "model": args.model,
+        "model": Path(args.model).name,
         "context": CONTEXT,
         "decode": decode,
         "mixed": mixed,

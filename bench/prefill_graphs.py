@@ -166,7 +166,7 @@ def main() -> None:
         rows = [[f"{value:g}" for value in figure.values()] for figure in figures[mode]]
         report.show(mode, list(figures[mode][0]), rows)
     record = {
-        "model": args.model,
+        "model": Path(args.model).name,
         "lengths": {"median": MEDIAN, "sigma": SIGMA, "longest": LONGEST},
         **figures,
     }
