@@ -80,7 +80,7 @@ def test_in_any_order_no_held_page_is_evicted_and_every_count_is_right(seed: int
     random = Random(seed)
     cache, holders, free = PrefixCache(1), list[Node](), list(range(12))
     for _ in range(1000):
-        match random.choice(["hold", "extend", "extend", "let go", "evict"]):
+        match random.choice(["hold", "extend", "extend", "let go", "discard", "evict"]):
             case "hold":
                 tokens = random.choices([0, 1], k=random.randrange(4))
                 holders.append(cache.match("0", tokens, len(tokens)))
@@ -92,6 +92,10 @@ def test_in_any_order_no_held_page_is_evicted_and_every_count_is_right(seed: int
                     free.pop()
             case "let go" if holders:
                 cache.unlock(holders.pop(random.randrange(len(holders))))
+            case "discard" if holders:
+                node = holders.pop(random.randrange(len(holders)))
+                cache.unlock(node)
+                free += cache.discard(node)
             case "evict" if cache.num_evictable:
                 free += cache.evict(random.randint(1, min(3, cache.num_evictable)))
         held = {page for node in holders for page in cache.pages(node)}
@@ -99,3 +103,20 @@ def test_in_any_order_no_held_page_is_evicted_and_every_count_is_right(seed: int
         assert held <= set(cached)
         assert sorted(cached + free) == list(range(12))
         assert (cache.num_pages, cache.num_evictable) == (len(cached), len(cached) - len(held))
+
+
+def test_discard_frees_a_chain_up_to_what_others_use() -> None:
+    cache = PrefixCache(1)
+    root = cache.root("0")
+    cache.lock(root)
+    shared, _ = cache.extend(root, (1,), 10)
+    left, _ = cache.extend(shared, (2,), 11)
+    left, _ = cache.extend(left, (3,), 12)
+    cache.lock(shared)  # a second holder goes on from it
+    right, _ = cache.extend(shared, (4,), 13)
+    cache.unlock(left)
+    assert cache.discard(left) == [12, 11]
+    assert cache.discard(right) == []  # locked
+    cache.unlock(right)
+    assert cache.discard(right) == [13, 10]
+    assert cache.num_pages == 0 and list(cache.nodes()) == []

@@ -124,6 +124,16 @@ class PrefixCache:
             self._remove(node)
         return pages
 
+    def discard(self, node: Node) -> list[int]:
+        """Free the pages from ``node`` towards the root that are not locked and that no other chain needs."""
+        pages: list[int] = []
+        while node.parent is not None and not node.locks and not node.children:
+            parent = node.parent
+            pages.append(node.page)
+            self._remove(node)
+            node = parent
+        return pages
+
     def nodes(self) -> Iterator[Node]:
         """Every node that holds a page, for proofs."""
         stack = list(self._roots.values())

@@ -156,10 +156,13 @@ class Scheduler:
         )
 
     def retract_all(self) -> int:
-        """Have every request wait that has started; returns how many. Only with nothing in flight."""
-        started = list(self.running.values())
-        for request in started:
+        """Have every started request wait, its KV forgotten; how many. Only with nothing in flight."""
+        started = [(request, request.node) for request in self.running.values()]
+        for request, _ in started:
             self._retract(request)
+        for _, node in started:
+            assert node is not None
+            self.resources.allocator.release(self.resources.prefix.discard(node))
         return len(started)
 
     def _retract(self, request: Request) -> None:
