@@ -55,6 +55,7 @@ class PauseControl:
         self._scheduler = scheduler
         self.state = PauseState.RUNNING
         self.holders: dict[Holder, PauseMode] = {}
+        self._asked: dict[Holder, PauseMode] = {}  # what has not taken effect yet
         self._deadline: float | None = None  # when the user's hold ends by itself
         self._pauses: list[tuple[int, float]] = []  # (call, when it came), not yet answered
         self._flushes: list[_PendingFlush] = []
@@ -88,18 +89,22 @@ class PauseControl:
 
     def hold(self, holder: Holder, mode: PauseMode = "in_place") -> None:
         """Stop, or stop more thoroughly."""
-        self.holders[holder] = max(mode, self.holders.get(holder, mode), key=_MODES.index)
+        for holds in (self.holders, self._asked):
+            holds[holder] = max(mode, holds.get(holder, mode), key=_MODES.index)
         self.state = PauseState.PAUSING
 
     def release(self, holder: Holder) -> None:
         """End a hold, if there is one; the engine runs when it was the last."""
         if self.holders.pop(holder, None) is None:
             return
+        self._asked.pop(holder, None)
         if holder == "user":
             self._deadline = None
         if not self.holders:
             self.state = PauseState.RUNNING
             self._answer_pauses()
+        elif self.mode == "wait":  # nothing stronger keeps from ending what runs
+            self.state = PauseState.PAUSING
         self._replies.append(self._scheduler.output())
 
     def flush(self, message: Flush, now: float) -> None:
@@ -135,11 +140,12 @@ class PauseControl:
         return bool(self._scheduler.in_flight or (self.mode == "wait" and self._scheduler.running))
 
     def _stand_still(self, now: float) -> None:
-        """The pause takes effect: again for every one, as requests may have come meanwhile."""
+        """The new holds take effect; the others had theirs, and what came since is not theirs to end."""
         self.state, finished, num_retracted = PauseState.PAUSED, list[Finished](), 0
-        if self.mode == "abort":
+        asked, self._asked = set(self._asked.values()), {}
+        if "abort" in asked:
             finished = self._scheduler.abort_all()
-        elif self.mode == "retract":
+        elif "retract" in asked:
             num_retracted = self._scheduler.retract_all()
         self._replies.append(self._scheduler.output(finished=finished))
         self._answer_pauses(now, num_retracted=num_retracted, num_aborted=len(finished))
