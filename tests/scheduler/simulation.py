@@ -26,9 +26,9 @@ from segue.scheduler.scheduler import Limits, Scheduler
 VOCAB = 50
 
 
-def next_token(tokens: list[int]) -> int:
+def next_token(tokens: list[int], seed: int = 0) -> int:
     """The fake model."""
-    return hash((VOCAB, *tokens)) % VOCAB  # of integers only: strings hash anew in each process
+    return hash((VOCAB, seed, *tokens)) % VOCAB  # of integers only: strings hash anew in each process
 
 
 def expected_output(prompt: list[int], params: SamplingParams, max_seq_len: int) -> list[int]:
@@ -36,7 +36,7 @@ def expected_output(prompt: list[int], params: SamplingParams, max_seq_len: int)
     tokens = list(prompt)
     limit = min(params.max_new_tokens, max_seq_len - len(prompt))
     while len(tokens) - len(prompt) < limit:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, params.seed))
         if tokens[-1] in params.stop_token_ids and len(tokens) - len(prompt) >= params.min_new_tokens:
             break
     return tokens[len(prompt) :]
@@ -50,6 +50,7 @@ class FakeDevice:
     step: int = 0
     num_owners: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)  # row -> token pool
+    seeds: dict[int, int] = field(default_factory=dict)  # row -> seed
     tables: dict[int, dict[int, int]] = field(default_factory=dict)  # row -> page index -> page
     kv: dict[tuple[int, int], tuple[int, str]] = field(
         default_factory=dict
@@ -66,6 +67,7 @@ class FakeDevice:
         self.step = plan.step
         for new in plan.new_rows:
             self.tokens[new.row] = unpack_ids(new.tokens)
+            self.seeds[new.row] = new.params.seed
             self.tables[new.row] = {}
             self.born[new.row] = version
             self.num_owners += 1
@@ -100,7 +102,7 @@ class FakeDevice:
                 prompt_logprobs[row] = [TokenLogprob(t, -1.0) for t in tokens[end - n + 1 : end + 1]]
             if plan.samples[index]:
                 assert end == len(tokens)
-                tokens.append(next_token(tokens))
+                tokens.append(next_token(tokens, self.seeds[row]))
                 sampled.append(tokens[-1])
         self.unapplied.append(touched)
         return StepResult(plan.step, sampled, 0.001, None, prompt_logprobs)

@@ -1,0 +1,294 @@
+"""The simulation with a controller that pauses, continues, flushes and changes weights.
+
+It keeps its own account of what is held, launched, generated and owed, from the messages alone, and compares
+after every event: what the scheduler believes of itself proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import get_args
+
+from segue.protocol.messages import (
+    Abort,
+    Continue,
+    Continued,
+    Finish,
+    Flush,
+    Flushed,
+    Pause,
+    Paused,
+    PauseMode,
+    SchedulerMessage,
+    StepOutput,
+    StepPlan,
+)
+from segue.scheduler.policy import NewTokenRatio
+from tests.scheduler.simulation import Simulation
+
+MODES: tuple[PauseMode, ...] = get_args(PauseMode)  # from the weakest on
+COMMIT = "weight_commit"
+ANSWERS: dict[type, type] = {Pause: Paused, Continue: Continued, Flush: Flushed}
+
+
+def strongest(*modes: PauseMode | None) -> PauseMode | None:
+    return max((mode for mode in modes if mode is not None), key=MODES.index, default=None)
+
+
+class PausingSimulation(Simulation):
+    """``now`` is in seconds and stands still but for :meth:`pass_time`."""
+
+    def __init__(self, **limits: int | bool) -> None:
+        super().__init__(**limits)
+        self.control = self.scheduler.control
+        self.now = 0.0
+        self.calls = 0
+        self.owed: dict[int, Pause | Continue | Flush] = {}
+        self.answers: dict[int, Paused | Continued | Flushed] = {}
+        self.flush_deadlines: dict[int, float] = {}
+        self.user: PauseMode | None = None  # what the user holds
+        self.ends_at: float | None = None  # by itself
+        self.committing = False
+        self.overtaken: set[int] = set()  # pauses that were ended before they took effect
+        self.kept: dict[str, tuple[int, list[int], int]] = {}  # rid -> what a pause in place may not touch
+        self.launched_versions: deque[str] = deque()
+        self.launched_rows: deque[list[int]] = deque()
+        self.token_versions: dict[str, list[str]] = {}
+        self.priorities: dict[str, int] = {}  # of all requests, in order of arrival
+        self.unchecked: list[str] = []  # requests whose end nobody has looked at yet
+
+    # --- what a controller and clients do ---
+
+    @property
+    def mode(self) -> PauseMode | None:
+        """The strongest hold."""
+        return strongest(self.user, "in_place" if self.committing else None)
+
+    @property
+    def live(self) -> list[str]:
+        """Requests that have not ended, in order of arrival."""
+        return [rid for rid in self.prompts if rid not in self.finished]
+
+    def add(self, rid: str, prompt: list[int], *, priority: int = 0, **params: object) -> None:
+        self.priorities[rid] = priority
+        self.token_versions[rid] = []
+        super().add(rid, prompt, priority=priority, **params)
+
+    def pause(self, mode: PauseMode, ttl_s: float | None = None, *, settle: bool = True) -> int:
+        """The number of the call."""
+        message = Pause(self._call(), mode, ttl_s)
+        self.owed[message.call] = message
+        self.user = strongest(self.user, mode)
+        self.ends_at = None if ttl_s is None else self.now + ttl_s
+        self.control.pause(message, self.now)
+        self._after(settle)
+        return message.call
+
+    def proceed(self, *, settle: bool = True) -> int:
+        """Continue; the number of the call."""
+        message = Continue(self._call())
+        self.owed[message.call] = message
+        self.user = self.ends_at = None
+        self.control.continue_(message)
+        self._after(settle)
+        return message.call
+
+    def flush(self, timeout_s: float = 0.0, *, settle: bool = True) -> int:
+        """The number of the call."""
+        message = Flush(self._call(), timeout_s)
+        self.owed[message.call] = message
+        self.flush_deadlines[message.call] = self.now + timeout_s
+        self.control.flush(message, self.now)
+        self._after(settle)
+        return message.call
+
+    def abort(self, rid: str = "", *, settle: bool = True) -> None:
+        """One, or all."""
+        ended = self.scheduler.abort(Abort(rid, abort_all=not rid))
+        assert all(finished.reason == "abort" for finished in ended)
+        self.end(ended)
+        assert rid in self.finished if rid else not self.live, "an abort acts at once"
+        self._after(settle)
+
+    def stop(self, rid: str, num_tokens: int) -> None:
+        """The detokenizer has found a stop string."""
+        self.end(self.scheduler.finish(Finish(rid, num_tokens)))
+        assert self.finished[rid].num_tokens == num_tokens
+        self._after(True)
+
+    def begin_commit(self) -> None:
+        self.committing = True
+        self.control.hold(COMMIT)
+        self._after(True)
+
+    def end_commit(self, version: str) -> None:
+        """Only once no step is in flight."""
+        self.scheduler.set_weight_version(version)
+        self.committing = False
+        self.control.release(COMMIT)
+        self._after(True)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self._after(True)
+
+    def answered(self, call: int) -> Paused | Continued | Flushed:
+        assert call in self.answers, "no answer yet"
+        return self.answers[call]
+
+    def paused(self, call: int) -> Paused:
+        answer = self.answered(call)
+        assert isinstance(answer, Paused)
+        return answer
+
+    def flushed(self, call: int) -> Flushed:
+        answer = self.answered(call)
+        assert isinstance(answer, Flushed)
+        return answer
+
+    def _call(self) -> int:
+        self.calls += 1
+        return self.calls
+
+    def _after(self, settle: bool) -> None:
+        self.kept = {rid: what for rid, what in self.kept.items() if rid not in self.finished}
+        if self.mode in (None, "wait"):
+            self.kept = {}
+        if self.mode is None:
+            self.overtaken |= {call for call, message in self.owed.items() if isinstance(message, Pause)}
+        if settle:
+            self.settle()
+
+    # --- the loop ---
+
+    def launch(self) -> StepPlan | None:
+        self.settle()
+        was_idle = not self.results
+        used = {page: owners for step in self.device.unapplied for page, owners in step.items()}
+        plan = super().launch()
+        if plan is None:
+            may_run = {None: self.live, "wait": self.scheduler.running}.get(self.mode)
+            assert not (was_idle and may_run), "the engine is idle, requests may run, and nothing is planned"
+            return None
+        assert self.mode in (None, "wait"), "a step was planned during a pause"
+        assert self.mode is None or not plan.new_rows, "a request was admitted during a pause"
+        cached = {node.page for node in self.scheduler.resources.prefix.nodes()}
+        for row, _, pages in plan.pages:
+            for page in pages:
+                foreign = used.get(page, set()) - {self.device.owner[row]}
+                assert not foreign or page in cached, f"page {page} is handed out under a step in flight"
+        self.launched_versions.append(self.scheduler.weight_version)
+        self.launched_rows.append(plan.rows)
+        return plan
+
+    def apply(self) -> StepOutput:
+        output = super().apply()
+        self.launched_rows.popleft()
+        version = self.launched_versions.popleft()
+        for rid in output.rids:
+            self.token_versions[rid].append(version)
+        self.settle()
+        return output
+
+    def end(self, finished: list) -> None:
+        super().end(finished)
+        self.unchecked += [item.rid for item in finished]
+
+    def overlapped_step(self) -> bool:
+        did = super().overlapped_step()
+        self.settle()
+        return did
+
+    def settle(self) -> None:
+        """As the loop does after messages and results: take the answers, which must be due and true."""
+        if self.ends_at is not None and self.now >= self.ends_at:
+            self.user = self.ends_at = None
+        self._after(settle=False)
+        for message in self.control.advance(self.now):
+            self._take(message)
+        running = self.scheduler.running
+        if not self.results:
+            waits = self.mode == "wait" and running
+            busy = running or (self.scheduler.waiting and (self.mode is None or waits))
+            for call, message in self.owed.items():
+                assert not isinstance(message, Pause) or waits, "a pause that has taken effect is unanswered"
+                if isinstance(message, Flush):
+                    due = not busy or self.now >= self.flush_deadlines[call]
+                    assert not due, "a flush that could be answered is not"
+        assert not any(isinstance(message, Continue) for message in self.owed.values())
+        deadlines = [self.flush_deadlines[call] for call, m in self.owed.items() if isinstance(m, Flush)]
+        if self.ends_at is not None:
+            deadlines.append(self.ends_at)
+        assert self.control.next_deadline == min(deadlines, default=None)
+
+    def _take(self, message: SchedulerMessage) -> None:
+        if isinstance(message, StepOutput):
+            assert not message.tokens
+            aborting = any(isinstance(m, Pause) and m.mode == "abort" for m in self.owed.values())
+            assert aborting or not message.finished, "requests were aborted, but no pause asks for it"
+            self.end(message.finished)
+            return
+        assert isinstance(message, Paused | Continued | Flushed)
+        assert message.call in self.owed, "a call is answered twice, or was never made"
+        question = self.owed.pop(message.call)
+        assert type(message) is ANSWERS[type(question)]
+        self.answers[message.call] = message
+        if isinstance(message, Paused):
+            self._on_paused(question, message)
+        elif isinstance(message, Flushed):
+            self._on_flushed(message)
+
+    def _on_paused(self, question: Pause | Continue | Flush, message: Paused) -> None:
+        scheduler = self.scheduler
+        if message.call in self.overtaken:
+            assert message.mode is None
+            return
+        assert not self.results, "a pause is acknowledged while a step is in flight"
+        assert message.mode == self.mode
+        assert (message.num_running, message.num_waiting) == (len(scheduler.running), len(scheduler.waiting))
+        assert message.drained_ms >= 0
+        if message.mode != "in_place":
+            assert not scheduler.running
+        if isinstance(question, Pause) and question.mode == message.mode == "abort":
+            assert not self.live
+        self.kept = {r.rid: (r.row, list(r.pages), r.launched) for r in scheduler.running.values()}
+
+    def _on_flushed(self, message: Flushed) -> None:
+        scheduler, resources = self.scheduler, self.scheduler.resources
+        if not message.success:
+            assert self.now >= self.flush_deadlines[message.call] and message.error_msg
+            assert scheduler.running or (scheduler.waiting and self.mode in (None, "wait"))
+            return
+        assert not self.results, "flushed while a step is in flight"
+        assert not scheduler.running, "flushed the KV of a live request"
+        assert not scheduler.waiting or self.mode is not None, "flushed although requests wait"
+        assert resources.allocator.num_free == self.limits.num_pages
+        assert len(resources.free_rows) == self.limits.max_running_requests
+        assert (resources.prefix.num_pages, scheduler.num_decode_steps) == (0, 0)
+        assert scheduler.new_token_ratio == NewTokenRatio()
+
+    # --- the account ---
+
+    def check(self) -> None:
+        super().check()
+        scheduler, resources = self.scheduler, self.scheduler.resources
+        assert set(scheduler.requests) == set(self.live), "a live request was lost, or an ended one kept"
+        queue = [r.rid for r in scheduler.waiting]
+        arrivals = list(self.priorities)
+        in_order = sorted(queue, key=lambda rid: (-self.priorities[rid], arrivals.index(rid)))
+        assert queue == in_order, "a retracted request lost its place in the queue"
+        used = {page for step in self.device.unapplied for page in step}
+        rows = {row for step in self.launched_rows for row in step}
+        unlocked = {node.page for node in resources.prefix.nodes() if not node.locks}
+        assert not used & {*resources.allocator.free_pages()}, "a page is free under a step in flight"
+        assert not used & unlocked, "a cached page may be evicted under a step in flight"
+        assert not rows & {*resources.free_rows}, "a row is free under a step in flight"
+        for rid, what in self.kept.items():
+            request = scheduler.running[rid]
+            assert (request.row, request.pages, request.launched) == what, "moved during a pause in place"
+        for rid in self.unchecked:
+            end = self.finished[rid]
+            spans = [version for version, start, stop in end.versions for _ in range(start, stop)]
+            assert spans == self.token_versions[rid][: end.num_tokens], "version spans differ from the steps"
+            assert end.reason != "abort" or end.num_tokens == len(self.outputs[rid])
+        self.unchecked = []

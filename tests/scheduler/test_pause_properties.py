@@ -1,0 +1,282 @@
+"""Stateful proof: whatever is paused, continued, aborted and flushed when, nothing is lost, kept or repeated.
+
+What is compared after every event is in :class:`tests.scheduler.pausing.PausingSimulation`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from segue.protocol.messages import Pause, PauseMode
+from segue.scheduler.pause import PauseControl
+from segue.scheduler.request import Request
+from segue.scheduler.resources import Resources
+from segue.scheduler.scheduler import Scheduler
+from tests.scheduler.pausing import MODES, PausingSimulation
+from tests.scheduler.test_properties import prompts
+
+MAX_SEQ_LEN = 64
+modes = st.sampled_from(["in_place", "retract", *MODES])
+ttls = st.sampled_from([None, None, 0, 2, 9])
+PHASES = (Phase.generate,)  # with Phase.shrink to hunt: it can take minutes
+
+
+requests = st.fixed_dictionaries(
+    {
+        "prompt": prompts,
+        "params": st.fixed_dictionaries(
+            {
+                "max_new_tokens": st.integers(1, 40),
+                "priority": st.integers(-1, 1),
+                "stop_token_ids": st.sampled_from([(), (), (3, 4)]),
+                "prompt_logprobs_start": st.sampled_from([-1, -1, 0, 3]),
+                "seed": st.integers(0, 3),
+            }
+        ),
+    }
+)
+
+
+class PauseMachine(RuleBasedStateMachine):
+    """Every event of the scheduler in any order, with up to two steps in flight."""
+
+    num_steps = 0
+
+    @initialize(
+        page_size=st.sampled_from([1, 4, 16]),
+        spare=st.integers(0, 8),  # hardly more pages than one request needs: requests are preempted
+        rows=st.integers(1, 5),
+        chunk=st.sampled_from([1, 5, 16, 64]),
+        prefix=st.booleans(),
+        wanted=st.lists(requests, max_size=4),
+    )
+    def start(
+        self, page_size: int, spare: int, rows: int, chunk: int, prefix: bool, wanted: list[dict[str, Any]]
+    ) -> None:
+        self.sim = PausingSimulation(
+            num_pages=-(-MAX_SEQ_LEN // page_size) + spare,
+            page_size=page_size,
+            max_seq_len=MAX_SEQ_LEN,
+            max_running_requests=rows,
+            max_queued_requests=1000,
+            chunked_prefill_size=chunk,
+            prefix_cache=prefix,
+        )
+        self.version = 0
+        self.add(wanted)
+
+    @rule(wanted=st.lists(requests, min_size=1, max_size=4))
+    def add(self, wanted: list[dict[str, Any]]) -> None:
+        for fields in wanted:
+            self.sim.add(f"r{len(self.sim.prompts)}", list(fields["prompt"]), **fields["params"])
+
+    @precondition(lambda self: len(self.sim.results) <= 1)
+    @rule()
+    def launch(self) -> None:
+        self.sim.launch()
+
+    @precondition(lambda self: self.sim.results)
+    @rule()
+    def apply(self) -> None:
+        self.sim.apply()
+
+    @rule(turns=st.integers(1, 12), overlap=st.booleans())
+    def run_some(self, turns: int, overlap: bool) -> None:
+        while len(self.sim.results) > (1 if overlap else 0):
+            self.sim.apply()
+        for _ in range(turns):
+            if overlap:
+                self.sim.overlapped_step()
+            else:
+                self.sim.step()
+
+    # With settle=False the next message comes in the same turn of the loop.
+
+    @rule(mode=modes, ttl_s=ttls, settle=st.booleans())
+    def pause(self, mode: PauseMode, ttl_s: int | None, settle: bool) -> None:
+        self.sim.pause(mode, ttl_s, settle=settle)
+
+    @rule(turns=st.integers(1, 12), overlap=st.booleans(), mode=modes, ttl_s=ttls, settle=st.booleans())
+    def pause_in_the_middle(
+        self, turns: int, overlap: bool, mode: PauseMode, ttl_s: int | None, settle: bool
+    ) -> None:
+        self.run_some(turns, overlap)
+        self.sim.pause(mode, ttl_s, settle=settle)
+
+    @rule(settle=st.booleans())
+    def proceed(self, settle: bool) -> None:
+        self.sim.proceed(settle=settle)
+
+    @rule(turns=st.integers(1, 12), overlap=st.booleans())
+    def proceed_and_run(self, turns: int, overlap: bool) -> None:
+        self.sim.proceed()
+        self.run_some(turns, overlap)
+
+    @rule(timeout_s=st.sampled_from([0, 0, 1, 5]), settle=st.booleans())
+    def flush(self, timeout_s: int, settle: bool) -> None:
+        self.sim.flush(timeout_s, settle=settle)
+
+    @rule(seconds=st.integers(0, 6))
+    def timer(self, seconds: int) -> None:
+        self.sim.pass_time(seconds)
+
+    @precondition(lambda self: self.sim.live)
+    @rule(data=st.data(), settle=st.booleans())
+    def abort_or_disconnect(self, data: st.DataObject, settle: bool) -> None:
+        """One; seldom all."""
+        self.sim.abort(data.draw(st.sampled_from([*self.sim.live, ""])), settle=settle)
+
+    @precondition(lambda self: self.sim.live)
+    @rule(data=st.data())
+    def stop_string(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(self.sim.live))
+        self.sim.stop(rid, data.draw(st.integers(0, len(self.sim.outputs[rid]))))
+
+    @precondition(lambda self: not self.sim.committing)
+    @rule()
+    def begin_commit(self) -> None:
+        self.sim.begin_commit()
+
+    @precondition(lambda self: self.sim.committing and not self.sim.results)
+    @rule()
+    def end_commit(self) -> None:
+        self.version += 1
+        self.sim.end_commit(str(self.version))
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "sim"):
+            type(self).num_steps += 1
+            self.sim.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "sim") or sys.exc_info()[0] is not None:
+            return
+        sim = self.sim
+        while sim.results:
+            sim.apply()
+        sim.pass_time(100)
+        if sim.committing:
+            sim.end_commit(str(self.version + 1))
+        sim.proceed()
+        sim.run(overlap=True)
+        assert not sim.owed, "a call was never answered"
+        assert not sim.live, "a request never ended"
+        for rid, finished in sim.finished.items():
+            wanted = sim.params[rid].prompt_logprobs_start
+            if wanted >= 0 and finished.reason in ("length", "stop") and sim.outputs[rid]:
+                assert sim.prompt_logprobs[rid] == sim.prompts[rid][max(1, wanted) :]
+        flush = sim.flushed(sim.flush())
+        assert flush.success, flush.error_msg
+
+
+def prove(machine: type[PauseMachine], *, examples: int, **options: Any) -> int:
+    """Run the machine; the number of events, the first of each example included."""
+    machine.num_steps = 0
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=50,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=PHASES,
+            database=None,
+            report_multiple_bugs=False,
+            **options,
+        ),
+    )
+    return machine.num_steps
+
+
+def test_pauses_flushes_and_aborts_in_any_order() -> None:
+    print(f"{prove(PauseMachine, examples=90)} events without a violation")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_pauses_flushes_and_aborts_in_any_order_for_long() -> None:
+    count = prove(PauseMachine, examples=1200)
+    print(f"{count} events without a violation")
+    assert count >= 50_000
+
+
+# What the machine must catch: each is put into the scheduler in turn.
+
+_settle, _retract, _forget_kv = Resources.settle, Scheduler._retract, Request.forget_kv
+_pause, _try_flush = PauseControl.pause, PauseControl._try_flush
+
+
+def frees_under_a_step_in_flight(self: Resources, oldest: int) -> None:
+    _settle(self, 1 << 60)
+
+
+def forgets_who_waited_before(self: Scheduler, request: Request) -> None:
+    for other in list(self.waiting):
+        self.waiting.remove(other)
+    _retract(self, request)
+
+
+def queues_retracted_requests_last(self: Scheduler, request: Request) -> None:
+    self._arrivals += 1
+    request.arrival = self._arrivals
+    _retract(self, request)
+
+
+def acknowledges_before_the_drain(self: PauseControl, message: Pause, now: float) -> None:
+    _pause(self, message, now)
+    self._answer_pauses(now)
+
+
+def flushes_under_live_requests(self: PauseControl, flush: Any, now: float) -> bool:
+    scheduler = self._scheduler
+    running, scheduler.running = scheduler.running, {}
+    try:
+        return _try_flush(self, flush, now)
+    finally:
+        scheduler.running = running
+
+
+def loses_a_token(self: Request) -> None:
+    if self.num_outputs:
+        self.tokens.pop()
+    _forget_kv(self)
+
+
+def never_lets_go(self: PauseControl, message: Pause, now: float) -> None:
+    _pause(self, Pause(message.call, message.mode), now)
+
+
+SEEDED: list[tuple[type, str, Callable[..., Any]]] = [
+    (Resources, "settle", frees_under_a_step_in_flight),
+    (Scheduler, "_retract", forgets_who_waited_before),
+    (Scheduler, "_retract", queues_retracted_requests_last),
+    (PauseControl, "pause", acknowledges_before_the_drain),
+    (PauseControl, "_try_flush", flushes_under_live_requests),
+    (Request, "forget_kv", loses_a_token),
+    (PauseControl, "pause", never_lets_go),
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "bug"), SEEDED, ids=[bug.__name__ for *_, bug in SEEDED])
+def test_a_seeded_bug_is_caught(
+    cls: type, name: str, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cls, name, bug)
+    with pytest.raises(AssertionError) as caught:
+        prove(PauseMachine, examples=200, derandomize=True)
+    print(PauseMachine.num_steps, caught.value)
