@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from segue.errors import ContextLengthError, EngineDeadError, InvalidRequestError, OverloadedError
 from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling import SamplingOptions, Vocabulary
+from segue.frontend.stream import Stream
 from segue.frontend.tokenizer import Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
 from segue.protocol.messages import (
     Abort,
     AddRequest,
+    Continue,
+    Continued,
     Counters,
     Finish,
     Finished,
+    Flush,
+    Flushed,
     FrontendMessage,
     GetState,
+    Pause,
+    Paused,
     Ready,
     Rejected,
     State,
@@ -125,6 +134,121 @@ def test_an_aborted_rid_is_in_flight_until_the_scheduler_says_so(bench: Bench) -
     run(work())
 
 
+class HeldTokenizer:
+    """Each character is a token; encoding waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert self.go_on.wait(10)
+        return [ord(char) for char in text]
+
+
+@pytest.fixture
+def held(bench: Bench) -> HeldTokenizer:
+    tokenizer = HeldTokenizer()
+    bench.manager.tokenizer = cast(Any, tokenizer)
+    bench.manager.limits = Vocabulary(max_seq_len=10_000, vocab_size=320, eos_ids=())
+    return tokenizer
+
+
+TEXT = "a" * 5000  # long enough for a thread
+
+
+async def arriving(
+    bench: Bench, *requests: GenerateRequest, batch_id: str | None = None
+) -> asyncio.Task[list[Stream]]:
+    """A call whose prompts are being tokenized."""
+    task = asyncio.create_task(bench.manager.submit_batch(requests, batch_id))
+    while bench.manager.num_requests < len(requests):
+        await asyncio.sleep(0)
+    return task
+
+
+@pytest.mark.parametrize(
+    "abort", [{"rid": "a"}, {"rid": "batch"}, {"abort_all": True}, {"rid": "a", "message": "enough"}]
+)
+def test_what_is_aborted_while_it_is_tokenized_ends_at_once(
+    bench: Bench, held: HeldTokenizer, abort: dict[str, Any]
+) -> None:
+    async def work() -> None:
+        task = await arriving(bench, request("a", TEXT, logprobs=1), batch_id="batch")
+        with pytest.raises(InvalidRequestError, match="in flight"):
+            await bench.manager.submit(request("a"))
+        bench.manager.abort(**abort)
+        (stream,) = await task
+        with stream:
+            output = await stream.result()
+        assert output.end is not None
+        assert (output.end.reason, output.end.message) == (
+            "abort",
+            abort.get("message", "Abort before prefill"),
+        )
+        assert output.token_ids == []
+        await bench.manager.wait_idle()
+        await bench.manager.submit_batch([request("a")], "batch")  # both are free again
+        held.go_on.set()
+        assert [message.rid for message in bench.sent if isinstance(message, AddRequest)] == ["a"]
+
+    run(work())
+
+
+def test_of_a_batch_that_is_tokenized_one_may_be_aborted(bench: Bench, held: HeldTokenizer) -> None:
+    async def work() -> None:
+        task = await arriving(bench, request("a", TEXT), request("b", TEXT), batch_id="batch")
+        bench.manager.abort("a")
+        held.go_on.set()
+        first, _ = await task
+        assert (await first.result()).end is not None
+        assert [message.rid for message in bench.sent if isinstance(message, AddRequest)] == ["b"]
+        bench.manager.abort("batch")
+        assert bench.sent[-1] == Abort("b")
+
+    run(work())
+
+
+def test_a_call_whose_client_leaves_while_it_is_tokenized_is_forgotten(
+    bench: Bench, held: HeldTokenizer
+) -> None:
+    async def work() -> None:
+        task = await arriving(bench, request("a", TEXT), batch_id="batch")
+        task.cancel()
+        await asyncio.wait({task})
+        await bench.manager.wait_idle()
+        held.go_on.set()
+        await bench.manager.submit_batch([request("a")], "batch")
+        assert len(bench.sent) == 1
+
+    run(work())
+
+
+def test_a_pause_that_aborts_ends_what_is_tokenized_too(bench: Bench, held: HeldTokenizer) -> None:
+    async def work() -> None:
+        task = await arriving(bench, request("a", TEXT))
+        pause = asyncio.create_task(bench.manager.pause_generation("abort"))
+        ((stream,), _) = await asyncio.gather(task, answer(bench, PAUSED))
+        output = await stream.result()
+        assert output.end is not None and output.end.reason == "abort"
+        assert (await pause).num_aborted == PAUSED.num_aborted + 1
+        held.go_on.set()
+
+    run(work())
+
+
+def test_other_pauses_leave_alone_what_is_tokenized(bench: Bench, held: HeldTokenizer) -> None:
+    async def work() -> None:
+        task = await arriving(bench, request("a", TEXT))
+        pause = asyncio.create_task(bench.manager.pause_generation("retract"))
+        await answer(bench, PAUSED)
+        held.go_on.set()
+        await task
+        assert (await pause).num_aborted == PAUSED.num_aborted
+        assert isinstance(bench.sent[-1], AddRequest)
+
+    run(work())
+
+
 def test_a_batch_is_sent_whole_or_not_at_all(bench: Bench) -> None:
     async def work() -> None:
         with pytest.raises(InvalidRequestError, match="9999"):
@@ -213,6 +337,62 @@ def test_death_ends_everything_and_refuses_what_comes(bench: Bench) -> None:
         ):
             with pytest.raises(EngineDeadError, match="gone"):
                 await waiting
+
+    run(work())
+
+
+PAUSED = Paused(
+    call=0, mode="retract", num_running=0, num_waiting=3, num_retracted=2, num_aborted=1, drained_ms=4.0
+)
+
+
+async def answer(bench: Bench, message: Paused | Continued | Flushed) -> None:
+    """Answer the last call, once it is made."""
+    await asyncio.sleep(0)
+    call = cast(Pause, bench.sent[-1]).call
+    bench.manager.receive(structs.replace(message, call=call))
+
+
+CALLS: list[tuple[Callable[[TokenizerManager], Coroutine[Any, Any, Any]], FrontendMessage, Any]] = [
+    (lambda manager: manager.pause_generation("retract"), Pause(1, "retract"), PAUSED),
+    (lambda manager: manager.pause_generation("wait", 2.5), Pause(1, "wait", 2.5), PAUSED),
+    (lambda manager: manager.continue_generation(), Continue(1), Continued(0)),
+    (lambda manager: manager.flush_cache(3.0), Flush(1, 3.0), Flushed(0, False, 0, "not now")),
+]
+
+
+@pytest.mark.parametrize(("call", "sent", "reply"), CALLS)
+def test_control_calls_wait_for_their_answers(bench: Bench, call: Any, sent: Any, reply: Any) -> None:
+    async def work() -> None:
+        task = asyncio.create_task(call(bench.manager))
+        await answer(bench, reply)
+        assert bench.sent == [sent]
+        assert await task == (None if isinstance(reply, Continued) else structs.replace(reply, call=1))
+
+    run(work())
+
+
+@pytest.mark.parametrize(("call", "_", "__"), CALLS)
+def test_control_calls_fail_with_the_engine(bench: Bench, call: Any, _: Any, __: Any) -> None:
+    async def work() -> None:
+        task = asyncio.create_task(call(bench.manager))
+        await asyncio.sleep(0)
+        bench.manager.die(EngineDeadError("gone"))
+        for waiting in (task, call(bench.manager)):
+            with pytest.raises(EngineDeadError, match="gone"):
+                await waiting
+
+    run(work())
+
+
+def test_the_engines_death_ends_what_is_tokenized(bench: Bench, held: HeldTokenizer) -> None:
+    async def work() -> None:
+        task = await arriving(bench, request("a", TEXT))
+        bench.manager.die(EngineDeadError("gone"))
+        with pytest.raises(EngineDeadError, match="gone"):
+            await task
+        assert bench.manager.num_requests == 0
+        held.go_on.set()
 
     run(work())
 

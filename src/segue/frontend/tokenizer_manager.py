@@ -4,39 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
+
+from msgspec import structs
 
 from segue import errors
 from segue.errors import EngineDeadError, InvalidRequestError, SegueError
+from segue.frontend.arrival import NO_TOKENIZER, Arrival
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import GenerateRequest, RequestState
-from segue.frontend.sampling import Vocabulary, build_params, check_prompt_len, check_token_ids
+from segue.frontend.sampling import Vocabulary, build_params
 from segue.frontend.stats import Stats
 from segue.frontend.stream import Stream
 from segue.frontend.tokenizer import Tokenizer
 from segue.protocol.messages import (
     Abort,
     AddRequest,
+    Continue,
+    Continued,
     Counters,
     Finish,
     Finished,
+    Flush,
+    Flushed,
     FrontendMessage,
     GetState,
+    Pause,
+    Paused,
+    PauseMode,
     Ready,
     Rejected,
+    SamplingParams,
     SchedulerMessage,
     State,
     StepOutput,
     pack_ids,
 )
 
-INLINE_CHARS = 4096  # of a call's texts; more are tokenized in a thread
+Answer = TypeVar("Answer", State, Paused, Continued, Flushed)
+
 INLINE_MESSAGES = 64  # of a conversation; longer ones are rendered in a thread
-PROBE_CHARS_PER_TOKEN = 16  # texts longer than this a token of context are judged by their beginning
-PROBE_SLACK = 256  # tokens by which the beginning of a text may exceed the whole
 FIRST_VERSION = "0"
-NO_TOKENIZER = "this model has no tokenizer; give the prompt as token ids"
+BEFORE_PREFILL = "Abort before prefill"
 
 
 class TokenizerManager:
@@ -63,8 +73,9 @@ class TokenizerManager:
         self.limits = Vocabulary(max_seq_len=ready.max_seq_len, vocab_size=ready.vocab_size, eos_ids=eos_ids)
         self._send = send
         self._states: dict[str, RequestState] = {}
+        self._arriving: dict[str, Arrival] = {}  # rid -> the call it came with, until it has a state
         self._batches: dict[str, set[str]] = {}  # a batch's id -> those of its requests in flight
-        self._calls: dict[int, asyncio.Future[State]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._dead: SegueError | None = None
         self._idle = asyncio.Event()
@@ -88,39 +99,84 @@ class TokenizerManager:
         """
         created = time.monotonic()
         self._check_rids(requests, batch_id)
-        if sum(len(each.prompt) for each in requests if isinstance(each.prompt, str)) <= INLINE_CHARS:
-            prompts = [self._tokenize(request) for request in requests]
-        else:
-            prompts = await asyncio.to_thread(lambda: [self._tokenize(request) for request in requests])
-        params = [
-            build_params(request.options, len(ids), self.limits, request.names)
-            for request, ids in zip(requests, prompts, strict=True)
-        ]
-        self._check_rids(requests, batch_id)  # tokenizing may have taken a while
-        streams: list[Stream] = []
-        for request, ids, param in zip(requests, prompts, params, strict=True):
-            state = RequestState(request, ids, param, self.table, created)
-            self._send(
-                AddRequest(rid=request.rid, prompt=pack_ids(ids), params=param, priority=request.priority)
-            )
-            state.batch_id = batch_id
-            self._states[request.rid] = state
-            streams.append(Stream(state, self.discard))
+        arrival = Arrival(len(requests))
+        rids = [request.rid for request in requests]
+        self._arriving |= dict.fromkeys(rids, arrival)
         if batch_id is not None:
-            self._batches[batch_id] = {request.rid for request in requests}
+            self._batches[batch_id] = set(rids)
         self._idle.clear()
+        try:
+            prompts = await arrival.tokenize(requests, self.tokenizer, self.limits)
+            if self._dead is not None:
+                raise self._dead
+            params = [
+                build_params(request.options, len(ids), self.limits, request.names)
+                if request.rid not in arrival.aborted
+                else SamplingParams(max_new_tokens=0)
+                for request, ids in zip(requests, prompts, strict=True)
+            ]
+            streams = [
+                Stream(self._begin(request, ids, param, batch_id, created, arrival), self.discard)
+                for request, ids, param in zip(requests, prompts, params, strict=True)
+            ]
+        except BaseException:
+            if batch_id is not None:
+                self._batches.pop(batch_id, None)
+            raise
+        finally:
+            for rid in rids:
+                del self._arriving[rid]
+            self._settle()
         return streams
+
+    def _begin(
+        self,
+        request: GenerateRequest,
+        ids: Sequence[int],
+        params: SamplingParams,
+        batch_id: str | None,
+        created: float,
+        arrival: Arrival,
+    ) -> RequestState:
+        """Send a request, or end it if it was aborted on its way."""
+        state = RequestState(request, ids, params, self.table, created)
+        state.batch_id = batch_id
+        self._states[request.rid] = state
+        if request.rid not in arrival.aborted:
+            self._send(
+                AddRequest(rid=request.rid, prompt=pack_ids(ids), params=params, priority=request.priority)
+            )
+            return state
+        message = arrival.aborted[request.rid]
+        end = Finished(
+            rid=request.rid,
+            reason="abort",
+            num_tokens=0,
+            prompt_tokens=len(ids),
+            cached_tokens=0,
+            message=BEFORE_PREFILL if message is None else message,
+        )
+        self._finish(end, time.monotonic())
+        return state
 
     def abort(self, rid: str = "", *, abort_all: bool = False, message: str | None = None) -> None:
         """End one request, a batch's, or all; readers get what there is. An unknown rid does nothing."""
         if self._dead is not None:
             return
         if abort_all:
+            self._abort_arriving(self._arriving, message)
             self._send(Abort(abort_all=True, message=message))
             return
-        for each in self._batches.get(rid, {rid}):
+        rids = self._batches.get(rid, {rid})
+        self._abort_arriving(rids, message)
+        for each in rids:
             if each in self._states:
                 self._send(Abort(rid=each, message=message))
+
+    def _abort_arriving(self, rids: Iterable[str], message: str | None) -> None:
+        for rid in rids:
+            if (arrival := self._arriving.get(rid)) is not None:
+                arrival.abort(rid, message)
 
     def discard(self, state: RequestState) -> None:
         """The reader has gone: abort the request unless it has ended."""
@@ -128,24 +184,45 @@ class TokenizerManager:
             state.discarded = True
             self.abort(state.rid)
 
+    async def pause_generation(self, mode: PauseMode, ttl_s: float | None = None) -> Paused:
+        """Stop generating; returns once nothing runs. After ``ttl_s`` seconds it continues by itself."""
+        arriving = len(self._arriving) if mode == "abort" else 0
+        if mode == "abort":
+            self._abort_arriving(self._arriving, None)
+        answer = await self._ask(lambda call: Pause(call, mode, ttl_s), Paused)
+        return structs.replace(answer, num_aborted=answer.num_aborted + arriving)
+
+    async def continue_generation(self) -> None:
+        """Generate again; nothing happens if it was not paused."""
+        await self._ask(Continue, Continued)
+
+    async def flush_cache(self, timeout_s: float = 0.0) -> Flushed:
+        """Forget all cached KV, if no live request owns any within ``timeout_s`` seconds."""
+        return await self._ask(lambda call: Flush(call, timeout_s), Flushed)
+
     async def get_state(self, *, check: bool = False) -> State:
         """The scheduler's state; with ``check`` also the invariants that are broken."""
+        return await self._ask(lambda call: GetState(call, check), State)
+
+    async def _ask(self, message: Callable[[int], FrontendMessage], kind: type[Answer]) -> Answer:
+        """Send the message of a call's number, and wait for the answer that bears it."""
         if self._dead is not None:
             raise self._dead
         self._num_calls += 1
         call = self._num_calls
-        future: asyncio.Future[State] = asyncio.get_running_loop().create_future()
-        self._calls[call] = future
+        self._calls[call] = asyncio.get_running_loop().create_future()
         try:
-            self._send(GetState(call, check))
-            return await future
+            self._send(message(call))
+            answer = await self._calls[call]
         finally:
             del self._calls[call]
+        assert isinstance(answer, kind)
+        return answer
 
     @property
     def num_requests(self) -> int:
         """Requests in flight."""
-        return len(self._states)
+        return len(self._states) + len(self._arriving)
 
     async def wait_idle(self) -> None:
         """Until nothing is in flight."""
@@ -168,33 +245,13 @@ class TokenizerManager:
             raise self._dead
         seen: set[str] = set()
         for rid in (request.rid for request in requests):
-            if rid in self._states or rid in self._batches or rid in seen:
+            if rid in self._states or rid in self._arriving or rid in self._batches or rid in seen:
                 raise InvalidRequestError(
                     f"rid={rid!r} is in flight; use another, or wait for its reply", param="rid"
                 )
             seen.add(rid)
-        if batch_id is not None and (batch_id in self._batches or batch_id in self._states):
+        if batch_id in self._batches or batch_id in self._states or batch_id in self._arriving:
             raise InvalidRequestError(f"rid={batch_id!r} is in flight; use another", param="rid")
-
-    def _tokenize(self, request: GenerateRequest) -> Sequence[int]:
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            prompt = self._encode(prompt, request)
-        check_prompt_len(len(prompt), self.limits, request.param)
-        check_token_ids(prompt, self.limits, request.param)
-        return prompt
-
-    def _encode(self, text: str, request: GenerateRequest) -> list[int]:
-        """Tokenize; megabytes only if their beginning could fit the context."""
-        if self.tokenizer is None:
-            raise InvalidRequestError(NO_TOKENIZER, param=request.param)
-        special = request.add_special_tokens
-        size = PROBE_CHARS_PER_TOKEN * self.limits.max_seq_len
-        if len(text) > size:
-            count = len(self.tokenizer.encode(text[:size], add_special_tokens=special)) - PROBE_SLACK
-            if count >= self.limits.max_seq_len:
-                check_prompt_len(count, self.limits, request.param, at_least=True)
-        return self.tokenizer.encode(text, add_special_tokens=special)
 
     # --- the scheduler ---
 
@@ -208,7 +265,7 @@ class TokenizerManager:
                 if state is not None:
                     state.fail(error_of(message.kind, message.message))
                     self._ended(state)
-            case State():
+            case State() | Paused() | Continued() | Flushed():
                 future = self._calls.get(message.call)
                 if future is not None and not future.done():
                     future.set_result(message)
@@ -225,6 +282,8 @@ class TokenizerManager:
             state.fail(error)
         self._states.clear()
         self._batches.clear()
+        for arrival in self._arriving.values():
+            arrival.end()
         self._idle.set()
         for future in self._calls.values():
             if not future.done():
@@ -277,7 +336,10 @@ class TokenizerManager:
             rids.remove(state.rid)
             if not rids:
                 del self._batches[state.batch_id]
-        if not self._states:
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self.num_requests:
             self._idle.set()
 
 
