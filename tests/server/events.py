@@ -12,7 +12,7 @@ import httpx
 def parse_events(lines: Iterator[str]) -> Iterator[Any]:
     """The JSON of each event; the string "[DONE]" for the last."""
     for line in lines:
-        if not line:
+        if not line or line.startswith(":"):  # the latter: a comment
             continue
         name, _, data = line.partition(": ")
         assert name == "data", line

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
+from segue.server import sse
+from segue.server.sse import KEEP_ALIVE, EventStream
 from tests.server.conftest import MODEL, Api
 from tests.server.events import parse_events
 from tests.server.live import LiveServer
@@ -28,6 +31,140 @@ def slow(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServ
     monkeypatch.setenv("FAKE_STEP_S", "0.01")
     with LiveServer(tiny_model) as server:
         yield server
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_silence_is_filled_with_comments_that_change_nothing(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "0.15")
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.04)
+    chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 4, "ignore_eos": True}
+    native = {"text": "abc", "sampling_params": {"max_new_tokens": 4}}
+    body = {
+        "/generate": native,
+        "/v1/chat/completions": {"model": MODEL} | chat,
+        "/v1/completions": BODY | {"max_tokens": 4},
+    }[path]
+    with LiveServer(tiny_model) as server:
+        with server.client.stream("POST", path, json=body | {"stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line]
+        whole = server.client.post(path, json=body).json()
+        server.assert_nothing_left()
+    assert lines.count(": keep-alive") >= 3
+    assert lines[-1] == "data: [DONE]"
+    *events, _ = parse_events(iter(lines))
+    if path == "/generate":
+        assert (events[-1]["text"], events[-1]["output_ids"]) == (whole["text"], whole["output_ids"])
+        return
+    choices = [choice for each in events for choice in each["choices"]]
+    texts = [each["delta"].get("content", "") if "delta" in each else each["text"] for each in choices]
+    (choice,) = whole["choices"]
+    assert "".join(texts) == (choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+class Wire:
+    """The far end of one answer; it may stop taking what is sent."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.pending = 0
+        self.writable = asyncio.Event()
+        self.writable.set()
+        self.takes_comments = asyncio.Event()
+        self.takes_comments.set()
+        self.gone = asyncio.Event()
+
+    async def send(self, message: Any) -> None:
+        self.pending += 1
+        is_comment = message.get("body") == KEEP_ALIVE
+        await (self.takes_comments if is_comment else self.writable).wait()
+        self.pending -= 1
+        if message["type"] == "http.response.body":
+            self.bodies.append(message["body"])
+
+    async def receive(self) -> Any:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+
+def stream_to(wire: Wire, events: AsyncGenerator[bytes, None], closed: list[bool]) -> asyncio.Task[None]:
+    stream = EventStream(events, lambda error: {}, lambda: closed.append(True))
+    return asyncio.create_task(stream({"type": "http"}, wire.receive, wire.send))
+
+
+def test_comments_come_only_when_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.02)
+
+    async def work() -> None:
+        wire, more, closed = Wire(), asyncio.Event(), list[bool]()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield b"a"
+            await more.wait()
+            wire.writable.clear()
+            yield b"b"
+            yield b"c"
+
+        task = stream_to(wire, events(), closed)
+        while wire.bodies.count(KEEP_ALIVE) < 2:
+            await asyncio.sleep(0.001)
+        more.set()
+        while not wire.pending:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)  # five times what would be silence
+        assert wire.pending == 1
+        count = wire.bodies.count(KEEP_ALIVE)
+        wire.writable.set()
+        await task
+        assert wire.bodies == [b"a", *[KEEP_ALIVE] * count, b"b", b"c", b""]
+        assert closed == [True]
+
+    asyncio.run(asyncio.wait_for(work(), 10))
+
+
+def test_a_comment_that_cannot_be_sent_holds_back_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.02)
+
+    async def work() -> None:
+        wire, more = Wire(), asyncio.Event()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            wire.takes_comments.clear()
+            await more.wait()
+            yield b"a"
+
+        task = stream_to(wire, events(), [])
+        while not wire.pending:
+            await asyncio.sleep(0.001)
+        more.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        wire.takes_comments.set()
+        await task
+        assert wire.bodies == [KEEP_ALIVE, b"a", b""]
+
+    asyncio.run(asyncio.wait_for(work(), 10))
+
+
+def test_a_disconnect_during_silence_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+
+    async def work() -> None:
+        wire, closed = Wire(), list[bool]()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            await asyncio.Event().wait()
+            yield b""
+
+        task = stream_to(wire, events(), closed)
+        while not wire.bodies:
+            await asyncio.sleep(0.001)
+        wire.gone.set()
+        await task
+        assert closed == [True]
+
+    asyncio.run(asyncio.wait_for(work(), 10))
 
 
 def test_a_disconnect_aborts_a_stream(slow: LiveServer, wait_until: Any) -> None:

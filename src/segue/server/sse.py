@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ from segue.server.errors import InternalError
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE_S = 15.0  # of silence, as during a pause, before a comment tells proxies and clients to stay
+KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -38,8 +41,9 @@ def event(content: Any) -> bytes:
 class EventStream(Response):
     """Sends what ``events`` yields.
 
-    While the client is slow, ``send`` waits, and what is generated meanwhile comes as one event. An error
-    becomes a last event of ``error_body``. However it ends, ``close`` is called: it aborts what is not done.
+    While the client is slow, ``send`` waits, and what is generated meanwhile comes as one event. While there
+    is nothing to send, comments are. An error becomes a last event of ``error_body``. However it ends,
+    ``close`` is called: it aborts what is not done.
     """
 
     def __init__(
@@ -52,13 +56,16 @@ class EventStream(Response):
         self._close = close
         self._events = events
         self._error_body = error_body
+        self._sending = asyncio.Lock()  # a comment never comes behind the end
+        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
+        self._sent_at = time.monotonic()
         sender = asyncio.create_task(self._send_all(send))
         watcher = asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            await self._until_over(send, {sender, watcher})
         finally:
             watcher.cancel()
             sender.cancel()
@@ -67,22 +74,36 @@ class EventStream(Response):
             await self._events.aclose()
             self._close()
 
+    async def _until_over(self, send: Send, tasks: set[asyncio.Task[None]]) -> None:
+        """Wait for one of the tasks, with comments into the silence."""
+        patience = KEEP_ALIVE_S
+        while not (await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
+            patience = self._sent_at + KEEP_ALIVE_S - time.monotonic()
+            if patience <= 0:
+                patience = KEEP_ALIVE_S
+                if not self._sending.locked():  # else the client is slow
+                    await self._send(send, KEEP_ALIVE)
+
+    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        async with self._sending:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+            self._sent_at = time.monotonic()
+
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        async with self._sending:
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         try:
             async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await self._send(send, data)
         except SegueError as error:
-            await send(
-                {"type": "http.response.body", "body": event(self._error_body(error)), "more_body": True}
-            )
+            await self._send(send, event(self._error_body(error)))
         except (OSError, asyncio.CancelledError):
             raise
         except Exception:
             logger.exception("a stream failed")
             body = self._error_body(InternalError("internal error; the server's log has the details"))
-            await send({"type": "http.response.body", "body": event(body), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._send(send, event(body))
+        await self._send(send, b"", more=False)
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
