@@ -189,7 +189,8 @@ class TokenizerManager:
         arriving = len(self._arriving) if mode == "abort" else 0
         if mode == "abort":
             self._abort_arriving(self._arriving, None)
-        answer = await self._ask(lambda call: Pause(call, mode, ttl_s), Paused)
+        sent = time.monotonic()
+        answer = await self._ask(lambda call: Pause(call, mode, ttl_s, sent), Paused)
         return structs.replace(answer, num_aborted=answer.num_aborted + arriving)
 
     async def continue_generation(self) -> None:

@@ -178,6 +178,7 @@ class Pause(msgspec.Struct, frozen=True, tag=True, array_like=True):
     call: int
     mode: PauseMode
     ttl_s: float | None = None  # continue by itself after so long; None: never
+    sent: float | None = None  # when, by the host's monotonic clock: the scheduler may be busy; None: now
 
 
 class Continue(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -311,7 +312,7 @@ class Paused(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=Tru
     num_waiting: int
     num_retracted: int  # by this pause
     num_aborted: int
-    drained_ms: float  # from the message to the end of the last step
+    drained_ms: float  # from the sending of the message to the end of the last step
 
 
 class Continued(msgspec.Struct, frozen=True, tag=True, array_like=True):

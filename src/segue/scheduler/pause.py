@@ -57,7 +57,7 @@ class PauseControl:
         self.holders: dict[Holder, PauseMode] = {}
         self._asked: dict[Holder, PauseMode] = {}  # what has not taken effect yet
         self._deadline: float | None = None  # when the user's hold ends by itself
-        self._pauses: list[tuple[int, float]] = []  # (call, when it came), not yet answered
+        self._pauses: list[tuple[int, float]] = []  # (call, when it was sent), not yet answered
         self._flushes: list[_PendingFlush] = []
         self._replies: list[SchedulerMessage] = []
 
@@ -80,7 +80,7 @@ class PauseControl:
         """A user's pause: its mode only grows stronger, its time to live is the latest one's."""
         self.hold("user", message.mode)
         self._deadline = None if message.ttl_s is None else now + message.ttl_s
-        self._pauses.append((message.call, now))
+        self._pauses.append((message.call, now if message.sent is None else message.sent))
 
     def continue_(self, message: Continue) -> None:
         """End the user's pause, if there is one."""
