@@ -61,6 +61,7 @@ class Runner(Protocol):
 
 LEAD_S = 0.003  # so long before the end of a long step the next one is launched
 _MANY_TOKENS = 512  # of a step whose length is foreseen
+MAX_POLL_S = 3600.0  # the socket takes milliseconds as an integer; a client may give any number of seconds
 
 
 @dataclass(slots=True)
@@ -212,7 +213,8 @@ class SchedulerLoop:
         deadline = self.scheduler.control.next_deadline
         if deadline is None:
             return bool(self._inbox.poll(None))
-        return bool(self._inbox.poll(max(0, math.ceil((deadline - time.monotonic()) * 1e3))))
+        patience = min(deadline - time.monotonic(), MAX_POLL_S)
+        return bool(self._inbox.poll(max(0, math.ceil(patience * 1e3))))
 
     def _send(self, message: SchedulerMessage) -> None:
         self._outbox.send(self._encode(message))
