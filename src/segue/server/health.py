@@ -14,11 +14,12 @@ router = APIRouter(tags=["Health"])
 @router.get("/health")
 @router.get("/health_generate")
 async def health(request: Request) -> Response:
-    """200 while the engine serves; 503 while it starts, and once it is dead."""
+    """200 while the engine serves, or is paused; 503 while it starts, and once it is dead."""
     runtime = service_of(request).running
     if runtime.died.done():
         raise runtime.died.result()
-    return json_response({"status": "ok"})
+    mode = runtime.manager.stats.counters.paused
+    return json_response({"status": "ok"} if mode is None else {"status": "paused", "mode": mode})
 
 
 @router.get("/version")

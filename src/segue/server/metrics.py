@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from segue.frontend.stats import Histogram
-from segue.protocol.messages import EagerReason
+from segue.protocol.messages import EagerReason, PauseMode
 from segue.server.service import Service, service_of
 
 LABELS = ["model_name"]
@@ -54,6 +54,12 @@ class EngineCollector(Collector):
             ("padded_tokens", "Tokens computed only to fill a CUDA graph.", now.padded_tokens),
         ):
             yield _filled(CounterMetricFamily(f"segue:{name}", text, labels=LABELS), label, total)
+        paused = GaugeMetricFamily(
+            "segue:paused", "Whether generation is paused, by mode.", labels=[*LABELS, "mode"]
+        )
+        for mode in get_args(PauseMode):
+            paused.add_metric([label, mode], now.paused == mode)
+        yield paused
         eager = {reason: now.eager_steps.get(reason, 0) for reason in get_args(EagerReason)}
         for name, text, key, totals in (
             ("request_success", "Requests that ended, by reason.", "finished_reason", stats.finished),
