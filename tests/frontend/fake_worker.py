@@ -112,6 +112,7 @@ def serve(config: EngineConfig, to_scheduler: str, to_frontend: str, context: zm
         max_running_requests=config.max_running_requests or 16,
         max_queued_requests=config.max_queued_requests,
         chunked_prefill_size=config.chunked_prefill_size or 512,
+        reject_while_paused=config.paused_policy == "reject",
     )
     ready = Ready(
         max_seq_len=limits.max_seq_len,

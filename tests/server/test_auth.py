@@ -35,6 +35,28 @@ def test_control_routes_need_the_admin_key(guarded: LiveServer) -> None:
     assert guarded.client.post("/abort_request", json={"abort_all": True}).status_code == 401
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/pause_generation"),
+        ("POST", "/continue_generation"),
+        ("POST", "/abort_request"),
+        ("GET", "/flush_cache"),
+        ("POST", "/flush_cache"),
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("GET", "/is_paused"),
+        ("GET", "/get_server_info"),
+    ],
+)
+def test_every_control_route_needs_the_admin_key(guarded: LiveServer, method: str, path: str) -> None:
+    for key, allowed in ((None, False), ("client-key", False), ("admin-key", True)):
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        response = guarded.client.request(method, path, headers=headers)
+        assert response.status_code == (200 if allowed else 401)
+    assert guarded.client.post("/resume", headers={"authorization": "Bearer admin-key"}).is_success
+
+
 def test_the_error_is_openais(guarded: LiveServer) -> None:
     response = guarded.client.post("/v1/completions", json={})
     assert response.json()["error"]["code"] == "invalid_api_key"

@@ -16,6 +16,8 @@ from segue.frontend.native import NativeCall, parse_call
 from segue.frontend.processes import WORKER_COMMAND
 from segue.frontend.runtime import Runtime
 from segue.frontend.tokenizer import Tokenizer
+from segue.protocol.control import FlushQuery, FlushResult, PauseRequest, PauseResult
+from segue.protocol.validation import parse
 
 
 class Engine:
@@ -112,6 +114,43 @@ class Engine:
         """As :meth:`abort_request`."""
         await self._running.call_async(self._abort(rid, abort_all))
 
+    def pause_generation(self, mode: str = "retract", ttl_s: float | None = None) -> PauseResult:
+        """Stop generating; returns once nothing runs. Threads that wait for replies go on waiting.
+
+        Args:
+            mode: ``wait`` lets running requests end, ``in_place`` leaves all where they are, ``retract``
+                takes their KV and has them wait, ``abort`` ends them. A weaker mode than the present one
+                changes nothing.
+            ttl_s: seconds after which it continues by itself; None: never.
+
+        Raises:
+            InvalidRequestError: an unknown mode, or a ``ttl_s`` that is no positive number.
+        """
+        return self._running.call(self._pause(mode, ttl_s))
+
+    async def async_pause_generation(self, mode: str = "retract", ttl_s: float | None = None) -> PauseResult:
+        """As :meth:`pause_generation`."""
+        return await self._running.call_async(self._pause(mode, ttl_s))
+
+    def continue_generation(self) -> None:
+        """Generate again; nothing happens if it was not paused."""
+        self._running.call(self._runtime.manager.continue_generation())
+
+    async def async_continue_generation(self) -> None:
+        """As :meth:`continue_generation`."""
+        await self._running.call_async(self._runtime.manager.continue_generation())
+
+    def flush_cache(self, timeout: float = 0.0) -> FlushResult:
+        """Forget all cached KV. Refused while a live request owns some, or while requests run or wait.
+
+        ``timeout``: seconds to wait until it would not be refused.
+        """
+        return self._running.call(self._flush(timeout))
+
+    async def async_flush_cache(self, timeout: float = 0.0) -> FlushResult:
+        """As :meth:`flush_cache`."""
+        return await self._running.call_async(self._flush(timeout))
+
     def get_server_info(self) -> dict[str, Any]:
         """Options, version, what was decided at start, and ``internal_states``."""
         return self._running.call(self._runtime.server_info())
@@ -160,6 +199,13 @@ class Engine:
 
     async def _abort(self, rid: str | None, abort_all: bool) -> None:
         self._runtime.manager.abort(rid or "", abort_all=abort_all)
+
+    async def _pause(self, mode: str, ttl_s: float | None) -> PauseResult:
+        checked = parse(PauseRequest, {"mode": mode, "ttl_s": ttl_s})
+        return await self._runtime.manager.pause_generation(checked.mode, checked.ttl_s)
+
+    async def _flush(self, timeout: float) -> FlushResult:
+        return await self._runtime.manager.flush_cache(parse(FlushQuery, {"timeout": timeout}).timeout)
 
 
 def _body(

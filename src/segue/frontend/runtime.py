@@ -28,7 +28,6 @@ T = TypeVar("T")
 SECRETS = ("api_key", "admin_api_key")
 # Fields of ``internal_states`` that clients read, of features that this engine does not have.
 NOT_HERE: dict[str, Any] = {
-    "pause_mode": None,
     "pending_dp_reqs_size": 0,
     "prefill_decode_size": 0,
     "disagg_prefill_bootstrap_queue_size": 0,

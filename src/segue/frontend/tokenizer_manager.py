@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
-from msgspec import structs
+from msgspec import convert, structs
 
 from segue import errors
 from segue.errors import EngineDeadError, InvalidRequestError, SegueError
@@ -18,6 +18,7 @@ from segue.frontend.sampling import Vocabulary, build_params
 from segue.frontend.stats import Stats
 from segue.frontend.stream import Stream
 from segue.frontend.tokenizer import Tokenizer
+from segue.protocol.control import FlushResult, PauseResult
 from segue.protocol.messages import (
     Abort,
     AddRequest,
@@ -184,22 +185,24 @@ class TokenizerManager:
             state.discarded = True
             self.abort(state.rid)
 
-    async def pause_generation(self, mode: PauseMode, ttl_s: float | None = None) -> Paused:
+    async def pause_generation(self, mode: PauseMode, ttl_s: float | None = None) -> PauseResult:
         """Stop generating; returns once nothing runs. After ``ttl_s`` seconds it continues by itself."""
         arriving = len(self._arriving) if mode == "abort" else 0
         if mode == "abort":
             self._abort_arriving(self._arriving, None)
         sent = time.monotonic()
         answer = await self._ask(lambda call: Pause(call, mode, ttl_s, sent), Paused)
-        return structs.replace(answer, num_aborted=answer.num_aborted + arriving)
+        result = convert(answer, PauseResult, from_attributes=True)
+        return structs.replace(result, num_aborted=result.num_aborted + arriving)
 
     async def continue_generation(self) -> None:
         """Generate again; nothing happens if it was not paused."""
         await self._ask(Continue, Continued)
 
-    async def flush_cache(self, timeout_s: float = 0.0) -> Flushed:
+    async def flush_cache(self, timeout_s: float = 0.0) -> FlushResult:
         """Forget all cached KV, if no live request owns any within ``timeout_s`` seconds."""
-        return await self._ask(lambda call: Flush(call, timeout_s), Flushed)
+        answer = await self._ask(lambda call: Flush(call, timeout_s), Flushed)
+        return convert(answer, FlushResult, from_attributes=True)
 
     async def get_state(self, *, check: bool = False) -> State:
         """The scheduler's state; with ``check`` also the invariants that are broken."""

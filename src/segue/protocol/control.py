@@ -1,15 +1,68 @@
-"""Bodies of the control routes. Unknown fields are ignored: clients send extras."""
+"""What control calls are given and give. Unknown fields are ignored: clients send extras."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Literal
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from segue.protocol.messages import PauseMode
 
 
-class AbortRequest(BaseModel):
-    """``POST /abort_request``."""
-
+class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class _Query(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class AbortRequest(_Body):
+    """``POST /abort_request``."""
 
     rid: str | None = ""
     abort_all: bool = False
     aborted_message: str | None = None
+
+
+class PauseRequest(_Body):
+    """``POST /pause_generation``."""
+
+    mode: Annotated[PauseMode, BeforeValidator(lambda mode: "in_place" if mode == "in-place" else mode)] = (
+        "abort"
+    )
+    ttl_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class FlushQuery(_Query):
+    """``GET|POST /flush_cache``: seconds to wait until no live request owns KV."""
+
+    timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+
+class PauseQuery(_Query):
+    """``POST /pause``, vLLM's; ``keep`` leaves requests in place."""
+
+    mode: Literal["abort", "wait", "keep"] = "abort"
+
+
+class PauseResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pause made of the requests; nothing runs any more."""
+
+    mode: (
+        PauseMode | None
+    )  # the present one, perhaps a stronger one than was asked for; None: continued since
+    num_running: int
+    num_waiting: int
+    num_retracted: int  # by this pause
+    num_aborted: int
+    drained_ms: float  # how long the steps in flight took to end
+
+
+class FlushResult(msgspec.Struct, frozen=True):
+    """Whether the KV cache is empty now."""
+
+    success: bool
+    flushed_items: int = 0  # tokens whose KV was cached
+    error_msg: str = ""  # why not, and the way out

@@ -1,22 +1,66 @@
-"""Control routes: abort, server information."""
+"""Control routes: pause, continue, abort, flush, server information."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
+from msgspec import structs
 
-from segue.protocol.control import AbortRequest
+from segue.protocol.control import AbortRequest, FlushQuery, PauseQuery, PauseRequest
+from segue.protocol.messages import PauseMode
 from segue.protocol.validation import parse
 from segue.server.body import read_json
 from segue.server.errors import json_response
-from segue.server.schema import body_schema
+from segue.server.schema import body_schema, query_schema
 from segue.server.service import service_of
-
-PATHS = frozenset({"/abort_request", "/server_info", "/get_server_info"})  # those the admin key guards
 
 router = APIRouter(tags=["Control"])
 
+VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "in_place"}
 
-@router.post("/abort_request", openapi_extra=body_schema(AbortRequest))
+
+@router.post("/pause_generation", openapi_extra=body_schema(PauseRequest, required=False))
+async def pause_generation(request: Request) -> Response:
+    """Stop generating; answers once nothing runs, with what became of the requests."""
+    service = service_of(request)
+    manager = service.manager
+    body = await read_json(request, service.config.max_body_mib, lambda body: parse(PauseRequest, body))
+    result = await manager.pause_generation(body.mode, body.ttl_s)
+    said = {"message": "Generation paused successfully.", "status": "ok"}
+    return json_response(said | structs.asdict(result))
+
+
+@router.post("/continue_generation")
+async def continue_generation(request: Request) -> Response:
+    """Generate again; not paused: nothing happens."""
+    await service_of(request).manager.continue_generation()
+    return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+
+@router.post("/pause", openapi_extra=query_schema(PauseQuery))
+async def pause(request: Request) -> Response:
+    """As ``/pause_generation``, by vLLM's name and modes."""
+    manager = service_of(request).manager
+    query = parse(PauseQuery, dict(request.query_params))
+    await manager.pause_generation(VLLM_MODES[query.mode])
+    return json_response({"status": "paused"})
+
+
+@router.post("/resume")
+async def resume(request: Request) -> Response:
+    """As ``/continue_generation``, by vLLM's name."""
+    await service_of(request).manager.continue_generation()
+    return json_response({"status": "resumed"})
+
+
+@router.get("/is_paused")
+async def is_paused(request: Request) -> Response:
+    """Whether generation is paused."""
+    state = await service_of(request).manager.get_state()
+    return json_response({"is_paused": state.state["engine_paused"]})
+
+
+@router.post("/abort_request", openapi_extra=body_schema(AbortRequest, required=False))
 async def abort_request(request: Request) -> Response:
     """End a request, a batch, or all; an unknown rid does nothing."""
     service = service_of(request)
@@ -25,8 +69,23 @@ async def abort_request(request: Request) -> Response:
     return Response()
 
 
+@router.get("/flush_cache", openapi_extra=query_schema(FlushQuery))
+@router.post("/flush_cache", openapi_extra=query_schema(FlushQuery))
+async def flush_cache(request: Request) -> Response:
+    """Forget all cached KV; refused while a live request owns some, or while requests run or wait."""
+    manager = service_of(request).manager
+    query = parse(FlushQuery, dict(request.query_params))
+    flushed = await manager.flush_cache(query.timeout)
+    if flushed.success:
+        return Response(f"Cache flushed.\nFlushed items: {flushed.flushed_items}\n", media_type="text/plain")
+    return Response(f"Cache not flushed.\nReason: {flushed.error_msg}\n", 400, media_type="text/plain")
+
+
 @router.get("/server_info")
 @router.get("/get_server_info")
 async def server_info(request: Request) -> Response:
     """Options, version, what was decided at start, and the scheduler's state."""
     return json_response(await service_of(request).running.server_info())
+
+
+PATHS = frozenset(route.path for route in router.routes if isinstance(route, APIRoute))  # the admin key's

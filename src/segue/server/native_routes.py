@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from segue.frontend.generation import Generation
 from segue.frontend.merge import accepted
-from segue.frontend.native import parse_call
+from segue.frontend.native import NativeCall, parse_call
+from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.protocol.native import NativeGenerate
 from segue.server.body import read_json
 from segue.server.errors import json_response, native_body
@@ -27,16 +29,25 @@ async def generate(request: Request) -> Response:
     manager = service.manager
     most = service.config.max_queued_requests
     call = await read_json(request, service.config.max_body_mib, lambda body: parse_call(body, most))
-    generation = await Generation.start(manager, call)
     if call.stream:
-        try:
-            await accepted(generation.streams, ACCEPT_S)
-        except BaseException:
-            generation.close()
-            raise
+        generation = await unless_gone(request, _begun(manager, call))
         return EventStream(_events(generation), native_body, generation.close)
-    with generation:
-        return json_response(await unless_gone(request, generation.result()))
+    return json_response(await unless_gone(request, _result(manager, call)))
+
+
+async def _begun(manager: TokenizerManager, call: NativeCall) -> Generation:
+    generation = await Generation.start(manager, call)
+    try:
+        await accepted(generation.streams, ACCEPT_S)
+    except BaseException:
+        generation.close()
+        raise
+    return generation
+
+
+async def _result(manager: TokenizerManager, call: NativeCall) -> Any:
+    with await Generation.start(manager, call) as generation:
+        return await generation.result()
 
 
 async def _events(generation: Generation) -> AsyncGenerator[bytes, None]:

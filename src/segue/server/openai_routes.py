@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from segue.frontend.merge import accepted, merged, results
+from segue.frontend.request import Output
 from segue.frontend.runtime import Runtime
 from segue.frontend.stream import Stream
 from segue.protocol import openai
@@ -85,13 +86,9 @@ def _model_card(request: Request) -> dict[str, Any]:
 
 
 async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: Wanted) -> Response:
-    batch_id = wanted.id if wanted.is_batch else None
-    streams = await runtime.manager.submit_batch(wanted.requests, batch_id)
-    stack = ExitStack()
-    for stream in streams:
-        stack.enter_context(stream)
     created = int(time.time())
     if wanted.stream:
+        streams, stack = await unless_gone(request, _begun(runtime, wanted))
         chunks = Chunks(
             dialect,
             id=wanted.id,
@@ -100,14 +97,8 @@ async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: 
             logprobs=wanted.logprobs >= 0,
             usage_in_stream=wanted.usage_in_stream,
         )
-        try:
-            await accepted(streams, ACCEPT_S)
-        except BaseException:
-            stack.close()
-            raise
         return EventStream(_events(chunks, streams), openai_body, stack.close)
-    with stack:
-        outputs = await unless_gone(request, results(streams))
+    outputs = await unless_gone(request, _results(runtime, wanted))
     ends = [output.end for output in outputs if output.end is not None]
     reply = {
         "id": wanted.id,
@@ -120,6 +111,32 @@ async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: 
         "usage": usage(ends),
     }
     return json_response(reply)
+
+
+async def _submit(runtime: Runtime, wanted: Wanted) -> tuple[list[Stream], ExitStack]:
+    """The streams; leaving the stack aborts those that have not ended."""
+    batch_id = wanted.id if wanted.is_batch else None
+    stack = ExitStack()
+    streams = await runtime.manager.submit_batch(wanted.requests, batch_id)
+    for stream in streams:
+        stack.enter_context(stream)
+    return streams, stack
+
+
+async def _begun(runtime: Runtime, wanted: Wanted) -> tuple[list[Stream], ExitStack]:
+    streams, stack = await _submit(runtime, wanted)
+    try:
+        await accepted(streams, ACCEPT_S)
+    except BaseException:
+        stack.close()
+        raise
+    return streams, stack
+
+
+async def _results(runtime: Runtime, wanted: Wanted) -> list[Output]:
+    streams, stack = await _submit(runtime, wanted)
+    with stack:
+        return await results(streams)
 
 
 async def _events(chunks: Chunks, streams: list[Stream]) -> AsyncGenerator[bytes, None]:

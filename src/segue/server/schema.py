@@ -7,10 +7,18 @@ from typing import Any
 from pydantic import BaseModel
 
 
-def body_schema(model: type[BaseModel]) -> dict[str, Any]:
+def body_schema(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
     """``openapi_extra`` of a route whose body is ``model``, its definitions inside."""
     schema = _inlined(model.model_json_schema())
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
+
+
+def query_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """``openapi_extra`` of a route whose query is ``model``."""
+    properties = _inlined(model.model_json_schema())["properties"]
+    return {
+        "parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]
+    }
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
