@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,7 +26,9 @@ from typer.testing import CliRunner
 import segue
 from segue import cli
 from segue.config import EngineConfig
+from segue.errors import ConfigError
 from segue.frontend.engine import Engine
+from segue.frontend.remote import RemoteError
 from segue.server import lifecycle
 from segue.weights import convert
 from tests.frontend.conftest import FAKE_WORKER
@@ -147,6 +150,7 @@ def test_the_environment_decides_what_no_flag_does(
         (["serve", "--model", "/no/such/model", "--port", "0"], "/no/such/model"),
         (["generate", "--model", "/no/such/model", "hello"], "/no/such/model"),
         (["chat", "--url", "http://127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),
+        (["pause", "--url", "http://127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_1(arguments: list[str], words: str) -> None:
@@ -245,6 +249,71 @@ def test_chat_with_a_server(tiny_model: Path, typed: Any, capsys: pytest.Capture
         assert "user\nabc" in output
         assert "refused by the template" in output
         server.assert_nothing_left()
+
+
+def test_a_running_server_is_paused_flushed_and_continued(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any
+) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    with LiveServer(tiny_model) as server:
+
+        def told(*words: str) -> str:
+            result = RUNNER.invoke(cli.app, [*words, "--url", server.url])
+            assert result.exit_code == 0, result.exception
+            (line,) = result.stdout.splitlines()
+            return line
+
+        def state() -> Any:
+            return server.client.get("/server_info").json()["internal_states"][0]
+
+        body = {"text": "abc", "rid": "one", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+        for abort in (["one"], ["--all"]):
+            request = threading.Thread(target=lambda: server.client.post("/generate", json=body))
+            request.start()
+            wait_until(lambda: state()["running_batch_size"] == 1)
+            with pytest.raises(RemoteError, match=r"400 Cache not flushed\. Reason: 1 requests run"):
+                RUNNER.invoke(cli.app, ["flush", "--url", server.url], catch_exceptions=False)
+            line = told("pause", "--mode", "in-place", "--ttl", "60")
+            assert line.startswith("paused (in_place): 1 requests in place, 0 wait; 0 retracted, 0 aborted; ")
+            line = told("pause")
+            assert line.startswith("paused (retract): 0 requests in place, 1 wait; 1 retracted, 0 aborted; ")
+            assert re.fullmatch(r"Cache flushed\. Flushed items: \d+", told("flush", "--timeout", "5"))
+            assert told("continue") == "Generation continued successfully."
+            assert not state()["engine_paused"]
+            assert told("abort", *abort) == f"told to abort {'one' if abort == ['one'] else 'all requests'}"
+            request.join(2)
+            assert not request.is_alive()
+        server.assert_nothing_left()
+
+
+def test_control_commands_send_the_admin_key(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LiveServer(tiny_model, api_key="a", admin_api_key="b") as server:
+
+        def told(*words: str) -> int:
+            return RUNNER.invoke(cli.app, ["continue", "--url", server.url, *words]).exit_code
+
+        assert (told(), told("--api-key", "a"), told("--api-key", "b")) == (1, 1, 0)
+        monkeypatch.setenv("SEGUE_API_KEY", "a")
+        assert told() == 1
+        monkeypatch.setenv("SEGUE_ADMIN_API_KEY", "b")
+        assert (told(), told("--api-key", "c")) == (0, 1)
+
+
+def test_what_a_server_refuses_is_said(tiny_model: Path) -> None:
+    with LiveServer(tiny_model) as server:
+        for words, message in (
+            (["pause", "--mode", "stop"], r"400 mode='stop': .*retract"),
+            (["pause", "--ttl", "-1"], r"400 ttl_s=-1\.0: .*greater than 0"),
+            (["flush", "--timeout", "inf"], r"400 timeout='inf'"),
+        ):
+            with pytest.raises(RemoteError, match=message):
+                RUNNER.invoke(cli.app, [*words, "--url", server.url], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("words", [[], ["x", "--all"]])
+def test_what_is_to_be_aborted_must_be_clear(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="either a request's id or --all"):
+        RUNNER.invoke(cli.app, ["abort", *words], catch_exceptions=False)
 
 
 def test_models_lists_what_is_in_the_cache(tmp_path: Path) -> None:

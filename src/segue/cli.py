@@ -1,8 +1,9 @@
-"""The command line: ``segue serve | chat | generate | models``."""
+"""The command line: ``segue serve | chat | generate | models | pause | continue | abort | flush``."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import sys
@@ -23,6 +24,7 @@ from segue.errors import CacheDirectoryError, ConfigError, SegueError
 from segue.frontend.engine import Engine
 from segue.frontend.installed import installed_models
 from segue.frontend.processes import worker_environment
+from segue.frontend.remote import TIMEOUT_S, Remote
 from segue.frontend.runtime import Runtime
 from segue.frontend.terminal import LocalChat, RemoteChat, converse, pieces
 from segue.logs import configure
@@ -201,7 +203,8 @@ def chat(
     """Talk to a model in the terminal."""
     params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     if url is not None:
-        remote = RemoteChat(url, key, {name: value for name, value in params.items() if value is not None})
+        given = {name: value for name, value in params.items() if value is not None}
+        remote = RemoteChat(Remote(url, key), given)
         converse(remote.model, remote.reply, system)
         return
     with _engine(config) as engine:
@@ -280,6 +283,82 @@ def models(
             "choose another with --cache-dir"
         ) from error
     Console(highlight=False).print(table)
+
+
+Url = Annotated[str, typer.Option(help="The running server.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(help="Its admin key, or API key. [dim]SEGUE_ADMIN_API_KEY, SEGUE_API_KEY[/dim]"),
+]
+DEFAULT_URL = "http://127.0.0.1:30000"
+CONTROL = "Control a running server"
+
+
+@app.command(rich_help_panel=CONTROL)
+def pause(
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="What becomes of requests: wait (running ones end first), in_place (they stay where they "
+            "are), retract (they give their KV back, and wait), abort (they end)."
+        ),
+    ] = "retract",
+    ttl: Annotated[float | None, typer.Option(help="Seconds after which it continues by itself.")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Stop a server's generation; returns once nothing runs."""
+    server = _server(url, api_key)
+    timeout = None if mode == "wait" else TIMEOUT_S
+    text = server.post("/pause_generation", {"mode": mode, "ttl_s": ttl}, timeout=timeout)
+    with server.understood():
+        now = json.loads(text)
+        typer.echo(
+            f"paused ({now['mode']}): {now['num_running']} requests in place, {now['num_waiting']} wait; "
+            f"{now['num_retracted']} retracted, {now['num_aborted']} aborted; took {now['drained_ms']:.1f} ms"
+        )
+
+
+@app.command("continue", rich_help_panel=CONTROL)
+def continue_(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Let a paused server go on."""
+    server = _server(url, api_key)
+    text = server.post("/continue_generation")
+    with server.understood():
+        typer.echo(json.loads(text)["message"])
+
+
+@app.command(rich_help_panel=CONTROL)
+def abort(
+    rid: Annotated[str | None, typer.Argument(help="Id of a request, or of a batch.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every request.")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """End a request of a server, or all; their replies are what they have. An unknown id does nothing."""
+    if bool(rid) == all_:
+        raise ConfigError("give either a request's id or --all")
+    _server(url, api_key).post("/abort_request", {"rid": rid or "", "abort_all": all_})
+    typer.echo("told to abort " + ("all requests" if all_ else str(rid)))
+
+
+@app.command(rich_help_panel=CONTROL)
+def flush(
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait until no live request holds KV.", min=0)
+    ] = 0.0,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Have a server forget all cached KV."""
+    patience = None if timeout else TIMEOUT_S
+    text = _server(url, api_key).post(f"/flush_cache?timeout={timeout}", timeout=patience)
+    typer.echo(" ".join(text.split()))
+
+
+def _server(url: str, api_key: str | None) -> Remote:
+    config = EngineConfig.create()  # reads the keys of the environment
+    return Remote(url, api_key or config.admin_api_key or config.api_key)
 
 
 @contextmanager

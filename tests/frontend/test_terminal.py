@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from segue.frontend.terminal import ChatError, RemoteChat
+from segue.frontend.remote import Remote, RemoteError
+from segue.frontend.terminal import RemoteChat
 
 OK = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
 MODELS = OK + b'{"data": [{"id": "some-model"}]}'
@@ -52,8 +53,8 @@ def answering(*answers: bytes) -> Iterator[str]:
     ],
 )
 def test_what_is_no_openai_server_is_an_error_in_words(answer: bytes, words: str) -> None:
-    with answering(answer) as url, pytest.raises(ChatError, match=words):
-        RemoteChat(url, None, {})
+    with answering(answer) as url, pytest.raises(RemoteError, match=words):
+        RemoteChat(Remote(url, None), {})
 
 
 @pytest.mark.parametrize(
@@ -67,13 +68,13 @@ def test_what_is_no_openai_server_is_an_error_in_words(answer: bytes, words: str
 )
 def test_an_answer_that_breaks_off_says_why(events: bytes, words: str) -> None:
     with answering(MODELS, OK + events) as url:
-        reply = RemoteChat(url, None, {}).reply([])
+        reply = RemoteChat(Remote(url, None), {}).reply([])
         assert next(reply) == "Hello"
-        with pytest.raises(ChatError, match=words):
+        with pytest.raises(RemoteError, match=words):
             next(reply)
 
 
 def test_comments_and_chunks_without_a_choice_are_passed_over() -> None:
     events = b": ping\n\n" + HELLO + b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n'
     with answering(MODELS, OK + events) as url:
-        assert list(RemoteChat(url, None, {}).reply([])) == ["Hello"]
+        assert list(RemoteChat(Remote(url, None), {}).reply([])) == ["Hello"]

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.client import HTTPException
 from typing import Any
 
 from rich.console import Console
 
 from segue.errors import SegueError
 from segue.frontend.engine import Engine
+from segue.frontend.remote import Remote, RemoteError, message_of
 
 Message = dict[str, str]
 HELP = "/help  this list\n/reset forget the conversation\n/exit  leave (also Ctrl-D)\nCtrl-C stops an answer."
-TIMEOUT_S = 600
-
-
-class ChatError(SegueError):
-    """The server cannot be reached, or it refused."""
 
 
 class LocalChat:
@@ -39,7 +31,7 @@ class LocalChat:
         """Pieces of the answer."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
-            raise ChatError(f"{self.model} has no tokenizer, so it cannot chat")
+            raise RemoteError(f"{self.model} has no tokenizer, so it cannot chat")
         ids = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
         return pieces(self._engine.generate(input_ids=ids, sampling_params=self._params, stream=True))
 
@@ -47,19 +39,17 @@ class LocalChat:
 class RemoteChat:
     """Answers from an OpenAI-compatible server."""
 
-    def __init__(self, url: str, key: str | None, params: dict[str, Any]) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"content-type": "application/json"}
-        if key is not None:
-            self._headers["authorization"] = f"Bearer {key}"
+    def __init__(self, server: Remote, params: dict[str, Any]) -> None:
+        self._server = server
         self._params = params
-        with self._open("/v1/models") as response, self._understood():
+        with server.open("/v1/models") as response, server.understood():
             self.model: str = json.load(response)["data"][0]["id"]
 
     def reply(self, messages: list[Message]) -> Iterator[str]:
         """Pieces of the answer."""
         body = {"model": self.model, "messages": messages, "stream": True, **self._params}
-        with self._open("/v1/chat/completions", json.dumps(body).encode()) as response, self._understood():
+        data, server = json.dumps(body).encode(), self._server
+        with server.open("/v1/chat/completions", data) as response, server.understood():
             for line in response:
                 name, _, data = line.decode().strip().partition(":")
                 if name != "data":
@@ -68,34 +58,10 @@ class RemoteChat:
                     return
                 content = json.loads(data)
                 if "error" in content:
-                    raise ChatError(_message(content))
+                    raise RemoteError(message_of(content))
                 for choice in content["choices"]:
                     yield choice["delta"].get("content") or ""
-        raise ChatError(f"{self._url} ended in the middle of its answer")
-
-    @contextmanager
-    def _understood(self) -> Iterator[None]:
-        """What stops answering, or never was an OpenAI server, is one error."""
-        try:
-            yield
-        except (OSError, HTTPException) as error:
-            raise ChatError(f"{self._url} ended in the middle of its answer ({error})") from None
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ChatError(
-                f"{self._url} does not answer as an OpenAI server does ({type(error).__name__}: {error}); "
-                "check --url"
-            ) from None
-
-    def _open(self, path: str, data: bytes | None = None) -> Any:
-        request = urllib.request.Request(self._url + path, data, self._headers)
-        try:
-            return urllib.request.urlopen(request, timeout=TIMEOUT_S)
-        except urllib.error.HTTPError as error:
-            raise ChatError(f"{self._url}{path}: {error.code} {_reason(error)}") from None
-        except (OSError, HTTPException, ValueError) as error:
-            raise ChatError(
-                f"cannot reach {self._url}: {str(getattr(error, 'reason', error)).strip()}; check --url"
-            ) from None
+        raise RemoteError(f"{self._server.url} ended in the middle of its answer")
 
 
 def pieces(updates: Iterator[dict[str, Any]]) -> Iterator[str]:
@@ -161,18 +127,3 @@ def _show(console: Console, answer: Iterator[str]) -> str:
         answer.close()  # type: ignore[attr-defined]
     console.print(f"\n[dim]{time.monotonic() - began:.1f} s[/dim]")
     return "".join(parts)
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    try:
-        return _message(json.load(error))
-    except (OSError, HTTPException, ValueError):
-        return error.reason
-
-
-def _message(content: Any) -> str:
-    """What the body of an error says, whoever wrote it."""
-    for name in ("error", "message"):
-        if isinstance(content, dict):
-            content = content.get(name, content)
-    return str(content)
