@@ -45,9 +45,9 @@ CASES = [(1, 1, 128), (1, 1, 512), (16, 1, 128), (16, 1, 512), (1, 512, 512), (1
 PAGE_SIZE = 16
 
 
-def random_model(dtype: torch.dtype) -> Decoder:
+def random_model(dtype: torch.dtype, deterministic: bool) -> Decoder:
     """The model with small random weights, packed."""
-    model = build_model(SMOLLM2, dtype=dtype)
+    model = build_model(SMOLLM2, dtype=dtype, deterministic=deterministic)
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         weight = torch.randn(parameter.shape) * 0.02 if parameter.dim() > 1 else torch.ones(parameter.shape)
@@ -56,7 +56,7 @@ def random_model(dtype: torch.dtype) -> Decoder:
     return model
 
 
-def context(model: Decoder, num_sequences: int, q_len: int, kv_len: int) -> Context:
+def context(model: Decoder, deterministic: bool, num_sequences: int, q_len: int, kv_len: int) -> Context:
     """A step of equal sequences on pages in random order."""
     config, dtype = model.config, model.norm.weight.dtype
     pages = -(-kv_len // PAGE_SIZE)
@@ -86,7 +86,13 @@ def context(model: Decoder, num_sequences: int, q_len: int, kv_len: int) -> Cont
         head_dim=config.head_dim,
         scale=config.head_dim**-0.5,
     )
-    setting = Setting(shape=shape, device=torch.device("cpu"), dtype=dtype, page_size=PAGE_SIZE)
+    setting = Setting(
+        shape=shape,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        page_size=PAGE_SIZE,
+        deterministic=deterministic,
+    )
     return Context.build(
         input_ids=torch.randint(0, config.vocab_size, (num_sequences * q_len,)),
         rows=list(range(num_sequences)),
@@ -115,16 +121,17 @@ def main() -> None:
     """Print a line a case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--seconds", type=float, default=3.0, help="time spent on each case")
     options = parser.parse_args()
-    model = random_model(getattr(torch, options.dtype))
+    model = random_model(getattr(torch, options.dtype), options.deterministic)
     memory = torch.ones(64 << 20)
     bandwidth = memory.nbytes / milliseconds(memory.sum, 1.0)[0] / 1e6
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     print(f"{torch.get_num_threads()} threads, {bandwidth:.0f} GB/s, {weight_bytes / 1e6:.0f} MB of weights")
     with torch.inference_mode():
         for num_sequences, q_len, kv_len in CASES:
-            ctx = context(model, num_sequences, q_len, kv_len)
+            ctx = context(model, options.deterministic, num_sequences, q_len, kv_len)
 
             def step(ctx: Context = ctx) -> object:
                 return model.logits(model(ctx))

@@ -29,3 +29,12 @@ def test_each_token_gets_as_many_alternatives_as_it_wants():
 def test_no_more_alternatives_than_tokens():
     messages = logprobs_of(_logits(), torch.tensor([1, 2, 3]), [60, 60, 60]).messages()
     assert [len(message.top) for message in messages] == [50, 50, 50]
+
+
+def test_alternatives_of_a_row_do_not_depend_on_how_many_its_neighbours_want():
+    logits = (torch.randn(4, 2000, generator=torch.Generator().manual_seed(2)) * 2).round()  # many are equal
+    tokens = torch.tensor([1, 2, 3, 4])
+    alone = [
+        logprobs_of(logits[i : i + 1], tokens[i : i + 1], [n]).messages() for i, n in enumerate([5, 0, 20, 5])
+    ]
+    assert logprobs_of(logits, tokens, [5, 0, 20, 5]).messages() == [message for (message,) in alone]

@@ -25,6 +25,7 @@ class Capabilities:
     architectures: tuple[tuple[int, int], ...] | None = None  # CUDA compute capabilities
     package: tuple[str, str] | None = None  # the module it needs, and the extra that installs it
     graphs: bool = False  # its steps can be captured in CUDA graphs
+    deterministic: bool = False  # a query's bits depend on nothing else in its step, nor on how it was cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,7 @@ class CPUAttention(AttentionBackend):
 
     def prepare(self, ctx: Context) -> None:
         """Group the decode rows by length and lay out every index and mask."""
-        groups = _group_by_length(ctx.kv_lens[: ctx.num_decode])
+        groups = group_by_length(ctx.kv_lens[: ctx.num_decode])
         self._decodes = [self._plan_decode(ctx, members, len(groups) == 1) for members in groups]
         self._prefills = list(self._plan_prefills(ctx))
         self._blind = any(q > kv for q, kv in zip(ctx.q_lens, ctx.kv_lens, strict=True))
@@ -216,7 +216,7 @@ class CPUAttention(AttentionBackend):
         return (pages[:, :, None] * self._pool.page_rows + torch.arange(size)).flatten(1)[:, :length]
 
 
-def _group_by_length(lens: Sequence[int]) -> list[list[int]]:
+def group_by_length(lens: Sequence[int]) -> list[list[int]]:
     """Sequences in groups of similar length, so that padding each group to its longest wastes little."""
     groups: list[list[int]] = []
     longest = padding = 0

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from segue.attention import cpu
+from segue.attention import cpu, cpu_invariant
 from segue.attention.base import AttentionBackend, AttentionShape, BackendFactory, Capabilities, PagedBackend
 from segue.attention.capabilities import FA3, TRITON
 from segue.attention.paired import PairedAttention
@@ -73,6 +73,7 @@ class Setting:
     device: torch.device
     dtype: torch.dtype
     page_size: int
+    deterministic: bool = False
 
 
 # In order of preference, where nothing was measured.
@@ -160,6 +161,8 @@ def misfits(capabilities: Capabilities, setting: Setting) -> list[str]:
             found.append(f"{what} {has}, it needs {' or '.join(map(str, allowed))}")
 
     need("device", device.type, capabilities.devices)
+    if setting.deterministic and not capabilities.deterministic:
+        found.append("its bits depend on the batch, it cannot be used with --deterministic")
     need("dtype", setting.dtype, capabilities.dtypes)
     need("page size", setting.page_size, capabilities.page_sizes)
     need("head size", shape.head_dim, capabilities.head_dims)
@@ -181,6 +184,10 @@ def _make_cpu(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
     return cpu.CPUAttention(shape, pool)
 
 
+def _make_cpu_invariant(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
+    return cpu_invariant.InvariantCPUAttention(shape, pool)
+
+
 def _make_triton(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
     from segue.attention.triton import TritonAttention  # Triton is not there without CUDA
 
@@ -196,3 +203,6 @@ def _make_fa3(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
 register(BackendEntry(name="triton", capabilities=TRITON, make=_make_triton))
 register(BackendEntry(name="fa3", capabilities=FA3, make=_make_fa3))
 register(BackendEntry(name="cpu", capabilities=cpu.CAPABILITIES, make=_make_cpu))
+register(
+    BackendEntry(name="cpu-invariant", capabilities=cpu_invariant.CAPABILITIES, make=_make_cpu_invariant)
+)

@@ -1,14 +1,26 @@
 """The gated activation of the MLP."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segue.kernels.invariant import Product
 from segue.kernels.linear import linear
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
-    """`silu_mul` of `linear(x, weight, bias, packed)`: `[T, K] -> [T, I]`, `weight` `[2 * I, K]`."""
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    packed: Product | None,
+    activation: Callable[[Tensor, torch.dtype], Tensor],
+) -> Tensor:
+    """`activation` (a `silu_mul`) of `linear(x, weight, bias, packed)`: `[T, K] -> [T, I]`.
+
+    `weight` is `[2 * I, K]`.
+    """
     if x.is_cuda and bias is None:
         from segue.kernels.cuda.gated import gated_product_of_many
         from segue.kernels.cuda.product import gated_product
@@ -18,7 +30,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor 
             gated = gated_product_of_many(x, weight)
         if gated is not None:
             return gated
-    return silu_mul(linear(x, weight, bias, packed, may_split=True), x.dtype)
+    return activation(linear(x, weight, bias, packed, may_split=True), x.dtype)
 
 
 def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,32 +1,64 @@
 """The linear product, and weights packed for it."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segue.kernels.invariant import InvariantProduct, Product
 
-def pack(weight: Tensor) -> Tensor | None:
-    """A copy of `weight` `[out, in]` in the layout the device multiplies fastest; None where it has none.
 
-    On CPUs oneDNN's blocked layout: without it each product of a few rows first reorders the weight.
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A copy of a weight in oneDNN's blocked layout."""
+
+    weight: Tensor  # opaque
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`[M, in] -> [M, out]`."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, bias, "none", [], "")
+        return product
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copy."""
+        return int(torch.ops.mkldnn._nbytes(self.weight))
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A weight as it is."""
+
+    weight: Tensor  # [out, in]
+    num_bytes = 0
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`[M, in] -> [M, out]`."""
+        return F.linear(x, self.weight, bias)
+
+
+def pack(weight: Tensor, *, deterministic: bool = False) -> Product | None:
+    """How the device multiplies by `weight` `[out, in]`, where that is not as it lies there.
+
+    On CPUs by a copy in oneDNN's blocked layout: without it each product of a few rows first reorders the
+    weight. With `deterministic` a row of the product has the same bits among any others.
+
+    Raises:
+        ConfigError: this CPU cannot do it deterministically.
     """
-    if weight.device.type != "cpu" or not _can_pack(weight.dtype):
+    if weight.device.type != "cpu":
         return None
-    rows_hint = 16  # oneDNN picks the same layout for 1 to 1024 rows where this was measured
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows_hint)
-    return packed
-
-
-def packed_bytes(packed: Tensor) -> int:
-    """Bytes of a packed weight."""
-    return int(torch.ops.mkldnn._nbytes(packed))
+    if deterministic:
+        return InvariantProduct.of(weight, _pack_cpu)
+    return _pack_cpu(weight) if _can_pack(weight.dtype) else None
 
 
 def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    packed: Tensor | None = None,
+    packed: Product | None = None,
     *,
     may_split: bool = False,
     wide: bool = False,
@@ -45,15 +77,15 @@ def linear(
         from segue.kernels.cuda.product import product
 
         return product(x, weight, bias, may_split=may_split, dtype=torch.float32 if wide else None)
-    result = _linear_cpu(x, weight, bias, packed)
+    result = F.linear(x, weight, bias) if packed is None else packed(x, bias)
     return result.float() if wide else result
 
 
-def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
-    if packed is None:
-        return F.linear(x, weight, bias)
-    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-    return product
+def _pack_cpu(weight: Tensor) -> Product:
+    if not _can_pack(weight.dtype):
+        return Plain(weight)
+    rows_hint = 16  # oneDNN picks the same layout for 1 to 1024 rows where this was measured
+    return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows_hint))
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

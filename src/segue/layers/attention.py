@@ -40,6 +40,7 @@ class Attention(Layer):
         qk_norm: bool,
         eps: float,
         collectives: Collectives,
+        deterministic: bool = False,
     ) -> None:
         """`layer` is the index into the KV pool."""
         super().__init__()
@@ -49,8 +50,14 @@ class Attention(Layer):
         self.head_dim = head_dim
         self.eps = eps
         size = (num_heads + 2 * num_kv_heads) * head_dim
-        self.qkv = Linear(hidden_size, size, bias=qkv_bias, may_split=True)
-        self.o = RowParallelLinear(num_heads * head_dim, hidden_size, bias=o_bias, collectives=collectives)
+        self.qkv = Linear(hidden_size, size, bias=qkv_bias, may_split=True, deterministic=deterministic)
+        self.o = RowParallelLinear(
+            num_heads * head_dim,
+            hidden_size,
+            bias=o_bias,
+            collectives=collectives,
+            deterministic=deterministic,
+        )
         self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.qk_weight: Tensor | None = None

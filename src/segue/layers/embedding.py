@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
 from segue.kernels.embedding import embed
-from segue.kernels.linear import linear, pack, packed_bytes
+from segue.kernels.invariant import Product
+from segue.kernels.linear import linear, pack
 from segue.layers.base import Layer
 
 
@@ -37,20 +38,22 @@ class ParallelHead(Layer):
         *,
         tied: VocabParallelEmbedding | None,
         collectives: Collectives,
+        deterministic: bool = False,
     ) -> None:
         """`rows` are this rank's, padding included, `vocab_size` the model's; `tied` lends its weight."""
         super().__init__()
         self.collectives = collectives
+        self.deterministic = deterministic
         self.vocab_size = vocab_size
         # In a tuple, so that the weight is not a parameter of two modules.
         self._tied = (tied,)
         self.weight = None if tied else nn.Parameter(torch.empty(rows, size), requires_grad=False)
-        self.packed: Tensor | None = None
+        self.packed: Product | None = None
 
     def build_derived(self) -> int:
         """Pack the weight anew; bytes taken."""
-        self.packed = pack(self._weight())
-        return 0 if self.packed is None else packed_bytes(self.packed)
+        self.packed = pack(self._weight(), deterministic=self.deterministic)
+        return 0 if self.packed is None else self.packed.num_bytes
 
     def forward(self, hidden: Tensor) -> Tensor | None:
         """`[L, size] -> [L, vocab_size]` in float32 on rank 0; None elsewhere."""

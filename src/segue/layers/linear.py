@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
-from segue.kernels.linear import linear, pack, packed_bytes
+from segue.kernels.invariant import Product
+from segue.kernels.linear import linear, pack
 from segue.layers.base import Layer
 
 
@@ -12,19 +13,26 @@ class Linear(Layer):
     """One rank's rows of a linear layer (column parallel): whole input, own outputs, nothing exchanged."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool = False, may_split: bool = False
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        may_split: bool = False,
+        deterministic: bool = False,
     ) -> None:
         """`out_features` are this rank's; `may_split`: see `kernels.linear.linear`."""
         super().__init__()
         self.may_split = may_split
+        self.deterministic = deterministic
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self.packed: Tensor | None = None
+        self.packed: Product | None = None
 
     def build_derived(self) -> int:
         """Pack the weight anew; bytes taken."""
-        self.packed = pack(self.weight)
-        return 0 if self.packed is None else packed_bytes(self.packed)
+        self.packed = pack(self.weight, deterministic=self.deterministic)
+        return 0 if self.packed is None else self.packed.num_bytes
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`."""
@@ -38,19 +46,26 @@ class RowParallelLinear(Layer):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, collectives: Collectives, bias: bool = False
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        collectives: Collectives,
+        bias: bool = False,
+        deterministic: bool = False,
     ) -> None:
         """`in_features` are this rank's."""
         super().__init__()
         self.collectives = collectives
+        self.deterministic = deterministic
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self.packed: Tensor | None = None
+        self.packed: Product | None = None
 
     def build_derived(self) -> int:
         """Pack the weight anew; bytes taken."""
-        self.packed = pack(self.weight)
-        return 0 if self.packed is None else packed_bytes(self.packed)
+        self.packed = pack(self.weight, deterministic=self.deterministic)
+        return 0 if self.packed is None else self.packed.num_bytes
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`, this rank's summand; perhaps split sums, as `RMSNorm.add` takes them."""

@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from segue.distributed.collectives import Collectives
-from segue.kernels.activation import gated_linear
+from segue.kernels import invariant
+from segue.kernels.activation import gated_linear, silu_mul
 from segue.layers.base import Layer
 from segue.layers.linear import Linear, RowParallelLinear
 
@@ -12,15 +13,26 @@ class MLP(Layer):
     """`down(silu(gate(x)) * up(x))`, gate and up in one product."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, bias: bool, collectives: Collectives
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        collectives: Collectives,
+        deterministic: bool = False,
     ) -> None:
         """`intermediate_size` is this rank's."""
         super().__init__()
-        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias)
-        self.down = RowParallelLinear(intermediate_size, hidden_size, bias=bias, collectives=collectives)
+        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias, deterministic=deterministic)
+        self.down = RowParallelLinear(
+            intermediate_size, hidden_size, bias=bias, collectives=collectives, deterministic=deterministic
+        )
+        self.activation = invariant.silu_mul if deterministic else silu_mul
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, hidden] -> [T, hidden]`, to be summed over the ranks: `RMSNorm.add`."""
         gate_up = self.gate_up
-        output: Tensor = self.down(gated_linear(x, gate_up.weight, gate_up.bias, gate_up.packed))
+        output: Tensor = self.down(
+            gated_linear(x, gate_up.weight, gate_up.bias, gate_up.packed, self.activation)
+        )
         return output

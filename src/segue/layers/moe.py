@@ -35,13 +35,14 @@ class MoE(Layer):
         intermediate_size: int,
         norm_topk_prob: bool,
         backend: MoEBackend,
+        deterministic: bool = False,
     ) -> None:
         """`intermediate_size` is one expert's on this rank."""
         super().__init__()
         self.num_experts_per_tok = num_experts_per_tok
         self.norm_topk_prob = norm_topk_prob
         self.backend = backend
-        self.router = Linear(hidden_size, num_experts)
+        self.router = Linear(hidden_size, num_experts, deterministic=deterministic)
         self.experts = Experts(num_experts, hidden_size, intermediate_size)
 
     def forward(self, x: Tensor, num_real: Tensor | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segue.errors import ConfigError
+from segue.kernels import invariant
 from segue.kernels.activation import silu_mul
+from segue.kernels.invariant import InvariantProduct
+from segue.kernels.linear import Plain
 
 
 class MoEBackend(Protocol):
@@ -34,6 +38,26 @@ class MoEEntry:
     devices: tuple[str, ...]  # torch device types
     graph: bool  # can be captured in a CUDA graph: no value is read on the host
     run: MoEBackend
+    deterministic: bool = False  # a token's bits depend on no other token
+
+
+class Expert(Protocol):
+    """Runs tokens `x` `[T, H]` through one expert, `gate_up` `[2 * I, H]` and `down` `[H, I]`."""
+
+    def __call__(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """`[T, H]`."""
+        ...
+
+
+def run_expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """See `Expert`."""
+    return F.linear(silu_mul(F.linear(x, gate_up), x.dtype), down)
+
+
+def run_expert_invariantly(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """See `Expert`; a token has the same bits among any others. On a CPU."""
+    gated = invariant.silu_mul(InvariantProduct.of(gate_up, Plain)(x, None), x.dtype)
+    return InvariantProduct.of(down, Plain)(gated, None)
 
 
 # In order of preference: "auto" takes the first that runs on the device.
@@ -51,19 +75,25 @@ def names() -> list[str]:
     return list(_BACKENDS)
 
 
-def select(name: str, device: torch.device) -> MoEEntry:
-    """The backend called `name`, or for "auto" the first that runs on `device`.
+def select(name: str, device: torch.device, *, deterministic: bool = False) -> MoEEntry:
+    """The backend called `name`, or for "auto" the first that runs on `device` and is as `deterministic`.
 
     Raises:
         ConfigError: no such backend, or it does not run there.
     """
     for entry in _BACKENDS.values():
-        if name in ("auto", entry.name) and device.type in entry.devices:
+        fits = device.type in entry.devices and (entry.deterministic or not deterministic)
+        if name in ("auto", entry.name) and fits:
             return entry
-    raise ConfigError(f"MoE backend {name!r} does not run on {device.type}; backends: {', '.join(names())}")
+    mode = " with --deterministic" if deterministic else ""
+    raise ConfigError(
+        f"MoE backend {name!r} does not run on {device.type}{mode}; backends: {', '.join(names())}"
+    )
 
 
-def run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def run_by_expert(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, run_one: Expert = run_expert
+) -> Tensor:
     """Sort the (token, expert) pairs by expert, then run each chosen expert over its run of tokens."""
     num_experts, per_token = gate_up.shape[0], experts.shape[1]
     counts = experts.flatten().bincount(minlength=num_experts)[:num_experts].tolist()
@@ -74,7 +104,7 @@ def run_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exp
     for expert, count in enumerate(counts):
         if count:
             run = grouped[start : start + count]
-            run.copy_(F.linear(silu_mul(F.linear(run, gate_up[expert]), x.dtype), down[expert]))
+            run.copy_(run_one(run, gate_up[expert], down[expert]))
             start += count
     grouped.mul_(weights.flatten()[order, None].to(x.dtype))
     return torch.zeros_like(x).index_add_(0, tokens, grouped)
@@ -88,3 +118,12 @@ def _run_triton(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
 
 register(MoEEntry(name="triton", devices=("cuda",), graph=True, run=_run_triton))
 register(MoEEntry(name="torch", devices=("cpu", "cuda"), graph=False, run=run_by_expert))
+register(
+    MoEEntry(
+        name="torch-invariant",
+        devices=("cpu",),
+        graph=False,
+        run=partial(run_by_expert, run_one=run_expert_invariantly),
+        deterministic=True,
+    )
+)

@@ -32,11 +32,17 @@ def choose(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Choices:
 
     Raises:
         ConfigError: a device that is not there.
-        TensorParallelError: more ranks than CUDA devices.
+        TensorParallelError: more ranks than CUDA devices, or than a deterministic sum may have.
     """
     device = _device(config, tp)
     model_len = source.config.max_position
     on_cpu = device.type == "cpu"
+    if config.deterministic and on_cpu and tp.size > 2:
+        raise TensorParallelError(
+            f"deterministic=True, tp={tp.size}: on CPUs the order in which more than two ranks are summed "
+            "depends on a row's place; use --tp 1 or 2",
+            param="deterministic",
+        )
     longest = min(model_len, config.max_model_len or model_len)
     max_running = config.max_running_requests or (16 if on_cpu else 256)
     chunk = config.chunked_prefill_size or (512 if on_cpu else 8192)

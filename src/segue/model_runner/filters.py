@@ -65,8 +65,9 @@ def _kept(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
     last = torch.where(top_k > 0, top_k, count).clamp(max=count) - 1
     in_top_k = values >= values.gather(1, last[:, None])
     shares = values.to(torch.float64) * in_top_k
-    total = torch.where(top_k > 0, shares.sum(-1), 1.0)
-    in_top_p = (shares.cumsum(-1) - shares < (top_p * total)[:, None]) | (top_p >= 1.0)[:, None]
+    cumulated = shares.cumsum(-1)  # from left to right, so that zeros behind the last one add nothing
+    total = torch.where(top_k > 0, cumulated[:, -1], 1.0)
+    in_top_p = (cumulated - shares < (top_p * total)[:, None]) | (top_p >= 1.0)[:, None]
     in_top_p[:, 0] = True
     lowest = values.masked_fill(~(in_top_k & in_top_p), 1.0).amin(-1)
     lowest = torch.maximum(lowest, min_p * values[:, 0])

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from segue.kernels.normalizer import log_sum_exp
+from segue.kernels.normalizer import log_probabilities
 from segue.model_runner.categorical import largest
 from segue.protocol.messages import TokenLogprob
 
@@ -56,12 +57,28 @@ class Logprobs:
 
 def logprobs_of(logits: Tensor, tokens: Tensor, num_top: Sequence[int]) -> Logprobs:
     """Of `tokens` (int64 `[n]`) and each one's `num_top` likeliest alternatives under `logits` `[n, V]`."""
-    total = log_sum_exp(logits)[:, None]
-    values, ids = largest(logits, min(max(num_top), logits.shape[-1]))
+    ids = _alternatives(logits, num_top)
+    values = log_probabilities(logits, torch.cat([tokens[:, None], ids], dim=-1))
     return Logprobs(
-        tokens=tokens,
-        chosen=(logits.gather(-1, tokens[:, None]) - total).squeeze(-1),
-        top_ids=ids,
-        top_values=values - total,
-        num_top=num_top,
+        tokens=tokens, chosen=values[:, 0], top_ids=ids, top_values=values[:, 1:], num_top=num_top
     )
+
+
+def _alternatives(logits: Tensor, num_top: Sequence[int]) -> Tensor:
+    """Ids of each row's `num_top` largest, int64 `[n, m]`.
+
+    Which of equals are among them may depend on how many are looked for, so those who want as many look
+    together.
+    """
+    counts = {min(max(count, 0), logits.shape[-1]) for count in num_top}
+    widest = max(counts)
+    if len(counts) == 1:
+        return largest(logits, widest)[1]
+    ids = torch.zeros(len(logits), widest, dtype=torch.int64, device=logits.device)
+    for count in counts - {0}:
+        rows = torch.tensor(
+            [i for i, wanted in enumerate(num_top) if min(wanted, logits.shape[-1]) == count],
+            device=logits.device,
+        )
+        ids[rows, :count] = largest(logits[rows], count)[1]
+    return ids

@@ -119,10 +119,14 @@ class ModelRunner:
                 scale=model_config.head_dim**-0.5,
             )
             setting = attention.Setting(
-                shape=shape, device=choices.device, dtype=choices.dtype, page_size=choices.page_size
+                shape=shape,
+                device=choices.device,
+                dtype=choices.dtype,
+                page_size=choices.page_size,
+                deterministic=choices.deterministic,
             )
             selection = attention.select(config.attention_backend, setting)
-            experts = moe_backend.select("auto", choices.device)
+            experts = moe_backend.select("auto", choices.device, deterministic=choices.deterministic)
             self._stream = make_stream(choices.device)
             progress.detail = f"{choices.device}, {choices.dtype}, rank {tp.rank} of {tp.size}"
         # On the stream, where the steps will run: if another thread had parallel operations too, GNU's OpenMP
@@ -168,6 +172,7 @@ class ModelRunner:
                 dtype=choices.dtype,
                 collectives=groups.collectives,
                 moe_backend=experts.run,
+                deterministic=choices.deterministic,
             )
             self.arena = load_weights(
                 model, model_config, source, tp, choices.device, choices.dtype, seed=config.seed

@@ -23,7 +23,13 @@ class DecoderLayer(Layer):
     """Attention and MLP (or experts), each on the normalised residual stream."""
 
     def __init__(
-        self, index: int, config: ModelConfig, part: Shard, collectives: Collectives, moe_backend: MoEBackend
+        self,
+        index: int,
+        config: ModelConfig,
+        part: Shard,
+        collectives: Collectives,
+        moe_backend: MoEBackend,
+        deterministic: bool,
     ) -> None:
         """Layer `index` from 0."""
         super().__init__()
@@ -39,9 +45,10 @@ class DecoderLayer(Layer):
             qk_norm=config.qk_norm,
             eps=config.rms_norm_eps,
             collectives=collectives,
+            deterministic=deterministic,
         )
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
-        self.mlp = _mlp(index, config, part, collectives, moe_backend)
+        self.mlp = _mlp(index, config, part, collectives, moe_backend, deterministic)
         self.is_sparse = isinstance(self.mlp, MoE)
 
     def forward(
@@ -70,8 +77,14 @@ class Decoder(Layer):
     Parameters are made wherever `torch.device` says, on `meta` as a rule.
     """
 
-    def __init__(self, config: ModelConfig, collectives: Collectives, moe_backend: MoEBackend) -> None:
-        """Cut `config` for the rank of `collectives`.
+    def __init__(
+        self,
+        config: ModelConfig,
+        collectives: Collectives,
+        moe_backend: MoEBackend,
+        deterministic: bool = False,
+    ) -> None:
+        """Cut `config` for the rank of `collectives`; see `EngineConfig.deterministic`.
 
         Raises:
             TensorParallelError: the model cannot be cut into so many parts.
@@ -81,7 +94,7 @@ class Decoder(Layer):
         self.part = shard(config, collectives.tp)
         self.embed = VocabParallelEmbedding(self.part.vocab_size, config.hidden_size, collectives=collectives)
         self.layers = nn.ModuleList(
-            DecoderLayer(index, config, self.part, collectives, moe_backend)
+            DecoderLayer(index, config, self.part, collectives, moe_backend, deterministic)
             for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
@@ -91,6 +104,7 @@ class Decoder(Layer):
             config.vocab_size,
             tied=self.embed if config.tie_embeddings else None,
             collectives=collectives,
+            deterministic=deterministic,
         )
         with torch.device("cpu"):
             self.rotary = Rotary(*inverse_frequencies(config.rope, config.head_dim), config.max_position)
@@ -140,10 +154,21 @@ class Decoder(Layer):
 
 
 def _mlp(
-    index: int, config: ModelConfig, part: Shard, collectives: Collectives, moe_backend: MoEBackend
+    index: int,
+    config: ModelConfig,
+    part: Shard,
+    collectives: Collectives,
+    moe_backend: MoEBackend,
+    deterministic: bool,
 ) -> MLP | MoE:
     if config.moe is None or not config.is_sparse(index):
-        return MLP(config.hidden_size, part.intermediate_size, bias=config.mlp_bias, collectives=collectives)
+        return MLP(
+            config.hidden_size,
+            part.intermediate_size,
+            bias=config.mlp_bias,
+            collectives=collectives,
+            deterministic=deterministic,
+        )
     return MoE(
         hidden_size=config.hidden_size,
         num_experts=config.moe.num_experts,
@@ -151,4 +176,5 @@ def _mlp(
         intermediate_size=part.expert_intermediate_size,
         norm_topk_prob=config.moe.norm_topk_prob,
         backend=moe_backend,
+        deterministic=deterministic,
     )

@@ -10,7 +10,7 @@ from segue.layers.moe_backend import MoEBackend, run_by_expert
 from segue.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from segue.models.decoder import Decoder
 
-ModelFactory = Callable[[ModelConfig, Collectives, MoEBackend], Decoder]
+ModelFactory = Callable[[ModelConfig, Collectives, MoEBackend, bool], Decoder]
 
 _MODELS: dict[str, ModelFactory] = dict.fromkeys(SUPPORTED_ARCHITECTURES, Decoder)
 
@@ -21,8 +21,11 @@ def build_model(
     dtype: torch.dtype,
     collectives: Collectives | None = None,
     moe_backend: MoEBackend = run_by_expert,
+    deterministic: bool = False,
 ) -> Decoder:
     """This rank's share of the model, its parameters on the `meta` device in `dtype`.
+
+    With `deterministic` a token's results have the same bits whatever else is in a step.
 
     Raises:
         UnsupportedModelError: no model for `config.architecture`.
@@ -33,5 +36,5 @@ def build_model(
             f"model architecture {config.architecture!r} is not supported; supported: {', '.join(_MODELS)}"
         )
     with torch.device("meta"):
-        model = _MODELS[config.architecture](config, collectives or SingleRank(), moe_backend)
+        model = _MODELS[config.architecture](config, collectives or SingleRank(), moe_backend, deterministic)
         return model.to(dtype)

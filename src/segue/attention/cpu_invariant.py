@@ -1,0 +1,198 @@
+"""Attention on the CPU that gives a query the same bits whatever else is in its step, or was.
+
+Letters: B sequences of t query tokens each, S keys, H key-value heads, G query heads a key-value head, D head
+dimension, R rows of a product.
+
+Decode and prefill are one computation; they differ in how many tokens share a product. Keys and values always
+come from the pool. Probabilities are of a whole row, and values are summed block by block of `_BLOCK` keys at
+fixed positions, then from left to right; keys that are hidden, or only there to fill a block, add zeros.
+Products have few numbers of rows, tried beforehand: see `kernels.invariant`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from segue.attention import cpu
+from segue.attention.base import AttentionBackend, AttentionShape
+from segue.attention.context import Context
+from segue.errors import ConfigError
+from segue.kernels.invariant import cancelling
+from segue.kvcache.pool import KVPool
+
+CAPABILITIES = replace(cpu.CAPABILITIES, deterministic=True)
+
+_BLOCK = 64  # keys
+_ROWS = (8, 16, 64, 384)  # of a product: the query heads of some tokens, and padding
+_MAX_SCORES = 1 << 24  # elements a product gives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tile:
+    """Some query tokens of one sequence, or of many sequences one each."""
+
+    tokens: Tensor  # int64 [B * t], in the step
+    num: int  # B
+    rows: int  # R
+    key_index: Tensor  # [B * H * S], rows of D values
+    value_index: Tensor  # [S / _BLOCK * B * H * _BLOCK]
+    common: int  # keys that every query sees
+    hidden: Tensor  # bool [B, 1, 1 or R, S - common]
+
+
+class InvariantCPUAttention(AttentionBackend):
+    """Products of few shapes over gathered keys; what a step needs is laid out once in `prepare`."""
+
+    def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
+        """Serve a model of `shape` whose cache is `pool`.
+
+        Raises:
+            ConfigError: this CPU's products of any shape depend on a row's place.
+        """
+        self._shape = shape
+        self._pool = pool
+        self._group = shape.num_heads // shape.num_kv_heads
+        self._rows = _agreeing_rows(self._group, shape.head_dim, pool.data.dtype)
+        self._keys = [rows.view(-1, shape.head_dim) for rows in pool.key_rows]
+        self._values = [rows.view(-1, shape.head_dim) for rows in pool.value_rows]
+        num_rows = pool.data.numel() // shape.head_dim
+        self._index_dtype = torch.int32 if num_rows < 2**31 else torch.int64
+        self._tiles: list[_Tile] = []
+
+    def prepare(self, ctx: Context) -> None:
+        """Cut the step into tiles and lay out every index and mask."""
+        self._tiles = [*self._plan_decodes(ctx), *self._plan_prefills(ctx)]
+
+    def forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
+    ) -> Tensor:
+        """See `AttentionBackend.forward`."""
+        output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        for tile in self._tiles:
+            output[tile.tokens] = self._attend(query[tile.tokens], tile, layer)
+        return output
+
+    def _attend(self, query: Tensor, tile: _Tile, layer: int) -> Tensor:
+        heads, size, tokens = self._shape.num_kv_heads, self._shape.head_dim, len(query) // tile.num
+        by_token = (tile.num, heads, tokens, self._group, size)  # a token's query heads follow each other
+        real = slice(0, tokens * self._group)  # rows
+        packed = query.new_zeros(tile.num, heads, tile.rows, size)
+        queries = query.view(tile.num, tokens, heads, self._group, size).transpose(1, 2)
+        torch.mul(queries, self._shape.scale, out=packed[:, :, real].view(by_token))
+        keys = self._keys[layer].index_select(0, tile.key_index).view(tile.num * heads, -1, size)
+        scores = torch.bmm(packed.flatten(0, 1), keys.transpose(1, 2)).view(tile.num, heads, tile.rows, -1)
+        scores[..., tile.common :].masked_fill_(tile.hidden, float("-inf"))
+        blocks = torch.softmax(scores, -1).view(tile.num * heads, tile.rows, -1, _BLOCK)
+        weights = blocks.permute(2, 0, 1, 3).reshape(-1, tile.rows, _BLOCK)
+        values = self._values[layer].index_select(0, tile.value_index).view(len(weights), _BLOCK, size)
+        parts = torch.bmm(weights, values).view(-1, tile.num, heads, tile.rows, size)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        attended = total[:, :, real].view(by_token).transpose(1, 2).to(query.dtype)
+        return attended.reshape(query.shape)
+
+    def _plan_decodes(self, ctx: Context) -> Iterator[_Tile]:
+        rows = self._rows[0]
+        for members in cpu.group_by_length(ctx.kv_lens[: ctx.num_decode]):
+            longest = max(ctx.kv_lens[member] for member in members)
+            most = self._most_rows(longest) // rows
+            for start in range(0, len(members), most):
+                some = members[start : start + most]
+                lens = [ctx.kv_lens[member] for member in some]
+                sees = torch.tensor(lens)[:, None]
+                yield self._tile(ctx, torch.tensor(some), [ctx.rows[m] for m in some], lens, rows, sees)
+
+    def _plan_prefills(self, ctx: Context) -> Iterator[_Tile]:
+        start = sum(ctx.q_lens[: ctx.num_decode])
+        for row, q_len, kv_len in zip(
+            ctx.rows[ctx.num_decode :],
+            ctx.q_lens[ctx.num_decode :],
+            ctx.kv_lens[ctx.num_decode :],
+            strict=True,
+        ):
+            fitting = [rows for rows in self._rows if rows <= self._most_rows(kv_len)]
+            most = max(fitting, default=self._rows[0]) // self._group
+            end = start + q_len
+            for first in range(end - min(q_len, kv_len), end, most):  # those that see a key
+                count = min(most, end - first)
+                last = kv_len - (end - first) + count  # keys that the tile's last token sees
+                rows = min(rows for rows in self._rows if rows >= count * self._group)
+                sees = torch.arange(last - count + 1, last + 1).repeat_interleave(self._group)
+                sees = torch.cat([sees, sees.new_full((rows - len(sees),), last)])[None]
+                yield self._tile(ctx, torch.arange(first, first + count), [row], [last], rows, sees)
+            start = end
+
+    def _tile(
+        self,
+        ctx: Context,
+        tokens: Tensor,
+        table_rows: Sequence[int],
+        lens: Sequence[int],
+        rows: int,
+        sees: Tensor,
+    ) -> _Tile:
+        """A tile of sequences of `lens` keys; `sees` is how many of them each query does, `[B, 1 or R]`."""
+        num, heads, size = len(lens), self._shape.num_kv_heads, self._pool.page_size
+        num_keys = -(-max(lens) // _BLOCK) * _BLOCK
+        key = torch.arange(num_keys)
+        # A key beyond the sequence is a real token's, so that its probability, 0, makes it 0.
+        at = torch.where(key < torch.tensor(lens)[:, None], key, 0)  # [B, S]
+        pages = ctx.page_table.data[list(table_rows)].long().gather(1, at // size)
+        token_rows = pages * self._pool.page_rows + at % size
+        index = (token_rows[:, None] * heads + torch.arange(heads)[:, None]).to(
+            self._index_dtype
+        )  # [B, H, S]
+        common = int(sees.min())
+        return _Tile(
+            tokens=tokens,
+            num=num,
+            rows=rows,
+            key_index=index.view(-1),
+            value_index=index.view(num * heads, -1, _BLOCK).transpose(0, 1).reshape(-1),
+            common=common,
+            hidden=(key[common:] >= sees[:, :, None])[:, None],
+        )
+
+    def _most_rows(self, kv_len: int) -> int:
+        """Rows of products over `kv_len` keys that bound the memory they take."""
+        return max(self._rows[0], _MAX_SCORES // (self._shape.num_kv_heads * (kv_len + _BLOCK)))
+
+
+@cache
+def _agreeing_rows(group: int, size: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Numbers of rows of a product, at least `group`, that give each row the same bits, ascending."""
+    candidates = [rows for rows in _ROWS if rows >= group] or [group]
+    reference = min((rows for rows in candidates if rows >= 16), default=group)
+    index = torch.arange(max(candidates)) % reference
+    queries, keys = cancelling(reference, size, _BLOCK, dtype)
+    weights, values = cancelling(reference, _BLOCK, size, dtype)
+
+    def score(rows: int, num: int, blocks: int) -> Tensor:
+        a, b = queries[index[:rows]].repeat(num, 1, 1), keys.repeat(num, blocks, 1)
+        return torch.bmm(a, b.transpose(1, 2)).view(num, rows, blocks, _BLOCK)
+
+    def add_up(rows: int, num: int) -> Tensor:
+        return torch.bmm(weights[index[:rows]].repeat(num, 1, 1), values.t().repeat(num, 1, 1))
+
+    scores, sums = score(reference, 3, 1)[0], add_up(reference, 3)[0]
+
+    def agrees(rows: int) -> bool:
+        return all(
+            bool((score(rows, num, blocks) == scores[index[:rows]]).all())
+            and bool((add_up(rows, num * blocks) == sums[index[:rows]]).all())
+            for num, blocks in ((1, 1), (2, 3), (7, 8), (48, 2))
+        )
+
+    if not agrees(reference):
+        raise ConfigError(
+            f"deterministic=True: products of {reference} rows in {dtype}, as attention has them, depend on "
+            "how many there are on this CPU; use another --dtype",
+            param="deterministic",
+        )
+    return tuple(rows for rows in candidates if rows == reference or agrees(rows))

@@ -1,0 +1,151 @@
+"""The deterministic backend: right, and the same bits however a sequence is cut and whatever is beside it."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from segue.attention import cpu, cpu_invariant
+from segue.attention.base import AttentionBackend
+from segue.attention.context import Context
+from segue.attention.cpu_invariant import InvariantCPUAttention
+from segue.errors import ConfigError
+from tests.attention.case import TOLERANCE, Case
+
+Cut = tuple[int, int, int]  # a sequence, its tokens before this step's, this step's
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+def test_any_mix_agrees_with_the_oracle(page_size: int, dtype: torch.dtype) -> None:
+    q_lens, kv_lens = [1, 1, 1, 9, 150, 1, 129], [1, 33, 200, 100, 150, 50, 300]
+    Case(q_lens, kv_lens, 3, page_size=page_size, dtype=dtype, make=InvariantCPUAttention).check()
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(3, 1, 24), (1, 8, 64), (2, 20, 8), (1, 400, 8)])
+def test_any_grouping_of_heads_agrees_with_the_oracle(kv_heads: int, group: int, head_dim: int) -> None:
+    sizes = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim}
+    Case([1, 1, 20], [9, 70, 150], 2, make=InvariantCPUAttention, **sizes).check()
+
+
+def test_a_query_that_sees_no_key_gives_zero() -> None:
+    case = Case([5, 4], [3, 0], 0, make=InvariantCPUAttention)
+    case.check()
+    assert case.run()[:2].abs().sum() == 0
+
+
+def test_a_long_context_bounds_the_scores_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    softmax = torch.softmax
+
+    def noting(scores: Tensor, dim: int) -> Tensor:
+        sizes.append(scores.numel())
+        return softmax(scores, dim)
+
+    case = Case([1] * 9 + [50], [300] * 10, 9, make=InvariantCPUAttention)
+    monkeypatch.setattr(cpu_invariant, "_MAX_SCORES", 2 * 400 * 16)
+    monkeypatch.setattr(cpu_invariant.torch, "softmax", noting)
+    case.run()
+    assert len(sizes) > 2 and max(sizes) <= 2 * 400 * 16
+    case.check()
+
+
+class Sequences:
+    """Sequences in a pool, to be computed in any pieces."""
+
+    def __init__(
+        self, lens: list[int], dtype: torch.dtype, backend: type[AttentionBackend], page_size: int = 16
+    ) -> None:
+        make = {"page_size": page_size, "kv_heads": 3, "group": 3, "head_dim": 64, "dtype": dtype}
+        self.case = Case(lens, lens, 0, make=backend, **make)
+        self.lens = lens
+
+    def step(self, cuts: list[Cut]) -> list[Tensor]:
+        """Attention of each cut's tokens, computed in one step."""
+        case, old = self.case, self.case.ctx
+        cuts = [(s, start, min(count, self.lens[s] - start)) for s, start, count in cuts]
+        order = sorted(range(len(cuts)), key=lambda i: cuts[i][2] != 1)  # decode rows first
+        q_lens = [cuts[i][2] for i in order]
+        ctx = Context.build(
+            input_ids=torch.zeros(sum(q_lens), dtype=torch.int64),
+            rows=[cuts[i][0] for i in order],
+            q_lens=q_lens,
+            kv_lens=[sum(cuts[i][1:]) for i in order],
+            num_decode=q_lens.count(1),
+            page_table=old.page_table,
+            kv=old.kv,
+            backend=old.backend,
+        )
+        ctx.backend.prepare(ctx)
+
+        def tokens(of: list[Tensor]) -> Tensor:
+            return torch.cat([of[s][start : start + count] for s, start, count in (cuts[i] for i in order)])
+
+        output = ctx.backend.forward(
+            tokens(case.queries), tokens(case.keys), tokens(case.values), case.layer, ctx
+        )
+        parts = dict(zip(order, output.split(q_lens), strict=True))
+        return [parts[i] for i in range(len(cuts))]
+
+    def whole(self, sequence: int) -> Tensor:
+        """All of a sequence at once, alone."""
+        return self.step([(sequence, 0, self.lens[sequence])])[0]
+
+
+LENS = [200, 1, 64, 65, 129, 333, 17]
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def sequences(request: pytest.FixtureRequest) -> Sequences:
+    return Sequences(LENS, request.param, InvariantCPUAttention)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_token_has_the_same_bits_in_every_step(sequences: Sequences, data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(range(len(LENS))), min_size=1, max_size=7, unique=True))
+    counts = st.one_of(st.just(1), st.sampled_from([2, 4, 7, 64, 128, 512]))
+    cuts = [(s, data.draw(st.integers(0, LENS[s] - 1)), data.draw(counts)) for s in chosen]
+    for (s, start, _), found in zip(cuts, sequences.step(cuts), strict=True):
+        assert torch.equal(found, sequences.whole(s)[start : start + len(found)])
+
+
+def test_many_decode_rows_have_the_bits_of_each_alone(sequences: Sequences) -> None:
+    order = list(range(len(LENS)))
+    random.Random(0).shuffle(order)
+    for step in range(40):
+        cuts = [(s, step % LENS[s], 1) for s in order]
+        for cut, found in zip(cuts, sequences.step(cuts), strict=True):
+            assert torch.equal(found, sequences.step([cut])[0])
+
+
+def test_the_ordinary_backend_fails_the_same_comparison() -> None:
+    ordinary = Sequences([200], torch.float32, cpu.CPUAttention)
+    whole = ordinary.whole(0)
+    assert any(not torch.equal(ordinary.step([(0, at, 1)])[0], whole[at : at + 1]) for at in range(150, 200))
+
+
+def test_a_size_of_product_that_rounds_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    bmm = torch.bmm
+
+    def rounding_otherwise(a: Tensor, b: Tensor) -> Tensor:
+        return bmm(a.double(), b.double()).to(a.dtype) if a.shape[1] == 64 else bmm(a, b)
+
+    monkeypatch.setattr(cpu_invariant.torch, "bmm", rounding_otherwise)
+    find = cpu_invariant._agreeing_rows.__wrapped__
+    assert 64 not in find(3, 64, torch.float32)
+    assert 16 in find(3, 64, torch.float32)
+
+
+def test_a_cpu_whose_products_depend_on_their_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    bmm = torch.bmm
+    monkeypatch.setattr(
+        cpu_invariant.torch,
+        "bmm",
+        lambda a, b: bmm(a.double(), b.double()).to(a.dtype) if len(a) == 2 else bmm(a, b),
+    )
+    with pytest.raises(ConfigError, match="products of 16 rows"):
+        cpu_invariant._agreeing_rows.__wrapped__(3, 64, torch.float32)
