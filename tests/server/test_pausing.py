@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
+import openai
 import pytest
 
 from segue.server import sse
@@ -305,6 +306,21 @@ def test_a_paused_stream_gets_comments_and_then_the_rest(
         *events, done = parse_events(iter([*lines, *raw]))
     assert done == "[DONE]"
     text = "".join(choice["text"] for each in events for choice in each["choices"])
+    assert text == "abc" * (COUNT // 3)
+
+
+def test_openais_client_reads_a_stream_through_a_pause(
+    slow: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.03)
+    client = openai.OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
+    params: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": COUNT}
+    text = ""
+    with client.completions.create(**params, stream=True, extra_body={"ignore_eos": True}) as stream:
+        for chunk in stream:
+            if not text:
+                slow.client.post("/pause_generation", json={"mode": "retract", "ttl_s": 0.2})
+            text += chunk.choices[0].text
     assert text == "abc" * (COUNT // 3)
 
 
