@@ -55,7 +55,7 @@ async def pause(engine: Engine) -> tuple[float, Any]:
 async def while_decoding(engine: Engine, rng: random.Random, rows: int, length: int) -> dict[str, Any]:
     """Pauses of `rows` decoding requests."""
     requests = [ask(engine, prompt(rng, TOKENS), length - TOKENS - 1) for _ in range(rows)]
-    while (await state(engine))["num_generated_tokens"] < 2 * rows:
+    while (now := await state(engine))["running_batch_size"] < rows or not now["chunked_req_is_none"]:
         await asyncio.sleep(0.05)
     took = []
     for _ in range(PAUSES):
@@ -96,6 +96,7 @@ async def while_prefilling(engine: Engine, rng: random.Random, chunk: int) -> di
         if said.num_running:  # else it had ended
             took.append(ms)
         await request
+    assert len(took) > PROMPTS // 2, f"{len(took)} of {PROMPTS} pauses came in time"
     return {
         "tokens": 2 * chunk,
         "chunk": chunk_ms,
