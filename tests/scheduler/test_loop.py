@@ -33,7 +33,7 @@ from segue.protocol.messages import (
     StepResult,
     pack_ids,
 )
-from segue.scheduler.loop import SchedulerLoop, Throughput, follow
+from segue.scheduler.loop import Launched, SchedulerLoop, StepSpeed, Throughput, follow
 from segue.scheduler.scheduler import Scheduler
 from tests.scheduler.simulation import FakeDevice, Simulation, expected_output
 
@@ -348,3 +348,24 @@ def test_a_pause_in_a_long_prefill_waits_for_one_chunk_at_most() -> None:
     client.close()
     client.close_sockets()
     assert max(drained) <= 1.2 * chunk_s  # it would be up to two chunks
+
+
+def test_the_end_of_a_long_step_is_foreseen_whatever_one_step_took() -> None:
+    speed, now = StepSpeed(), 10.0
+
+    def run(num_tokens: int, seconds: float) -> None:
+        nonlocal now
+        launched = Launched(Done(StepResult(1, [], 0.0)), num_tokens, now)
+        now += seconds
+        speed.note(launched, now)
+
+    def expected(num_tokens: int) -> float:
+        return speed.expected_end(Launched(Done(StepResult(1, [], 0.0)), num_tokens, now)) - now
+
+    assert expected(8192) == 0.0
+    for seconds in (0.2, 1.7, 0.001, 0.2, 0.2):  # the second compiled a kernel, and the third ran meanwhile
+        run(8192, seconds)
+        run(1, 0.01)
+    assert expected(8192) == pytest.approx(0.2)
+    assert expected(9000) == pytest.approx(0.2 * 9000 / 8192)
+    assert expected(256) == 0.0

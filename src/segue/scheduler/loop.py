@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Protocol
 
 import msgspec
@@ -59,7 +61,7 @@ class Runner(Protocol):
         ...
 
 
-LEAD_S = 0.003  # so long before the end of a long step the next one is launched
+LEAD_S = 0.002  # so long before the end of a long step the next one is launched
 _MANY_TOKENS = 512  # of a step whose length is foreseen
 MAX_POLL_S = 3600.0  # the socket takes milliseconds as an integer; a client may give any number of seconds
 
@@ -253,25 +255,28 @@ class Throughput:
 
 
 class StepSpeed:
-    """Foresees the end of a step of many tokens, by the fastest seen of late."""
+    """Foresees the end of a step of many tokens, by the last ones of about as many."""
 
-    _FORGET = 1.02  # a step: attention over longer contexts is slower
+    _REMEMBERED = 5
 
     def __init__(self) -> None:
         self._last_end = 0.0
-        self._per_token = 0.0  # seconds; 0: not known
+        self._per_token: dict[int, deque[float]] = {}  # seconds, by the magnitude of the number of tokens
 
     def note(self, launched: Launched, end: float) -> None:
         """The result of a step, the one that ran after the last one noted, was read at ``end``."""
         if launched.num_tokens >= _MANY_TOKENS:
-            took = (end - self._begin(launched)) / launched.num_tokens
-            self._per_token = min(took, self._FORGET * self._per_token or took)
+            took = end - self._begin(launched)
+            magnitude = launched.num_tokens.bit_length()
+            seen = self._per_token.setdefault(magnitude, deque(maxlen=self._REMEMBERED))
+            seen.append(took / launched.num_tokens)
         self._last_end = end
 
     def expected_end(self, launched: Launched) -> float:
         """Of the step behind the last one noted; when it began, where nothing is known."""
-        many = launched.num_tokens >= _MANY_TOKENS
-        return self._begin(launched) + (launched.num_tokens * self._per_token if many else 0.0)
+        # The median: a step that waited for a kernel to be compiled, and the one behind it, tell nothing.
+        seen = self._per_token.get(launched.num_tokens.bit_length())
+        return self._begin(launched) + (launched.num_tokens * median(seen) if seen else 0.0)
 
     def _begin(self, launched: Launched) -> float:
         return max(launched.at, self._last_end)
