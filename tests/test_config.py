@@ -67,6 +67,8 @@ def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
             "batch_prefill_batch_sizes='1,,2': expected numbers from 1 on",
         ),
         ({"batch_prefill_seq_lengths": "16,0"}, "expected numbers from 1 on, separated by commas"),
+        ({"precompile_bs_paddings": [4, 0]}, "precompile_bs_paddings='4,0': expected numbers from 1 on"),
+        ({"precompile_token_paddings": ()}, "precompile_token_paddings='': must not be empty"),
         ({"colour": 1}, "unknown option 'colour'; known: "),
     ],
 )
@@ -81,6 +83,11 @@ def test_sizes_are_separated_by_commas() -> None:
     assert parse_sizes(EngineConfig().batch_prefill_batch_sizes, "") == [1, 2, 4, 8]
     assert parse_sizes(EngineConfig().batch_prefill_seq_lengths, "") == [16, 32, 64, 128, 256]
     assert parse_sizes("3, 5", "") == [3, 5]
+
+
+def test_lists_of_sizes_are_taken_too() -> None:
+    config = EngineConfig(precompile_bs_paddings=[4, 8], batch_prefill_batch_sizes=(2,))
+    assert (config.precompile_bs_paddings, config.batch_prefill_batch_sizes) == ("4,8", "2")
 
 
 def test_a_copy_is_checked_too() -> None:

@@ -17,6 +17,12 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 PausedPolicy = Literal["queue", "reject"]
 
 MIB = 1 << 20
+_SIZES = (  # options that are sizes separated by commas; lists of them are taken too
+    "batch_prefill_batch_sizes",
+    "batch_prefill_seq_lengths",
+    "precompile_bs_paddings",
+    "precompile_token_paddings",
+)
 
 
 def _option(
@@ -123,6 +129,12 @@ class EngineConfig:
     batch_prefill_seq_lengths: str = _option(
         "16,32,64,128,256", "Hardware", "Lengths of prompts to capture prefill for, in tokens."
     )
+    precompile_bs_paddings: str | None = _option(
+        None, "Hardware", "Numbers of requests to capture decode for, like '1,2,4'; default: a fine ladder."
+    )
+    precompile_token_paddings: str | None = _option(
+        None, "Hardware", "Numbers of tokens to capture mixed steps for, likewise."
+    )
 
     host: str = _option("127.0.0.1", "Server", "Address to listen on.")
     port: int = _option(30000, "Server", "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
@@ -136,10 +148,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
+        for name in _SIZES:
+            if isinstance(value := getattr(self, name), list | tuple):
+                object.__setattr__(self, name, ",".join(map(str, value)))
         for option in fields(self):
             _check(option.name, getattr(self, option.name), hints[option.name], option.metadata)
-        for name in ("batch_prefill_batch_sizes", "batch_prefill_seq_lengths"):
-            parse_sizes(getattr(self, name), name)
+        for name in _SIZES:
+            if (sizes := getattr(self, name)) is not None:
+                parse_sizes(sizes, name)
 
     @classmethod
     def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> EngineConfig:

@@ -25,6 +25,17 @@ def test_an_embedded_engine_gives_what_a_process_gives(tiny_model: Path) -> None
     assert ids[0] == ids[1] == ids[2]
 
 
+def test_tiny_chunks_pages_and_buckets_are_taken_as_lists_too(tiny_model: Path) -> None:
+    params = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+    tiny = {"chunked_prefill_size": 4, "page_size": 4, "max_running_requests": 4}
+    lists = {"precompile_token_paddings": [4], "precompile_bs_paddings": [4]}
+    replies = []
+    for options in ({}, tiny | lists):
+        with segue.Engine(str(tiny_model), num_kv_tokens=2048, **OPTIONS, **options) as engine:
+            replies.append([each["output_ids"] for each in engine.generate(["Hello", "Good day"], params)])
+    assert replies[0] == replies[1]
+
+
 def test_two_embedded_engines_live_side_by_side(tiny_model: Path) -> None:
     params = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
     with segue.Engine(str(tiny_model), num_kv_tokens=1024, **OPTIONS) as one:

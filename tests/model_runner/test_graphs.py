@@ -53,6 +53,15 @@ def test_every_number_of_tokens_up_to_the_most_has_a_bucket() -> None:
     assert pick(sizes, 1025) is None
 
 
+def test_sizes_that_are_given_replace_the_ladders() -> None:
+    assert row_sizes(8, [16, 4, 4, 1]) == [1, 4]
+    assert token_sizes(300, given=[4, 512, 260]) == [4, 260]
+    assert prompt_sizes([4, 260, 2048]) == [4, 2048]
+    ladders = Ladders(decode=row_sizes(8, [4]), trunk=token_sizes(12, given=[4]))
+    assert route(make_plan(3, []), ladders) == Route("decode", 4)
+    assert route(make_plan(5, []), ladders).reason == "tokens"
+
+
 def test_several_ranks_filter_behind_a_trunk() -> None:
     ladders = Ladders(tails=("plain",), decode=row_sizes(8), trunk=token_sizes(64))
     assert route(make_plan(5, []), ladders) == Route("decode", 5)
@@ -74,7 +83,7 @@ def test_small_models_have_larger_trunks_captured() -> None:
 def test_long_prompts_alone_have_graphs_of_their_own_with_room_for_few() -> None:
     worth = most_trunk_tokens(28, 440_000_000)
     ladders = Ladders(
-        decode=row_sizes(256), trunk=token_sizes(8448, worth), prompts=prompt_sizes(8448, worth)
+        decode=row_sizes(256), trunk=token_sizes(8448, worth), prompts=prompt_sizes(token_sizes(8448, worth))
     )
     assert [size for size in ladders.prompts if 256 < size < 2048] == []
     assert route(make_plan(0, [2048] * 4), ladders) == Route("prompts", 8192)

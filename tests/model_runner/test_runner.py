@@ -280,6 +280,18 @@ def test_a_check_of_graphs_without_graphs_is_ignored_with_a_warning(llama, caplo
     assert "--graph-self-check is ignored: there are no CUDA graphs" in caplog.text
 
 
+def test_sizes_to_capture_are_ignored_with_one_warning_where_nothing_is_captured(
+    llama, caplog, monkeypatch
+):
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("WARNING", logger.name)
+    lists = {"precompile_bs_paddings": "4", "precompile_token_paddings": "4"}
+    making.make_runner(llama[0], chunked_prefill_size=4, page_size=4, **lists).close()
+    assert [line for line in caplog.messages if "precompile" in line] == [
+        "--precompile-bs-paddings and --precompile-token-paddings are ignored: no CUDA graphs are captured"
+    ]
+
+
 def test_a_grid_of_sizes_that_cannot_be_is_ignored_with_a_warning(llama, caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("WARNING", logger.name)

@@ -57,9 +57,14 @@ class CUDAExecutor:
         collectives: Collectives,
         max_rows: int,
         chunk: int,
+        row_buckets: Sequence[int] | None = None,
+        token_buckets: Sequence[int] | None = None,
         self_check: bool = False,
     ) -> None:
-        """`self_check`: compare what every graph gives with the same step run eagerly."""
+        """`self_check`: compare what every graph gives with the same step run eagerly.
+
+        `row_buckets` and `token_buckets` are captured instead of the ladders.
+        """
         self._model = model
         self._collectives = collectives
         self._part: VocabPart | None = None
@@ -75,6 +80,7 @@ class CUDAExecutor:
         self._ring = torch.zeros((RING, max_rows), dtype=torch.int32).pin_memory()
         self._logprob_ring = torch.zeros((RING, max_rows)).pin_memory()
         self._max_rows, self._max_tokens = max_rows, chunk + max_rows
+        self._row_buckets, self._token_buckets = row_buckets, token_buckets
         self._worth = most_trunk_tokens(model.config.num_layers, model.weights_per_token())
         self._seen = None
         if self_check:
@@ -118,12 +124,13 @@ class CUDAExecutor:
         Returns:
             What was left out for want of room, by kind.
         """
-        rows = row_sizes(self._max_rows)
+        rows = row_sizes(self._max_rows, self._row_buckets)
+        tokens = token_sizes(self._max_tokens, self._worth, self._token_buckets)
         left: dict[str, list[Any]] = {
             "decode": self._decode.capture(rows, has_room),
             "tail": self._tail.capture(rows, has_room),
-            "trunk": self._trunk.capture(token_sizes(self._max_tokens, self._worth), has_room),
-            "prompts": self._prompts.capture(prompt_sizes(self._max_tokens, self._worth), has_room),
+            "trunk": self._trunk.capture(tokens, has_room),
+            "prompts": self._prompts.capture(prompt_sizes(tokens), has_room),
         }
         if grid:
             self._backend.init_batch_prefill_cuda_graph_state(*map(max, zip(*grid, strict=True)))

@@ -189,23 +189,30 @@ def most_prompts_alone(tokens: int) -> int:
     return most_prompts(tokens) if tokens < _LONG else _PROMPTS + tokens // _PER_LONG_PROMPT
 
 
-def prompt_sizes(most: int, worth: int) -> list[int]:
+def prompt_sizes(sizes: Sequence[int]) -> list[int]:
     """Buckets for steps of prompts alone: those of `token_sizes` that are short or long."""
-    return [size for size in token_sizes(most, worth) if size <= _SHORT or size >= _LONG]
+    return [size for size in sizes if size <= _SHORT or size >= _LONG]
 
 
-def row_sizes(most: int) -> list[int]:
-    """Buckets for decode rows and for sampling rows."""
+def row_sizes(most: int, given: Sequence[int] | None = None) -> list[int]:
+    """Buckets for decode rows and for sampling rows, up to `most`; those `given`, if any are."""
+    if given is not None:
+        return _up_to(most, given)
     most = min(most, MOST_ROWS)
     steps = [*range(1, 9), *range(12, 33, 4), *range(40, 129, 8), *range(144, most + 1, 16)]
     return sorted({min(size, most) for size in [*steps, most]})
 
 
-def token_sizes(most: int, worth: int = _LEAST_TRUNK_TOKENS) -> list[int]:
+def token_sizes(
+    most: int, worth: int = _LEAST_TRUNK_TOKENS, given: Sequence[int] | None = None
+) -> list[int]:
     """Buckets for steps of up to `most` tokens, fine where chat turns lie; none larger than `worth`.
 
-    The last is `most` itself, if that is worth it: a whole chunk beside decode rows is no rare step.
+    The last is `most` itself, if that is worth it: a whole chunk beside decode rows is no rare step. If any
+    are `given`, those up to `most` instead.
     """
+    if given is not None:
+        return _up_to(most, given)
     sizes, size, step = [], 0, 16
     while size + step <= min(most, worth):
         size += step
@@ -213,6 +220,10 @@ def token_sizes(most: int, worth: int = _LEAST_TRUNK_TOKENS) -> list[int]:
         if size >= 256 and size == 16 * step:
             step *= 2
     return [*sizes, most] if size < most <= worth else sizes
+
+
+def _up_to(most: int, given: Sequence[int]) -> list[int]:
+    return sorted({size for size in given if size <= most})
 
 
 def most_trunk_tokens(num_layers: int, weights: int) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from segue.attention import registry as attention
 from segue.attention.base import AttentionBackend, AttentionShape, PagedBackend
-from segue.config import EngineConfig
+from segue.config import EngineConfig, parse_sizes
 from segue.distributed.collectives import GroupCollectives
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
@@ -255,6 +255,11 @@ class ModelRunner:
                     progress.detail = f"{num_graphs} graphs"
             if config.graph_self_check and not num_graphs:
                 logger.warning("--graph-self-check is ignored: there are no CUDA graphs to check")
+            if (config.precompile_bs_paddings or config.precompile_token_paddings) and not num_graphs:
+                logger.warning(
+                    "--precompile-bs-paddings and --precompile-token-paddings are ignored: no CUDA graphs "
+                    "are captured"
+                )
         self.tp = tp
         self.device = choices.device
         self.dtype = choices.dtype
@@ -332,8 +337,14 @@ def _make_cuda_executor(
         collectives=groups.collectives,
         max_rows=choices.max_running_requests,
         chunk=choices.chunked_prefill_size,
+        row_buckets=_sizes(config.precompile_bs_paddings, "precompile_bs_paddings"),
+        token_buckets=_sizes(config.precompile_token_paddings, "precompile_token_paddings"),
         self_check=config.graph_self_check,
     )
+
+
+def _sizes(text: str | None, name: str) -> list[int] | None:
+    return None if text is None else parse_sizes(text, name)
 
 
 def _demand(
