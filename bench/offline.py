@@ -1,6 +1,6 @@
 """The pinned offline workload on Segue, figure by figure as on its peers, and its tokens scored again.
 
-    python -m bench.offline 0.6b [--option=value …]
+    python -m bench.offline 0.6b [--option=value …]      (--deterministic=1: a result of its own)
 
 The suite brings the prompts and the clock; this adapter runs the batches, on a default `segue.Engine` without
 prefix cache, with a context of 4096 and 256 running requests. It keeps what was produced: afterwards four
@@ -108,7 +108,7 @@ def main() -> int:
         adapter = Adapter(engine)
         printed = _Tee(sys.stdout)
         with contextlib.redirect_stdout(printed):
-            suite.run("segue", size, adapter)
+            suite.run("segue-deterministic" if engine.config.deterministic else "segue", size, adapter)
     config = engine.config
     measured = figures(printed.getvalue().splitlines())
     floors = floor.figures(resolve(config.model, "dummy", config.cache_dir).config, floor.Machine())
@@ -120,13 +120,14 @@ def main() -> int:
         for name, value in measured.items()
     }
     report.show(
-        f"Qwen3-{size}: tokens/s or ms",
+        f"Qwen3-{size}{', deterministic' * config.deterministic}: tokens/s or ms",
         ["", "measured", "floor, ms", "of the floor"],
         [
             [name, f"{value:.6g}", f"{floors[name].seconds * 1e3:.3f}", f"{reached[name]:.0%}"]
             for name, value in measured.items()
         ],
     )
+    stored = f"gpu_offline_{size}{'_deterministic' * config.deterministic}"
     found = {
         "options": options,
         "clocks": adapter.clocks.seen,
@@ -135,10 +136,10 @@ def main() -> int:
         "of the floor": {name: round(value, 3) for name, value in reached.items()},
         "lines": [line.removeprefix("RESULT ") for line in printed.getvalue().splitlines()],
     }
-    report.save(f"gpu_offline_{size}", found)  # whatever becomes of what follows
-    scores = score_again(config.with_(disable_cuda_graph=True), adapter.calls)
+    report.save(stored, found)  # whatever becomes of what follows
+    scores = score_again(config.with_(disable_cuda_graph=True, deterministic=False), adapter.calls)
     found["scored again"] = {kind: asdict(score) for kind, score in scores.items()}
-    print(f"written to {report.save(f'gpu_offline_{size}', found)}")
+    print(f"written to {report.save(stored, found)}")
     return 1 if any(score.wrong for score in scores.values()) else 0
 
 

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,25 @@ def test_the_stored_table_names_backends_that_exist() -> None:
                 rankings = [*halves["prefill"].values(), halves["decode"]]
                 assert all(set(ranking) <= set(names()) for ranking in rankings)
                 assert list(map(int, halves["prefill"])) == sorted(map(int, halves["prefill"]))
+
+
+def test_determinism_takes_a_backend_that_has_it_and_refuses_one_that_has_not(cuda, tmp_path) -> None:
+    fast = {"prefill": {"64": ["plain"]}, "decode": ["plain"]}
+    measured(cuda, tmp_path, {"Measured": {"64": {"16": fast}}})
+    same = Capabilities(devices=("cuda",), dtypes=(torch.bfloat16,), deterministic=True)
+    cuda.setitem(registry._BACKENDS, "same", entry("same", same))
+    wanted = replace(setting("cuda"), deterministic=True)
+    assert select("auto", setting("cuda")).name == "plain"
+    assert select("auto", wanted).name == select("same", wanted).name == "same"
+    for name in ("plain", "auto,plain"):
+        with pytest.raises(ConfigError, match=r"'plain' .*depend on the batch.*leave --attention-backend"):
+            select(name, wanted)
+
+
+def test_backends_of_cuda_that_are_deterministic() -> None:
+    entries = registry._BACKENDS.values()
+    found = [each.name for each in entries if each.capabilities.deterministic]
+    assert [name for name in found if not name.startswith("cpu")] == ["triton-invariant"]
 
 
 def test_prefill_and_decode_are_named_apart(cuda) -> None:

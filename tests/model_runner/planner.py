@@ -62,6 +62,8 @@ class Planner:
                 tokens = pack_ids(sequence.tokens)
                 new_rows.append(NewRow(sequence.row, tokens, sequence.prompt_len, sequence.params))
                 sequence.is_new = False
+                if sequence.pages:  # shared with another, and computed
+                    pages.append((sequence.row, 0, list(sequence.pages)))
             end = sequence.computed + count
             missing = -(-end // size) - len(sequence.pages)
             if missing > 0:

@@ -45,6 +45,7 @@ def _choose(
 @pytest.fixture
 def cuda(monkeypatch):
     """A machine with two CUDA devices."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
@@ -84,6 +85,35 @@ def test_cuda_without_a_device_is_an_error(no_cuda):
 def test_more_ranks_than_devices_is_an_error(cuda):
     with pytest.raises(TensorParallelError, match=r"tp=3.*2 CUDA devices"):
         _choose(rank=2)
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"rank": 1}, TensorParallelError, "deterministic=True with tp=2.*--tp 1"),
+        ({"hf": EXPERTS}, ConfigError, "mixture of experts"),
+        ({"dtype": "float32"}, ConfigError, "dtype='float32'.*bfloat16"),
+    ],
+)
+def test_what_determinism_does_not_have_on_cuda_is_refused(cuda, options, error, words):
+    assert not _choose(**options).deterministic
+    with pytest.raises(error, match=f"{words}.*leave --deterministic out"):
+        _choose(**options, deterministic=True)
+    assert _choose(deterministic=True).deterministic
+
+
+def test_determinism_is_refused_on_devices_whose_bits_nobody_compared(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"capability \(8, 0\).*\(9, 0\) alone"):
+        _choose(deterministic=True)
 
 
 @pytest.mark.parametrize(

@@ -280,9 +280,7 @@ def test_a_check_of_graphs_without_graphs_is_ignored_with_a_warning(llama, caplo
     assert "--graph-self-check is ignored: there are no CUDA graphs" in caplog.text
 
 
-def test_sizes_to_capture_are_ignored_with_one_warning_where_nothing_is_captured(
-    llama, caplog, monkeypatch
-):
+def test_sizes_to_capture_are_ignored_with_one_warning_where_nothing_is_captured(llama, caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("WARNING", logger.name)
     lists = {"precompile_bs_paddings": "4", "precompile_token_paddings": "4"}

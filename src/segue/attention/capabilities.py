@@ -11,6 +11,14 @@ TRITON = Capabilities(
     graphs=True,
 )
 
+TRITON_INVARIANT = Capabilities(
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    most_group=64,
+    graphs=True,
+    deterministic=True,
+)
+
 FA3 = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),

@@ -13,7 +13,7 @@ import torch
 
 from segue.attention import cpu, cpu_invariant
 from segue.attention.base import AttentionBackend, AttentionShape, BackendFactory, Capabilities, PagedBackend
-from segue.attention.capabilities import FA3, TRITON
+from segue.attention.capabilities import FA3, TRITON, TRITON_INVARIANT
 from segue.attention.paired import PairedAttention
 from segue.errors import ConfigError
 from segue.kvcache.pool import KVPool
@@ -162,7 +162,9 @@ def misfits(capabilities: Capabilities, setting: Setting) -> list[str]:
 
     need("device", device.type, capabilities.devices)
     if setting.deterministic and not capabilities.deterministic:
-        found.append("its bits depend on the batch, it cannot be used with --deterministic")
+        found.append(
+            "its bits depend on the batch, so --deterministic cannot have it; leave --attention-backend out"
+        )
     need("dtype", setting.dtype, capabilities.dtypes)
     need("page size", setting.page_size, capabilities.page_sizes)
     need("head size", shape.head_dim, capabilities.head_dims)
@@ -194,6 +196,12 @@ def _make_triton(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
     return TritonAttention(shape, pool)
 
 
+def _make_triton_invariant(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
+    from segue.attention.triton_invariant import TritonInvariantAttention
+
+    return TritonInvariantAttention(shape, pool)
+
+
 def _make_fa3(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
     from segue.attention.fa3 import FA3Attention
 
@@ -202,6 +210,7 @@ def _make_fa3(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
 
 register(BackendEntry(name="triton", capabilities=TRITON, make=_make_triton))
 register(BackendEntry(name="fa3", capabilities=FA3, make=_make_fa3))
+register(BackendEntry(name="triton-invariant", capabilities=TRITON_INVARIANT, make=_make_triton_invariant))
 register(BackendEntry(name="cpu", capabilities=cpu.CAPABILITIES, make=_make_cpu))
 register(
     BackendEntry(name="cpu-invariant", capabilities=cpu_invariant.CAPABILITIES, make=_make_cpu_invariant)

@@ -21,7 +21,7 @@ def gated_linear(
 
     `weight` is `[2 * I, K]`.
     """
-    if x.is_cuda and bias is None:
+    if x.is_cuda and bias is None and packed is None:
         from segue.kernels.cuda.gated import gated_product_of_many
         from segue.kernels.cuda.product import gated_product
 

@@ -38,15 +38,20 @@ class Plain:
         return F.linear(x, self.weight, bias)
 
 
-def pack(weight: Tensor, *, deterministic: bool = False) -> Product | None:
+def pack(weight: Tensor, *, deterministic: bool = False, wide: bool = False) -> Product | None:
     """How the device multiplies by `weight` `[out, in]`, where that is not as it lies there.
 
     On CPUs by a copy in oneDNN's blocked layout: without it each product of a few rows first reorders the
-    weight. With `deterministic` a row of the product has the same bits among any others.
+    weight. With `deterministic` a row of the product has the same bits among any others. `wide`: as `linear`
+    will be asked to.
 
     Raises:
-        ConfigError: this CPU cannot do it deterministically.
+        ConfigError: this device cannot do it deterministically.
     """
+    if weight.is_cuda and deterministic:
+        from segue.kernels.cuda.invariant_product import InvariantProduct as OnCUDA
+
+        return OnCUDA.of(weight, torch.float32 if wide else weight.dtype)
     if weight.device.type != "cpu":
         return None
     if deterministic:
@@ -73,7 +78,7 @@ def linear(
         may_split: split sums, float32 `[S, M, out]`, may be returned: who takes them adds them up.
         wide: the result is float32, as precise as the device sums up.
     """
-    if x.is_cuda:
+    if x.is_cuda and packed is None:
         from segue.kernels.cuda.product import product
 
         return product(x, weight, bias, may_split=may_split, dtype=torch.float32 if wide else None)

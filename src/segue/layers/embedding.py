@@ -52,7 +52,7 @@ class ParallelHead(Layer):
 
     def build_derived(self) -> int:
         """Pack the weight anew; bytes taken."""
-        self.packed = pack(self._weight(), deterministic=self.deterministic)
+        self.packed = pack(self._weight(), deterministic=self.deterministic, wide=True)
         return 0 if self.packed is None else self.packed.num_bytes
 
     def forward(self, hidden: Tensor) -> Tensor | None:

@@ -31,10 +31,12 @@ def choose(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Choices:
     """Fill in what `config` leaves open.
 
     Raises:
-        ConfigError: a device that is not there.
+        ConfigError: a device that is not there, or determinism where CUDA's kernels do not have it.
         TensorParallelError: more ranks than CUDA devices, or than a deterministic sum may have.
     """
-    device = _device(config, tp)
+    device, dtype = _device(config, tp), _dtype(config, source)
+    if config.deterministic and device.type == "cuda":
+        _check_deterministic(source, tp, device, dtype)
     model_len = source.config.max_position
     on_cpu = device.type == "cpu"
     if config.deterministic and on_cpu and tp.size > 2:
@@ -48,7 +50,7 @@ def choose(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Choices:
     chunk = config.chunked_prefill_size or (512 if on_cpu else 8192)
     return Choices(
         device=device,
-        dtype=_dtype(config, source),
+        dtype=dtype,
         page_size=config.page_size or (16 if on_cpu else 64),
         max_running_requests=max_running,
         chunked_prefill_size=min(chunk, max_running * longest),  # there is never more to compute at once
@@ -68,6 +70,34 @@ def _device(config: EngineConfig, tp: TPInfo) -> torch.device:
             f"tp={tp.size}, but there are {torch.cuda.device_count()} CUDA devices; lower --tp", param="tp"
         )
     return torch.device("cuda", tp.rank)
+
+
+def _check_deterministic(source: ModelSource, tp: TPInfo, device: torch.device, dtype: torch.dtype) -> None:
+    leave, capability = "or leave --deterministic out", torch.cuda.get_device_capability(device)
+    if tp.size > 1:
+        raise TensorParallelError(
+            f"deterministic=True with tp={tp.size}: on CUDA the order in which ranks' results are added up "
+            f"depends on the step; use --tp 1, {leave}",
+            param="tp",
+        )
+    if source.config.moe is not None:
+        raise ConfigError(
+            f"deterministic=True with a mixture of experts: on CUDA the products of an expert depend on how "
+            f"many tokens it gets; use a dense model, {leave}",
+            param="deterministic",
+        )
+    if dtype == torch.float32:
+        raise ConfigError(
+            f"deterministic=True with dtype='float32': on CUDA only bfloat16 and float16 have such kernels; "
+            f"use one of them, {leave}",
+            param="dtype",
+        )
+    if capability != (9, 0):
+        raise ConfigError(
+            f"deterministic=True on compute capability {capability}: the kernels' bits were compared on "
+            f"(9, 0) alone; use such a device, {leave}",
+            param="deterministic",
+        )
 
 
 def _dtype(config: EngineConfig, source: ModelSource) -> torch.dtype:

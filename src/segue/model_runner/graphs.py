@@ -203,9 +203,7 @@ def row_sizes(most: int, given: Sequence[int] | None = None) -> list[int]:
     return sorted({min(size, most) for size in [*steps, most]})
 
 
-def token_sizes(
-    most: int, worth: int = _LEAST_TRUNK_TOKENS, given: Sequence[int] | None = None
-) -> list[int]:
+def token_sizes(most: int, worth: int = _LEAST_TRUNK_TOKENS, given: Sequence[int] | None = None) -> list[int]:
     """Buckets for steps of up to `most` tokens, fine where chat turns lie; none larger than `worth`.
 
     The last is `most` itself, if that is worth it: a whole chunk beside decode rows is no rare step. If any

@@ -126,7 +126,10 @@ class ModelRunner:
                 deterministic=choices.deterministic,
             )
             selection = attention.select(config.attention_backend, setting)
-            experts = moe_backend.select("auto", choices.device, deterministic=choices.deterministic)
+            has_experts = model_config.moe is not None
+            experts = moe_backend.select(
+                "auto", choices.device, deterministic=choices.deterministic and has_experts
+            )
             self._stream = make_stream(choices.device)
             progress.detail = f"{choices.device}, {choices.dtype}, rank {tp.rank} of {tp.size}"
         # On the stream, where the steps will run: if another thread had parallel operations too, GNU's OpenMP

@@ -108,7 +108,7 @@ def decode(
 
 
 @triton.jit
-def _attend(
+def attend_keys(
     q,
     keys,
     values,
@@ -222,11 +222,11 @@ def prefill(
         acc = tl.zeros((BM, DP), tl.float32)
         common = tl.maximum(first + kv_len - q_len + 1, 0) // BN * BN  # keys that every query here sees
         end = tl.minimum(first + per_block, q_len) + kv_len - q_len
-        top, total, acc = _attend(
+        top, total, acc = attend_keys(
             q, keys, values, pool, layer_row, table_row, last, kv_len, 0, common, h, top, total, acc, scale,
             page_rows, KV_HEADS, D, DP, PAGE, BN, STAGES, False, TMA, PRECISION,
         )  # fmt: skip
-        top, total, acc = _attend(
+        top, total, acc = attend_keys(
             q, keys, values, pool, layer_row, table_row, last, kv_len, common, end, h, top, total, acc, scale,
             page_rows, KV_HEADS, D, DP, PAGE, BN, STAGES, True, TMA, PRECISION,
         )  # fmt: skip

@@ -1,0 +1,338 @@
+"""`--deterministic` on CUDA: bits of a request do not depend on what runs beside it, nor on how it is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import segue
+from bench import suite
+from segue.attention.base import AttentionShape
+from segue.attention.context import Context
+from segue.errors import ConfigError
+from segue.kernels.activation import silu_mul
+from segue.kernels.norm import add_rms_norm
+from segue.kvcache.pool import KVPool
+from segue.kvcache.table import PageTable
+from tests.attention.case import Case
+from tests.attention.oracle import attend
+from tests.attention.static import Static
+from tests.gpu.test_attention import maker
+from tests.model_runner import making
+from tests.model_runner.planner import Planner, Sequence
+
+pytestmark = pytest.mark.gpu
+
+BACKEND = "triton-invariant"
+Bits = list[tuple[int, bytes]]
+"""A token and its log-probability, for each token of an output."""
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+
+# Products.
+
+
+@pytest.mark.parametrize(("size", "depth"), [(4096, 12288), (331, 1096), (64, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_tiles_give_a_row_the_same_bits(size, depth, dtype) -> None:
+    from segue.kernels.cuda import invariant_product as products
+
+    x, weight, bias = (normal(*shape, dtype=dtype) for shape in ((300, depth), (size, depth), (size,)))
+    expected = products.run(products.WIDE[0], x, weight, bias, torch.float32)
+    exact = x.double() @ weight.double().T + bias.double()
+    assert ((expected - exact).abs().max() / exact.abs().max()) < 1e-4
+    for tile in {*products.WIDE, *products.FEW, *products.MANY}:
+        for start, stop in ((0, 1), (299, 300), (37, 101), (0, 300)):
+            found = products.run(tile, x[start:stop], weight, bias, torch.float32)
+            assert torch.equal(found, expected[start:stop]), (tile, start, stop)
+
+
+def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows() -> None:
+    from segue.kernels.cuda.invariant_product import InvariantProduct
+    from segue.kernels.cuda.product import product
+
+    weight, x = normal(1024, 3072), normal(8192, 3072, seed=1)
+    whole = InvariantProduct.of(weight, torch.float32)
+    expected = whole(x, None)
+    for rows in (1, 2, 8, 9, 16, 17, 33, 64, 65, 100, 128, 129, 250, 256, 257, 700, 1024, 4097, 8191):
+        for start in {0, (8192 - rows) // 3, 8192 - rows}:
+            found = whole(x[start : start + rows], None)
+            assert torch.equal(found, expected[start : start + rows]), (rows, start)
+    ordinary = [product(x[:rows], weight, None, may_split=False) for rows in (1, 16, 64, 256, 8192)]
+    assert any(not torch.equal(some[:1], ordinary[-1][:1]) for some in ordinary[:-1])
+
+
+@pytest.mark.parametrize("size", [1024, 4096])
+def test_a_row_of_the_small_kernels_has_the_same_bits_among_any(size) -> None:
+    x, residual, weight = normal(64, size), normal(64, size, seed=1), normal(size, seed=2)
+    normed, total = add_rms_norm(x, residual, weight, 1e-6)
+    gated = silu_mul(x, x.dtype)
+    for rows in (1, 7, 8, 9, 40):
+        alone = add_rms_norm(x[:rows].clone(), residual[:rows].clone(), weight, 1e-6)
+        assert torch.equal(alone[0], normed[:rows]) and torch.equal(alone[1], total[:rows])
+        assert torch.equal(silu_mul(x[:rows], x.dtype), gated[:rows])
+
+
+# Attention.
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 1, 64), (2, 8, 64), (3, 3, 64), (8, 4, 128)])
+def test_a_query_has_the_same_bits_in_decode_prefill_and_any_chunk(kv_heads, group, dim, page_size) -> None:
+    length, heads = 1700, kv_heads * group
+    pages = -(-length // page_size)
+    pool = KVPool(
+        num_pages=pages,
+        num_layers=2,
+        page_size=page_size,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    pool.data.normal_(generator=torch.Generator("cuda").manual_seed(0))
+    table = PageTable(
+        max_running=1, max_seq_len=length, page_size=page_size, scratch_page=pool.scratch_page, device="cuda"
+    )
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
+    table.assign(0, 0, order)
+    shape = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
+    backend = maker(BACKEND, torch.bfloat16)(shape, pool)
+    query = normal(length, heads, dim, seed=5)
+
+    def run(asked: Tensor, q_lens: list[int], kv_lens: list[int], num_decode: int) -> Tensor:
+        ctx = Context.build(
+            input_ids=torch.zeros(sum(q_lens), dtype=torch.int64, device="cuda"),
+            rows=[0] * len(q_lens),
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            num_decode=num_decode,
+            page_table=table,
+            kv=pool,
+            backend=backend,
+        )
+        backend.prepare(ctx)
+        return backend.forward(asked, None, None, 1, ctx)
+
+    whole = run(query, [length], [length], 0)
+    keys, values = (torch.cat([pool.data[page, 1, kind] for page in order])[:length].cpu() for kind in (0, 1))
+    expected = attend(query[-40:].cpu(), keys, values, shape.scale)
+    torch.testing.assert_close(whole[-40:].double().cpu(), expected, atol=1e-2, rtol=1e-2)
+    edges = [0, 1, 63, 64, 511, 512, 513, 1023, 1024, 1535, 1536, length - 1]
+    some = torch.randint(0, length, (290,), generator=torch.Generator().manual_seed(1)).tolist()
+    for places in ([511], [512], [length - 1], edges, edges + some[:50], edges + some):
+        found = run(query[places], [1] * len(places), [place + 1 for place in places], len(places))
+        assert torch.equal(found, whole[places]), len(places)
+    for start, stop in ((0, 5), (100, 164), (500, 700), (1023, length), (length - 1, length)):
+        assert torch.equal(run(query[start:stop], [stop - start], [stop], 0), whole[start:stop]), start
+    mixed = run(query[[9, 700, *range(40, 90)]], [1, 1, 50], [10, 701, 90], 2)
+    assert torch.equal(mixed, whole[[9, 700, *range(40, 90)]])
+
+
+@pytest.mark.parametrize("page_size", [5, 64, 128])
+def test_attention_is_right_eager_and_padded(page_size) -> None:
+    q_lens, kv_lens = [1, 1, 1, 1, 40, 3, 130, 1], [9, 300, 64, 1, 170, 3, 130, 1277]
+    case = Case(
+        q_lens,
+        kv_lens,
+        4,
+        page_size=page_size,
+        kv_heads=2,
+        group=4,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        device="cuda",
+        make=maker(BACKEND, torch.bfloat16),
+    )
+    case.check()
+    eager, starts = case.run(), torch.tensor([0, *q_lens]).cumsum(0).tolist()
+    for slots in (8, 100):
+        static = Static(case, slots=slots, tokens=200)
+        for members, num_decode in (([0, 4, 6], 1), ([0, 1, 2, 3, 7], 5), ([7, 3, 2, 1, 4, 5], 4), ([6], 0)):
+            static.load(members, num_decode)
+            expected = torch.cat([eager[starts[i] : starts[i + 1]] for i in members])
+            assert torch.equal(static.run()[: len(expected)], expected), (slots, members)
+
+
+def test_a_query_that_sees_no_key_gives_zero() -> None:
+    make = maker(BACKEND, torch.bfloat16)
+    case = Case([5, 4], [3, 0], 0, head_dim=64, dtype=torch.bfloat16, device="cuda", make=make)
+    case.check()
+    assert case.run()[:2].abs().sum() == 0
+
+
+# A whole runner.
+
+
+def save_model(directory: Path, **sizes: Any) -> Path:
+    """The configuration of a Qwen3-0.6B cut to a few layers; weights are made up."""
+    path = directory / "model"
+    path.mkdir()
+    sizes = {"num_hidden_layers": 4, "max_position_embeddings": 4096, **sizes}
+    (path / "config.json").write_text(json.dumps(suite.COMMON | suite.SHAPES["0.6b"] | sizes))
+    return path
+
+
+OPTIONS = {
+    "load_format": "dummy",
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "page_size": 64,
+    "num_kv_tokens": 64 * 1024,
+    "max_running_requests": 80,
+    "chunked_prefill_size": 1024,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("deterministic"))
+
+
+def draw(length: int, seed: int) -> list[int]:
+    return suite.draw_prompt(random.Random(seed), length)
+
+
+def bits(sequence: Sequence, start: int = 0) -> Bits:
+    entries = sequence.logprobs[start:]
+    assert len(entries) == len(sequence.output) - start
+    return [(entry.token, struct.pack("f", entry.logprob)) for entry in entries if entry is not None]
+
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"logprobs": 0},
+    "drawn": {"logprobs": 0, "temperature": 0.9, "seed": 7},
+    "filtered": {"logprobs": 0, "temperature": 1.1, "seed": 8, "top_p": 0.9, "top_k": 50},
+}
+NEEDLE, COUNT = draw(700, 1), 40
+
+
+def in_company(planner: Planner, others: int, chunk: int, shared: int, params: dict[str, Any]) -> Sequence:
+    """The needle behind `others` that decode, with `shared` pages of it in the cache, among new prompts."""
+    early = [planner.add(draw(20 + 37 * i % 400, 100 + i)) for i in range(others)]
+    for sequence in early:
+        planner.prefill(sequence)
+    first = planner.add(NEEDLE)
+    planner.prefill(first)
+    needle = planner.add(NEEDLE, **params)
+    needle.pages, needle.computed = first.pages[:shared], shared * planner.runner.limits.page_size
+    late = [planner.add(draw(30 + i, 500 + i), temperature=0.8, top_p=0.8) for i in range(others // 8)]
+    neighbours = [(sequence, 1) for sequence in early]
+    while needle.computed < len(NEEDLE):
+        planner.run([*neighbours, (needle, min(chunk, len(NEEDLE) - needle.computed))])
+    for sequence in late:  # mixed steps, and the tail of filters
+        planner.run([*neighbours, (needle, 1), (sequence, len(sequence.tokens))])
+    while len(needle.output) < COUNT:
+        planner.run([*neighbours, (needle, 1), *((sequence, 1) for sequence in late)])
+        if len(needle.output) == COUNT // 2:
+            neighbours = neighbours[: others // 2]
+    needle.pages = needle.pages[shared:]
+    for sequence in (*early, *late, first, needle):
+        planner.remove(sequence)
+    return needle
+
+
+def outcomes(planner: Planner, params: dict[str, Any]) -> Iterator[tuple[str, Bits]]:
+    """What the needle gives in many ways, the first of them alone."""
+    alone = planner.generate(NEEDLE, COUNT, **params)
+    yield "alone", bits(alone)
+    for chunk in (4, 64, 333):
+        yield f"chunks of {chunk}", bits(planner.generate(NEEDLE, COUNT, chunk, **params))
+    for others, chunk, shared in ((1, 700, 0), (7, 100, 3), (20, 256, 10), (64, 512, 1)):
+        name = f"among {others}, chunks of {chunk}, {shared} pages shared"
+        yield name, bits(in_company(planner, others, chunk, shared, params))
+    for cut in (1, 17, COUNT - 1):  # retracted, and prefilled again with what it had
+        again = planner.add(alone.tokens[: len(NEEDLE) + cut], prompt_len=len(NEEDLE), **params)
+        planner.prefill(again, 300)
+        planner.decode([again], COUNT - cut - 1)
+        planner.remove(again)
+        yield f"retracted after {cut}", bits(alone)[:cut] + bits_behind(again, cut)
+    loud = {**params, "logprobs": 2, "prompt_logprobs_start": 0}
+    yield "with alternatives and of the prompt too", bits(planner.generate(NEEDLE, COUNT, 200, **loud))
+
+
+def bits_behind(sequence: Sequence, cut: int) -> Bits:
+    entries = [entry for entry in sequence.logprobs if entry is not None]
+    assert len(entries) == len(sequence.output) - cut
+    return [(entry.token, struct.pack("f", entry.logprob)) for entry in entries]
+
+
+def differing(planner: Planner, params: dict[str, Any]) -> list[str]:
+    (_, expected), *rest = outcomes(planner, params)
+    assert len(expected) == COUNT and len({token for token, _ in expected}) > 5
+    return [name for name, found in rest if found != expected]
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_a_request_has_the_same_bits_whatever_runs_beside_it(model, eager) -> None:
+    runner = making.make_runner(model, **OPTIONS, deterministic=True, disable_cuda_graph=eager)
+    assert runner.attention_backend == BACKEND
+    planner = Planner(runner)
+    found = {name: differing(planner, params) for name, params in PARAMS.items()}
+    runner.close()
+    assert not any(found.values()), found
+
+
+def test_graphs_eager_steps_and_pages_of_any_size_give_the_same_bits(model) -> None:
+    results = []
+    for changes in ({}, {"disable_cuda_graph": True}, {"page_size": 16}, {"chunked_prefill_size": 64}):
+        runner = making.make_runner(model, **{**OPTIONS, **changes}, deterministic=True)
+        results.append(bits(Planner(runner).generate(NEEDLE, COUNT, 64, **PARAMS["drawn"])))
+        runner.close()
+    assert all(result == results[0] for result in results)
+
+
+def test_without_the_mode_the_same_request_differs(model) -> None:
+    runner = making.make_runner(model, **OPTIONS)
+    found = differing(Planner(runner), PARAMS["greedy"])
+    runner.close()
+    assert found, "if this passes without the mode, the tests above prove nothing"
+
+
+def test_the_engine_gives_a_needle_the_same_bits_in_any_company(model) -> None:
+    params = {"temperature": 0, "max_new_tokens": COUNT, "ignore_eos": True}
+    others = [draw(20 + 53 * i % 900, 1000 + i) for i in range(64)]
+    found = []
+    options = {"deterministic": True, "chunked_prefill_size": 512, "enable_batch_prefill_cuda_graph": True}
+    with segue.Engine(str(model), **{**OPTIONS, **options}, embedded=True) as engine:
+
+        def generate(prompts: list[list[int]], place: int) -> None:
+            replies = engine.generate(
+                input_ids=prompts,
+                sampling_params=[params | {"max_new_tokens": COUNT + i % 7} for i in range(len(prompts))],
+                return_logprob=True,
+            )
+            meta = replies[place]["meta_info"]
+            found.append([(token, value) for value, token, _ in meta["output_token_logprobs"][:COUNT]])
+
+        generate([NEEDLE], 0)
+        generate([NEEDLE], 0)  # its prompt is in the cache
+        generate([*others[:30], NEEDLE, *others[30:]], 30)
+        generate([NEEDLE[:650] + others[0], NEEDLE, *others[:5]], 1)
+        generate([*others[:3], NEEDLE], 3)
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"attention_backend": "fa3"}, "'fa3'.*--deterministic"),
+        ({"attention_backend": "auto,triton"}, "'triton'.*--deterministic"),
+        ({"dtype": "float32"}, "use one of them"),
+    ],
+)
+def test_what_the_mode_does_not_have_is_refused(model, options, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        making.make_runner(model, **{**OPTIONS, "deterministic": True, **options})
