@@ -61,17 +61,16 @@ def test_all_tiles_give_a_row_the_same_bits(size, depth, dtype) -> None:
 
 def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows() -> None:
     from segue.kernels.cuda.invariant_product import InvariantProduct
-    from segue.kernels.cuda.product import product
 
-    weight, x = normal(1024, 3072), normal(8192, 3072, seed=1)
+    weight, x = normal(4096, 12288), normal(8192, 12288, seed=1)
     whole = InvariantProduct.of(weight, torch.float32)
     expected = whole(x, None)
     for rows in (1, 2, 8, 9, 16, 17, 33, 64, 65, 100, 128, 129, 250, 256, 257, 700, 1024, 4097, 8191):
         for start in {0, (8192 - rows) // 3, 8192 - rows}:
             found = whole(x[start : start + rows], None)
             assert torch.equal(found, expected[start : start + rows]), (rows, start)
-    ordinary = [product(x[:rows], weight, None, may_split=False) for rows in (1, 16, 64, 256, 8192)]
-    assert any(not torch.equal(some[:1], ordinary[-1][:1]) for some in ordinary[:-1])
+    one, many = (torch.mm(x[:rows], weight.T, out_dtype=torch.float32)[0] for rows in (1, 700))
+    assert not torch.equal(one, many), "if cuBLAS gives equal bits here, the test above proves nothing"
 
 
 @pytest.mark.parametrize("size", [1024, 4096])

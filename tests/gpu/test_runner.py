@@ -76,6 +76,19 @@ def test_both_tails_give_the_same_tokens_and_logprob_bits(runner):
     assert outputs[0] == outputs[1]
 
 
+def test_sizes_that_are_given_are_those_captured(tmp_path):
+    model = tiny.save_llama(tmp_path)
+    options = {"page_size": 4, "chunked_prefill_size": 4, "max_running_requests": 8}
+    lists = {"precompile_bs_paddings": [4], "precompile_token_paddings": [4]}
+    runner = making.make_runner(tmp_path, device="cuda", **options, **lists)
+    ladders = runner._executor._ladders
+    planner, prompt = Planner(runner), making.prompt(30)
+    found = planner.generate(prompt, 10, chunk=4).output
+    runner.close()
+    assert [list(sizes) for sizes in (ladders.decode, ladders.trunk, ladders.prompts)] == [[4]] * 3
+    assert found == tiny.reference(model, prompt, 10)
+
+
 def sync_debug_mode(mode: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that it is a prototype
