@@ -1,0 +1,54 @@
+"""SmolLM2 with `--deterministic`: a crowd and each alone give the same tokens and the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import segue
+from tests.e2e.teacher import greedy
+from tests.fixtures import reference
+
+CASES = reference.load().cases
+PROMPTS = [case.prompt_ids for case in CASES] + [CASES[0].prompt_ids[:9], CASES[1].prompt_ids[:7]]
+SHORT = sorted((prompt[:150] for prompt in PROMPTS), key=len)
+WITH_LOGPROBS: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 2}
+
+
+def replies(engine: Any, prompts: list[list[int]], num_tokens: int) -> list[tuple[Any, ...]]:
+    """What has to be equal, of requests that run together; floats as they are, so bit for bit."""
+    found = engine.generate(input_ids=prompts, sampling_params=greedy(num_tokens), **WITH_LOGPROBS)
+    return [
+        (
+            reply["output_ids"],
+            [entry[:2] for entry in reply["meta_info"]["output_token_logprobs"]],
+            [[pair[:2] for pair in top] for top in reply["meta_info"]["output_top_logprobs"]],
+        )
+        for reply in found
+    ]
+
+
+def make_engine(dtype: str, **options: Any) -> Any:
+    return segue.Engine(
+        dtype=dtype, deterministic=True, max_running_requests=32, chunked_prefill_size=96, **options
+    )
+
+
+def test_32_requests_at_once_have_the_bits_of_each_alone() -> None:
+    assert len(SHORT) == 32
+    with make_engine("bfloat16", disable_prefix_cache=True) as engine:
+        together = replies(engine, SHORT, 6)
+        for i in range(1, 32, 6):
+            assert replies(engine, [SHORT[i]], 6) == [together[i]], i
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_32_long_requests_have_the_bits_of_each_alone_and_of_a_cached_prefix(dtype: str) -> None:
+    with make_engine(dtype) as engine:
+        alone = [replies(engine, [prompt], 48)[0] for prompt in PROMPTS]
+        assert replies(engine, PROMPTS, 48) == alone  # prefixes are cached now
+    with make_engine(dtype, disable_prefix_cache=True, page_size=4) as engine:
+        assert replies(engine, PROMPTS, 48) == alone

@@ -1,0 +1,145 @@
+"""`--deterministic` on a CPU: a request's tokens and the bits of its logprobs, whatever else happens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segue.distributed.info import TPInfo
+from segue.errors import ConfigError, TensorParallelError
+from segue.layers import moe_backend
+from tests.model_runner import making, tiny
+from tests.model_runner.planner import Planner, Sequence
+
+CHUNKS = [4, 7, 64, 512]
+MODELS = {"llama": tiny.save_llama, "qwen3": tiny.save_qwen3, "qwen3-moe": tiny.save_qwen3_moe}
+CASES = [
+    ("llama", "float32"),
+    ("qwen3-moe", "bfloat16"),
+    pytest.param(("llama", "bfloat16"), marks=pytest.mark.slow),
+    pytest.param(("qwen3", "float32"), marks=pytest.mark.slow),
+    pytest.param(("qwen3-moe", "float32"), marks=pytest.mark.slow),
+]
+NEEDLE = making.prompt(75, seed=1)
+NUM_TOKENS = 12
+GREEDY: dict[str, Any] = {"logprobs": 3, "prompt_logprobs_start": 1}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 11, "logprobs": 0}
+OPTIONS: dict[str, Any] = {"max_running_requests": 66, "num_kv_tokens": 16384, "chunked_prefill_size": 8192}
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def planner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planner]:
+    model, dtype = request.param
+    directory = tmp_path_factory.mktemp(model)
+    MODELS[model](directory)
+    runner = making.make_runner(directory, dtype=dtype, deterministic=True, **OPTIONS)
+    yield Planner(runner)
+    runner.close()
+
+
+def result(sequence: Sequence) -> tuple[Any, ...]:
+    """What has to be equal; floats as they are, so bit for bit."""
+    return sequence.output, sequence.logprobs, sequence.prompt_logprobs
+
+
+def alone(planner: Planner, **params: Any) -> tuple[Any, ...]:
+    return result(planner.generate(NEEDLE, NUM_TOKENS, **params))
+
+
+def among(planner: Planner, count: int, chunk: int, **params: Any) -> tuple[Any, ...]:
+    """The needle in chunks, then decoding, while each of `count` others is there in some of the steps."""
+    chance = random.Random(count * 1000 + chunk)
+    others = [
+        planner.add(
+            making.prompt(chance.randrange(1, 90), seed=100 + i),
+            temperature=chance.choice([0.0, 1.0]),
+            logprobs=chance.choice([-1, 0, 7]),
+            top_k=chance.choice([0, 5]),
+        )
+        for i in range(count)
+    ]
+    needle = planner.add(NEEDLE, **params)
+    while len(needle.output) < NUM_TOKENS:
+        work = []
+        for other in chance.sample(others, chance.randrange(count + 1)):
+            left = other.launched - other.computed
+            work.append((other, min(left, chance.randrange(1, 40))))
+        left = needle.launched - needle.computed
+        work.insert(chance.randrange(len(work) + 1), (needle, min(left, chunk)))
+        planner.run(work)
+    for sequence in [*others, needle]:
+        planner.remove(sequence)
+    return result(needle)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_needle_is_the_same_among_any_others_in_any_chunks(planner: Planner, params: Any) -> None:
+    expected = alone(planner, **params)
+    for count, chunk in [(0, 4), (1, 7), (3, 512), (16, 64), (64, 7), (64, 512)]:
+        assert among(planner, count, chunk, **params) == expected, (count, chunk)
+
+
+def test_a_cached_prefix_changes_nothing(planner: Planner) -> None:
+    params = {"logprobs": 3}
+    expected = alone(planner, **params)
+    size = planner.runner.limits.page_size
+    for cached, chunk in [(4, 7), (32, 512), (72, 4)]:
+        owner = planner.add(NEEDLE[:cached] + making.prompt(9, seed=5))
+        planner.prefill(owner, chunk)
+        planner.free_pages += owner.pages[: cached // size][::-1]  # the next request gets these first
+        guest = planner.add(NEEDLE, **params)
+        guest.computed = cached
+        planner.prefill(guest, 512)
+        assert guest.pages[: cached // size] == owner.pages[: cached // size]
+        planner.decode([guest, owner], NUM_TOKENS - 1)
+        assert result(guest) == expected, (cached, chunk)
+        owner.pages = owner.pages[cached // size :]
+        planner.remove(guest)
+        planner.remove(owner)
+
+
+def retracted(planner: Planner, done: int, expected: list[int], chunk: int, **params: Any) -> Sequence:
+    """The request after it lost its KV with `done` tokens out: prefilled with them, and continued."""
+    sequence = planner.add(NEEDLE + expected[:done], prompt_len=len(NEEDLE), **params)
+    planner.prefill(sequence, chunk)
+    if NUM_TOKENS - done > 1:
+        planner.decode([sequence], NUM_TOKENS - done - 1)
+    planner.remove(sequence)
+    return sequence
+
+
+@pytest.mark.parametrize("params", [{"logprobs": 3}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_retraction_at_any_token_changes_nothing(planner: Planner, params: Any) -> None:
+    tokens, logprobs, _ = alone(planner, **params)
+    for done in range(NUM_TOKENS):
+        again = retracted(planner, done, tokens, CHUNKS[done % len(CHUNKS)], **params)
+        assert again.output == tokens
+        assert again.logprobs == logprobs[done:], done
+
+
+def test_the_ordinary_mode_fails_the_same_comparisons(tmp_path: Path) -> None:
+    """What the tests above would find."""
+    tiny.save_llama(tmp_path)
+    runner = making.make_runner(tmp_path, **OPTIONS)
+    try:
+        planner = Planner(runner)
+        tokens, logprobs, _ = alone(planner, logprobs=3)
+        assert among(planner, 16, 7, logprobs=3)[1] != logprobs
+        assert retracted(planner, 8, tokens, 512, logprobs=3).logprobs != logprobs[8:]
+    finally:
+        runner.close()
+
+
+def test_what_cannot_be_deterministic_is_refused(tmp_path: Path) -> None:
+    tiny.save_llama(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be used with --deterministic"):
+        making.make_runner(tmp_path, deterministic=True, attention_backend="cpu")
+    with pytest.raises(TensorParallelError, match="use --tp 1 or 2"):
+        making.make_runner(tmp_path, TPInfo(0, 4), deterministic=True)
+    with pytest.raises(ConfigError, match="with --deterministic"):
+        moe_backend.select("torch", torch.device("cpu"), deterministic=True)
