@@ -9,8 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,54 +17,10 @@ import openai
 import pytest
 
 from tests.conftest import WaitUntil
+from tests.e2e.served import MODEL, Served, serve
 
-MODEL = "SmolLM2-135M-Instruct"
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A running server process."""
-
-    process: subprocess.Popen[str]
-    url: str
-
-    @property
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=5)
-
-    def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.get("/server_info").json()["internal_states"][0]
-        return state
-
-    def workers(self) -> list[int]:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in children.split()]
-
-
-@contextmanager
-def serve(*options: str) -> Iterator[Served]:
-    command = [sys.executable, "-m", "segue", "serve", "--port", "0", "--log-level", "warning", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "http://" in line:
-                url = next(word for word in line.split() if word.startswith("http://"))
-                break
-        else:
-            pytest.fail(f"the server ended with exit code {process.wait()} before it was ready")
-        yield Served(process, url)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-        process.wait(10)
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 @pytest.fixture(scope="module")

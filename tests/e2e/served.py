@@ -1,0 +1,214 @@
+"""`segue serve` as a process, and a client of it that waits for what the server does."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import httpx
+import openai
+import pytest
+
+T = TypeVar("T")
+MODEL = "SmolLM2-135M-Instruct"
+STORY = "Once upon a time"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server process."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=5)
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.get("/server_info").json()["internal_states"][0]
+        return state
+
+    def workers(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
+
+@contextmanager
+def serve(*options: str, log: IO[str] | None = None) -> Iterator[Served]:
+    """A server, until the block is left. Its log goes to ``log``, or to ours."""
+    command = [sys.executable, "-m", "segue", "serve", "--port", "0", "--log-level", "warning", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "http://" in line:
+                url = next(word for word in line.split() if word.startswith("http://"))
+                break
+        else:
+            pytest.fail(f"the server ended with exit code {process.wait()} before it was ready")
+        yield Served(process, url)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(10)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def greedy(count: int, **params: Any) -> dict[str, Any]:
+    """Sampling parameters of a request that ends after exactly ``count`` tokens."""
+    return {"temperature": 0, "max_new_tokens": count, "ignore_eos": True} | params
+
+
+class Client:
+    """Short ways to ask a server; requests run in threads."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self.http = httpx.Client(base_url=served.url, timeout=60, limits=httpx.Limits(max_connections=None))
+        self._threads = ThreadPoolExecutor(64)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self.http.close()
+
+    def generate(self, text: Any, params: Any, **fields: Any) -> Any:
+        """The reply of the native API."""
+        body = {"text": text, "sampling_params": params} | fields
+        response = self.http.post("/generate", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def start(self, text: Any, params: Any, **fields: Any) -> Future[Any]:
+        """The reply, once it is there."""
+        return self._threads.submit(self.generate, text, params, **fields)
+
+    def begin(self, text: Any, params: Any, rid: str) -> Future[Any]:
+        """The reply, once it is there; returns when the request runs."""
+        future = self.start(text, params, rid=rid)
+        self.until(running_batch_rids=[rid])
+        return future
+
+    def run(self, work: Callable[[], T]) -> Future[T]:
+        """Do something else in a thread."""
+        return self._threads.submit(work)
+
+    def stream(self, text: Any, params: Any, **fields: Any) -> Streaming:
+        """A streamed reply that is being read."""
+        return Streaming(self.http, {"text": text, "sampling_params": params, "stream": True} | fields)
+
+    def pause(self, mode: str | None = None, **fields: Any) -> dict[str, Any]:
+        body = fields if mode is None else {"mode": mode} | fields
+        response = self.http.post("/pause_generation", json=body)
+        assert response.status_code == 200, response.text
+        reply: dict[str, Any] = response.json()
+        assert (reply["message"], reply["status"]) == ("Generation paused successfully.", "ok")
+        return reply
+
+    def proceed(self) -> None:
+        response = self.http.post("/continue_generation", json={})
+        assert response.status_code == 200
+        assert response.json()["message"] == "Generation continued successfully."
+
+    def flush(self, timeout: float = 0) -> httpx.Response:
+        return self.http.post("/flush_cache", params={"timeout": timeout} if timeout else {})
+
+    def abort(self, rid: str = "", **fields: Any) -> None:
+        response = self.http.post("/abort_request", json={"rid": rid} | fields)
+        assert (response.status_code, response.content) == (200, b"")
+
+    def state(self) -> dict[str, Any]:
+        response = self.http.get("/server_info")
+        assert response.status_code == 200, response.text
+        state: dict[str, Any] = response.json()["internal_states"][0]
+        return state
+
+    def until(self, timeout: float = 30.0, **facts: Any) -> dict[str, Any]:
+        """The state, once it agrees with ``facts``."""
+        deadline = time.monotonic() + timeout
+        while True:
+            state = self.state()
+            differs = {name: state[name] for name, value in facts.items() if state[name] != value}
+            if not differs:
+                return state
+            if time.monotonic() > deadline:
+                pytest.fail(f"the state did not become {facts} within {timeout:g} s; it is {differs}")
+            time.sleep(0.005)
+
+    def waiting(self, *rids: str) -> dict[str, Any]:
+        """The state, once exactly these wait, in this order."""
+        return self.until(waiting_queue_rids=list(rids))
+
+
+class Streaming:
+    """A native reply as it comes; a thread reads it."""
+
+    def __init__(self, http: httpx.Client, body: dict[str, Any]) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.comments: list[str] = []
+        self.ended = False  # with [DONE]
+        self._changed = threading.Condition()
+        self._response: httpx.Response | None = None
+        self._left = False
+        self._thread = threading.Thread(target=self._read, args=(http, body))
+        self._thread.start()
+
+    def wait(self, tokens: int = 1) -> None:
+        """Until so many tokens have come, or the stream has ended."""
+        with self._changed:
+            came = self._changed.wait_for(lambda: self.ended or len(self.ids) >= tokens, 30)
+        assert came, f"{tokens} tokens did not come; {len(self.ids)} did"
+
+    @property
+    def ids(self) -> list[int]:
+        return self.events[-1]["output_ids"] if self.events else []
+
+    def result(self) -> dict[str, Any]:
+        """The last event, after the end; the text of no event may contradict that of a later one."""
+        self._thread.join(60)
+        assert not self._thread.is_alive() and self.ended, "the stream did not end"
+        for earlier, later in zip(self.events, self.events[1:], strict=False):
+            assert later["text"].startswith(earlier["text"]), "text was taken back"
+            assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
+        return self.events[-1]
+
+    def leave(self) -> None:
+        """Close the connection, though the server has not finished."""
+        assert self._response is not None
+        self._left = True
+        stream = self._response.extensions["network_stream"]
+        stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+
+    def _read(self, http: httpx.Client, body: dict[str, Any]) -> None:
+        try:
+            with http.stream("POST", "/generate", json=body) as self._response:
+                assert self._response.status_code == 200, self._response.read()
+                for line in self._response.iter_lines():
+                    with self._changed:
+                        self._take(line)
+                        self._changed.notify_all()
+        except httpx.HTTPError:
+            assert self._left
+
+    def _take(self, line: str) -> None:
+        if line.startswith(":"):
+            self.comments.append(line)
+        elif line == "data: [DONE]":
+            self.ended = True
+        elif line:
+            self.events.append(json.loads(line.removeprefix("data: ")))
