@@ -1,0 +1,100 @@
+"""Driving a `segue.Engine` from threads: requests that run while the test pauses them."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+import pytest
+
+import segue
+
+_THREADS = ThreadPoolExecutor(64)
+Futures = dict[str, "Future[Any]"]
+
+
+def greedy(count: int) -> dict[str, Any]:
+    """Sampling parameters of a request that ends after exactly ``count`` tokens."""
+    return {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+
+
+def state(engine: segue.Engine) -> dict[str, Any]:
+    internal: dict[str, Any] = engine.get_server_info()["internal_states"][0]
+    return internal
+
+
+def until(engine: segue.Engine, timeout: float = 60.0, **facts: Any) -> dict[str, Any]:
+    """The state, once it agrees with ``facts``."""
+    deadline = time.monotonic() + timeout
+    while True:
+        now = state(engine)
+        differs = {name: now[name] for name, value in facts.items() if now[name] != value}
+        if not differs:
+            return now
+        if time.monotonic() > deadline:
+            pytest.fail(f"the state did not become {facts} within {timeout:g} s; it is {differs}")
+
+
+def begin(engine: segue.Engine, prompts: list[Any], params: Any, **fields: Any) -> Futures:
+    """Requests ``r0``, ``r1``, … that have all arrived and are let run; their replies when they end."""
+    engine.pause_generation("in_place")
+    futures: Futures = {}
+    for index, prompt in enumerate(prompts):
+        rid = f"r{index}"
+        what = {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+        futures[rid] = _THREADS.submit(engine.generate, sampling_params=params, rid=rid, **what, **fields)
+        until(engine, waiting_queue_rids=list(futures))
+    engine.continue_generation()
+    return futures
+
+
+def results(futures: Futures) -> list[Any]:
+    return [future.result(300) for future in futures.values()]
+
+
+def interrupted(
+    engine: segue.Engine, prompts: list[Any], params: Any, *, pauses: int, random: Random, **fields: Any
+) -> list[Any]:
+    """The replies of concurrent requests, all of which are retracted ``pauses`` times at random moments."""
+    total = len(prompts) * params["max_new_tokens"]
+    start = state(engine)["num_generated_tokens"]
+    # The last moment leaves every request some tokens: those of one prompt length or another run in step.
+    moments = sorted(random.sample(range(1, total * 3 // 4), pauses))
+    futures = begin(engine, prompts, params, **fields)
+    for moment in moments:
+        while state(engine)["num_generated_tokens"] < start + moment:
+            pass
+        paused = engine.pause_generation("retract")
+        assert paused.num_running == 0 and paused.num_waiting == len(prompts), "every request is retracted"
+        engine.continue_generation()
+    return results(futures)
+
+
+def bits(replies: list[Any]) -> list[tuple[list[int], list[float]]]:
+    """Of each reply the token ids, and their log-probabilities to the last bit."""
+    return [
+        (reply["output_ids"], [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+        for reply in replies
+    ]
+
+
+def check_retracted_is_uninterrupted(
+    engine: segue.Engine, prompts: list[Any], count: int, *, pauses: int, seed: int
+) -> None:
+    """Token ids and log-probability bits of every request are those that it has without a pause."""
+    fields = {"return_logprob": True}
+    alone = bits(
+        [engine.generate(input_ids=ids, sampling_params=greedy(count), **fields) for ids in prompts[:2]]
+    )
+    together = bits(results(begin(engine, prompts, greedy(count), **fields)))
+    assert together[:2] == alone, "the company of others changes bits"
+    for round_ in range(2):  # the prefix cache is warm, and then cold
+        if round_:
+            assert engine.flush_cache(timeout=10).success
+        random = Random(f"{seed}-{round_}")
+        assert (
+            bits(interrupted(engine, prompts, greedy(count), pauses=pauses, random=random, **fields))
+            == together
+        )

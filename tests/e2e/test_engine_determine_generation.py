@@ -1,0 +1,88 @@
+"""Interrupted generation of `segue.Engine` gives the tokens of uninterrupted generation (seed 001, 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+import segue
+from tests.e2e.engines import begin, bits, greedy, interrupted, results, until
+
+PROMPTS = [
+    "Once upon a time",
+    "The capital of France is",
+    "A list of animals: a dog, a cat,",
+    "My favourite book is",
+    "In the year 2050",
+    "Two and two make",
+]
+COUNT = 16
+LOGPROBS = {"return_logprob": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "deterministic": {"deterministic": True},
+    "small chunks and pages": {"chunked_prefill_size": 4, "page_size": 4},  # the seed's way
+}
+
+
+@pytest.fixture(
+    scope="module", params=["deterministic", pytest.param("small chunks and pages", marks=pytest.mark.slow)]
+)
+def engine(request: pytest.FixtureRequest) -> Iterator[segue.Engine]:
+    options = {"dtype": "float32", "num_kv_tokens": 1024, "max_running_requests": 6, "log_level": "warning"}
+    with segue.Engine(**options, **SETTINGS[request.param]) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def baseline(engine: segue.Engine) -> list[Any]:
+    """All replies without a pause."""
+    return results(begin(engine, PROMPTS, greedy(COUNT), **LOGPROBS))
+
+
+def assert_same(engine: segue.Engine, replies: list[Any], baseline: list[Any]) -> None:
+    for reply, expected in zip(replies, baseline, strict=True):
+        assert reply["output_ids"] == expected["output_ids"]
+        assert reply["text"] == expected["text"]
+    if engine.config.deterministic:
+        assert bits(replies) == bits(baseline)
+
+
+def aborted(engine: segue.Engine, prompts: list[str]) -> list[Any]:
+    """The replies of requests that a pause aborts once all of them run."""
+    futures = begin(engine, prompts, greedy(COUNT), **LOGPROBS)
+    until(engine, running_batch_rids=list(futures), chunked_req_is_none=True)
+    engine.pause_generation("abort")
+    replies = results(futures)
+    engine.continue_generation()
+    return replies
+
+
+def assert_prefixes(replies: list[Any], baseline: list[Any]) -> None:
+    for reply, expected in zip(replies, baseline, strict=True):
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < len(reply["output_ids"]) < COUNT
+        assert reply["output_ids"] == expected["output_ids"][: len(reply["output_ids"])]
+        assert expected["text"].startswith(reply["text"])
+
+
+def test_one_request_retracted_against_no_pause(engine: segue.Engine, baseline: list[Any]) -> None:
+    replies = interrupted(engine, PROMPTS[:1], greedy(COUNT), pauses=2, random=Random(1), **LOGPROBS)
+    assert_same(engine, replies, baseline[:1])
+
+
+def test_one_request_aborted_against_no_pause(engine: segue.Engine, baseline: list[Any]) -> None:
+    assert_prefixes(aborted(engine, PROMPTS[:1]), baseline[:1])
+    assert_same(engine, [engine.generate(PROMPTS[0], greedy(COUNT), **LOGPROBS)], baseline[:1])
+
+
+def test_many_requests_retracted_against_no_pause(engine: segue.Engine, baseline: list[Any]) -> None:
+    replies = interrupted(engine, PROMPTS, greedy(COUNT), pauses=3, random=Random(2), **LOGPROBS)
+    assert_same(engine, replies, baseline)
+
+
+def test_many_requests_aborted_against_no_pause(engine: segue.Engine, baseline: list[Any]) -> None:
+    assert_prefixes(aborted(engine, PROMPTS), baseline)
+    assert_same(engine, results(begin(engine, PROMPTS, greedy(COUNT), **LOGPROBS)), baseline)
