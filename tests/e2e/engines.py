@@ -37,14 +37,19 @@ def until(engine: segue.Engine, timeout: float = 60.0, **facts: Any) -> dict[str
             pytest.fail(f"the state did not become {facts} within {timeout:g} s; it is {differs}")
 
 
+def given(prompt: Any) -> dict[str, Any]:
+    """The argument of ``generate`` for a text, or for token ids."""
+    return {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+
+
 def begin(engine: segue.Engine, prompts: list[Any], params: Any, **fields: Any) -> Futures:
     """Requests ``r0``, ``r1``, … that have all arrived and are let run; their replies when they end."""
     engine.pause_generation("in_place")
     futures: Futures = {}
     for index, prompt in enumerate(prompts):
         rid = f"r{index}"
-        what = {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
-        futures[rid] = _THREADS.submit(engine.generate, sampling_params=params, rid=rid, **what, **fields)
+        fields |= {"sampling_params": params, "rid": rid}
+        futures[rid] = _THREADS.submit(engine.generate, **given(prompt), **fields)
         until(engine, waiting_queue_rids=list(futures))
     engine.continue_generation()
     return futures
@@ -58,16 +63,15 @@ def interrupted(
     engine: segue.Engine, prompts: list[Any], params: Any, *, pauses: int, random: Random, **fields: Any
 ) -> list[Any]:
     """The replies of concurrent requests, all of which are retracted ``pauses`` times at random moments."""
-    total = len(prompts) * params["max_new_tokens"]
     start = state(engine)["num_generated_tokens"]
-    # The last moment leaves every request some tokens: those of one prompt length or another run in step.
-    moments = sorted(random.sample(range(1, total * 3 // 4), pauses))
+    # In the first half of the tokens: by then no request has ended, though some are ahead of others.
+    moments = sorted(random.sample(range(1, len(prompts) * params["max_new_tokens"] // 2), pauses))
     futures = begin(engine, prompts, params, **fields)
     for moment in moments:
         while state(engine)["num_generated_tokens"] < start + moment:
             pass
         paused = engine.pause_generation("retract")
-        assert paused.num_running == 0 and paused.num_waiting == len(prompts), "every request is retracted"
+        assert (paused.num_running, paused.num_waiting) == (0, len(prompts)), "every request is retracted"
         engine.continue_generation()
     return results(futures)
 
@@ -84,17 +88,13 @@ def check_retracted_is_uninterrupted(
     engine: segue.Engine, prompts: list[Any], count: int, *, pauses: int, seed: int
 ) -> None:
     """Token ids and log-probability bits of every request are those that it has without a pause."""
-    fields = {"return_logprob": True}
-    alone = bits(
-        [engine.generate(input_ids=ids, sampling_params=greedy(count), **fields) for ids in prompts[:2]]
-    )
-    together = bits(results(begin(engine, prompts, greedy(count), **fields)))
-    assert together[:2] == alone, "the company of others changes bits"
-    for round_ in range(2):  # the prefix cache is warm, and then cold
-        if round_:
+    params, fields = greedy(count), {"return_logprob": True}
+    expected = bits(results(begin(engine, prompts, params, **fields)))
+    for flush in (False, True):  # with a warm prefix cache, and with a cold one
+        if flush:
             assert engine.flush_cache(timeout=10).success
-        random = Random(f"{seed}-{round_}")
-        assert (
-            bits(interrupted(engine, prompts, greedy(count), pauses=pauses, random=random, **fields))
-            == together
-        )
+        random = Random(f"{seed} {flush}")
+        came = bits(interrupted(engine, prompts, params, pauses=pauses, random=random, **fields))
+        for index, (one, other) in enumerate(zip(came, expected, strict=True)):
+            assert one[0] == other[0], f"request {index}: other tokens"
+            assert one[1] == other[1], f"request {index}: the same tokens, other bits"
