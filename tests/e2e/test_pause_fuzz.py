@@ -1,0 +1,59 @@
+"""Anything at any time over HTTP: every request ends exactly once, and the engine is as at its start."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.fuzz import MAX_TOKENS, Fuzz
+from tests.e2e.served import Client, greedy, serve
+
+PROMPTS = [
+    "Once upon a time",
+    "The capital of France is",
+    "A list of animals:",
+    "The quick brown fox jumps over the lazy dog. " * 12,
+    "The quick brown fox jumps over the lazy dog. " * 24,  # several chunks, most of them shared
+]
+# Less KV than the requests of all clients need, so that some are preempted.
+OPTIONS = ("--dtype", "float32", "--num-kv-tokens", "640", "--page-size", "4")
+LIMITS = ("--max-running-requests", "5", "--chunked-prefill-size", "32")
+
+
+def fuzz(seconds: float, directory: Path, seed: int) -> None:
+    log = directory / "log"
+    with (
+        log.open("w") as file,
+        serve(*OPTIONS, *LIMITS, log=file) as served,
+        closing(Client(served)) as client,
+    ):
+        start = client.state()
+        replies = client.generate(PROMPTS, greedy(MAX_TOKENS))
+        whole = {text: reply["output_ids"] for text, reply in zip(PROMPTS, replies, strict=True)}
+        fuzzed = Fuzz(served.url, whole, seed)
+        fuzzed.run(seconds)
+        print(f"{seconds:g} s: {dict(sorted(fuzzed.counts.items()))}")
+        client.until(running_batch_size=0, waiting_queue_size=0, req_to_token_pool_used=0)
+        assert client.flush(timeout=5).status_code == 200
+        end = client.state()
+        totals = ("num_generated_tokens", "num_steps", "num_preemptions", "eager", "last_gen_throughput")
+        assert {name: end[name] for name in end if name not in totals} == {
+            name: start[name] for name in start if name not in totals
+        }
+        assert client.generate(PROMPTS[0], greedy(MAX_TOKENS))["output_ids"] == whole[PROMPTS[0]]
+        assert end["num_preemptions"] > 0 or seconds < 60
+    assert log.read_text() == "", "nothing was worth a warning"
+    for kind in ("length", "abort", "left", "flush 200", "flush 400", "pause retract", "pause abort"):
+        assert fuzzed.counts[kind], f"no {kind!r} came up"
+
+
+def test_anything_at_any_time(tmp_path: Path) -> None:
+    fuzz(8, tmp_path, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_anything_at_any_time_for_five_minutes(tmp_path: Path) -> None:
+    fuzz(300, tmp_path, seed=2)
