@@ -130,8 +130,10 @@ class PrefixCache:
         while node.parent is not None and not node.locks and not node.children:
             parent = node.parent
             pages.append(node.page)
-            self._remove(node)
+            del parent.children[node.key]
+            node.parent = None
             node = parent
+        self.num_pages -= len(pages)  # where it stopped there is no new leaf
         return pages
 
     def nodes(self) -> Iterator[Node]:
