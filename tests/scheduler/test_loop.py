@@ -311,6 +311,46 @@ def test_a_pause_ends_by_itself_when_its_time_is_up(client: Client) -> None:
     assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
 
 
+def send_together(client: Client, *messages: FrontendMessage) -> None:
+    """The loop, which is idle, finds all of them when it looks."""
+    decode, sent = client.loop._decode, threading.Event()
+
+    def held(frame: bytes) -> FrontendMessage:
+        assert sent.wait(DEADLINE_MS / 1000)
+        return decode(frame)
+
+    client.loop._decode = held  # type: ignore[method-assign]
+    for message in messages:
+        client.send(message)
+    sent.set()
+
+
+def test_an_idle_engine_is_paused_before_the_next_message(client: Client) -> None:
+    send_together(
+        client,
+        Pause(1, "abort"),
+        AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS),
+        Pause(2, "in_place"),
+        GetState(3),
+        Continue(4),
+    )
+    messages: list[SchedulerMessage] = []
+    while not isinstance(message := client.receive(), Continued):
+        messages.append(message)
+    assert [m.mode for m in messages if isinstance(m, Paused)] == ["abort", "abort"]
+    states = [m.state for m in messages if isinstance(m, State)]
+    assert [(s["engine_paused"], s["waiting_queue_rids"]) for s in states] == [(True, ["r"])]
+    assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
+
+
+def test_the_counters_tell_what_waits_while_paused(client: Client) -> None:
+    assert isinstance(ask(client, Pause(1, "in_place")), Paused)
+    for count in (1, 2):
+        client.send(AddRequest(rid=str(count), prompt=pack_ids([1, 2, 3]), params=PARAMS))
+        output = client.receive()
+        assert isinstance(output, StepOutput) and output.counters.num_waiting == count
+
+
 def test_a_flush_waits_until_its_deadline(client: Client) -> None:
     slow_down(client, 0.01)
     client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=SamplingParams(max_new_tokens=90)))

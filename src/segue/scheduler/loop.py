@@ -182,31 +182,36 @@ class SchedulerLoop:
             waiting -= 1
 
     def _receive(self, *, block: bool) -> None:
-        finished: list[Finished] = []
-        while self._running and self._poll(block and not finished):
+        while self._running and self._poll(block):
             block = False
-            message = self._decode(self._inbox.recv())
-            match message:
-                case AddRequest():
-                    if (rejected := self.scheduler.add(message)) is not None:
-                        self._send(rejected)
-                case Abort():
-                    finished += self.scheduler.abort(message)
-                case Finish():
-                    finished += self.scheduler.finish(message)
-                case Pause():
-                    self.scheduler.control.pause(message, time.monotonic())
-                case Continue():
-                    self.scheduler.control.continue_(message)
-                case Flush():
-                    self.scheduler.control.flush(message, time.monotonic())
-                case GetState():
-                    self._send_state(message)
-                case Shutdown():
-                    self._running = False
+            self._take(self._decode(self._inbox.recv()))
+            self._advance()  # what one message has brought about holds for the next
+        self._advance()
+
+    def _take(self, message: FrontendMessage) -> None:
+        finished: list[Finished] = []
+        match message:
+            case AddRequest():
+                if (rejected := self.scheduler.add(message)) is not None:
+                    self._send(rejected)
+                elif not self.scheduler.has_work:  # no step will tell that one more waits
+                    self._send(self.scheduler.output())
+            case Abort():
+                finished = self.scheduler.abort(message)
+            case Finish():
+                finished = self.scheduler.finish(message)
+            case Pause():
+                self.scheduler.control.pause(message, time.monotonic())
+            case Continue():
+                self.scheduler.control.continue_(message)
+            case Flush():
+                self.scheduler.control.flush(message, time.monotonic())
+            case GetState():
+                self._send_state(message)
+            case Shutdown():
+                self._running = False
         if finished:
             self._send(self.scheduler.output(finished=finished))
-        self._advance()
 
     def _poll(self, block: bool) -> bool:
         """Whether a message is there; ``block``: wait for it, or until the scheduler has something to do."""
