@@ -166,6 +166,25 @@ def test_a_disconnect_during_silence_is_noticed(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(asyncio.wait_for(work(), 10))
 
 
+def test_a_stream_that_cannot_be_sent_is_closed_in_any_case() -> None:
+    async def work() -> None:
+        wire, closed = Wire(), list[bool]()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield b"a"
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                raise RuntimeError("the transport has failed")
+
+        wire.send = send  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="transport"):
+            await stream_to(wire, events(), closed)
+        assert closed == [True]
+
+    asyncio.run(asyncio.wait_for(work(), 10))
+
+
 def test_a_disconnect_aborts_a_stream(slow: LiveServer, wait_until: Any) -> None:
     with slow.client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
         next(response.iter_lines())

@@ -69,10 +69,10 @@ class EventStream(Response):
         finally:
             watcher.cancel()
             sender.cancel()
+            self._close()  # first: what follows may raise
             with suppress(asyncio.CancelledError, OSError):
                 await sender
             await self._events.aclose()
-            self._close()
 
     async def _until_over(self, send: Send, tasks: set[asyncio.Task[None]]) -> None:
         """Wait for one of the tasks, with comments into the silence."""
