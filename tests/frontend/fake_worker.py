@@ -65,7 +65,7 @@ class EchoRunner:
             prompt, wanted, _ = self._rows[row_id]
             end = plan.starts[index] + plan.lens[index]
             behind = range(end - plan.num_logits[index] + 1, min(end + 1, len(prompt)))
-            if len(behind) > 0 and plan.num_logits[index] > 1:
+            if plan.num_logits[index] > plan.samples[index]:
                 prompt_logprobs[row_id] = [self._logprob(prompt[p], wanted) for p in behind]
             if plan.samples[index]:
                 token = prompt[(end - len(prompt)) % len(prompt)]

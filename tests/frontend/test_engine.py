@@ -51,6 +51,13 @@ def test_a_batch_gives_a_list_in_order(engine: FakeEngine) -> None:
     assert [reply["text"] for reply in replies] == ["abc", "dede"]
 
 
+def test_prompt_logprobs_of_chunks_of_one_token(tiny_model: Path) -> None:
+    with start(tiny_model, chunked_prefill_size=1) as engine:
+        reply = engine.generate("abc", {"max_new_tokens": 2}, return_logprob=True, logprob_start_len=0)
+        meta = reply["meta_info"]
+        assert len(meta["input_token_logprobs"]) == meta["prompt_tokens"] > 1
+
+
 def test_token_ids_are_taken_as_they_are(engine: FakeEngine) -> None:
     assert engine.generate(input_ids=[70, 71], sampling_params={"max_new_tokens": 3})["output_ids"] == [
         70,
