@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import segue
-from tests.e2e.engines import state
+from tests.frontend.conftest import assert_nothing_left
 
 
 @pytest.fixture(scope="session")
@@ -24,4 +24,4 @@ def engine(shared_engine: segue.Engine) -> Iterator[segue.Engine]:
     yield shared_engine
     shared_engine.continue_generation()
     assert shared_engine.flush_cache(timeout=30).success
-    assert state(shared_engine)["req_to_token_pool_used"] == 0
+    assert_nothing_left(shared_engine)  # and the scheduler's invariants hold

@@ -15,7 +15,7 @@ import httpx
 from tests.e2e.served import greedy
 
 NUM_CLIENTS = 8
-MODES = [*["retract", "in_place"] * 4, "abort", "wait"]
+MODES = [*["retract", "in_place"] * 6, "abort", "wait"]
 MAX_TOKENS = 12
 
 
@@ -35,11 +35,12 @@ class Fuzz:
     async def _run(self, until: float) -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._url, timeout=60, limits=limits) as http:
-            controllers = [self._control(http, until), self._flush(http, until), self._abort(http, until)]
+            # Two controllers that know nothing of each other, and one each that flushes and aborts.
+            control = [self._control(http, until) for _ in range(2)]
+            controllers = [*control, self._flush(http, until), self._abort(http, until)]
             clients = [self._ask(http, until, number) for number in range(NUM_CLIENTS)]
-            control = asyncio.gather(*controllers)
             asking = asyncio.gather(*clients)
-            await control  # whatever they did last, generation goes on: every client gets its answer
+            await asyncio.gather(*controllers)  # they leave it running, and every client gets its answer
             await asyncio.wait_for(asking, 60)
 
     # --- controllers ---
@@ -70,13 +71,13 @@ class Fuzz:
     async def _abort(self, http: httpx.AsyncClient, until: float) -> None:
         random = self._random
         while time.monotonic() < until:
-            await asyncio.sleep(random.uniform(0, 1))
+            await asyncio.sleep(random.uniform(0, 2))
             if random.random() < 0.1:
                 await self._post(http, "/abort_request", {"abort_all": True})
             else:
                 rid = random.choice([*sorted(self._live), "nobody"])
                 await self._post(http, "/abort_request", {"rid": rid})
-            self.counts["abort"] += 1
+            self.counts["asked to abort"] += 1
 
     async def _post(self, http: httpx.AsyncClient, path: str, body: Any, *statuses: int) -> httpx.Response:
         reply = await http.post(path, json=body)

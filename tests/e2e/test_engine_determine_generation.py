@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[segue.Engine]:
     options = {"dtype": "float32", "num_kv_tokens": 1024, "max_running_requests": 6, "log_level": "warning"}
-    with segue.Engine(**options, **SETTINGS[request.param]) as engine:
+    with segue.Engine(embedded=True, **options, **SETTINGS[request.param]) as engine:
         yield engine
 
 

@@ -369,6 +369,17 @@ def test_a_stream_over_pauses_gives_each_piece_of_text_once(client: Client, whol
     assert "".join(pieces) == whole["a"]["text"]
 
 
+@pytest.mark.slow
+def test_a_stream_that_is_silent_for_15_seconds_gets_a_comment(client: Client, whole: dict[str, Any]) -> None:
+    stream = client.stream(STORY, greedy(COUNT))
+    stream.wait(2)
+    client.pause("retract")
+    time.sleep(16)
+    assert len(stream.comments) == 1
+    client.proceed()
+    assert_whole(stream.result(), whole["a"])
+
+
 def test_n_pauses_leave_no_trace_in_logprobs_penalties_seeds_and_stop_strings(client: Client) -> None:
     stop = " the"
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -515,6 +526,24 @@ def test_a_paused_server_takes_less_than_2_percent_of_a_core(client: Client, mod
     client.abort(abort_all=True)
     for future in futures.values():
         future.result(5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_rank_is_drained(whole: dict[str, Any]) -> None:
+    with serve(*OPTIONS, "--tp", "3") as served, closing(Client(served)) as client:
+        for mode in ("wait", "in_place", "retract", "abort"):
+            future = client.begin(STORY, greedy(COUNT), "r")
+            reply = client.pause(mode)
+            assert reply["mode"] == mode
+            if mode != "in_place":
+                assert client.flush().status_code == 200
+            pids = served.workers()
+            before = cpu_seconds(pids)
+            time.sleep(0.5)
+            assert cpu_seconds(pids) - before < 0.02, "no rank runs anything"
+            client.proceed()
+            (assert_aborted if mode == "abort" else assert_whole)(future.result(60), whole["a"])
 
 
 @pytest.mark.slow

@@ -14,11 +14,12 @@ PROMPTS = [
     "Once upon a time",
     "The capital of France is",
     "A list of animals:",
-    "The quick brown fox jumps over the lazy dog. " * 12,
-    "The quick brown fox jumps over the lazy dog. " * 24,  # several chunks, most of them shared
+    "The quick brown fox jumps over the lazy dog. " * 6,
+    "The quick brown fox jumps over the lazy dog. " * 12,  # several chunks, half of them shared
+    "Seven grey geese and one swan crossed the wide river at dawn. " * 8,
 ]
 # Less KV than the requests of all clients need, so that some are preempted.
-OPTIONS = ("--dtype", "float32", "--num-kv-tokens", "640", "--page-size", "4")
+OPTIONS = ("--dtype", "float32", "--num-kv-tokens", "256", "--page-size", "4")
 LIMITS = ("--max-running-requests", "5", "--chunked-prefill-size", "32")
 
 
@@ -34,10 +35,10 @@ def fuzz(seconds: float, directory: Path, seed: int) -> None:
         whole = {text: reply["output_ids"] for text, reply in zip(PROMPTS, replies, strict=True)}
         fuzzed = Fuzz(served.url, whole, seed)
         fuzzed.run(seconds)
-        print(f"{seconds:g} s: {dict(sorted(fuzzed.counts.items()))}")
         client.until(running_batch_size=0, waiting_queue_size=0, req_to_token_pool_used=0)
         assert client.flush(timeout=5).status_code == 200
         end = client.state()
+        print(f"{seconds:g} s, {end['num_preemptions']} preemptions: {dict(sorted(fuzzed.counts.items()))}")
         totals = ("num_generated_tokens", "num_steps", "num_preemptions", "eager", "last_gen_throughput")
         assert {name: end[name] for name in end if name not in totals} == {
             name: start[name] for name in start if name not in totals
