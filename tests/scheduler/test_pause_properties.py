@@ -210,7 +210,7 @@ def test_pauses_flushes_and_aborts_in_any_order() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_pauses_flushes_and_aborts_in_any_order_for_long() -> None:
-    count = prove(PauseMachine, examples=1200)
+    count = prove(PauseMachine, examples=2000)
     print(f"{count} events without a violation")
     assert count >= 50_000
 
