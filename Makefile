@@ -50,7 +50,7 @@ imports: $(INSTALL_STAMP)
 pytest: model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-soak: model ## the slow proofs: long scheduler properties, the reference fixture made again
+soak: model ## the slow proofs: long scheduler properties, five minutes of anything over HTTP, the reference fixture made again
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 bench: model ## the CPU benchmarks; results go to bench/results
