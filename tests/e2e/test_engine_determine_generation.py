@@ -23,7 +23,12 @@ COUNT = 16
 LOGPROBS = {"return_logprob": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
-    "small chunks and pages": {"chunked_prefill_size": 4, "page_size": 4},  # the seed's way
+    "small chunks and pages": {  # the seed's way
+        "chunked_prefill_size": 4,
+        "page_size": 4,
+        "precompile_bs_paddings": [4],
+        "precompile_token_paddings": [4],
+    },
 }
 
 
