@@ -17,12 +17,15 @@ from segue.protocol.messages import (
     AddRequest,
     Continue,
     Continued,
+    Drain,
+    Drained,
     Flush,
     Flushed,
     FrontendMessage,
     GetState,
     Pause,
     Paused,
+    RankMessage,
     Rejected,
     SamplingParams,
     SchedulerMessage,
@@ -305,6 +308,30 @@ def test_a_pause_is_answered_when_every_rank_has_drained(leader: Client, followe
     assert tokens == expected_output([1, 2, 3], SamplingParams(max_new_tokens=90), 100)[-len(tokens) :]
 
 
+def test_the_time_of_a_pause_counts_every_rank(leader: Client) -> None:
+    leader.send(Pause(1, "in_place"))
+    assert msgspec.msgpack.decode(leader.plans.recv(), type=RankMessage) == Drain()
+    assert not leader.from_loop.poll(50)
+    leader.drained.send(msgspec.msgpack.encode(Drained(1)))
+    while not isinstance(paused := leader.receive(), Paused):
+        pass
+    assert paused.drained_ms >= 50
+
+
+def test_a_pause_that_was_overtaken_waits_for_no_rank(leader: Client) -> None:
+    if not leader.loop._overlap:
+        return  # no step is in flight when messages are taken, and no pause overtaken
+    slow_down(leader, 0.01)
+    leader.send(AddRequest(rid="r", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=90)))
+    leader.receive()
+    send_together(leader, Pause(1, "in_place"), Continue(2))
+    while not isinstance(message := leader.receive(), Continued):
+        assert not isinstance(message, Paused) or message.mode is None
+    leader.collect("r")
+    while leader.plans.poll(0):
+        assert isinstance(msgspec.msgpack.decode(leader.plans.recv(), type=RankMessage), StepPlan)
+
+
 def test_a_pause_ends_by_itself_when_its_time_is_up(client: Client) -> None:
     assert isinstance(ask(client, Pause(1, "retract", ttl_s=0.05)), Paused)
     client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
@@ -312,7 +339,7 @@ def test_a_pause_ends_by_itself_when_its_time_is_up(client: Client) -> None:
 
 
 def send_together(client: Client, *messages: FrontendMessage) -> None:
-    """The loop, which is idle, finds all of them when it looks."""
+    """The loop finds all of them when it looks."""
     decode, sent = client.loop._decode, threading.Event()
 
     def held(frame: bytes) -> FrontendMessage:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 import zmq
+from msgspec import structs
 
 from segue.protocol.messages import (
     Abort,
@@ -160,11 +161,16 @@ class SchedulerLoop:
                 self._receive(block=False)
 
     def _advance(self) -> None:
-        """Send what the scheduler has to answer; a pause only once no rank runs anything."""
-        replies = self.scheduler.control.advance(time.monotonic())
-        if self._followers and any(isinstance(reply, Paused) for reply in replies):
+        """Send what the scheduler has to answer; a pause that holds only once no rank runs anything."""
+        now = time.monotonic()
+        replies = self.scheduler.control.advance(now)
+        late_ms = 0.0
+        if self._followers and any(isinstance(reply, Paused) and reply.mode for reply in replies):
             self._drain_ranks()
+            late_ms = (time.monotonic() - now) * 1e3
         for reply in replies:
+            if isinstance(reply, Paused) and reply.mode:
+                reply = structs.replace(reply, drained_ms=reply.drained_ms + late_ms)
             self._send(reply)
 
     def _tell_ranks(self, message: RankMessage) -> None:
@@ -176,10 +182,8 @@ class SchedulerLoop:
     def _drain_ranks(self) -> None:
         assert self._drained is not None, "followers answer on it"
         self._tell_ranks(Drain())
-        waiting = len(self._followers)
-        while waiting:
+        for _ in self._followers:
             msgspec.msgpack.decode(self._drained.recv(), type=Drained)
-            waiting -= 1
 
     def _receive(self, *, block: bool) -> None:
         while self._running and self._poll(block):
