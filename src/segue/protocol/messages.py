@@ -1,7 +1,7 @@
 """Structs that cross a process border, encoded with msgspec.
 
-Three conversations: frontend -> scheduler (``FrontendMessage``), scheduler -> frontend
-(``SchedulerMessage``), and rank 0 -> the other tensor-parallel ranks (``StepPlan``). Token ids travel as
+Conversations: frontend -> scheduler (``FrontendMessage``), scheduler -> frontend (``SchedulerMessage``),
+rank 0 -> the other tensor-parallel ranks (``RankMessage``), and back (``Drained``). Token ids travel as
 int32 little-endian bytes where a list could be long, because msgpack would spend an object on each.
 """
 
