@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import segue
-from segue.config import EngineConfig
+from segue.config import EngineConfig, key_from_environment
 from segue.errors import CacheDirectoryError, ConfigError, SegueError
 from segue.frontend.engine import Engine
 from segue.frontend.installed import installed_models
@@ -313,8 +313,9 @@ def pause(
     text = server.post("/pause_generation", {"mode": mode, "ttl_s": ttl}, timeout=timeout)
     with server.understood():
         now = json.loads(text)
+        state = "continued meanwhile" if now["mode"] is None else f"paused ({now['mode']})"
         typer.echo(
-            f"paused ({now['mode']}): {now['num_running']} requests in place, {now['num_waiting']} wait; "
+            f"{state}: {now['num_running']} requests in place, {now['num_waiting']} wait; "
             f"{now['num_retracted']} retracted, {now['num_aborted']} aborted; took {now['drained_ms']:.1f} ms"
         )
 
@@ -357,8 +358,7 @@ def flush(
 
 
 def _server(url: str, api_key: str | None) -> Remote:
-    config = EngineConfig.create()  # reads the keys of the environment
-    return Remote(url, api_key or config.admin_api_key or config.api_key)
+    return Remote(url, api_key or key_from_environment())
 
 
 @contextmanager

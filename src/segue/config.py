@@ -185,6 +185,12 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
+def key_from_environment(environ: Mapping[str, str] | None = None) -> str | None:
+    """The key for the control routes of a running server: ``SEGUE_ADMIN_API_KEY``, else ``SEGUE_API_KEY``."""
+    given = os.environ if environ is None else environ
+    return given.get("SEGUE_ADMIN_API_KEY") or given.get("SEGUE_API_KEY") or None
+
+
 def parse_sizes(text: str, name: str) -> list[int]:
     """The numbers of an option like "1,2,4,8".
 

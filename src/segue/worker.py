@@ -164,7 +164,7 @@ def _run_follower(
     outbox.close(linger=500)
     if started is not None:
         settle_heap()
-        follow(started[0], plans, drained, rank=tp.rank, depth=OVERLAP_DEPTH)
+        follow(started[0], plans, drained, depth=OVERLAP_DEPTH)
 
 
 def _watch_lifeline(run_dir: Path) -> None:

@@ -50,6 +50,7 @@ class PausingSimulation(Simulation):
         self.ends_at: float | None = None  # by itself
         self.committing = False
         self.overtaken: set[int] = set()  # pauses that were ended before they took effect
+        self.begun: set[str] = set()  # requests that were admitted once
         self.kept: dict[str, tuple[int, list[int], int]] = {}  # rid -> what a pause in place may not touch
         self.launched_versions: deque[str] = deque()
         self.launched_rows: deque[list[int]] = deque()
@@ -167,11 +168,14 @@ class PausingSimulation(Simulation):
         used = {page: owners for step in self.device.unapplied for page, owners in step.items()}
         plan = super().launch()
         if plan is None:
-            may_run = {None: self.live, "wait": self.scheduler.running}.get(self.mode)
+            may_run = {None: self.live, "wait": self.begun & set(self.live)}.get(self.mode)
             assert not (was_idle and may_run), "the engine is idle, requests may run, and nothing is planned"
             return None
         assert self.mode in (None, "wait"), "a step was planned during a pause"
-        assert self.mode is None or not plan.new_rows, "a request was admitted during a pause"
+        rids = {request.row: rid for rid, request in self.scheduler.running.items()}
+        admitted = {rids[new.row] for new in plan.new_rows}
+        assert self.mode is None or admitted <= self.begun, "a request was admitted during a pause"
+        self.begun |= admitted
         cached = {node.page for node in self.scheduler.resources.prefix.nodes()}
         for row, _, pages in plan.pages:
             for page in pages:
@@ -208,7 +212,7 @@ class PausingSimulation(Simulation):
             self._take(message)
         running = self.scheduler.running
         if not self.results:
-            waits = self.mode == "wait" and running
+            waits = self.mode == "wait" and self.begun & set(self.live)
             busy = running or (self.scheduler.waiting and (self.mode is None or waits))
             for call, message in self.owed.items():
                 assert not isinstance(message, Pause) or waits, "a pause that has taken effect is unanswered"

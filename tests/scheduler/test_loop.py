@@ -188,7 +188,7 @@ def test_followers_get_every_plan_in_order(leader: Client) -> None:
             return Done(StepResult(plan.step, [], 0.0))
 
     with pytest.raises(Stop):
-        follow(Recorder(), leader.plans, leader.drained, rank=1, depth=2)
+        follow(Recorder(), leader.plans, leader.drained, depth=2)
     assert ran == list(range(1, 10))
 
 
@@ -284,7 +284,7 @@ def follower(leader: Client) -> Iterator[list[int]]:
 
     def run() -> None:
         with suppress(msgspec.DecodeError):
-            follow(Runner(), leader.plans, leader.drained, rank=1, depth=2)
+            follow(Runner(), leader.plans, leader.drained, depth=2)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -312,7 +312,7 @@ def test_the_time_of_a_pause_counts_every_rank(leader: Client) -> None:
     leader.send(Pause(1, "in_place"))
     assert msgspec.msgpack.decode(leader.plans.recv(), type=RankMessage) == Drain()
     assert not leader.from_loop.poll(50)
-    leader.drained.send(msgspec.msgpack.encode(Drained(1)))
+    leader.drained.send(msgspec.msgpack.encode(Drained()))
     while not isinstance(paused := leader.receive(), Paused):
         pass
     assert paused.drained_ms >= 50

@@ -672,3 +672,32 @@ def test_the_queues_limit_does_not_turn_retracted_requests_away() -> None:
     sim.drained("retract")
     assert sim.state()["waiting_queue_size"] == 4
     end(sim)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_wait_lets_those_finish_that_are_preempted_meanwhile(overlap: bool) -> None:
+    sim = make(4, True, overlap, num_pages=25)
+    sim.scheduler.new_token_ratio.value = 0.1  # admits more than there is room for
+    for name in "abcd":
+        sim.add(name, [ord(name) % 50] * 8, max_new_tokens=60)
+    sim.turns(4)
+    call = sim.pause("wait")
+    sim.add("late", PROMPT)
+    sim.until_idle()
+    assert sim.scheduler.totals.num_preemptions > 0
+    assert set(sim.finished) == set("abcd") and sim.paused(call).num_waiting == 1
+    end(sim)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_abort_that_is_overtaken_aborts_all_the_same(overlap: bool) -> None:
+    sim = make(4, True, overlap)
+    sim.add("r", PROMPT, max_new_tokens=50)
+    sim.turns(3)
+    while not sim.results:
+        sim.launch()
+    call = sim.pause("abort", settle=False)
+    sim.proceed()
+    assert sim.finished["r"].reason == "abort"
+    assert (sim.paused(call).mode, sim.paused(call).num_aborted) == (None, 1)
+    end(sim)

@@ -27,11 +27,14 @@ class Arrival:
         self._num_requests = num_requests
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def abort(self, rid: str, message: str | None) -> None:
-        """One of them is not to run."""
-        self.aborted.setdefault(rid, message)
+    def abort(self, rid: str, message: str | None) -> bool:
+        """One of them is not to run; False: it was not before."""
+        if rid in self.aborted:
+            return False
+        self.aborted[rid] = message
         if len(self.aborted) == self._num_requests:
             self.end()
+        return True
 
     def end(self) -> None:
         """None of them is to run."""

@@ -118,9 +118,9 @@ class Engine:
         """Stop generating; returns once nothing runs. Threads that wait for replies go on waiting.
 
         Args:
-            mode: ``wait`` lets running requests end (one that is preempted meanwhile waits), ``in_place``
-                leaves all where they are, ``retract`` takes their KV and has them wait, ``abort`` ends
-                them. A weaker mode than the present one changes nothing.
+            mode: ``wait`` lets running requests end, ``in_place`` leaves all where they are, ``retract``
+                takes their KV and has them wait, ``abort`` ends them. A weaker mode than the present one
+                changes nothing.
             ttl_s: seconds after which it continues by itself; None: never.
 
         Raises:

@@ -20,6 +20,8 @@ from segue.frontend.stream import Stream
 from segue.frontend.tokenizer import Tokenizer
 from segue.protocol.control import FlushResult, PauseResult
 from segue.protocol.messages import (
+    BEFORE_PREFILL,
+    FIRST_WEIGHT_VERSION,
     Abort,
     AddRequest,
     Continue,
@@ -46,8 +48,6 @@ from segue.protocol.messages import (
 Answer = TypeVar("Answer", State, Paused, Continued, Flushed)
 
 INLINE_MESSAGES = 64  # of a conversation; longer ones are rendered in a thread
-FIRST_VERSION = "0"
-BEFORE_PREFILL = "Abort before prefill"
 
 
 class TokenizerManager:
@@ -63,7 +63,7 @@ class TokenizerManager:
         self.tokenizer = tokenizer
         self.ready = ready
         self.stats = Stats(counters=Counters())
-        self.weight_version = FIRST_VERSION
+        self.weight_version = FIRST_WEIGHT_VERSION
         if tokenizer is None:
             self.table = TokenTable([b""] * ready.vocab_size)
         else:
@@ -174,10 +174,10 @@ class TokenizerManager:
             if each in self._states:
                 self._send(Abort(rid=each, message=message))
 
-    def _abort_arriving(self, rids: Iterable[str], message: str | None) -> None:
-        for rid in rids:
-            if (arrival := self._arriving.get(rid)) is not None:
-                arrival.abort(rid, message)
+    def _abort_arriving(self, rids: Iterable[str], message: str | None) -> int:
+        """How many of them there were."""
+        arriving = [(rid, self._arriving[rid]) for rid in rids if rid in self._arriving]
+        return sum(arrival.abort(rid, message) for rid, arrival in arriving)
 
     def discard(self, state: RequestState) -> None:
         """The reader has gone: abort the request unless it has ended."""
@@ -187,9 +187,7 @@ class TokenizerManager:
 
     async def pause_generation(self, mode: PauseMode, ttl_s: float | None = None) -> PauseResult:
         """Stop generating; returns once nothing runs. After ``ttl_s`` seconds it continues by itself."""
-        arriving = len(self._arriving) if mode == "abort" else 0
-        if mode == "abort":
-            self._abort_arriving(self._arriving, None)
+        arriving = self._abort_arriving(self._arriving, None) if mode == "abort" else 0
         sent = time.monotonic()
         answer = await self._ask(lambda call: Pause(call, mode, ttl_s, sent), Paused)
         result = convert(answer, PauseResult, from_attributes=True)

@@ -50,9 +50,7 @@ class PauseQuery(_Query):
 class PauseResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a pause made of the requests; nothing runs any more."""
 
-    mode: (
-        PauseMode | None
-    )  # the present one, perhaps a stronger one than was asked for; None: continued since
+    mode: PauseMode | None  # the present one, perhaps stronger than what was asked for; None: continued since
     num_running: int
     num_waiting: int
     num_retracted: int  # by this pause

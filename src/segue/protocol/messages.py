@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
+FIRST_WEIGHT_VERSION = "0"
+BEFORE_PREFILL = "Abort before prefill"  # what is said of a request that was aborted then
 FinishReason = Literal["stop", "length", "abort"]
 # What a pause does to requests: lets those that run end; leaves all where they are; takes rows and pages back
 # and has them wait; ends them. Each is stronger than the one before it.
@@ -121,8 +123,6 @@ class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class Drained(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to :class:`Drain`: this rank runs nothing."""
-
-    rank: int
 
 
 RankMessage = StepPlan | Drain

@@ -156,7 +156,9 @@ class SchedulerLoop:
         if seconds < LONG_S:
             return
         until = begin + seconds - LEAD_S
-        while self.scheduler.has_work and time.monotonic() < until and not before.pending.ready():
+        while self._running and time.monotonic() < until and self.scheduler.has_work:
+            if before.pending.ready():
+                return
             if self._inbox.poll(1):
                 self._receive(block=False)
 
@@ -299,12 +301,10 @@ class StepSpeed:
         return max(launched.at, self._last_end)
 
 
-def follow(
-    runner: Runner, plans: zmq.Socket[bytes], drained: zmq.Socket[bytes], *, rank: int, depth: int
-) -> None:
+def follow(runner: Runner, plans: zmq.Socket[bytes], drained: zmq.Socket[bytes], *, depth: int) -> None:
     """The loop of the other ranks: run every plan in order, with at most ``depth`` unread; never returns."""
     decode = msgspec.msgpack.Decoder(RankMessage).decode
-    answer = msgspec.msgpack.encode(Drained(rank))
+    answer = msgspec.msgpack.encode(Drained())
     pending: list[Pending] = []
     while True:
         message = decode(plans.recv())

@@ -4,7 +4,7 @@
 
 An engine runs while nobody holds it. A user's hold ends with ``continue``, or when its time is up; a weight
 commit ends its own hold and never the user's. A pause takes effect when no step is in flight (mode ``wait``:
-when no request runs either); those who asked for it are answered then.
+when no request that has begun is left either); those who asked for it are answered then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PauseState(Enum):
     """Whether steps are planned."""
 
     RUNNING = auto()
-    PAUSING = auto()  # what was launched, or with mode "wait" what runs, is awaited
+    PAUSING = auto()  # what was launched, or with mode "wait" what has begun, is awaited
     PAUSED = auto()
 
 
@@ -97,15 +97,17 @@ class PauseControl:
         """End a hold, if there is one; the engine runs when it was the last."""
         if self.holders.pop(holder, None) is None:
             return
-        self._asked.pop(holder, None)
+        finished: list[Finished] = []
+        if self._asked.pop(holder, None) == "abort":  # who was told that all end, sees all end
+            finished = self._scheduler.abort_all()
         if holder == "user":
             self._deadline = None
+        self._replies.append(self._scheduler.output(finished=finished))
         if not self.holders:
             self.state = PauseState.RUNNING
-            self._answer_pauses()
+            self._answer_pauses(num_aborted=len(finished))
         elif self.mode == "wait":  # nothing stronger keeps from ending what runs
             self.state = PauseState.PAUSING
-        self._replies.append(self._scheduler.output())
 
     def flush(self, message: Flush, now: float) -> None:
         """Ask for all cached KV to be forgotten."""
@@ -137,7 +139,7 @@ class PauseControl:
 
     def _awaited(self) -> bool:
         """Whether a step, or with mode "wait" a request, has to end before a pause takes effect."""
-        return bool(self._scheduler.in_flight or (self.mode == "wait" and self._scheduler.running))
+        return bool(self._scheduler.in_flight or (self.mode == "wait" and self._scheduler.has_begun))
 
     def _stand_still(self, now: float) -> None:
         """The new holds take effect; the others had theirs, and what came since is not theirs to end."""

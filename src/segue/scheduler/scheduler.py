@@ -16,6 +16,8 @@ from typing import Any
 from segue.errors import ContextLengthError, InvalidRequestError, OverloadedError, PausedError
 from segue.kvcache.prefix import Node
 from segue.protocol.messages import (
+    BEFORE_PREFILL,
+    FIRST_WEIGHT_VERSION,
     Abort,
     AddRequest,
     Counters,
@@ -38,8 +40,6 @@ from segue.scheduler.request import Phase, Request
 from segue.scheduler.resources import Resources
 from segue.scheduler.step import Step
 
-FIRST_VERSION = "0"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -60,7 +60,7 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.weight_version = FIRST_VERSION
+        self.weight_version = FIRST_WEIGHT_VERSION
         self.resources = Resources(
             num_rows=limits.max_running_requests, num_pages=limits.num_pages, page_size=limits.page_size
         )
@@ -123,7 +123,7 @@ class Scheduler:
 
     def _abort(self, request: Request, message: str | None) -> Finished:
         if message is None and request.cached_tokens < 0:
-            message = "Abort before prefill"
+            message = BEFORE_PREFILL
         return self._end(request, "abort", message=message)
 
     def _end(
@@ -191,7 +191,14 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step could be planned now or after the one in flight."""
-        return bool((self.running and self.control.runs) or (self.waiting and self.control.admits))
+        if self.control.admits:
+            return bool(self.running or self.waiting)
+        return self.control.runs and self.has_begun
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a request runs, or did until it lost its KV."""
+        return bool(self.running) or any(request.num_retractions for request in self.waiting)
 
     def plan(self) -> StepPlan | None:
         """Decide the next step; None if nothing can run before the step in flight is applied, or at all."""
@@ -218,7 +225,7 @@ class Scheduler:
             request.pages.append(page)
             request.capacity += self.limits.page_size
         step.decode(decoding)
-        self._plan_prefill(step, admit=self.control.admits and not preempted)
+        self._plan_prefill(step, admit=not preempted)
         if not step.rows:
             self.in_flight.pop()
             self._step -= 1
@@ -234,11 +241,17 @@ class Scheduler:
         for request in self.running.values():
             if request.phase is Phase.PREFILL and budget > 0:
                 budget -= self._prefill(request, step, budget)
-        while admit and budget > 0 and self.waiting and self.resources.free_rows:
-            request = self.waiting.head
-            if not self._admit(request, step):
+        while admit and budget > 0 and self.resources.free_rows:
+            admitted = self._next_to_admit()
+            if admitted is None or not self._admit(admitted, step):
                 break
-            budget -= self._prefill(request, step, budget)
+            budget -= self._prefill(admitted, step, budget)
+
+    def _next_to_admit(self) -> Request | None:
+        """The queue's head; while a pause waits for what has begun, the first that had and lost its KV."""
+        if self.control.admits:
+            return self.waiting.head if self.waiting else None
+        return next((request for request in self.waiting if request.num_retractions), None)
 
     def _prefill(self, request: Request, step: Step, budget: int) -> int:
         """Run a chunk, and share its full pages at once.
