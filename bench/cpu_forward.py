@@ -8,7 +8,8 @@ glibc.malloc.hugetlb=1, glibc.malloc.mmap_threshold=1073741824 and glibc.malloc.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -106,44 +107,52 @@ def context(model: Decoder, deterministic: bool, num_sequences: int, q_len: int,
     )
 
 
-def milliseconds(run: Callable[[], object], seconds: float) -> tuple[float, float]:
-    """Fastest and median time of `run`."""
-    times = []
+def milliseconds(runs: Sequence[Callable[[], object]], seconds: float) -> list[tuple[float, float]]:
+    """Fastest and median time of each of `runs`, taken in turn, so that a busy machine is fair to all."""
+    times: list[list[float]] = [[] for _ in runs]
     end = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < end:
-        start = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - start) * 1e3)
-    return min(times), statistics.median(times)
+    while len(times[0]) < 5 or time.perf_counter() < end:
+        for run, taken in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            taken.append((time.perf_counter() - start) * 1e3)
+    return [(min(taken), statistics.median(taken)) for taken in times]
 
 
 def main() -> None:
-    """Print a line a case."""
+    """Print a line a case and mode."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="that mode too, in turn with the other")
     parser.add_argument("--seconds", type=float, default=3.0, help="time spent on each case")
     options = parser.parse_args()
-    model = random_model(getattr(torch, options.dtype), options.deterministic)
+    modes = [False, True] if options.deterministic else [False]
+    models = [random_model(getattr(torch, options.dtype), mode) for mode in modes]
     memory = torch.ones(64 << 20)
-    bandwidth = memory.nbytes / milliseconds(memory.sum, 1.0)[0] / 1e6
-    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    bandwidth = memory.nbytes / milliseconds([memory.sum], 1.0)[0][0] / 1e6
+    weight_bytes = sum(parameter.nbytes for parameter in models[0].parameters())
     print(f"{torch.get_num_threads()} threads, {bandwidth:.0f} GB/s, {weight_bytes / 1e6:.0f} MB of weights")
     with torch.inference_mode():
         for num_sequences, q_len, kv_len in CASES:
-            ctx = context(model, options.deterministic, num_sequences, q_len, kv_len)
-
-            def step(ctx: Context = ctx) -> object:
-                return model.logits(model(ctx))
-
-            best, median = milliseconds(step, options.seconds)
+            steps = []
+            for model, mode in zip(models, modes, strict=True):
+                ctx = context(model, mode, num_sequences, q_len, kv_len)
+                steps.append(partial(step, model, ctx))
             kv_bytes = num_sequences * kv_len * ctx.kv.page_bytes // PAGE_SIZE
             floor = (weight_bytes + kv_bytes) / bandwidth / 1e6
-            rate = num_sequences * q_len / best * 1e3
-            print(
-                f"{num_sequences:2d} x {q_len:3d} of {kv_len:4d}: best {best:7.2f} ms, "
-                f"median {median:7.2f} ms, {rate:6.0f} tok/s, memory alone {floor:5.2f} ms"
-            )
+            for mode, (best, median) in zip(modes, milliseconds(steps, options.seconds), strict=True):
+                rate = num_sequences * q_len / best * 1e3
+                print(
+                    f"{num_sequences:2d} x {q_len:3d} of {kv_len:4d}: best {best:7.2f} ms, "
+                    f"median {median:7.2f} ms, {rate:6.0f} tok/s, memory alone {floor:5.2f} ms"
+                    f"{', deterministic' if mode else ''}",
+                    flush=True,
+                )
+
+
+def step(model: Decoder, ctx: Context) -> object:
+    """Logits of the last token of each sequence."""
+    return model.logits(model(ctx))
 
 
 if __name__ == "__main__":
