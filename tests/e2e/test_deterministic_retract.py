@@ -17,13 +17,12 @@ TEXT = (
 ) * 3
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_retracting_a_small_model_changes_no_bit(tmp_path: Path, seed: int) -> None:
+def test_retracting_a_small_model_changes_no_bit(tmp_path: Path) -> None:
     tiny.save_llama(tmp_path)
     options = making.options(tmp_path, num_kv_tokens=8192, max_running_requests=32, deterministic=True)
     prompts = [making.prompt(1 + 2 * index, seed=index) for index in range(32)]
     with segue.Engine(**options, embedded=True, log_level="error") as engine:
-        check_retracted_is_uninterrupted(engine, prompts, 60, pauses=3, seed=seed)
+        check_retracted_is_uninterrupted(engine, prompts, 60, pauses=3, seed=0)
 
 
 @pytest.mark.slow

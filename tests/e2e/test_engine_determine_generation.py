@@ -19,7 +19,7 @@ PROMPTS = [
     "In the year 2050",
     "Two and two make",
 ]
-COUNT = 16
+COUNT = 12
 LOGPROBS = {"return_logprob": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
