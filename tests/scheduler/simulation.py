@@ -51,6 +51,7 @@ class FakeDevice:
     num_owners: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)  # row -> token pool
     seeds: dict[int, int] = field(default_factory=dict)  # row -> seed
+    most: dict[int, int] = field(default_factory=dict)  # row -> tokens at its end by length
     tables: dict[int, dict[int, int]] = field(default_factory=dict)  # row -> page index -> page
     kv: dict[tuple[int, int], tuple[int, str]] = field(
         default_factory=dict
@@ -68,6 +69,7 @@ class FakeDevice:
         for new in plan.new_rows:
             self.tokens[new.row] = unpack_ids(new.tokens)
             self.seeds[new.row] = new.params.seed
+            self.most[new.row] = min(new.prompt_len + new.params.max_new_tokens, self.limits.max_seq_len)
             self.tables[new.row] = {}
             self.born[new.row] = version
             self.num_owners += 1
@@ -104,6 +106,7 @@ class FakeDevice:
                 assert end == len(tokens)
                 tokens.append(next_token(tokens, self.seeds[row]))
                 sampled.append(tokens[-1])
+                assert len(tokens) <= self.most[row], "a step for a request whose end by length was known"
         self.unapplied.append(touched)
         return StepResult(plan.step, sampled, 0.001, None, prompt_logprobs)
 
