@@ -105,3 +105,11 @@ def test_tokens_of_no_weight_are_not_looked_for():
         max_top_k=60,
     )
     assert weights.shape == (1, 64)
+
+
+def test_another_rows_top_k_changes_nothing():
+    # In steps of 1/4, as bfloat16 has them: more are as likely as the 60th than a first look finds.
+    logits = (_logits(64, 20_000) * 4).round() / 4
+    alone = _run(logits, [(1.0, 60, 0.9, 0.0)] * 64)
+    beside = _run(torch.cat([logits, logits[:1]]), [(1.0, 60, 0.9, 0.0)] * 64 + [(1.0, 500, 1.0, 0.0)])[:-1]
+    assert torch.equal(beside > 0, alone > 0)

@@ -44,12 +44,11 @@ def _candidates(
 ) -> tuple[Tensor, Tensor]:
     """Look at the `count` likeliest, and in rows where that is not enough, at more."""
     values, ids = largest(weights, count)
-    kept = _kept(values, top_k, top_p, min_p)
+    kept, undecided = _kept(values, top_k, top_p, min_p)
     values = values * kept
     if count >= weights.shape[1]:
         return values, ids
-    # It is enough once one of them is ruled out: all that follow are less likely.
-    short = kept[:, -1].nonzero().squeeze(1)
+    short = undecided.nonzero().squeeze(1)
     if not len(short):
         return values, ids
     more, more_ids = _candidates(weights[short], top_k[short], top_p[short], min_p[short], count * _GROWTH)
@@ -59,8 +58,11 @@ def _candidates(
     return values, ids
 
 
-def _kept(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Which of the likeliest, `values` `[n, K]` in descending order with a sum of at most 1, stay."""
+def _kept(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the likeliest, `values` `[n, K]` in descending order with a sum of at most 1, stay.
+
+    And for which rows more of them have to be known to tell, bool `[n]`.
+    """
     count = values.shape[1]
     last = torch.where(top_k > 0, top_k, count).clamp(max=count) - 1
     in_top_k = values >= values.gather(1, last[:, None])
@@ -71,4 +73,8 @@ def _kept(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
     in_top_p[:, 0] = True
     lowest = values.masked_fill(~(in_top_k & in_top_p), 1.0).amin(-1)
     lowest = torch.maximum(lowest, min_p * values[:, 0])
-    return (values >= lowest[:, None]) & (values > 0)  # no use to look for more of no weight
+    kept = (values >= lowest[:, None]) & (values > 0)  # no use to look for more of no weight
+    # It is enough once one is ruled out: all that follow are less likely. But equals of top-k's last one that
+    # follow belong to the total that top-p takes its share of.
+    adds_up = (top_k > 0) & (top_p < 1.0) & in_top_k[:, -1] & (values[:, -1] > 0)
+    return kept, kept[:, -1] | adds_up
