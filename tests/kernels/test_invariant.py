@@ -33,7 +33,8 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_others(
     shape: tuple[int, int], dtype: torch.dtype, bias: bool
 ) -> None:
     rows, weight = cancelling(max(ROWS), shape[1], shape[0], dtype)  # what is left is rounding
-    added = torch.zeros(shape[0], dtype=dtype) if bias else None
+    # As small as what is left, so that it shows whether it is added first or last.
+    added = (torch.randn(shape[0]) * 1e-6).to(dtype) if bias else None
     product = pack(weight, deterministic=True)
     expected = linear(rows[:16], weight, added, product)
     for count in ROWS:
