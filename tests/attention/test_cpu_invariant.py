@@ -1,6 +1,7 @@
 """The deterministic backend: right, and the same bits however a sequence is cut and whatever is beside it."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -140,12 +141,17 @@ def test_a_size_of_product_that_rounds_otherwise_is_not_used(monkeypatch: pytest
     assert 16 in find(3, 64, torch.float32)
 
 
-def test_a_cpu_whose_products_depend_on_their_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "otherwise", [lambda a, b: len(a) == 2, lambda a, b: b.shape[2] > 4000], ids=["two", "long"]
+)
+def test_a_cpu_whose_products_depend_on_their_number_or_length_is_refused(
+    otherwise: Callable[[Tensor, Tensor], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bmm = torch.bmm
     monkeypatch.setattr(
         cpu_invariant.torch,
         "bmm",
-        lambda a, b: bmm(a.double(), b.double()).to(a.dtype) if len(a) == 2 else bmm(a, b),
+        lambda a, b: bmm(a.double(), b.double()).to(a.dtype) if otherwise(a, b) else bmm(a, b),
     )
     with pytest.raises(ConfigError, match="products of 16 rows"):
         cpu_invariant._agreeing_rows.__wrapped__(3, 64, torch.float32)

@@ -186,7 +186,7 @@ def _agreeing_rows(group: int, size: int, dtype: torch.dtype) -> tuple[int, ...]
         return all(
             bool((score(rows, num, blocks) == scores[index[:rows]]).all())
             and bool((add_up(rows, num * blocks) == sums[index[:rows]]).all())
-            for num, blocks in ((1, 1), (2, 3), (7, 8), (48, 2))
+            for num, blocks in ((1, 1), (2, 3), (7, 8), (48, 2), (1, 63))
         )
 
     if not agrees(reference):
