@@ -67,11 +67,13 @@ def interrupted(
     # In the first half of the tokens: by then no request has ended, though some are ahead of others.
     moments = sorted(random.sample(range(1, len(prompts) * params["max_new_tokens"] // 2), pauses))
     futures = begin(engine, prompts, params, **fields)
+    made = start
     for moment in moments:
-        while state(engine)["num_generated_tokens"] < start + moment:
+        while not made < state(engine)["num_generated_tokens"] >= start + moment:
             pass
         paused = engine.pause_generation("retract")
         assert (paused.num_running, paused.num_waiting) == (0, len(prompts)), "every request is retracted"
+        made = state(engine)["num_generated_tokens"]
         engine.continue_generation()
     return results(futures)
 

@@ -149,6 +149,13 @@ class Client:
                 pytest.fail(f"the state did not become {facts} within {timeout:g} s; it is {differs}")
             time.sleep(0.005)
 
+    def until_more(self, tokens: int) -> None:
+        """Wait until the engine has generated more than so many tokens."""
+        deadline = time.monotonic() + 30
+        while self.state()["num_generated_tokens"] <= tokens:
+            assert time.monotonic() < deadline, f"no token came behind {tokens}"
+            time.sleep(0.005)
+
     def waiting(self, *rids: str) -> dict[str, Any]:
         """The state, once exactly these wait, in this order."""
         return self.until(waiting_queue_rids=list(rids))

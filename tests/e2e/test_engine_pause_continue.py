@@ -13,10 +13,10 @@ RIDS = ["r0", "r1", "r2"]
 COUNT = 10
 
 
-def assert_complete(replies: list[Any]) -> None:
+def assert_complete(replies: list[Any], count: int = COUNT) -> None:
     for reply in replies:
-        assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": COUNT}
-        assert reply["meta_info"]["completion_tokens"] == len(reply["output_ids"]) == COUNT
+        assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": count}
+        assert reply["meta_info"]["completion_tokens"] == len(reply["output_ids"]) == count
         assert reply["text"]
 
 
@@ -56,16 +56,17 @@ def test_in_place_mode(engine: segue.Engine) -> None:
 
 
 def test_cycles_of_alternating_modes(engine: segue.Engine) -> None:
-    futures = begin(engine, PROMPTS, greedy(COUNT))
-    until(engine, running_batch_rids=RIDS)
+    count = 40
+    futures = begin(engine, PROMPTS, greedy(count))
     for mode in ("retract", "in_place", "retract", "in_place"):
+        until(engine, running_batch_rids=RIDS)
         paused = engine.pause_generation(mode)
         now = state(engine)
         assert paused.mode == now["pause_mode"] == mode
         where = "waiting_queue_rids" if mode == "retract" else "running_batch_rids"
         assert now[where] == RIDS
         engine.continue_generation()
-    assert_complete(results(futures))
+    assert_complete(results(futures), count)
 
 
 def test_abort_mode(engine: segue.Engine) -> None:

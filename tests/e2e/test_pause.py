@@ -381,26 +381,28 @@ def test_a_stream_that_is_silent_for_15_seconds_gets_a_comment(client: Client, w
 
 
 def test_n_pauses_leave_no_trace_in_logprobs_penalties_seeds_and_stop_strings(client: Client) -> None:
-    stop = " the"
+    stop, count = "years w", 20
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (greedy(COUNT), {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}),
-        (greedy(COUNT, presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.1), {}),
-        (greedy(COUNT, temperature=0.9, top_p=0.9, sampling_seed=5), {}),
-        (greedy(24, stop=stop), {"return_logprob": True}),
+        (greedy(count), {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}),
+        (greedy(count, presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.1), {}),
+        (greedy(count, temperature=0.9, top_p=0.9, sampling_seed=5), {}),
+        (greedy(30, stop=stop), {"return_logprob": True}),
     ]
 
     def ask(pauses: int) -> list[Any]:
         client.pause("in_place")
         futures = [client.start(STORY, params, **fields) for params, fields in cases]
         client.until(waiting_queue_size=len(cases))
-        client.proceed()
         for number in range(pauses):
-            reply = client.pause(("in_place", "retract")[number % 2])
-            assert number or reply["num_running"] + reply["num_waiting"] == len(cases)
+            made = client.state()["num_generated_tokens"]
             client.proceed()
+            client.until_more(made)
+            reply = client.pause(("retract", "in_place")[number % 2])
+            assert number or reply["num_running"] + reply["num_waiting"] == len(cases)
+        client.proceed()
         return [future.result(30) for future in futures]
 
-    interrupted, plain = ask(4), ask(0)
+    interrupted, plain = ask(3), ask(0)
     for one, other in zip(interrupted, plain, strict=True):
         assert_whole(one, other)
     logprobs = [
@@ -408,7 +410,7 @@ def test_n_pauses_leave_no_trace_in_logprobs_penalties_seeds_and_stop_strings(cl
         for reply in interrupted
         if "output_token_logprobs" in reply["meta_info"]
     ]
-    assert [len(entries) for entries in logprobs] == [COUNT, len(plain[3]["output_ids"])]
+    assert [len(entries) for entries in logprobs] == [count, len(plain[3]["output_ids"])]
     assert [entry[1] for entry in logprobs[0]] == interrupted[0]["output_ids"]
     theirs = plain[0]["meta_info"]
     for name in ("output_token_logprobs", "input_token_logprobs"):
