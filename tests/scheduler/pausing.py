@@ -51,6 +51,7 @@ class PausingSimulation(Simulation):
         self.committing = False
         self.overtaken: set[int] = set()  # pauses that were ended before they took effect
         self.begun: set[str] = set()  # requests that were admitted once
+        self.settled = True  # whether the scheduler has told all that has come to pass
         self.kept: dict[str, tuple[int, list[int], int]] = {}  # rid -> what a pause in place may not touch
         self.launched_versions: deque[str] = deque()
         self.launched_rows: deque[list[int]] = deque()
@@ -105,6 +106,7 @@ class PausingSimulation(Simulation):
 
     def abort(self, rid: str = "", *, settle: bool = True) -> None:
         """One, or all."""
+        self.settle()
         ended = self.scheduler.abort(Abort(rid, abort_all=not rid))
         assert all(finished.reason == "abort" for finished in ended)
         self.end(ended)
@@ -113,6 +115,9 @@ class PausingSimulation(Simulation):
 
     def stop(self, rid: str, num_tokens: int) -> None:
         """The detokenizer has found a stop string."""
+        self.settle()
+        if rid in self.finished:
+            return
         self.end(self.scheduler.finish(Finish(rid, num_tokens)))
         assert self.finished[rid].num_tokens == num_tokens
         self._after(True)
@@ -157,6 +162,7 @@ class PausingSimulation(Simulation):
             self.kept = {}
         if self.mode is None:
             self.overtaken |= {call for call, message in self.owed.items() if isinstance(message, Pause)}
+        self.settled = False
         if settle:
             self.settle()
 
@@ -210,6 +216,7 @@ class PausingSimulation(Simulation):
         self._after(settle=False)
         for message in self.control.advance(self.now):
             self._take(message)
+        self.settled = True
         running = self.scheduler.running
         if not self.results:
             waits = self.mode == "wait" and self.begun & set(self.live)
@@ -277,7 +284,8 @@ class PausingSimulation(Simulation):
     def check(self) -> None:
         super().check()
         scheduler, resources = self.scheduler, self.scheduler.resources
-        assert set(scheduler.requests) == set(self.live), "a live request was lost, or an ended one kept"
+        if self.settled:
+            assert set(scheduler.requests) == set(self.live), "a live request was lost, or an ended one kept"
         queue = [r.rid for r in scheduler.waiting]
         arrivals = list(self.priorities)
         in_order = sorted(queue, key=lambda rid: (-self.priorities[rid], arrivals.index(rid)))
@@ -288,7 +296,7 @@ class PausingSimulation(Simulation):
         assert not used & {*resources.allocator.free_pages()}, "a page is free under a step in flight"
         assert not used & unlocked, "a cached page may be evicted under a step in flight"
         assert not rows & {*resources.free_rows}, "a row is free under a step in flight"
-        for rid, what in self.kept.items():
+        for rid, what in self.kept.items() if self.settled else ():
             request = scheduler.running[rid]
             assert (request.row, request.pages, request.launched) == what, "moved during a pause in place"
         for rid in self.unchecked:
