@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from segue.kernels.normalizer import log_probabilities
 from segue.model_runner.categorical import largest
+from segue.model_runner.delta import to_device
 from segue.protocol.messages import TokenLogprob
 
 
@@ -70,15 +72,12 @@ def _alternatives(logits: Tensor, num_top: Sequence[int]) -> Tensor:
     Which of equals are among them may depend on how many are looked for, so those who want as many look
     together.
     """
-    counts = {min(max(count, 0), logits.shape[-1]) for count in num_top}
-    widest = max(counts)
+    wanted = np.clip(num_top, 0, logits.shape[-1])
+    counts, widest = set(wanted.tolist()), int(wanted.max())
     if len(counts) == 1:
         return largest(logits, widest)[1]
     ids = torch.zeros(len(logits), widest, dtype=torch.int64, device=logits.device)
     for count in counts - {0}:
-        rows = torch.tensor(
-            [i for i, wanted in enumerate(num_top) if min(wanted, logits.shape[-1]) == count],
-            device=logits.device,
-        )
+        rows = to_device((wanted == count).nonzero()[0], logits.device)
         ids[rows, :count] = largest(logits[rows], count)[1]
     return ids
