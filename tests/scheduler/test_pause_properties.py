@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
@@ -27,7 +26,7 @@ from segue.scheduler.request import Request
 from segue.scheduler.resources import Resources
 from segue.scheduler.scheduler import Scheduler
 from tests.scheduler.pausing import MODES, PausingSimulation
-from tests.scheduler.test_properties import prompts
+from tests.scheduler.test_properties import StepMachine, prompts
 
 MAX_SEQ_LEN = 64
 modes = st.sampled_from(["in_place", "retract", *MODES])
@@ -51,9 +50,10 @@ requests = st.fixed_dictionaries(
 )
 
 
-class PauseMachine(RuleBasedStateMachine):
+class PauseMachine(StepMachine):
     """Every event of the scheduler in any order, with up to two steps in flight."""
 
+    sim: PausingSimulation
     num_steps = 0
 
     @initialize(
@@ -83,26 +83,6 @@ class PauseMachine(RuleBasedStateMachine):
     def add(self, wanted: list[dict[str, Any]]) -> None:
         for fields in wanted:
             self.sim.add(f"r{len(self.sim.prompts)}", list(fields["prompt"]), **fields["params"])
-
-    @precondition(lambda self: len(self.sim.results) <= 1)
-    @rule()
-    def launch(self) -> None:
-        self.sim.launch()
-
-    @precondition(lambda self: self.sim.results)
-    @rule()
-    def apply(self) -> None:
-        self.sim.apply()
-
-    @rule(turns=st.integers(1, 12), overlap=st.booleans())
-    def run_some(self, turns: int, overlap: bool) -> None:
-        while len(self.sim.results) > (1 if overlap else 0):
-            self.sim.apply()
-        for _ in range(turns):
-            if overlap:
-                self.sim.overlapped_step()
-            else:
-                self.sim.step()
 
     # With settle=False the next message comes in the same turn of the loop.
 

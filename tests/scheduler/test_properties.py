@@ -22,7 +22,33 @@ prompts = st.builds(
 )
 
 
-class SchedulerMachine(RuleBasedStateMachine):
+class StepMachine(RuleBasedStateMachine):
+    """What every machine does: steps, with up to two in flight."""
+
+    sim: Simulation
+
+    @precondition(lambda self: len(self.sim.results) <= 1)
+    @rule()
+    def launch(self) -> None:
+        self.sim.launch()
+
+    @precondition(lambda self: self.sim.results)
+    @rule()
+    def apply(self) -> None:
+        self.sim.apply()
+
+    @rule(turns=st.integers(1, 12), overlap=st.booleans())
+    def run_some(self, turns: int, overlap: bool) -> None:
+        while len(self.sim.results) > (1 if overlap else 0):
+            self.sim.apply()
+        for _ in range(turns):
+            if overlap:
+                self.sim.overlapped_step()
+            else:
+                self.sim.step()
+
+
+class SchedulerMachine(StepMachine):
     """Requests, steps, aborts, stop strings, new weights in any order, with up to two steps in flight."""
 
     @initialize(
@@ -64,26 +90,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=tuple(stops),
             prompt_logprobs_start=logprobs_from,
         )
-
-    @precondition(lambda self: len(self.sim.results) <= 1)
-    @rule()
-    def launch(self) -> None:
-        self.sim.launch()
-
-    @precondition(lambda self: self.sim.results)
-    @rule()
-    def apply(self) -> None:
-        self.sim.apply()
-
-    @rule(turns=st.integers(1, 12), overlap=st.booleans())
-    def run_some(self, turns: int, overlap: bool) -> None:
-        while len(self.sim.results) > (1 if overlap else 0):
-            self.sim.apply()
-        for _ in range(turns):
-            if overlap:
-                self.sim.overlapped_step()
-            else:
-                self.sim.step()
 
     @precondition(lambda self: self.sim.scheduler.requests)
     @rule(data=st.data())

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segue.kernels import invariant
 from segue.kernels.invariant import Product
 from segue.kernels.linear import linear
 
@@ -44,3 +45,8 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
         return fused(gate_up, dtype)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def silu_mul_invariantly(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """`silu_mul` of which a row has the same bits among any others; on CUDA every one is such."""
+    return silu_mul(gate_up, dtype) if gate_up.is_cuda else invariant.silu_mul(gate_up, dtype)
