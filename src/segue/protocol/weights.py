@@ -296,10 +296,15 @@ class RankReply(_Tagged, frozen=True):
 
 
 class Received(_Tagged, frozen=True):
-    """How far a rank has received, at the first byte and behind each bucket; with an error it is over."""
+    """How far a rank has received: at the first byte, behind each bucket, and at the end.
+
+    ``done``: all is there and was checked. With an error it is over. Deadlines are kept by rank 0, which
+    sends :class:`Discard`.
+    """
 
     rank: int
     session: int
     num_buckets: int
     num_bytes: int
+    done: bool = False
     error: str | None = None
