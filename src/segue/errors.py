@@ -115,6 +115,13 @@ class PausedError(SegueError):
     code = "paused"
 
 
+class PoisonedError(SegueError):
+    """A commit of new weights failed half-way: nothing is generated until all weights have been replaced."""
+
+    status = 503
+    code = "weights_poisoned"
+
+
 class EngineDeadError(SegueError):
     """The engine's worker died; requests in flight are lost."""
 

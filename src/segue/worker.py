@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from segue.errors import EngineStartError, SegueError
 from segue.logs import configure, logger
 from segue.memory.heap import settle_heap
 from segue.model_runner.runner import ModelRunner
-from segue.protocol.messages import InitStep, Ready, StartFailed
+from segue.protocol.messages import InitStep, RankEvent, Ready, StartFailed
+from segue.protocol.weights import RankReply, WeightCommand
 from segue.scheduler.loop import SchedulerLoop, follow
 from segue.scheduler.scheduler import Limits, Scheduler
 from segue.weights.source import resolve
@@ -55,22 +57,25 @@ def run_scheduler(
     for rank, socket in enumerate(followers, 1):
         socket.set_hwm(0)
         socket.bind(_plan_address(run_dir, rank))
-    drained = context.socket(zmq.PULL)
-    if followers:
-        drained.bind(_drained_address(run_dir))
+    events = context.socket(zmq.PULL)
+    events.set_hwm(0)
+    events.bind(_event_address(run_dir))
+    sender = EventSender(context, run_dir)
     try:
         started = start_runner(config, TPInfo(rank=0, size=size), run_dir, outbox)
         if started is None:
             return
         runner, steps = started
+        updater = WeightUpdater(runner.tp, sender.send)
         try:
             loop = SchedulerLoop(
                 Scheduler(limits_of(config, runner)),
                 runner,
+                updater,
                 inbox=inbox,
                 outbox=outbox,
                 followers=followers,
-                drained=drained,
+                events=events,
                 overlap=not config.disable_overlap,
                 spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
@@ -80,9 +85,11 @@ def run_scheduler(
             outbox.send(msgspec.msgpack.encode(_ready(runner, steps)))
             loop.run()
         finally:
+            updater.close()
             runner.close()
     finally:
-        for socket in (inbox, outbox, drained, *followers):
+        sender.close()
+        for socket in (inbox, outbox, events, *followers):
             socket.close(linger=500)
 
 
@@ -148,23 +155,60 @@ def _plan_address(run_dir: Path, rank: int) -> str:
     return f"ipc://{run_dir}/plan{rank}"
 
 
-def _drained_address(run_dir: Path) -> str:
-    return f"ipc://{run_dir}/drained"
+def _event_address(run_dir: Path) -> str:
+    return f"ipc://{run_dir}/events"
+
+
+class WeightUpdater:
+    """Refuses: weight updates are being built."""
+
+    def __init__(self, tp: TPInfo, send: Callable[[RankEvent], None]) -> None:
+        self._rank, self._send = tp.rank, send
+
+    def handle(self, command: WeightCommand) -> None:
+        """Refuse."""
+        self._send(RankReply(rank=self._rank, call=command.call, errors=["not built yet"]))
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class EventSender:
+    """What a rank tells rank 0, from any of its threads."""
+
+    def __init__(self, context: zmq.Context[Any], run_dir: Path) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set_hwm(0)
+        self._socket.connect(_event_address(run_dir))
+        self._lock = threading.Lock()
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def send(self, event: RankEvent) -> None:
+        """Never blocks; once closed, nothing happens: a thread may have been left behind."""
+        with self._lock:
+            if not self._socket.closed:
+                self._socket.send(self._encode(event))
+
+    def close(self) -> None:
+        """No more is sent."""
+        with self._lock:
+            self._socket.close(linger=0)
 
 
 def _run_follower(
     config: EngineConfig, tp: TPInfo, run_dir: Path, address: str, context: zmq.Context[Any]
 ) -> None:
-    plans, outbox, drained = (context.socket(kind) for kind in (zmq.PULL, zmq.PUSH, zmq.PUSH))
-    plans.set_hwm(0)
-    plans.connect(_plan_address(run_dir, tp.rank))
+    messages, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    messages.set_hwm(0)
+    messages.connect(_plan_address(run_dir, tp.rank))
     outbox.connect(address)
-    drained.connect(_drained_address(run_dir))
     started = start_runner(config, tp, run_dir, outbox)
     outbox.close(linger=500)
     if started is not None:
         settle_heap()
-        follow(started[0], plans, drained, depth=OVERLAP_DEPTH)
+        runner, sender = started[0], EventSender(context, run_dir)
+        updater = WeightUpdater(tp, sender.send)
+        follow(runner, updater, messages, sender.send, depth=OVERLAP_DEPTH)
 
 
 def _watch_lifeline(run_dir: Path) -> None:

@@ -22,6 +22,7 @@ from segue.config import EngineConfig
 from segue.protocol.messages import Ready, StartFailed, StepPlan, StepResult, TokenLogprob, unpack_ids
 from segue.scheduler.loop import SchedulerLoop
 from segue.scheduler.scheduler import Limits, Scheduler
+from tests.scheduler.updaters import FakeUpdater
 
 LOGPROB = -0.5
 RUNNER_UP_LOGPROB = -1.5
@@ -129,16 +130,22 @@ def serve(config: EngineConfig, to_scheduler: str, to_frontend: str, context: zm
         init_steps=[],
     )
     outbox.send(msgspec.msgpack.encode(ready))
+    events, teller = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    events.bind("inproc://events")
+    teller.connect("inproc://events")
     SchedulerLoop(
         Scheduler(limits),
         EchoRunner(ready.vocab_size),
+        FakeUpdater(lambda event: teller.send(msgspec.msgpack.encode(event))),
         inbox=inbox,
         outbox=outbox,
+        events=events,
         overlap=not config.disable_overlap,
         memory_usage={},
     ).run()
     outbox.close(linger=500)
-    inbox.close()
+    for socket in (inbox, events, teller):
+        socket.close(linger=0)
 
 
 def main() -> None:

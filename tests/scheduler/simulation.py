@@ -145,7 +145,7 @@ class Simulation:
         """Plan and launch a step."""
         plan = self.scheduler.plan()
         if plan is not None:
-            self.results.append(self.device.launch(plan, self.scheduler.weight_version))
+            self.results.append(self.device.launch(plan, str(self.scheduler.kv_epoch)))
         return plan
 
     def apply(self) -> StepOutput:

@@ -25,6 +25,7 @@ from segue.protocol.messages import (
     GetState,
     Pause,
     Paused,
+    RankEvent,
     RankMessage,
     Rejected,
     SamplingParams,
@@ -39,8 +40,10 @@ from segue.protocol.messages import (
 from segue.scheduler.loop import Launched, SchedulerLoop, StepSpeed, Throughput, follow
 from segue.scheduler.scheduler import Scheduler
 from tests.scheduler.simulation import FakeDevice, Simulation, expected_output
+from tests.scheduler.updaters import FakeUpdater
 
 DEADLINE_MS = 10_000
+NO_UPDATER = FakeUpdater(lambda event: None)
 
 
 @dataclass
@@ -80,12 +83,12 @@ class Client:
         self.to_loop, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         outbox, self.from_loop = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         followers, self.plans = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        drained, self.drained = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        events, self.events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for name, (bound, connected) in {
             "in": (self.to_loop, inbox),
             "out": (self.from_loop, outbox),
             "plan": (followers, self.plans),
-            "drained": (drained, self.drained),
+            "events": (events, self.events),
         }.items():
             bound.bind(f"inproc://{id(self)}-{name}")
             connected.connect(f"inproc://{id(self)}-{name}")
@@ -96,23 +99,28 @@ class Client:
             self.from_loop,
             followers,
             self.plans,
-            drained,
-            self.drained,
+            events,
+            self.events,
         ]
         scheduler = Simulation(**limits).scheduler
         self.runner = FakeRunner(scheduler)
         self.loop = SchedulerLoop(
             scheduler,
             self.runner,
+            FakeUpdater(self.tell),
             inbox=inbox,
             outbox=outbox,
             followers=[followers][: ranks - 1],
-            drained=drained,
+            events=events,
             overlap=overlap,
             memory_usage={"weights": 1},
         )
         self.thread = threading.Thread(target=self.loop.run)
         self.thread.start()
+
+    def tell(self, event: RankEvent) -> None:
+        """As a rank does."""
+        self.events.send(msgspec.msgpack.encode(event))
 
     def send(self, message: FrontendMessage) -> None:
         self.to_loop.send(msgspec.msgpack.encode(message))
@@ -188,7 +196,7 @@ def test_followers_get_every_plan_in_order(leader: Client) -> None:
             return Done(StepResult(plan.step, [], 0.0))
 
     with pytest.raises(Stop):
-        follow(Recorder(), leader.plans, leader.drained, depth=2)
+        follow(Recorder(), NO_UPDATER, leader.plans, leader.tell, depth=2)
     assert ran == list(range(1, 10))
 
 
@@ -284,7 +292,7 @@ def follower(leader: Client) -> Iterator[list[int]]:
 
     def run() -> None:
         with suppress(msgspec.DecodeError):
-            follow(Runner(), leader.plans, leader.drained, depth=2)
+            follow(Runner(), NO_UPDATER, leader.plans, leader.tell, depth=2)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -312,7 +320,7 @@ def test_the_time_of_a_pause_counts_every_rank(leader: Client) -> None:
     leader.send(Pause(1, "in_place"))
     assert msgspec.msgpack.decode(leader.plans.recv(), type=RankMessage) == Drain()
     assert not leader.from_loop.poll(50)
-    leader.drained.send(msgspec.msgpack.encode(Drained()))
+    leader.tell(Drained())
     while not isinstance(paused := leader.receive(), Paused):
         pass
     assert paused.drained_ms >= 50

@@ -258,5 +258,5 @@ def test_a_seeded_bug_is_caught(
 ) -> None:
     monkeypatch.setattr(cls, name, bug)
     with pytest.raises(AssertionError) as caught:
-        prove(PauseMachine, examples=200, derandomize=True)
+        prove(PauseMachine, examples=2000, derandomize=True)  # until it is caught
     print(PauseMachine.num_steps, caught.value)

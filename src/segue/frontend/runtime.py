@@ -121,12 +121,28 @@ class Runtime:
         return {
             **options,
             "version": segue.__version__,
-            "model_path": self.config.model or self.source.name,
+            "model_path": self.model_path,
             "served_model_name": self.name,
             "status": "ready",
             "max_total_num_tokens": ready.num_pages * ready.page_size,
             "decided": asdict(ready) | {"init_steps": [asdict(step) for step in ready.init_steps]},
             "internal_states": [NOT_HERE | {"available_kv_tokens_per_dp": [kv_tokens]} | state.state],
+        }
+
+    @property
+    def model_path(self) -> str:
+        """Where the live weights were loaded from; what a trainer sent since is not told by it."""
+        return self.manager.weights.model_path or self.config.model or self.source.name
+
+    def model_info(self) -> dict[str, Any]:
+        """What is served, and which weights are live."""
+        return {
+            "model_path": self.model_path,
+            "served_model_name": self.name,
+            "model_type": self.source.config.architecture,
+            "is_generation": True,
+            "weight_version": self.manager.weight_version,
+            "tp_size": self.config.tp,
         }
 
     async def shutdown(self) -> None:

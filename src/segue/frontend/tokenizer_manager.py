@@ -44,8 +44,9 @@ from segue.protocol.messages import (
     StepOutput,
     pack_ids,
 )
+from segue.protocol.weights import WeightAnswer, WeightCall, WeightNotice, WeightRequest
 
-Answer = TypeVar("Answer", State, Paused, Continued, Flushed)
+Answer = TypeVar("Answer", State, Paused, Continued, Flushed, WeightAnswer)
 
 INLINE_MESSAGES = 64  # of a conversation; longer ones are rendered in a thread
 
@@ -63,7 +64,7 @@ class TokenizerManager:
         self.tokenizer = tokenizer
         self.ready = ready
         self.stats = Stats(counters=Counters())
-        self.weight_version = FIRST_WEIGHT_VERSION
+        self.weights = WeightNotice(version=FIRST_WEIGHT_VERSION)
         if tokenizer is None:
             self.table = TokenTable([b""] * ready.vocab_size)
         else:
@@ -202,6 +203,16 @@ class TokenizerManager:
         answer = await self._ask(lambda call: Flush(call, timeout_s), Flushed)
         return convert(answer, FlushResult, from_attributes=True)
 
+    async def ask_weights(self, request: WeightRequest) -> WeightAnswer:
+        """Have the weights updated, or looked at."""
+        sent = time.monotonic()
+        return await self._ask(lambda call: WeightCall(call, request, sent), WeightAnswer)
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the live weights."""
+        return self.weights.version
+
     async def get_state(self, *, check: bool = False) -> State:
         """The scheduler's state; with ``check`` also the invariants that are broken."""
         return await self._ask(lambda call: GetState(call, check), State)
@@ -267,7 +278,9 @@ class TokenizerManager:
                 if state is not None:
                     state.fail(error_of(message.kind, message.message))
                     self._ended(state)
-            case State() | Paused() | Continued() | Flushed():
+            case WeightNotice():
+                self.weights = message
+            case State() | Paused() | Continued() | Flushed() | WeightAnswer():
                 future = self._calls.get(message.call)
                 if future is not None and not future.done():
                     future.set_result(message)
@@ -326,8 +339,6 @@ class TokenizerManager:
         if state is None:
             return
         end = state.finish(finished)
-        if finished.versions:
-            self.weight_version = finished.versions[-1][0]
         self.stats.finished[end.reason] += 1
         self.stats.request.observe(now - state.created)
         self._ended(state)

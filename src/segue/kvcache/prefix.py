@@ -1,7 +1,7 @@
 """The prefix cache: KV pages shared between requests whose tokens begin alike.
 
-A tree with one node a full page, keyed by the page's token ids. Each weight version has a root of its own,
-so KV made by old weights is never matched under new ones. A holder locks a path from the root to its
+A tree with one node a full page, keyed by the page's token ids. Each epoch of the weights has a root of its
+own, so KV made by old weights is never matched under new ones. A holder locks a path from the root to its
 deepest node; nodes that nobody locks are evicted leaf by leaf, the least recently used first.
 """
 
@@ -14,15 +14,15 @@ Key = tuple[int, ...]
 
 
 class Node:
-    """One cached page, or (``page == -1``) the root of a weight version."""
+    """One cached page, or (``page == -1``) the root of an epoch of the weights."""
 
-    __slots__ = ("children", "key", "last_used", "locks", "page", "parent", "version")
+    __slots__ = ("children", "epoch", "key", "last_used", "locks", "page", "parent")
 
-    def __init__(self, parent: Node | None, key: Key, page: int, version: str) -> None:
+    def __init__(self, parent: Node | None, key: Key, page: int, epoch: int) -> None:
         self.parent = parent
         self.key = key
         self.page = page
-        self.version = version
+        self.epoch = epoch
         self.children: dict[Key, Node] = {}
         self.locks = 0  # holders whose path runs through this node
         self.last_used = 0
@@ -42,7 +42,7 @@ class PrefixCache:
         self.page_size = page_size
         self.num_pages = 0
         self._num_locked = 0
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[int, Node] = {}
         self._clock = 0
         self._leaves: list[
             tuple[int, int, Node]
@@ -53,17 +53,17 @@ class PrefixCache:
         """Pages that :meth:`evict` could free now."""
         return self.num_pages - self._num_locked
 
-    def root(self, version: str) -> Node:
-        """The root of a weight version."""
-        node = self._roots.get(version)
+    def root(self, epoch: int) -> Node:
+        """The root of an epoch of the weights."""
+        node = self._roots.get(epoch)
         if node is None:
-            self._roots = {v: root for v, root in self._roots.items() if root.children}
-            node = self._roots[version] = Node(None, (), -1, version)
+            self._roots = {e: root for e, root in self._roots.items() if root.children}
+            node = self._roots[epoch] = Node(None, (), -1, epoch)
         return node
 
-    def match(self, version: str, tokens: Sequence[int], max_tokens: int) -> Node:
+    def match(self, epoch: int, tokens: Sequence[int], max_tokens: int) -> Node:
         """The deepest node whose pages hold a prefix of ``tokens[:max_tokens]``; the root if none does."""
-        node, size = self.root(version), self.page_size
+        node, size = self.root(epoch), self.page_size
         for start in range(0, max_tokens - size + 1, size):
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
@@ -105,7 +105,7 @@ class PrefixCache:
         child = node.children.get(key)
         inserted = child is None
         if child is None:
-            child = node.children[key] = Node(node, key, page, node.version)
+            child = node.children[key] = Node(node, key, page, node.epoch)
             self.num_pages += 1
         if child.locks == 0:
             self._num_locked += 1

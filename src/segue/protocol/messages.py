@@ -1,7 +1,7 @@
 """Structs that cross a process border, encoded with msgspec.
 
 Conversations: frontend -> scheduler (``FrontendMessage``), scheduler -> frontend (``SchedulerMessage``),
-rank 0 -> the other tensor-parallel ranks (``RankMessage``), and back (``Drained``). Token ids travel as
+rank 0 -> the other tensor-parallel ranks (``RankMessage``), and back (``RankEvent``). Token ids travel as
 int32 little-endian bytes where a list could be long, because msgpack would spend an object on each.
 """
 
@@ -12,6 +12,15 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+
+from segue.protocol.weights import (
+    RankReply,
+    Received,
+    WeightAnswer,
+    WeightCall,
+    WeightCommand,
+    WeightNotice,
+)
 
 FIRST_WEIGHT_VERSION = "0"
 BEFORE_PREFILL = "Abort before prefill"  # what is said of a request that was aborted then
@@ -125,7 +134,8 @@ class Drained(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to :class:`Drain`: this rank runs nothing."""
 
 
-RankMessage = StepPlan | Drain
+RankMessage = StepPlan | Drain | WeightCommand
+RankEvent = Drained | RankReply | Received
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -205,7 +215,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the scheduler loop."""
 
 
-FrontendMessage = AddRequest | Finish | Abort | Pause | Continue | Flush | GetState | Shutdown
+FrontendMessage = AddRequest | Finish | Abort | Pause | Continue | Flush | GetState | Shutdown | WeightCall
 
 
 # --- scheduler -> frontend ---
@@ -330,4 +340,15 @@ class Flushed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     error_msg: str = ""  # why not, and the way out
 
 
-SchedulerMessage = Ready | StartFailed | StepOutput | Rejected | State | Paused | Continued | Flushed
+SchedulerMessage = (
+    Ready
+    | StartFailed
+    | StepOutput
+    | Rejected
+    | State
+    | Paused
+    | Continued
+    | Flushed
+    | WeightAnswer
+    | WeightNotice
+)

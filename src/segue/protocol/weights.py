@@ -201,6 +201,18 @@ class WeightAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
     fields: dict[str, Any] = {}
 
 
+class WeightNotice(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+    """What the frontend shows of the weights without asking; sent with every change."""
+
+    version: str
+    state: str = "idle"  # of `WeightControl`
+    poisoned: str | None = None  # why nothing is generated
+    model_path: str | None = None  # of the last checkpoint that was loaded, none since the start
+    num_committed: int = 0
+    num_failed: int = 0
+    last: dict[str, Any] = {}  # figures of the last update that became live
+
+
 # --- rank 0 -> every rank; each is answered by a `RankReply` with its `call` ---
 
 

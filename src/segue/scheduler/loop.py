@@ -31,6 +31,7 @@ from segue.protocol.messages import (
     GetState,
     Pause,
     Paused,
+    RankEvent,
     RankMessage,
     SchedulerMessage,
     Shutdown,
@@ -38,8 +39,10 @@ from segue.protocol.messages import (
     StepPlan,
     StepResult,
 )
+from segue.protocol.weights import RankReply, Received, WeightCall, WeightCommand
 from segue.scheduler.report import internal_state
 from segue.scheduler.scheduler import Scheduler
+from segue.scheduler.weights import WeightControl
 
 
 class Pending(Protocol):
@@ -59,6 +62,14 @@ class Runner(Protocol):
 
     def forward_batch(self, plan: StepPlan) -> Pending:
         """Launch a step and return at once; steps run in launch order."""
+        ...
+
+
+class Updater(Protocol):
+    """What a loop needs of a rank's weight updater."""
+
+    def handle(self, command: WeightCommand) -> None:
+        """Begin to do it and return at once; the reply goes to rank 0 as a ``RankEvent``."""
         ...
 
 
@@ -83,35 +94,43 @@ class SchedulerLoop:
     """Rank 0's loop.
 
     ``inbox`` is a PULL socket of ``FrontendMessage``, ``outbox`` a PUSH socket of ``SchedulerMessage``,
-    ``followers`` one PUSH socket of ``RankMessage`` a further rank, ``drained`` a PULL socket of their
-    ``Drained``. With ``overlap`` a step is planned and launched before the one before it is read. Idle, the
-    loop looks for ``spin`` seconds before it sleeps: being woken takes long.
+    ``followers`` one PUSH socket of ``RankMessage`` a further rank, ``events`` a PULL socket of the
+    ``RankEvent`` of all ranks, this one included. With ``overlap`` a step is planned and launched before the
+    one before it is read. Idle, the loop looks for ``spin`` seconds before it sleeps: being woken takes long.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
+        updater: Updater,
         *,
         inbox: zmq.Socket[bytes],
         outbox: zmq.Socket[bytes],
         followers: Sequence[zmq.Socket[bytes]] = (),
-        drained: zmq.Socket[bytes] | None = None,
+        events: zmq.Socket[bytes],
         overlap: bool,
         spin: float = 0.0,
         memory_usage: dict[str, int],
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
+        self._updater = updater
+        self._weights = WeightControl(scheduler, 1 + len(followers))
         self._inbox = inbox
         self._outbox = outbox
         self._followers = followers
-        self._drained = drained
+        self._events = events
+        self._early: deque[RankEvent] = deque()  # read while something else was awaited
+        self._poller = zmq.Poller()
+        for socket in (inbox, events):
+            self._poller.register(socket, zmq.POLLIN)
         self._overlap = overlap
         self._spin = spin
         self._memory_usage = memory_usage
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FrontendMessage).decode
+        self._decode_event = msgspec.msgpack.Decoder(RankEvent).decode
         self._throughput = Throughput(time.perf_counter)
         self._speed = StepSpeed()
         self._running = True
@@ -159,11 +178,22 @@ class SchedulerLoop:
         while self._running and time.monotonic() < until and self.scheduler.has_work:
             if before.pending.ready():
                 return
-            if self._inbox.poll(1):
+            if self._poller.poll(1):
                 self._receive(block=False)
 
     def _advance(self) -> None:
-        """Send what the scheduler has to answer; a pause that holds only once no rank runs anything."""
+        """Send what has to be answered, and go on with an update of the weights."""
+        self._advance_pause()
+        answers, commands = self._weights.advance(time.monotonic())
+        for answer in answers:
+            self._send(answer)
+        for mine, *theirs in commands:
+            for follower, command in zip(self._followers, theirs, strict=True):
+                follower.send(self._encode(command))
+            self._updater.handle(mine)
+
+    def _advance_pause(self) -> None:
+        """A pause holds only once no rank runs anything."""
         now = time.monotonic()
         replies = self.scheduler.control.advance(now)
         late_ms = 0.0
@@ -182,17 +212,35 @@ class SchedulerLoop:
                 follower.send(frame)
 
     def _drain_ranks(self) -> None:
-        assert self._drained is not None, "followers answer on it"
         self._tell_ranks(Drain())
-        for _ in self._followers:
-            msgspec.msgpack.decode(self._drained.recv(), type=Drained)
+        missing = len(self._followers)
+        while missing:
+            event = self._decode_event(self._events.recv())
+            if isinstance(event, Drained):
+                missing -= 1
+            else:
+                self._early.append(event)
 
     def _receive(self, *, block: bool) -> None:
         while self._running and self._poll(block):
             block = False
-            self._take(self._decode(self._inbox.recv()))
+            if event := self._next_event():
+                self._weights.on_rank(event, time.monotonic())
+            elif self._inbox.poll(0):
+                self._take(self._decode(self._inbox.recv()))
             self._advance()  # what one message has brought about holds for the next
         self._advance()
+
+    def _next_event(self) -> RankReply | Received | None:
+        if self._early:
+            event = self._early.popleft()
+        else:
+            try:
+                event = self._decode_event(self._events.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return None
+        assert not isinstance(event, Drained), "no rank drains unasked"
+        return event
 
     def _take(self, message: FrontendMessage) -> None:
         finished: list[Finished] = []
@@ -212,6 +260,8 @@ class SchedulerLoop:
                 self.scheduler.control.continue_(message)
             case Flush():
                 self.scheduler.control.flush(message, time.monotonic())
+            case WeightCall():
+                self._weights.request(message, time.monotonic())
             case GetState():
                 self._send_state(message)
             case Shutdown():
@@ -221,19 +271,20 @@ class SchedulerLoop:
 
     def _poll(self, block: bool) -> bool:
         """Whether a message is there; ``block``: wait for it, or until the scheduler has something to do."""
-        if self._inbox.poll(0):
+        if self._early or self._poller.poll(0):
             return True
         if not block:
             return False
         spun = time.monotonic() + self._spin
         while time.monotonic() < spun:
-            if self._inbox.poll(0):
+            if self._poller.poll(0):
                 return True
-        deadline = self.scheduler.control.next_deadline
+        deadlines = (self.scheduler.control.next_deadline, self._weights.next_deadline)
+        deadline = min((each for each in deadlines if each is not None), default=None)
         if deadline is None:
-            return bool(self._inbox.poll(None))
+            return bool(self._poller.poll(None))
         patience = min(deadline - time.monotonic(), MAX_POLL_S)
-        return bool(self._inbox.poll(max(0, math.ceil(patience * 1e3))))
+        return bool(self._poller.poll(max(0, math.ceil(patience * 1e3))))
 
     def _send(self, message: SchedulerMessage) -> None:
         self._outbox.send(self._encode(message))
@@ -241,6 +292,7 @@ class SchedulerLoop:
     def _send_state(self, message: GetState) -> None:
         state: dict[str, Any] = internal_state(self.scheduler) | {
             "memory_usage": self._memory_usage,
+            "weight_update": self._weights.status(time.monotonic()),
             "last_gen_throughput": self._throughput.per_second(),
         }
         problems = self.scheduler.check_invariants() if message.check else []
@@ -301,16 +353,26 @@ class StepSpeed:
         return max(launched.at, self._last_end)
 
 
-def follow(runner: Runner, plans: zmq.Socket[bytes], drained: zmq.Socket[bytes], *, depth: int) -> None:
+def follow(
+    runner: Runner,
+    updater: Updater,
+    messages: zmq.Socket[bytes],
+    send: Callable[[RankEvent], None],
+    *,
+    depth: int,
+) -> None:
     """The loop of the other ranks: run every plan in order, with at most ``depth`` unread; never returns."""
     decode = msgspec.msgpack.Decoder(RankMessage).decode
-    answer = msgspec.msgpack.encode(Drained())
     pending: list[Pending] = []
     while True:
-        message = decode(plans.recv())
-        if isinstance(message, StepPlan):
-            pending.append(runner.forward_batch(message))
-        while len(pending) >= (depth if isinstance(message, StepPlan) else 1):
-            pending.pop(0).result()
-        if isinstance(message, Drain):
-            drained.send(answer)
+        match message := decode(messages.recv()):
+            case StepPlan():
+                pending.append(runner.forward_batch(message))
+                while len(pending) >= depth:
+                    pending.pop(0).result()
+            case Drain():
+                while pending:
+                    pending.pop(0).result()
+                send(Drained())
+            case _:
+                updater.handle(message)

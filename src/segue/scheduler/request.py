@@ -32,7 +32,7 @@ class Request:
         "arrival",
         "cached_tokens",
         "capacity",
-        "kv_version",
+        "kv_epoch",
         "launched",
         "max_new_tokens",
         "node",
@@ -88,7 +88,7 @@ class Request:
         self.capacity = 0  # positions the pages hold
         self.node: Node | None = None  # the deepest locked node of the prefix cache
         self.num_inserted = 0  # leading pages that belong to the prefix cache
-        self.kv_version = ""  # weight version under which its KV began
+        self.kv_epoch = -1  # of the weights under which its KV began
 
     @property
     def num_outputs(self) -> int:
@@ -133,5 +133,5 @@ class Request:
         self.capacity = 0
         self.node = None
         self.num_inserted = 0
-        self.kv_version = ""
+        self.kv_epoch = -1
         self.outputs_launched = self.num_outputs

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from segue.errors import ContextLengthError, InvalidRequestError, OverloadedError, PausedError
+from segue.errors import ContextLengthError, InvalidRequestError, OverloadedError, PausedError, PoisonedError
 from segue.kvcache.prefix import Node
 from segue.protocol.messages import (
     BEFORE_PREFILL,
@@ -61,6 +61,8 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.weight_version = FIRST_WEIGHT_VERSION
+        self.kv_epoch = 0  # grows with every change of the weights, whatever the version is called
+        self.refuses: str | None = None  # why no request can be served
         self.resources = Resources(
             num_rows=limits.max_running_requests, num_pages=limits.num_pages, page_size=limits.page_size
         )
@@ -83,6 +85,8 @@ class Scheduler:
         prompt_len = len(message.prompt) // 4
         if message.rid in self.requests:
             return _rejected(message, InvalidRequestError, f"rid {message.rid!r} is in flight; use another")
+        if self.refuses is not None:
+            return _rejected(message, PoisonedError, self.refuses)
         if not 1 <= prompt_len < self.limits.max_seq_len:
             rule = f"must have 1 to {self.limits.max_seq_len - 1} tokens, so that one more fits the context"
             return _rejected(message, ContextLengthError, f"the prompt has {prompt_len} tokens, but {rule}")
@@ -290,7 +294,7 @@ class Scheduler:
         self.running[request.rid] = request
         request.row = self.resources.free_rows.pop()
         request.node, request.num_inserted = node, len(shared)
-        request.kv_version = self.weight_version
+        request.kv_epoch = self.kv_epoch
         request.pages = shared + self.resources.take_pages(needed)
         request.capacity = len(request.pages) * size
         request.launched = len(shared) * size
@@ -306,11 +310,11 @@ class Scheduler:
 
     def _match(self, request: Request) -> Node:
         if not self.limits.prefix_cache:
-            return self.resources.prefix.root(self.weight_version)
+            return self.resources.prefix.root(self.kv_epoch)
         usable = len(request.tokens) - 1  # the last token is always computed: its logits are needed
         if request.owes_prompt_logprobs:
             usable = min(usable, max(0, request.prompt_logprobs_next - 1))
-        return self.resources.prefix.match(self.weight_version, request.tokens, usable)
+        return self.resources.prefix.match(self.kv_epoch, request.tokens, usable)
 
     def _reserve(self, newcomer: Request) -> int:
         """Pages that the running requests and the newcomer are expected to need beyond those they have."""
@@ -371,8 +375,8 @@ class Scheduler:
         Where the cache has a page with the same tokens already, the request takes that one and gives its
         own back.
         """
-        if not self.limits.prefix_cache or request.kv_version != self.weight_version:
-            return  # a chain is of one weight version
+        if not self.limits.prefix_cache or request.kv_epoch != self.kv_epoch:
+            return  # a chain is of one epoch
         size, first = self.limits.page_size, request.num_inserted
         node, pages, given_back = request.node, request.pages, list[int]()
         assert node is not None
@@ -414,6 +418,11 @@ class Scheduler:
     def set_weight_version(self, version: str) -> None:
         """New weights are live. KV computed so far stays with its requests and is shared no further."""
         assert not self.in_flight, "weights change between steps"
+        self.weight_version = version
+        self.kv_epoch += 1
+
+    def rename_weights(self, version: str) -> None:
+        """The same weights under another name: KV stays good."""
         self.weight_version = version
 
     def check_invariants(self) -> list[str]:

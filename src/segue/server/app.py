@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 import segue
 from segue.config import EngineConfig
 from segue.errors import SegueError
-from segue.server import control_routes, health, metrics, native_routes, openai_routes
+from segue.server import control_routes, health, metrics, native_routes, openai_routes, weight_routes
 from segue.server.auth import KeyMiddleware
 from segue.server.errors import InternalError, RouteError, error_response
 from segue.server.service import Service
@@ -32,7 +32,7 @@ def create_app(config: EngineConfig) -> FastAPI:
     )
     app.state.service = Service(config)
     app.add_middleware(KeyMiddleware, config=config)
-    for rooms in (openai_routes, native_routes, control_routes, health, metrics):
+    for rooms in (openai_routes, native_routes, control_routes, weight_routes, health, metrics):
         app.include_router(rooms.router)
     return app
 

@@ -9,8 +9,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from segue.config import EngineConfig
 from segue.errors import AuthenticationError
-from segue.server.control_routes import PATHS
+from segue.server import control_routes, weight_routes
 from segue.server.errors import error_response
+
+CONTROL_PATHS = control_routes.PATHS | weight_routes.PATHS
 
 
 class KeyMiddleware:
@@ -28,7 +30,7 @@ class KeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
         if scope["type"] == "http":
-            keys = self._admin_keys if scope["path"] in PATHS else self._keys
+            keys = self._admin_keys if scope["path"] in CONTROL_PATHS else self._keys
             if keys and not _carries(Request(scope), keys):
                 error = AuthenticationError(
                     "a valid key is needed: send the header 'Authorization: Bearer <key>'"

@@ -14,12 +14,18 @@ router = APIRouter(tags=["Health"])
 @router.get("/health")
 @router.get("/health_generate")
 async def health(request: Request) -> Response:
-    """200 while the engine serves, or is paused; 503 while it starts, and once it is dead."""
+    """200 while the engine serves, or is paused; 503 while it starts, and once it is dead or poisoned."""
     runtime = service_of(request).running
     if runtime.died.done():
         raise runtime.died.result()
-    mode = runtime.manager.stats.counters.paused
-    return json_response({"status": "ok"} if mode is None else {"status": "paused", "mode": mode})
+    manager = runtime.manager
+    weights, mode = manager.weights, manager.stats.counters.paused
+    body = {"status": "ok"} if mode is None else {"status": "paused", "mode": mode}
+    if weights.state != "idle":
+        body["weight_update"] = weights.state
+    if weights.poisoned is not None:
+        return json_response(body | {"status": "poisoned", "message": weights.poisoned}, 503)
+    return json_response(body)
 
 
 @router.get("/version")

@@ -15,7 +15,7 @@ def body_schema(model: type[BaseModel], *, required: bool = True) -> dict[str, A
 
 def query_schema(model: type[BaseModel]) -> dict[str, Any]:
     """``openapi_extra`` of a route whose query is ``model``."""
-    properties = _inlined(model.model_json_schema())["properties"]
+    properties = _inlined(model.model_json_schema()).get("properties", {})
     return {
         "parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]
     }

@@ -1,0 +1,149 @@
+"""What the weight routes are given: seed names, SGLang's names. Unknown fields are ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from segue.protocol.validation import FastList
+from segue.protocol.weights import Backend, StagingPlace
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+Checksum = Annotated[int, Field(ge=0, lt=1 << 64)]
+LoadFormat = Annotated[
+    Literal["flattened_bucket"] | None,
+    BeforeValidator(lambda name: None if name in ("", "auto", "direct") else name),
+]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+def _number(value: object) -> object:
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+
+
+class InitWeightsUpdateGroupRequest(_Body):
+    """``POST /init_weights_update_group``: the trainer is rank 0, this engine begins at ``rank_offset``."""
+
+    master_address: Annotated[str, Field(min_length=1)]
+    master_port: Annotated[Port, BeforeValidator(_number)]
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: Backend = "nccl"
+    timeout_s: Seconds = 300.0
+
+
+class DestroyWeightsUpdateGroupRequest(_Body):
+    """``POST /destroy_weights_update_group``."""
+
+    group_name: str = "weight_update_group"
+
+
+class BucketMetadata(_Body):
+    """Tensors sent together: three lists of one length."""
+
+    names: FastList[str]
+    dtypes: FastList[str]
+    shapes: FastList[list[Size]]
+
+
+class PrepareWeightsUpdateRequest(_Body):
+    """``POST /prepare_weights_update``: everything that is going to be broadcast, in order."""
+
+    num_buckets: int
+    buckets: FastList[BucketMetadata]
+    group_name: str
+    session_id: str | None = None
+    weight_version: str | None = None
+    load_format: LoadFormat = None
+    checksums: dict[str, Checksum] | None = None
+    timeout_s: Seconds = 300.0
+    arm_timeout_s: Seconds = 3600.0
+    partial: bool = False
+    staging: StagingPlace = "auto"
+
+
+class CompleteWeightsUpdateRequest(_Body):
+    """``POST /complete_weights_update``."""
+
+    group_name: str | None = None
+    flush_cache: bool = False
+    session_id: str | None = None
+    commit: bool = True
+
+
+class CommitWeightsUpdateRequest(_Body):
+    """``POST /commit_weights_update``."""
+
+    session_id: str | None = None
+    flush_cache: bool = False
+
+
+class AbortWeightsUpdateRequest(_Body):
+    """``POST /abort_weights_update``."""
+
+    session_id: str | None = None
+
+
+class _Update(_Body):
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class UpdateWeightsFromDistributedRequest(_Update):
+    """``POST /update_weights_from_distributed``: one bucket, in one call."""
+
+    names: FastList[str]
+    dtypes: FastList[str]
+    shapes: FastList[list[Size]]
+    group_name: str = "weight_update_group"
+    load_format: LoadFormat = None
+
+
+class UpdateWeightsFromDiskRequest(_Update):
+    """``POST /update_weights_from_disk``."""
+
+    model_path: Annotated[str, Field(min_length=1)]
+    load_format: str | None = None
+
+
+class UpdateWeightsFromTensorRequest(_Update):
+    """``POST /update_weights_from_tensor``: base64, one entry a rank, or one for all."""
+
+    serialized_named_tensors: Annotated[FastList[str], Field(min_length=1)]
+    load_format: str | None = None
+
+
+class UpdateWeightVersionRequest(_Body):
+    """``POST /update_weight_version``."""
+
+    new_version: Annotated[str, Field(min_length=1)]
+    abort_all_requests: bool = False
+
+
+class GetWeightsByNameRequest(BaseModel):
+    """``GET|POST /get_weights_by_name``."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: str
+    truncate_size: Annotated[int, Field(ge=1)] = 100
+
+
+class WeightsCheckerRequest(BaseModel):
+    """``GET|POST /weights_checker``."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    action: Literal["checksum", "snapshot", "compare"] = "checksum"
+
+
+class NoFields(_Body):
+    """A call that takes nothing."""

@@ -1,0 +1,53 @@
+"""Weight updaters without weights: they answer rank 0 as a rank would, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from segue.protocol.messages import RankEvent
+from segue.protocol.weights import (
+    Commit,
+    Inspect,
+    Join,
+    Manifest,
+    RankReply,
+    Receive,
+    Received,
+    Stage,
+    WeightCommand,
+)
+
+
+class FakeUpdater:
+    """Everything works, and what was announced is there as soon as it is to be received."""
+
+    def __init__(self, send: Callable[[RankEvent], None], rank: int = 0) -> None:
+        self._send = send
+        self._rank = rank
+        self._manifest: Manifest | None = None
+        self.handled: list[WeightCommand] = []
+
+    def handle(self, command: WeightCommand) -> None:
+        self.handled.append(command)
+        fields: dict[str, object] = {}
+        match command:
+            case Join():
+                fields = {"is_new": True}
+            case Stage():
+                self._manifest = command.manifest
+            case Commit():
+                fields = {"touched": True}
+            case Inspect():
+                fields = {"rank": self._rank}
+        self._send(RankReply(rank=self._rank, call=command.call, fields=fields))
+        if isinstance(command, Receive):
+            assert self._manifest is not None
+            self._send(
+                Received(
+                    rank=self._rank,
+                    session=command.session,
+                    num_buckets=len(self._manifest.buckets),
+                    num_bytes=1,
+                    done=True,
+                )
+            )
