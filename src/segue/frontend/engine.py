@@ -10,6 +10,7 @@ from typing import Any
 
 from segue.config import EngineConfig
 from segue.errors import EngineDeadError
+from segue.frontend.engine_weights import WeightCalls
 from segue.frontend.generation import Generation
 from segue.frontend.loop_thread import AsyncStream, BlockingStream, LoopThread
 from segue.frontend.native import NativeCall, parse_call
@@ -20,7 +21,7 @@ from segue.protocol.control import FlushQuery, FlushResult, PauseRequest, PauseR
 from segue.protocol.validation import parse
 
 
-class Engine:
+class Engine(WeightCalls):
     """A model, ready to generate.
 
     Works in scripts, in notebooks and beside a running event loop: the engine has a thread of its own, and
@@ -150,6 +151,14 @@ class Engine:
     async def async_flush_cache(self, timeout: float = 0.0) -> FlushResult:
         """As :meth:`flush_cache`."""
         return await self._running.call_async(self._flush(timeout))
+
+    def get_weight_version(self) -> str:
+        """The name of the live weights."""
+        return self._runtime.manager.weight_version
+
+    async def async_get_weight_version(self) -> str:
+        """As :meth:`get_weight_version`."""
+        return self.get_weight_version()
 
     def get_server_info(self) -> dict[str, Any]:
         """Options, version, what was decided at start, and ``internal_states``."""

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from segue.frontend.stats import Histogram
 from segue.protocol.messages import EagerReason, PauseMode
+from segue.protocol.weights import WeightNotice
 from segue.server.service import Service, service_of
 
 LABELS = ["model_name"]
@@ -60,6 +61,7 @@ class EngineCollector(Collector):
         for mode in get_args(PauseMode):
             paused.add_metric([label, mode], now.paused == mode)
         yield paused
+        yield from _weight_metrics(manager.weights, label)
         eager = {reason: now.eager_steps.get(reason, 0) for reason in get_args(EagerReason)}
         for name, text, key, totals in (
             ("request_success", "Requests that ended, by reason.", "finished_reason", stats.finished),
@@ -76,6 +78,38 @@ class EngineCollector(Collector):
             ("step_time_seconds", "From a step's launch to its tokens on the host.", stats.step),
         ):
             yield _histogram(name, text, label, histogram)
+
+
+def _weight_metrics(weights: WeightNotice, label: str) -> Iterator[Metric]:
+    """Totals, and figures of the last update that became live."""
+    for name, text, total in (
+        ("weight_updates", "Weight updates that became live.", weights.num_committed),
+        ("weight_update_failures", "Weight updates that did not.", weights.num_failed),
+    ):
+        yield _filled(CounterMetricFamily(f"segue:{name}", text, labels=LABELS), label, total)
+    last = weights.last
+    for name, text, value in (
+        ("weight_update_bytes", "Bytes a rank received in the last update.", last.get("num_bytes", 0)),
+        ("weight_update_gb_per_second", "How fast they came.", last.get("gb_per_s", 0.0)),
+        (
+            "weight_staging_bytes",
+            "Memory it took until it was live.",
+            last.get("staging", {}).get("num_bytes", 0),
+        ),
+        ("weights_poisoned", "Whether a failed commit keeps from generating.", weights.poisoned is not None),
+    ):
+        yield _filled(GaugeMetricFamily(f"segue:{name}", text, labels=LABELS), label, value)
+    seconds = GaugeMetricFamily(
+        "segue:weight_update_seconds", "Of the last update, by phase.", labels=[*LABELS, "phase"]
+    )
+    for phase, value in last.get("timings", {}).items():
+        seconds.add_metric([label, phase.removesuffix("_s")], value)
+    yield seconds
+    version = GaugeMetricFamily(
+        "segue:weight_version_info", "The name of the live weights.", labels=[*LABELS, "version"]
+    )
+    version.add_metric([label, weights.version], 1)
+    yield version
 
 
 @router.get("/metrics")

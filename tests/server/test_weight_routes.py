@@ -1,0 +1,151 @@
+"""The weight routes over a worker whose ranks do at once what they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.live import LiveServer
+
+BUCKET = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
+GROUP = {
+    "master_address": "localhost",
+    "master_port": "29600",
+    "rank_offset": 1,
+    "world_size": 2,
+    "group_name": "g",
+    "backend": "gloo",
+}
+
+
+@pytest.fixture
+def post(server: LiveServer) -> Iterator[Any]:
+    def post(path: str, **body: Any) -> httpx.Response:
+        return server.client.post(path, json=body)
+
+    post("/init_weights_update_group", **GROUP)
+    yield post
+    post("/abort_weights_update")
+    post("/destroy_weights_update_group", group_name="g")
+    post("/update_weight_version", new_version="0")
+
+
+def test_the_documented_sequence(post: Any, server: LiveServer) -> None:
+    ready = post("/prepare_weights_update", num_buckets=1, buckets=[BUCKET], group_name="g")
+    assert (ready.status_code, ready.json()["status"]) == (200, "ready")
+    assert server.client.get("/health").json() == {"status": "ok", "weight_update": "received"}
+    assert server.client.get("/weights_update_status").json()["state"] == "received"
+    done = post("/complete_weights_update", group_name="g", flush_cache=False)
+    assert done.status_code == 200
+    assert {"success": True, "num_buckets_received": 1, "weight_version": "1"}.items() <= done.json().items()
+    assert set(done.json()["timings"]) == {"prepare_s", "receive_s", "commit_s", "total_s"}
+    for path in ("/weight_version", "/get_weight_version"):
+        assert server.client.get(path).json() == {"weight_version": "1"}
+    assert server.client.get("/model_info").json()["weight_version"] == "1"
+    assert server.client.get("/health").json() == {"status": "ok"}
+
+
+def test_failures_are_answered_where_the_client_looks(post: Any) -> None:
+    refused = post("/prepare_weights_update", num_buckets=2, buckets=[BUCKET], group_name="g")
+    assert (refused.status_code, refused.json()["status"]) == (200, "error")
+    assert "num_buckets=2" in refused.json()["message"]
+    refused = post("/complete_weights_update", group_name="g")
+    assert (refused.status_code, refused.json()["success"]) == (200, False)
+    for path, body in (
+        ("/destroy_weights_update_group", {"group_name": "h"}),
+        ("/commit_weights_update", {}),
+        ("/abort_weights_update", {}),
+        ("/end_weight_update", {}),
+        ("/update_weights_from_distributed", {**{k: v for k, v in BUCKET.items()}, "group_name": "h"}),
+    ):
+        refused = post(path, **body)
+        assert (refused.status_code, refused.json()["success"]) == (400, False), path
+        assert refused.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "word"),
+    [
+        ("/prepare_weights_update", {"num_buckets": 1, "buckets": {}, "group_name": "g"}, "buckets"),
+        (
+            "/prepare_weights_update",
+            {"num_buckets": 1, "buckets": [{"names": ["a"]}], "group_name": "g"},
+            "dtypes",
+        ),
+        (
+            "/prepare_weights_update",
+            {"num_buckets": 0, "buckets": [], "group_name": "g", "timeout_s": 0},
+            "timeout_s",
+        ),
+        ("/init_weights_update_group", {**GROUP, "backend": "mpi"}, "backend"),
+        ("/init_weights_update_group", {**GROUP, "master_port": "http"}, "master_port"),
+        ("/update_weights_from_disk", {}, "model_path"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["%"]}, "base64"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": []}, "serialized_named_tensors"),
+        ("/update_weight_version", {"new_version": 3}, "new_version"),
+        ("/weights_checker", {"action": "burn"}, "action"),
+        ("/get_weights_by_name", {}, "name"),
+    ],
+)
+def test_wrong_bodies(post: Any, path: str, body: dict[str, Any], word: str) -> None:
+    answer = post(path, **body)
+    assert (answer.status_code, answer.json()["success"]) == (400, False)
+    assert word in answer.json()["message"]
+
+
+def test_malformed_json(server: LiveServer) -> None:
+    answer = server.client.post("/prepare_weights_update", content=b"{")
+    assert (answer.status_code, answer.json()["status"]) == (400, "error")
+
+
+def test_unknown_fields_are_ignored(post: Any) -> None:
+    assert post("/update_weight_version", new_version="5", extra=1).json()["new_version"] == "5"
+
+
+def test_three_phases_and_groups_of_calls(post: Any, server: LiveServer) -> None:
+    post("/prepare_weights_update", num_buckets=1, buckets=[BUCKET], group_name="g", session_id="s")
+    received = post("/complete_weights_update", session_id="s", commit=False).json()
+    assert received["success"] and received["weight_version"] == "0"
+    assert post("/commit_weights_update", session_id="s").json()["weight_version"] == "1"
+    post("/begin_weight_update")
+    for version in ("8", "9"):
+        assert post(
+            "/update_weights_from_distributed", **BUCKET, group_name="g", weight_version=version
+        ).json()["success"]
+    assert server.client.get("/weight_version").json() == {"weight_version": "1"}
+    assert post("/end_weight_update").json()["success"]
+    assert server.client.get("/weight_version").json() == {"weight_version": "9"}
+
+
+def test_metrics_tell_of_updates(post: Any, server: LiveServer) -> None:
+    post("/prepare_weights_update", num_buckets=1, buckets=[BUCKET], group_name="g")
+    post("/complete_weights_update", group_name="g")
+    text = server.client.get("/metrics").text
+    for name in (
+        "segue:weight_updates_total",
+        "segue:weight_update_failures_total",
+        'segue:weight_update_seconds{model_name="tiny-model",phase="commit"}',
+        "segue:weight_update_bytes",
+        "segue:weight_update_gb_per_second",
+        "segue:weight_staging_bytes",
+        'segue:weight_version_info{model_name="tiny-model",version="1"} 1.0',
+    ):
+        assert name in text, name
+
+
+def test_a_paused_engine_stays_paused(post: Any, server: LiveServer) -> None:
+    post("/pause_generation", mode="in_place")
+    post("/prepare_weights_update", num_buckets=1, buckets=[BUCKET], group_name="g")
+    post("/complete_weights_update", group_name="g")
+    assert server.client.get("/health").json() == {"status": "paused", "mode": "in_place"}
+    post("/continue_generation")
+
+
+def test_the_admin_key_guards_every_weight_route() -> None:
+    from segue.server import weight_routes
+    from segue.server.auth import CONTROL_PATHS
+
+    assert weight_routes.PATHS <= CONTROL_PATHS and len(weight_routes.PATHS) == 19
