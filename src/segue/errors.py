@@ -107,6 +107,14 @@ class OverloadedError(SegueError):
     code = "overloaded"
 
 
+class WeightSyncError(SegueError):
+    """A step of a weight update that cannot be done; the weights are as they were."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "weight_sync_failed"
+
+
 class PausedError(SegueError):
     """Generation is paused, and what comes meanwhile is refused (``--paused-policy reject``)."""
 

@@ -1,0 +1,1 @@
+"""Weight updates while the engine serves."""

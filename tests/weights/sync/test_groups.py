@@ -1,0 +1,134 @@
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from segue.errors import WeightSyncError
+from segue.protocol.weights import Group
+from segue.weights.sync.groups import Groups
+from tests.conftest import WaitUntil
+
+NewGroup = Callable[..., Group]
+
+
+def test_a_group_is_met(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+    joined = trainer.meet(groups, new_group())
+    assert joined.alive
+    assert joined.device.type == "cpu"
+    assert (joined.process_group.rank(), joined.process_group.size()) == (1, 2)
+
+
+def test_the_same_parameters_again_are_no_news(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+    group = new_group()
+    joined = trainer.meet(groups, group)
+    groups.join(group, 0, 5)
+    assert groups.get(group.name) is joined
+
+
+def test_other_parameters_under_a_live_name_are_refused(
+    trainer: Any, groups: Groups, new_group: NewGroup
+) -> None:
+    trainer.meet(groups, new_group())
+    with pytest.raises(WeightSyncError, match=r"joined already, with other parameters .* destroy it first"):
+        groups.join(new_group(), 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank_offset": 0}, "rank 0 of world_size 2"),
+        ({"rank_offset": 2}, "rank 2 of world_size 2"),
+        ({"master_port": 70000}, "master_port 70000"),
+        ({"backend": "nccl"}, "needs an engine on CUDA"),
+    ],
+)
+def test_parameters_that_cannot_work_are_refused_at_once(
+    groups: Groups, new_group: NewGroup, fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(WeightSyncError, match=message):
+        groups.join(new_group(**fields), 0, 30)
+
+
+def test_joining_nobody_ends_at_the_deadline(groups: Groups, new_group: NewGroup) -> None:
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"not met within 0\.5 s"):
+        groups.join(new_group(), 0, 0.5)
+    assert time.monotonic() - began < 1.5
+
+
+def test_a_join_is_retried_after_a_failure(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+    group = new_group()
+    with pytest.raises(WeightSyncError):
+        groups.join(group, 0, 0.2)
+    assert trainer.meet(groups, group).alive
+
+
+def test_a_trainer_whose_others_are_missing_is_left_at_the_deadline(
+    trainer: Any, groups: Groups, new_group: NewGroup, num_threads: Callable[[], int], wait_until: WaitUntil
+) -> None:
+    group = new_group(world_size=3)
+    before = num_threads()
+    trainer.host(group)
+    with pytest.raises(WeightSyncError, match="was not met within 1 s"):
+        groups.join(group, 0, 1.0)
+    wait_until(lambda: num_threads() <= before, what="no thread of the attempt left")
+
+
+def test_a_dead_trainers_group_is_replaced(new_trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+    group = new_group()
+    first = new_trainer()
+    old = first.meet(groups, group)
+    first.kill()
+    new = new_trainer().meet(groups, group)
+    assert new is not old
+    assert new.alive
+    assert not old.alive
+
+
+def test_a_group_that_was_left_is_gone(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+    group = new_group()
+    joined = trainer.meet(groups, group)
+    groups.leave(group.name)
+    assert groups.get(group.name) is None
+    assert not joined.alive
+    with pytest.raises(WeightSyncError, match="is dead: it was left"):
+        _ = joined.process_group
+    with pytest.raises(WeightSyncError, match="no group 'weights'"):
+        groups.leave(group.name)
+
+
+def test_a_trainer_in_the_same_process_may_use_the_name(
+    trainer: Any, groups: Groups, new_group: NewGroup
+) -> None:
+    joined = trainer.meet(groups, new_group())
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mine = dist.new_group([0], backend="gloo")
+        assert joined.group.name not in dist.distributed_c10d._world.pg_names.values()
+        dist.destroy_process_group(mine)
+    finally:
+        dist.destroy_process_group()
+    assert joined.alive
+
+
+def test_joining_and_leaving_leaves_nothing_behind(
+    trainer: Any, groups: Groups, new_group: NewGroup, num_threads: Callable[[], int], wait_until: WaitUntil
+) -> None:
+    def once() -> None:
+        group = new_group()
+        trainer.meet(groups, group)
+        groups.leave(group.name)
+        trainer.begin("destroy", name=group.name)
+        trainer.answer()
+
+    once()
+    wait_until(lambda: num_threads() > 0)
+    threads, files = num_threads(), len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        once()
+    wait_until(lambda: num_threads() <= threads, what="as many threads as before")
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files, what="as many files as before")

@@ -1,0 +1,114 @@
+"""A trainer that knows torch and nothing of Segue: what SGLang's clients do, told what to do line by line.
+
+``python trainer.py SOCKET`` imports torch once; each connection to the socket is a trainer, a process of its
+own, which reads a JSON object a line and answers each with one. It ends when the connection does.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _new_process_group_helper,
+    _world,
+    rendezvous,
+)
+
+SECONDS = 150  # no process of this file lives longer
+
+
+def host(port: int, name: str, world_size: int, backend: str = "gloo", device: int | None = None) -> Any:
+    """SGLang's and OpenRLHF's ``init_custom_process_group``, as rank 0."""
+    timeout = timedelta(seconds=100)
+    store, rank, world_size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = _new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        Backend(backend),
+        PrefixStore(name, store),
+        group_name=name,
+        timeout=timeout,
+        device_id=None if device is None else torch.device("cuda", device),
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def content(name: str, dtype: str, shape: list[int], device: str = "cpu") -> torch.Tensor:
+    """A tensor of any bytes, the same for the same name."""
+    kind = getattr(torch, dtype)
+    num_bytes = torch.Size(shape).numel() * kind.itemsize
+    values = (torch.arange(num_bytes, device=device) * 31 + sum(name.encode())) % (
+        2 if dtype == "bool" else 251
+    )
+    return values.to(torch.uint8).view(kind).view(shape)
+
+
+def send(group: Any, buckets: list[Any], flattened: bool, device: str = "cpu") -> None:
+    for bucket in buckets:
+        tensors = [content(*tensor, device) for tensor in bucket]
+        if flattened:
+            parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+            tensors = [torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)]
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0, group=group)
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def serve(connection: socket.socket) -> None:
+    groups: dict[str, Any] = {}
+    lines = connection.makefile("rw")
+    while line := lines.readline():
+        order = json.loads(line)
+        do = order.pop("do")
+        answer: dict[str, Any] = {}
+        try:
+            if do == "host":
+                groups[order["name"]] = host(**order)
+            elif do == "send":
+                time.sleep(order.pop("after", 0))
+                began = time.perf_counter()
+                send(groups[order.pop("name")], **order)
+                answer["seconds"] = time.perf_counter() - began
+            elif do == "destroy":
+                dist.destroy_process_group(groups.pop(order["name"]))
+        except Exception as error:
+            answer["error"] = repr(error)
+        lines.write(json.dumps(answer) + "\n")
+        lines.flush()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    signal.alarm(SECONDS)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(sys.argv[1])
+        listener.listen()
+        print("ready", flush=True)
+        while True:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                signal.alarm(SECONDS)
+                listener.close()
+                with connection:
+                    connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
+                    serve(connection)
+                os._exit(0)
+            connection.close()
+
+
+if __name__ == "__main__":
+    main()
