@@ -1,0 +1,256 @@
+"""How broadcasts are received: over gloo into host memory, over NCCL into the device's."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from segue.protocol.weights import Bucket, Manifest
+from segue.weights.sync.groups import JoinedGroup
+
+# Broadcasts queued on the CUDA stream before the first of them has landed: enough that small tensors do not
+# wait for us to notice, too few to fill the device's queue of launches.
+_AHEAD = 32
+_POLL_S = (0.00005, 0.005)  # from, to: the longer nothing has come, the rarer we look
+
+
+class Sink(Protocol):
+    """Where landed tensors go; called from the receiver's thread, where nothing is allocated on CUDA."""
+
+    def direct(self, name: str) -> Tensor | None:
+        """A contiguous tensor of the wire's dtype and the whole shape, to receive into; or None."""
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Keep this rank's part of a whole tensor that has landed; once for each, in order.
+
+        ``tensor`` is that of `direct` where there was one; any other is overwritten later: by work on the
+        current stream, if it is on CUDA, else when this returns.
+        """
+
+
+@dataclass(slots=True)
+class Piece:
+    """A tensor in a broadcast."""
+
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+    start: int  # byte
+    num_bytes: int
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether it lies where no tensor of its dtype can."""
+        return self.start % self.dtype.itemsize != 0
+
+
+@dataclass(slots=True)
+class Broadcast:
+    """What one collective brings."""
+
+    num_bytes: int
+    pieces: list[Piece]
+    direct: Tensor | None  # where it lands, if not in a landing buffer
+    num_buckets: int  # that are there when this one is
+
+
+class Session(Protocol):
+    """Whom a wire tells how far it is."""
+
+    def check(self) -> None:
+        """Raise if the session is over."""
+
+    def entered(self) -> None:
+        """The thread is inside the first broadcast."""
+
+    def landed(self, broadcast: Broadcast) -> None:
+        """A broadcast was received."""
+
+    def taken(self, broadcast: Broadcast) -> None:
+        """The sink has it."""
+
+
+def plan(manifest: Manifest, sink: Sink, device: torch.device) -> list[Broadcast]:
+    """The broadcasts of a manifest, in order: one a bucket, or one a tensor; empty ones are sent too."""
+    broadcasts = []
+    for index, bucket in enumerate(manifest.buckets):
+        pieces = list(_pieces(bucket, manifest.flattened))
+        if manifest.flattened:
+            broadcasts.append(Broadcast(sum(piece.num_bytes for piece in pieces), pieces, None, index + 1))
+            continue
+        for number, piece in enumerate(pieces, 1):
+            direct = None if manifest.discard else sink.direct(piece.name)
+            if direct is not None and direct.device.type != device.type:
+                direct = None
+            done = index + (number == len(pieces))
+            broadcasts.append(Broadcast(piece.num_bytes, [piece], direct, done))
+    return broadcasts
+
+
+class HostWire:
+    """gloo: the next broadcast is on its way while the last one is taken."""
+
+    def __init__(self, group: JoinedGroup, broadcasts: list[Broadcast], sink: Sink | None) -> None:
+        """``sink``: None drops what comes."""
+        self._group, self._broadcasts, self._sink = group, broadcasts, sink
+        device = group.engine_device
+        self._stream = torch.Stream(device) if device.type == "cuda" else None
+        self._landing, self._scratch = _buffers(broadcasts, group.device, self._stream is not None)
+        self._under_way: deque[tuple[Broadcast, Tensor, dist.Work]] = deque()
+
+    def receive(self, session: Session) -> None:
+        """Receive all; raises what the group or the sink raises."""
+        process_group = self._group.process_group
+        with self._stream or nullcontext():
+            for index, broadcast in enumerate(self._broadcasts):
+                if len(self._under_way) == len(self._landing):
+                    self._settle(session)
+                session.check()
+                target = _target(broadcast, self._landing[index % 2])
+                self._under_way.append((broadcast, target, process_group.broadcast([target], _options())))
+                if index == 0:
+                    session.entered()
+            while self._under_way:
+                self._settle(session)
+
+    def drain(self) -> None:
+        """Return when no memory is touched any more."""
+        for _, _, work in self._under_way:
+            with suppress(Exception):
+                work.wait()
+
+    def _settle(self, session: Session) -> None:
+        broadcast, target, work = self._under_way[0]
+        work.wait()
+        self._under_way.popleft()
+        session.check()
+        session.landed(broadcast)
+        if self._sink is not None:
+            _hand_over(broadcast, target, self._scratch, self._sink)
+        if self._stream is not None:
+            self._stream.synchronize()
+        session.taken(broadcast)
+
+
+class CudaWire:
+    """NCCL: one stream receives, one copies; the host looks at events and waits for nothing it cannot leave.
+
+    Everything on the device is taken before the first receive.
+    """
+
+    def __init__(self, group: JoinedGroup, broadcasts: list[Broadcast], sink: Sink | None) -> None:
+        """``sink``: None drops what comes."""
+        self._group, self._broadcasts, self._sink = group, broadcasts, sink
+        device = group.device
+        # From the default stream's pool of memory, whichever streams torch gives: the next session finds it.
+        default = torch.cuda.default_stream(device)
+        self._landing, self._scratch = _buffers(broadcasts, device)
+        self._wire, self._copies = torch.Stream(device), torch.Stream(device)
+        self._wire.wait_stream(default)
+        self._copies.wait_stream(default)
+        self._landed = [self._wire.record_event() for _ in range(_AHEAD)]
+        self._copied = [self._copies.record_event() for _ in range(_AHEAD)]
+        self._under_way: deque[tuple[Broadcast, torch.Event]] = deque()
+
+    def receive(self, session: Session) -> None:
+        """Receive all; raises what the group or the sink raises."""
+        process_group = self._group.process_group
+        last: list[torch.Event | None] = [None, None]  # copies out of each landing buffer
+        turns = count()
+        for index, broadcast in enumerate(self._broadcasts):
+            if len(self._under_way) == _AHEAD:
+                self._settle(session)
+            session.check()
+            landed, copied = self._landed[index % _AHEAD], self._copied[index % _AHEAD]
+            turn = 0 if broadcast.direct is not None else next(turns) % 2
+            target = _target(broadcast, self._landing[turn])
+            if broadcast.direct is None:
+                before, last[turn] = last[turn], copied
+                if before is not None:
+                    self._wire.wait_event(before)
+            if index == 0:  # said before: a trainer may build its communicator no sooner than it broadcasts
+                session.entered()
+            with self._wire:
+                process_group.broadcast([target], _options())
+                landed.record(self._wire)
+            with self._copies:
+                self._copies.wait_event(landed)
+                if self._sink is not None:
+                    _hand_over(broadcast, target, self._scratch, self._sink)
+                copied.record(self._copies)
+            self._under_way.append((broadcast, copied))
+        while self._under_way:
+            self._settle(session)
+
+    def drain(self) -> None:
+        """Return when no memory is touched any more: kernels of an aborted communicator end too."""
+        with suppress(Exception):
+            while not (self._wire.query() and self._copies.query()):
+                time.sleep(_POLL_S[1])
+
+    def _settle(self, session: Session) -> None:
+        broadcast, copied = self._under_way.popleft()
+        pause_s, longest_s = _POLL_S
+        while not copied.query():
+            session.check()
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, longest_s)
+        session.landed(broadcast)
+        session.taken(broadcast)
+
+
+def _pieces(bucket: Bucket, flattened: bool) -> Iterator[Piece]:
+    start = 0
+    for name, text, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        dtype = getattr(torch, text.removeprefix("torch."))
+        num_bytes = math.prod(shape) * dtype.itemsize
+        yield Piece(name, dtype, shape, start, num_bytes)
+        start += num_bytes if flattened else 0
+
+
+def _buffers(
+    broadcasts: list[Broadcast], device: torch.device, pinned: bool = False
+) -> tuple[list[Tensor], Tensor]:
+    """Two landing buffers for the largest broadcast, and one for the largest tensor at an odd offset."""
+    landing = max((b.num_bytes for b in broadcasts if b.direct is None), default=0)
+    odd = max((p.num_bytes for b in broadcasts for p in b.pieces if p.is_odd), default=0)
+    first, second, scratch = (
+        torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned and size > 0)
+        for size in (landing, landing, odd)
+    )
+    return [first, second], scratch
+
+
+def _target(broadcast: Broadcast, landing: Tensor) -> Tensor:
+    # Bytes, whatever the dtype: a broadcast moves bytes, and no backend knows every dtype.
+    if broadcast.direct is not None:
+        return broadcast.direct.reshape(-1).view(torch.uint8)
+    return landing[: broadcast.num_bytes]
+
+
+def _hand_over(broadcast: Broadcast, received: Tensor, scratch: Tensor, sink: Sink) -> None:
+    if broadcast.direct is not None:
+        sink.take(broadcast.pieces[0].name, broadcast.direct)
+        return
+    for piece in broadcast.pieces:
+        part = received[piece.start : piece.start + piece.num_bytes]
+        if piece.is_odd:
+            part = scratch[: piece.num_bytes].copy_(part)
+        sink.take(piece.name, part.view(piece.dtype).view(piece.shape))
+
+
+def _options() -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.asyncOp = False  # NCCL: on the current stream, not one of the group's
+    return options

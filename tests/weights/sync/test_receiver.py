@@ -1,0 +1,294 @@
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from segue.protocol.weights import Bucket, Group, Manifest
+from segue.weights.sync.groups import Groups, JoinedGroup
+from segue.weights.sync.receiver import Callbacks, Receiver
+from tests.conftest import WaitUntil
+from tests.weights.sync.trainer import content
+
+Tensors = list[tuple[str, str, list[int]]]
+NewGroup = Callable[..., Group]
+BUCKETS: list[Tensors] = [
+    [("embed", "bfloat16", [33, 5]), ("scale", "float32", []), ("nothing", "bfloat16", [0, 4])],
+    [],
+    [("odd", "uint8", [3]), ("at_odd_offset", "float32", [7]), ("after_it", "bfloat16", [9])],
+    [("large", "float32", [300, 100])],
+    [("ids", "int64", [4]), ("flags", "bool", [2])],
+]
+
+
+class Kept:
+    """A sink that keeps copies; some tensors may land in it at once."""
+
+    def __init__(self, direct: dict[str, Tensor] | None = None) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._direct = direct or {}
+
+    def direct(self, name: str) -> Tensor | None:
+        return self._direct.get(name)
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        landed_here = self._direct.get(name)
+        if landed_here is not None:
+            assert landed_here.data_ptr() == tensor.data_ptr()
+        self.tensors[name] = tensor.clone()
+
+
+class Session:
+    """A receiver and all that it says."""
+
+    def __init__(self, group: JoinedGroup, buckets: list[Tensors], sink: Any = None, **options: Any) -> None:
+        self.sink = Kept() if sink is None else sink
+        self.entered = threading.Event()
+        self.progress: list[tuple[int, int]] = []
+        self.done: list[str | None] = []
+        self._ended = threading.Event()
+        timeouts = {k: options.pop(k) for k in ("arm_timeout_s", "timeout_s") if k in options}
+        self.receiver = Receiver(
+            group,
+            manifest(group.group.name, buckets, **options),
+            self.sink,
+            Callbacks(self.entered.set, lambda *now: self.progress.append(now), self._done),
+            **timeouts,
+        )
+
+    def _done(self, error: str | None) -> None:
+        self.done.append(error)
+        self._ended.set()
+
+    def end(self, seconds: float = 30.0) -> str | None:
+        """Its error, once it has ended and touches nothing any more."""
+        assert self._ended.wait(seconds), "the session did not end"
+        assert self.receiver.quiet.wait(10), "the receiver's thread did not end"
+        assert len(self.done) == 1
+        return self.done[0]
+
+
+def manifest(name: str, buckets: list[Tensors], **options: Any) -> Manifest:
+    columns = [[list(column) for column in zip(*bucket, strict=True)] or [[], [], []] for bucket in buckets]
+    return Manifest(
+        group_name=name,
+        buckets=[Bucket(names=names, dtypes=dtypes, shapes=shapes) for names, dtypes, shapes in columns],
+        **options,
+    )
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return (left.dtype, left.shape) == (right.dtype, right.shape) and left.reshape(-1).view(
+        torch.uint8
+    ).equal(right.reshape(-1).view(torch.uint8))
+
+
+def assert_received(found: dict[str, Tensor], buckets: list[Tensors]) -> None:
+    assert list(found) == [name for bucket in buckets for name, _, _ in bucket]
+    for bucket in buckets:
+        for name, dtype, shape in bucket:
+            assert same(found[name], content(name, dtype, shape)), name
+
+
+@pytest.fixture
+def joined(trainer: Any, groups: Groups, new_group: NewGroup) -> JoinedGroup:
+    group: JoinedGroup = trainer.meet(groups, new_group())
+    return group
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_all_tensors_arrive(trainer: Any, joined: JoinedGroup, flattened: bool) -> None:
+    session = Session(joined, BUCKETS, flattened=flattened)
+    assert session.entered.wait(10)
+    trainer.send(joined.group, BUCKETS, flattened=flattened)
+    assert session.end() is None
+    assert_received(session.sink.tensors, BUCKETS)
+    sizes = [sum(content(*tensor).nbytes for tensor in bucket) for bucket in BUCKETS]
+    assert session.progress[-1] == (len(BUCKETS), sum(sizes))
+    assert session.progress[0][0] == 0 < session.progress[0][1]
+    assert [buckets for buckets, _ in session.progress] == sorted(b for b, _ in session.progress)
+    assert joined.alive
+    assert "error" not in trainer.answer()
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_a_broadcast_that_began_before_the_receive_arrives(
+    trainer: Any, joined: JoinedGroup, flattened: bool
+) -> None:
+    trainer.send(joined.group, BUCKETS, flattened=flattened)
+    session = Session(joined, BUCKETS, flattened=flattened)
+    assert session.end() is None
+    assert_received(session.sink.tensors, BUCKETS)
+
+
+def test_a_tensor_lands_where_the_sink_wants_it(trainer: Any, joined: JoinedGroup) -> None:
+    direct = {
+        "embed": torch.zeros(33, 5, dtype=torch.bfloat16),
+        "scale": torch.zeros(()),
+        "nothing": torch.zeros(0, 4, dtype=torch.bfloat16),
+        "large": torch.zeros(300, 100),
+    }
+    session = Session(joined, BUCKETS, Kept(direct))
+    trainer.send(joined.group, BUCKETS, flattened=False)
+    assert session.end() is None
+    assert_received(session.sink.tensors, BUCKETS)
+    assert all(same(direct[name], session.sink.tensors[name]) for name in direct)
+
+
+@pytest.mark.parametrize("buckets", [[], [[], []]])
+def test_nothing_to_receive_is_received_at_once(joined: JoinedGroup, buckets: list[Tensors]) -> None:
+    session = Session(joined, buckets)
+    assert session.end() is None
+    assert session.entered.is_set()
+    assert session.progress == ([(len(buckets), 0)] if buckets else [])
+    assert joined.alive
+
+
+def test_what_is_to_be_discarded_is_received_and_dropped(trainer: Any, joined: JoinedGroup) -> None:
+    session = Session(joined, BUCKETS, discard=True)
+    trainer.send(joined.group, BUCKETS, flattened=False)
+    assert session.end() is None
+    assert session.sink.tensors == {}
+    assert "error" not in trainer.answer()
+    assert joined.alive
+
+
+def test_an_armed_session_is_cancelled_at_once(
+    trainer: Any, joined: JoinedGroup, num_threads: Callable[[], int], wait_until: WaitUntil
+) -> None:
+    threads = num_threads()
+    session = Session(joined, BUCKETS)
+    assert session.entered.wait(10)
+    began = time.monotonic()
+    session.receiver.cancel("no longer wanted")
+    assert time.monotonic() - began < 0.2
+    assert session.end(1) == "no longer wanted"
+    assert not joined.alive
+    wait_until(lambda: num_threads() <= threads, what="the receive given up, not left behind")
+    trainer.send(joined.group, BUCKETS, flattened=False)
+    assert "error" in trainer.answer()  # and does not hang
+
+
+def test_cancelling_what_has_ended_changes_nothing(trainer: Any, joined: JoinedGroup) -> None:
+    session = Session(joined, BUCKETS)
+    trainer.send(joined.group, BUCKETS, flattened=False)
+    assert session.end() is None
+    session.receiver.cancel()
+    assert session.done == [None]
+    assert joined.alive
+
+
+def test_silence_before_the_first_broadcast_ends_at_the_arm_timeout(joined: JoinedGroup) -> None:
+    began = time.monotonic()
+    session = Session(joined, BUCKETS, arm_timeout_s=0.5, timeout_s=60.0)
+    assert session.end(3) == "nothing came within 0.5 s (arm_timeout_s)"
+    assert 0.4 < time.monotonic() - began < 2
+    assert not joined.alive
+
+
+def test_silence_behind_the_first_broadcast_ends_at_the_timeout(trainer: Any, joined: JoinedGroup) -> None:
+    session = Session(joined, BUCKETS, flattened=True, arm_timeout_s=60.0, timeout_s=0.5)
+    trainer.send(joined.group, BUCKETS[:1], flattened=True)
+    assert session.end(3) == "nothing came for 0.5 s (timeout_s), in the middle of the update"
+    assert session.progress[-1][0] == 1
+    assert not joined.alive
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_a_killed_trainers_session_ends_and_the_next_trainer_is_met(
+    new_trainer: Any, groups: Groups, new_group: NewGroup, flattened: bool
+) -> None:
+    group = new_group()
+    first = new_trainer()
+    joined = first.meet(groups, group)
+    session = Session(joined, BUCKETS, flattened=flattened)
+    first.send(group, BUCKETS[:3], flattened=flattened)
+    first.answer()
+    killed = time.monotonic()
+    first.kill()
+    error = session.end(5)
+    assert error is not None
+    assert error.startswith("the connection to the trainer was lost")
+    assert time.monotonic() - killed < 1
+    assert not joined.alive
+    assert set(session.sink.tensors) < {name for bucket in BUCKETS for name, _, _ in bucket}
+
+    second = new_trainer()
+    joined = second.meet(groups, group)
+    session = Session(joined, BUCKETS, flattened=flattened)
+    second.send(group, BUCKETS, flattened=flattened)
+    assert session.end() is None
+    assert_received(session.sink.tensors, BUCKETS)
+
+
+def test_an_armed_sessions_trainer_is_killed(new_trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+    trainer = new_trainer()
+    joined = trainer.meet(groups, new_group())
+    session = Session(joined, BUCKETS)
+    assert session.entered.wait(10)
+    trainer.kill()
+    error = session.end(1)
+    assert error is not None
+    assert error.startswith("the connection to the trainer was lost")
+
+
+def test_a_sink_that_fails_ends_the_session_and_frees_the_trainer(trainer: Any, joined: JoinedGroup) -> None:
+    class Full(Kept):
+        def take(self, name: str, tensor: Tensor) -> None:
+            raise RuntimeError("no space left")
+
+    session = Session(joined, BUCKETS, Full())
+    trainer.send(joined.group, BUCKETS * 3, flattened=False)
+    assert session.end() == "no space left"
+    assert not joined.alive
+    trainer.answer()
+
+
+def test_a_dead_group_receives_nothing(joined: JoinedGroup) -> None:
+    joined.mark_dead("for a test")
+    error = Session(joined, BUCKETS).end()
+    assert error is not None
+    assert "is dead: for a test" in error
+
+
+def test_an_armed_session_takes_no_processor_time(joined: JoinedGroup) -> None:
+    session = Session(joined, BUCKETS, arm_timeout_s=600.0)
+    assert session.entered.wait(10)
+    time.sleep(0.05)  # what began is over
+    used, began = time.process_time(), time.monotonic()
+    threading.Event().wait(1.0)
+    assert (time.process_time() - used) / (time.monotonic() - began) < 0.02
+    session.receiver.cancel()
+    session.end()
+
+
+def many_rounds(trainer: Any, joined: JoinedGroup, rounds: int, delays: tuple[float, ...]) -> None:
+    buckets: list[Tensors] = [[(f"w{i}", "bfloat16", [64, 16])] for i in range(73)]
+    for number in range(rounds):
+        flattened = number % 2 == 0
+        session = Session(joined, buckets, flattened=flattened)
+        assert session.entered.wait(10)
+        trainer.send(joined.group, buckets, flattened=flattened, after=delays[number % len(delays)])
+        assert session.end() is None
+        assert "error" not in trainer.answer()
+    assert_received(session.sink.tensors, buckets)
+
+
+def test_rounds_never_hang_and_leave_nothing_behind(
+    trainer: Any, joined: JoinedGroup, num_threads: Callable[[], int], wait_until: WaitUntil
+) -> None:
+    many_rounds(trainer, joined, 2, (0.0,))
+    threads, files = num_threads(), len(os.listdir("/proc/self/fd"))
+    many_rounds(trainer, joined, 50, (0.0, 0.0, 0.0, 0.0, 0.05))
+    wait_until(lambda: num_threads() <= threads, what="as many threads as before")
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_rounds_at_once_and_after_five_seconds(trainer: Any, joined: JoinedGroup) -> None:
+    many_rounds(trainer, joined, 100, (0.0, 5.0))
