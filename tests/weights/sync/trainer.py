@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -105,7 +106,8 @@ def main() -> None:
                 listener.close()
                 with connection:
                     connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
-                    serve(connection)
+                    with suppress(ConnectionError):
+                        serve(connection)
                 os._exit(0)
             connection.close()
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from segue.errors import WeightSyncError
 from segue.protocol.weights import Bucket, Manifest
 from segue.weights.sync.groups import JoinedGroup
 
@@ -22,13 +23,17 @@ from segue.weights.sync.groups import JoinedGroup
 # wait for us to notice, too few to fill the device's queue of launches.
 _AHEAD = 32
 _POLL_S = (0.00005, 0.005)  # from, to: the longer nothing has come, the rarer we look
+# gloo does not tell when less came than was asked for, and ends the process when more did. So it is asked for
+# more, and where what is due ends is marked: a trainer that sends 8 bytes less, or more, is found out.
+_SLACK = 64 << 20  # host memory that nothing touches as long as the trainer keeps to its manifest
+_MARK = torch.tensor([0xC3, 0x5A, 0x91, 0x0E, 0x7D, 0xB6, 0x28, 0xF4], dtype=torch.uint8)
 
 
 class Sink(Protocol):
     """Where landed tensors go; called from the receiver's thread, where nothing is allocated on CUDA."""
 
     def direct(self, name: str) -> Tensor | None:
-        """A contiguous tensor of the wire's dtype and the whole shape, to receive into; or None."""
+        """A contiguous CUDA tensor of the wire's dtype and the whole shape, to receive into; or None."""
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Keep this rank's part of a whole tensor that has landed; once for each, in order.
@@ -89,9 +94,8 @@ def plan(manifest: Manifest, sink: Sink, device: torch.device) -> list[Broadcast
             broadcasts.append(Broadcast(sum(piece.num_bytes for piece in pieces), pieces, None, index + 1))
             continue
         for number, piece in enumerate(pieces, 1):
-            direct = None if manifest.discard else sink.direct(piece.name)
-            if direct is not None and direct.device.type != device.type:
-                direct = None
+            wants = device.type == "cuda" and not manifest.discard
+            direct = sink.direct(piece.name) if wants else None
             done = index + (number == len(pieces))
             broadcasts.append(Broadcast(piece.num_bytes, [piece], direct, done))
     return broadcasts
@@ -105,7 +109,10 @@ class HostWire:
         self._group, self._broadcasts, self._sink = group, broadcasts, sink
         device = group.engine_device
         self._stream = torch.Stream(device) if device.type == "cuda" else None
-        self._landing, self._scratch = _buffers(broadcasts, group.device, self._stream is not None)
+        self._landing, self._scratch = _buffers(broadcasts, group.device, _SLACK, self._stream is not None)
+        # gloo broadcasts down a tree; a rank with others below it sends them as much as it asked for itself.
+        rank, size = group.rank, group.group.world_size
+        self._is_leaf = rank + (1 << rank.bit_length()) >= size
         self._under_way: deque[tuple[Broadcast, Tensor, dist.Work]] = deque()
 
     def receive(self, session: Session) -> None:
@@ -116,8 +123,10 @@ class HostWire:
                 if len(self._under_way) == len(self._landing):
                     self._settle(session)
                 session.check()
-                target = _target(broadcast, self._landing[index % 2])
-                self._under_way.append((broadcast, target, process_group.broadcast([target], _options())))
+                landing = self._landing[index % 2]
+                target = landing if self._is_leaf else landing[: broadcast.num_bytes]
+                _mark(landing, broadcast.num_bytes)
+                self._under_way.append((broadcast, landing, process_group.broadcast([target], _options())))
                 if index == 0:
                     session.entered()
             while self._under_way:
@@ -130,13 +139,14 @@ class HostWire:
                 work.wait()
 
     def _settle(self, session: Session) -> None:
-        broadcast, target, work = self._under_way[0]
+        broadcast, landing, work = self._under_way[0]
         work.wait()
         self._under_way.popleft()
         session.check()
+        _check_marks(landing, broadcast)
         session.landed(broadcast)
         if self._sink is not None:
-            _hand_over(broadcast, target, self._scratch, self._sink)
+            _hand_over(broadcast, landing, self._scratch, self._sink)
         if self._stream is not None:
             self._stream.synchronize()
         session.taken(broadcast)
@@ -219,16 +229,36 @@ def _pieces(bucket: Bucket, flattened: bool) -> Iterator[Piece]:
 
 
 def _buffers(
-    broadcasts: list[Broadcast], device: torch.device, pinned: bool = False
+    broadcasts: list[Broadcast], device: torch.device, slack: int = 0, pinned: bool = False
 ) -> tuple[list[Tensor], Tensor]:
     """Two landing buffers for the largest broadcast, and one for the largest tensor at an odd offset."""
-    landing = max((b.num_bytes for b in broadcasts if b.direct is None), default=0)
+    landing = max((b.num_bytes for b in broadcasts if b.direct is None), default=0) + slack
     odd = max((p.num_bytes for b in broadcasts for p in b.pieces if p.is_odd), default=0)
     first, second, scratch = (
         torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned and size > 0)
         for size in (landing, landing, odd)
     )
     return [first, second], scratch
+
+
+def _mark(landing: Tensor, num_bytes: int) -> None:
+    landing[num_bytes : num_bytes + len(_MARK)] = _MARK
+    if num_bytes >= len(_MARK):
+        landing[num_bytes - len(_MARK) : num_bytes] = _MARK
+
+
+def _check_marks(landing: Tensor, broadcast: Broadcast) -> None:
+    end, size = broadcast.num_bytes, len(_MARK)
+    less = end >= size and landing[end - size : end].equal(_MARK)
+    if less or not landing[end : end + size].equal(_MARK):
+        names = [piece.name for piece in broadcast.pieces]
+        words = (
+            f"{names[0]!r} .. {names[-1]!r}" if len(names) > 1 else f"{names[0]!r}" if names else "nothing"
+        )
+        raise WeightSyncError(
+            f"the trainer broadcast {'less' if less else 'more'} than the {end} bytes that its manifest says "
+            f"({words}): both must have the same tensors in the same order"
+        )
 
 
 def _target(broadcast: Broadcast, landing: Tensor) -> Tensor:
