@@ -1,19 +1,17 @@
 """All weights of one rank in a few contiguous slabs; a parameter is a view of its place there."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from segue.memory.digest import MASK, digest
+
 ALIGNMENT = 256  # bytes: enough for any vector load, TMA and NCCL
 SLAB_BYTES = 1 << 30
-
-# 8-byte words a checksum takes at once. On CPU what is small stays in a core's cache.
-_CHECKSUM_WORDS = 1 << 15
-_CHECKSUM_WORDS_CUDA = 1 << 24
-_CHECKSUM_FACTOR = 0x1E3779B97F4A7C15  # odd: multiplying loses nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +51,16 @@ class Arena:
 
     @classmethod
     def allocate(
-        cls, specs: Iterable[TensorSpec], device: torch.device | str, slab_bytes: int = SLAB_BYTES
+        cls,
+        specs: Iterable[TensorSpec],
+        device: torch.device | str,
+        slab_bytes: int = SLAB_BYTES,
+        empty: Callable[[int], Tensor] | None = None,
     ) -> "Arena":
         """Take memory for all `specs`. The tensors' content is undefined, the gaps between them are zero.
 
-        A tensor larger than `slab_bytes` gets a slab of its own.
+        A tensor larger than `slab_bytes` gets a slab of its own. `empty` gives a slab of so many bytes, if it
+        is to be of other memory than `device`'s usual.
         """
         table: dict[str, Entry] = {}
         sizes: list[int] = []
@@ -72,7 +75,7 @@ class Arena:
             sizes[-1] += needed
             if needed != spec.num_bytes:
                 gaps.append((slab, offset + spec.num_bytes, offset + needed))
-        slabs = [_aligned(size, torch.device(device)) for size in sizes]
+        slabs = [(empty or partial(_aligned, device=torch.device(device)))(size) for size in sizes]
         for slab, start, end in gaps:
             slabs[slab][start:end].zero_()
         return cls(slabs, table)
@@ -91,7 +94,7 @@ class Arena:
 
     def checksum(self) -> tuple[int, ...]:
         """One 64-bit number a slab, sensitive to values and their places, and the same on every device."""
-        return tuple(_checksum(slab) for slab in self.slabs)
+        return tuple(int(digest(slab)) & MASK for slab in self.slabs)
 
 
 def bind(model: nn.Module, arena: Arena) -> None:
@@ -110,21 +113,3 @@ def _aligned(size: int, device: torch.device) -> Tensor:
     raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
     start = -raw.data_ptr() % ALIGNMENT
     return raw[start : start + size]
-
-
-def _checksum(slab: Tensor) -> int:
-    words = slab.view(torch.int64)
-    step = _CHECKSUM_WORDS_CUDA if slab.is_cuda else _CHECKSUM_WORDS
-    places = torch.arange(min(step, words.numel()), dtype=torch.int64, device=slab.device)
-    total = torch.zeros((), dtype=torch.int64, device=slab.device)
-    for start in range(0, words.numel(), step):
-        part = words[start : start + step]
-        weights = _scramble(places[: part.numel()] + start).bitwise_or_(1)
-        total += _scramble(part.clone()).mul_(weights).sum()
-    return int(total.item()) & ((1 << 64) - 1)
-
-
-def _scramble(words: Tensor) -> Tensor:
-    # Integer arithmetic wraps alike everywhere. The shift lets the high bits count as much as the low ones.
-    words.mul_(_CHECKSUM_FACTOR)
-    return words.bitwise_xor_(words >> 32)
