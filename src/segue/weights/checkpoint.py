@@ -1,6 +1,7 @@
 """Filling a rank's arena with weights: safetensors, GGUF or made up, in one pass without a second copy."""
 
 import sys
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from segue.weights import dummy, gguf_weights, name_table
 from segue.weights.name_table import NameTable
 from segue.weights.shards import Shards
 from segue.weights.source import ModelSource
+from segue.weights.staging import STAGING_BYTES, Staging
 
 
 def load_weights(
@@ -45,18 +47,41 @@ def load_weights(
     show = progress if progress is not None else tp.is_first and sys.stderr.isatty()
     with tqdm(unit="B", unit_scale=True, desc="Loading weights", disable=not show) as bar:
         bar.reset(total=sum(spec.num_bytes for spec in specs))
-        if source.format == "dummy":
-            arena = _allocate(specs, table, device)
-            for num_bytes in dummy.fill(arena, table, seed):
-                bar.update(num_bytes)
-        else:
-            with _open(source, dtype, progress=show) as shards:
-                shards.check(table)
-                arena = _allocate(specs, table, device)
-                for num_bytes in shards.copy(arena, table):
-                    bar.update(num_bytes)
+        made: list[Arena] = []
+
+        def make() -> Arena:
+            made.append(_allocate(specs, table, device))
+            return made[0]
+
+        for num_bytes in read_weights(source, table, make, dtype, seed=seed, progress=show):
+            bar.update(num_bytes)
+    (arena,) = made
     bind(model, arena)
     return arena
+
+
+def read_weights(
+    source: ModelSource,
+    table: NameTable,
+    make: Callable[[], Arena],
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    progress: bool = False,
+    staging_bytes: int = STAGING_BYTES,
+) -> Iterator[int]:
+    """Check the files, then fill the arena that `make` gives; yields bytes as they arrive there.
+
+    `staging_bytes`: see `Staging`; for the rest, and the errors, see `load_weights`.
+    """
+    if source.format == "dummy":
+        arena = make()
+        yield from dummy.fill(arena, table, seed)
+        return
+    with _open(source, dtype, progress=progress) as shards:
+        shards.check(table)
+        arena = make()
+        yield from shards.copy(arena, table, Staging(arena.slabs[0].device, staging_bytes))
 
 
 def _open(source: ModelSource, dtype: torch.dtype, *, progress: bool) -> Shards:

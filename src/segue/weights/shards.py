@@ -138,13 +138,14 @@ class Shards:
                     "which config.json ties it; set tie_word_embeddings to false there"
                 )
 
-    def copy(self, arena: Arena, table: NameTable) -> Iterator[int]:
+    def copy(self, arena: Arena, table: NameTable, staging: Staging) -> Iterator[int]:
         """Copy what `table` asks for into `arena`, cast to its dtypes; yields bytes as they arrive there.
+
+        What cannot be read in place passes through `staging`.
 
         Raises:
             ModelFileError: a file cannot be read.
         """
-        staging = Staging(arena.slabs[0].device)
         for file in self.files:
             for tensor in file.tensors.values():
                 for part in table.slices.get(tensor.name, ()):

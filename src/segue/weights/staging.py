@@ -6,11 +6,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+STAGING_BYTES = 16 << 20
+
 
 class Staging:
     """Host buffers used in turn. For CUDA they are pinned, and one is filled while the other is copied."""
 
-    def __init__(self, device: torch.device, num_bytes: int = 16 << 20) -> None:
+    def __init__(self, device: torch.device, num_bytes: int = STAGING_BYTES) -> None:
         """Take buffers of `num_bytes` for weights on `device`."""
         is_cuda = device.type == "cuda"
         count = 2 if is_cuda else 1
