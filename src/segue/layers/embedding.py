@@ -52,6 +52,7 @@ class ParallelHead(Layer):
 
     def build_derived(self) -> int:
         """Pack the weight anew; bytes taken."""
+        self.packed = None  # its memory first
         self.packed = pack(self._weight(), deterministic=self.deterministic, wide=True)
         return 0 if self.packed is None else self.packed.num_bytes
 

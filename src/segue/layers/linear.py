@@ -31,6 +31,7 @@ class Linear(Layer):
 
     def build_derived(self) -> int:
         """Pack the weight anew; bytes taken."""
+        self.packed = None  # its memory first
         self.packed = pack(self.weight, deterministic=self.deterministic)
         return 0 if self.packed is None else self.packed.num_bytes
 
@@ -64,6 +65,7 @@ class RowParallelLinear(Layer):
 
     def build_derived(self) -> int:
         """Pack the weight anew; bytes taken."""
+        self.packed = None  # its memory first
         self.packed = pack(self.weight, deterministic=self.deterministic)
         return 0 if self.packed is None else self.packed.num_bytes
 

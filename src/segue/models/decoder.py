@@ -1,5 +1,7 @@
 """The decoder-only transformer: Llama, Mistral, Qwen2, Qwen3, SmolLM and Qwen3-MoE, by config."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -143,14 +145,25 @@ class Decoder(Layer):
             int(weight.numel() * (share if weight.dim() == 3 else 1)) for weight in self.layers.parameters()
         )
 
-    def build_derived(self) -> int:
+    def build_derived(self, changed: Collection[str] | None = None) -> int:
         """Derive what the device wants besides the weights themselves (packed copies); bytes taken.
 
-        To be called once the weights are in place and after every change of them.
+        To be called once the weights are in place and after every change of them; `changed` names the
+        parameters that did, if not all.
         """
         owners = (Linear, RowParallelLinear, RMSNorm, Attention, ParallelHead)
-        derived = sum(module.build_derived() for module in self.modules() if isinstance(module, owners))
+        derived = sum(
+            module.build_derived()
+            for name, module in self.named_modules()
+            if isinstance(module, owners) and (changed is None or self._depends(name, changed))
+        )
         return derived + self.rotary.build_derived(self.embed.weight.device)
+
+    def _depends(self, name: str, changed: Collection[str]) -> bool:
+        """Whether the module `name` has one of these parameters, or shares it."""
+        if name == "lm_head" and self.config.tie_embeddings:
+            name = "embed"
+        return any(f"{name}.{leaf}" in changed for leaf, _ in self.get_submodule(name).named_parameters())
 
 
 def _mlp(
