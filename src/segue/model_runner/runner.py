@@ -48,8 +48,10 @@ from segue.models.decoder import Decoder
 from segue.models.registry import build_model
 from segue.models.sharding import shard
 from segue.protocol.messages import InitStep, StepPlan
+from segue.weights import name_table
 from segue.weights.checkpoint import load_weights
 from segue.weights.source import ModelSource
+from segue.weights.sync.live import LiveWeights
 
 if TYPE_CHECKING:
     from segue.model_runner.cuda_executor import CUDAExecutor
@@ -177,6 +179,7 @@ class ModelRunner:
                 moe_backend=experts.run,
                 deterministic=choices.deterministic,
             )
+            self._model, self._source, self._config = model, source, config
             self.arena = load_weights(
                 model, model_config, source, tp, choices.device, choices.dtype, seed=config.seed
             )
@@ -187,6 +190,9 @@ class ModelRunner:
             progress.detail = f"and {gib(derived)} of packed copies" if derived else ""
         with progress.step("page count"):
             activations = measure_activations(model, choices, selection, shape)
+            self._headroom = activations + Sampler.num_bytes(
+                choices.max_running_requests, model_config.vocab_size
+            )
             demand = _demand(
                 config,
                 choices,
@@ -286,6 +292,23 @@ class ModelRunner:
         that one wrote it.
         """
         return ForwardOutput(self._stream.submit(partial(self._executor.run, plan)))
+
+    def live_weights(self, *, reserved: int = 0) -> LiveWeights:
+        """What `WeightUpdater` changes; `reserved`: bytes of device memory kept free for staging."""
+        return LiveWeights(
+            arena=self.arena,
+            table=name_table.build(self._source.config, self.tp),
+            config=self._source.config,
+            tp=self.tp,
+            device=self.device,
+            dtype=self.dtype,
+            submit=self._stream.submit,
+            rebuild=self._model.build_derived,
+            cache_dir=Path(self._config.cache_dir),
+            seed=self._config.seed,
+            reserved=reserved,
+            headroom=self._headroom,
+        )
 
     def on_stream(self, work: Callable[[], Result]) -> Result:
         """Run `work` where the steps run, behind those submitted, and wait for it."""

@@ -1,0 +1,70 @@
+"""A whole checkpoint from disk as a session's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import cast, get_args
+
+from segue.config import LoadFormat
+from segue.errors import InvalidRequestError
+from segue.memory.arena import Arena
+from segue.models.config import ModelConfig
+from segue.weights.checkpoint import read_weights
+from segue.weights.source import resolve
+from segue.weights.staging import STAGING_BYTES
+from segue.weights.sync.staging import StagedWeights
+
+_STAGING_BYTES = 64 << 10  # on a CPU: what is copied from so small a buffer is no work for several threads
+
+
+def load(
+    staged: StagedWeights, model_path: str, load_format: str | None, is_cancelled: Callable[[], bool]
+) -> list[str]:
+    """Read the checkpoint at `model_path` into `staged`; what is wrong with its values, by name.
+
+    Raises:
+        SegueError: it cannot be found or read, is of another model, or there is too little memory for it.
+    """
+    live = staged.live
+    if load_format is not None and load_format not in get_args(LoadFormat):
+        raise InvalidRequestError(
+            f"load_format is {load_format!r}; known are null and {', '.join(get_args(LoadFormat))}",
+            param="load_format",
+        )
+    source = resolve(model_path, cast(LoadFormat, load_format or "auto"), live.cache_dir)
+    differences = _differences(live.config, source.config)
+    if differences:
+        raise InvalidRequestError(
+            f"the model at {model_path} is not the one served: {'; '.join(differences)}. "
+            "Start an engine with it instead",
+            param="model_path",
+        )
+    names = live.table.names
+
+    on_cpu = live.device.type == "cpu"
+    widest = max(shape[-1] for shape in live.table.shapes.values())
+    staging_bytes = max(_STAGING_BYTES, 8 * widest) if on_cpu else STAGING_BYTES
+
+    def make() -> Arena:
+        staged.release()  # what came before: all of it is read anew
+        staged.add(names)
+        return staged.whole
+
+    with staged.memory.on_stream():
+        for _ in read_weights(
+            source, live.table, make, live.dtype, seed=live.seed, staging_bytes=staging_bytes
+        ):
+            if is_cancelled():
+                return ["discarded while it was read"]
+    staged.memory.synchronize()
+    return staged.problems(names)
+
+
+def _differences(live: ModelConfig, other: ModelConfig) -> list[str]:
+    """Fields that differ, but for the dtype: values are cast."""
+    return [
+        f"{field.name} is {getattr(other, field.name)!r}, not {getattr(live, field.name)!r}"
+        for field in fields(ModelConfig)
+        if field.name != "dtype" and getattr(live, field.name) != getattr(other, field.name)
+    ]

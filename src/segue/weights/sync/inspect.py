@@ -1,0 +1,172 @@
+"""Looking at the live weights, by the names they have in a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from segue.distributed.info import TPInfo
+from segue.errors import InvalidRequestError
+from segue.memory.digest import MASK, scramble
+from segue.protocol.weights import CheckWeights, GetWeights
+from segue.weights import name_table
+from segue.weights.name_table import Slice
+from segue.weights.sync.live import LiveWeights, box_of
+from segue.weights.sync.tensors import equal
+
+_BLOCK = 1 << 15  # elements
+_BLOCK_CUDA = 1 << 22
+
+
+class Inspector:
+    """Answers `Inspect`; to be asked where the steps run. It keeps the one snapshot there may be."""
+
+    def __init__(self, live: LiveWeights) -> None:
+        self._live = live
+        self._snapshot: dict[str, Tensor] | None = None  # parameter -> its values, in the host's memory
+        self._counted: dict[str, tuple[Slice, ...]] | None = None
+
+    def answer(self, request: GetWeights | CheckWeights) -> dict[str, Any]:
+        """The reply's fields of this rank; `merge` makes one of all ranks'.
+
+        Raises:
+            InvalidRequestError: no such tensor, or nothing to compare with.
+        """
+        if isinstance(request, GetWeights):
+            return self._values(request.name, request.truncate_size)
+        if request.action == "checksum":
+            return {"checksums": self._checksums()}
+        if request.action == "snapshot":
+            self._snapshot = {
+                name: self._live.arena.view(name).cpu().clone() for name in self._live.arena.table
+            }
+            return {"num_bytes": self._live.arena.num_bytes}
+        return {"differ": self._differing()}
+
+    def _values(self, name: str, size: int) -> dict[str, Any]:
+        table = self._live.table
+        meaning = table.aliases.get(name, name)
+        if meaning not in table.slices:
+            raise InvalidRequestError(f"{name!r} is not a tensor of this model", param="name")
+        shape = table.shapes[meaning]
+        if len(shape) > 2:
+            raise InvalidRequestError(
+                f"{name!r} holds many experts; ask for one: {table.stacked[name][0]}", param="name"
+            )
+        if size < 0:
+            raise InvalidRequestError(
+                f"truncate_size is {size}; it cannot be negative", param="truncate_size"
+            )
+        parts = []
+        for part in table.slices[meaning]:
+            rows = part.source[0]
+            count = min(size, rows.stop) - rows.start
+            if count > 0:
+                values = self._view(part)[:count].float().cpu().contiguous()
+                place = [
+                    [rows.start, rows.start + count],
+                    *([box.start, box.stop] for box in part.source[1:]),
+                ]
+                parts.append({"place": place, "float32": values.numpy().tobytes()})
+        return {"shape": [min(size, shape[0]), *shape[1:]], "parts": parts}
+
+    def _checksums(self) -> dict[str, int]:
+        if self._counted is None:
+            self._counted = _counted(self._live)
+        names = [name for name in self._counted if self._counted[name]]
+        sums = [
+            torch.stack([self._checksum(name, part) for part in self._counted[name]]).sum() for name in names
+        ]
+        found = torch.stack(sums).tolist() if sums else []
+        return {name: value & MASK for name, value in zip(names, found, strict=True)}
+
+    def _checksum(self, name: str, part: Slice) -> Tensor:
+        view = self._view(part)
+        rows, columns = (view, part.source[1]) if view.dim() == 2 else (view[:, None], slice(0, 1))
+        key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+        of_columns = _weights(columns.start, rows.shape[1], 1, view.device)
+        of_rows = _weights(part.source[0].start, rows.shape[0], key, view.device)
+        total = torch.zeros((), dtype=torch.int64, device=view.device)
+        step = max(1, (_BLOCK_CUDA if view.is_cuda else _BLOCK) // rows.shape[1])
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[view.itemsize]
+        for start in range(0, len(rows), step):
+            block = rows[start : start + step].view(kind).long()
+            total += block.mul_(of_columns).sum(1).mul_(of_rows[start : start + step]).sum()
+        return total
+
+    def _differing(self) -> list[str]:
+        if self._snapshot is None:
+            raise InvalidRequestError(
+                "there is no snapshot to compare with: take one first (action 'snapshot')"
+            )
+        table, arena = self._live.table, self._live.arena
+        changed = {
+            name
+            for name, values in self._snapshot.items()
+            if not equal(arena.view(name), values, self._live.dtype)
+        }
+        return [
+            name
+            for name in table.names
+            if any(
+                part.parameter in changed
+                and not equal(self._view(part), self._remembered(part), self._live.dtype)
+                for part in table.slices[name]
+            )
+        ]
+
+    def _remembered(self, part: Slice) -> Tensor:
+        assert self._snapshot is not None
+        return box_of(self._snapshot[part.parameter], part.destination, len(part.source))
+
+    def _view(self, part: Slice) -> Tensor:
+        return box_of(self._live.arena.view(part.parameter), part.destination, len(part.source))
+
+
+def merge(request: GetWeights | CheckWeights, ranks: Iterable[Mapping[str, Any]]) -> Any:
+    """One answer of the fields of all ranks' replies.
+
+    For `GetWeights` the first `truncate_size` rows as nested lists. For a checksum `{"checksums", "total"}`,
+    the same for any number of ranks; for a snapshot `{"num_bytes"}`; for a comparison `{"differ"}`: names.
+    """
+    ranks = list(ranks)
+    if isinstance(request, GetWeights):
+        values = np.zeros(ranks[0]["shape"], np.float32)
+        for part in (part for fields in ranks for part in fields["parts"]):
+            place = tuple(slice(*bounds) for bounds in part["place"])
+            values[place] = np.frombuffer(part["float32"], np.float32).reshape(values[place].shape)
+        return values.tolist()
+    if request.action == "checksum":
+        sums: dict[str, int] = {}
+        for fields in ranks:
+            for name, value in fields["checksums"].items():
+                sums[name] = (sums.get(name, 0) + value) & MASK
+        return {"checksums": sums, "total": sum(sums.values()) & MASK}
+    if request.action == "snapshot":
+        return {"num_bytes": sum(fields["num_bytes"] for fields in ranks)}
+    return {"differ": sorted({name for fields in ranks for name in fields["differ"]})}
+
+
+def _counted(live: LiveWeights) -> dict[str, tuple[Slice, ...]]:
+    """The slices that this rank counts: of those that several ranks hold alike the first rank's."""
+    table, tp = live.table, live.tp
+    if tp.rank == 0:
+        return {name: table.slices[name] for name in table.names}
+    before = name_table.build(live.config, TPInfo(rank=tp.rank - 1, size=tp.size)).slices
+    return {
+        name: tuple(
+            part for part in table.slices[name] if all(part.source != held.source for held in before[name])
+        )
+        for name in table.names
+    }
+
+
+def _weights(first: int, count: int, key: int, device: torch.device) -> Tensor:
+    """An odd int64 for each of `count` places from `first`."""
+    places = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
+    return scramble(places.mul_(2 * key + 1)).bitwise_or_(1)

@@ -1,0 +1,177 @@
+"""Memory for weights that wait to be committed: of the device, else of the host."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from segue.errors import OutOfMemoryError
+from segue.memory.arena import Arena, TensorSpec
+from segue.memory.budget import free_cpu_memory, gib
+from segue.protocol.weights import StagingPlace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """An arena and where it is; on a CPU that is the device."""
+
+    arena: Arena
+    place: Literal["device", "host"]
+    note: str = ""  # why it is not where it should be
+
+
+class StagingMemory:
+    """Gives sessions their arenas, and takes them back.
+
+    On CUDA an arena for all weights is kept for the next session: in device memory if so much was reserved,
+    in pinned memory of the host always, since pinning takes seconds. All else goes back to the system.
+    """
+
+    def __init__(
+        self, device: torch.device, specs: Sequence[TensorSpec], *, reserved: int = 0, headroom: int = 0
+    ) -> None:
+        """`specs` are those of all weights.
+
+        Args:
+            device: where the weights are.
+            specs: of all of them, in the order of their arena.
+            reserved: bytes of device memory that nothing else will ever take.
+            headroom: bytes of what is free on the device that must be left to the steps.
+        """
+        self.device = device
+        self._specs = list(specs)
+        self._headroom = headroom
+        # One of its own: no other stream has work to do in the memory that is taken on it.
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._kept: dict[str, Staging] = {}  # by place
+        needed = sum(spec.num_bytes for spec in self._specs)
+        if device.type == "cuda" and reserved >= needed:
+            self._kept["device"] = Staging(arena=self._on_device(self._specs), place="device")
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """In it, operations on the device go to `stream`, behind what the stream of before has to do."""
+        if self.stream is None:
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.stream)
+
+    def synchronize(self) -> None:
+        """Wait until `stream` is done."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def take(self, specs: Sequence[TensorSpec] | None, place: StagingPlace, landing: int) -> Staging:
+        """An arena for `specs`, or for all weights; `landing`: bytes that will be taken besides.
+
+        Raises:
+            OutOfMemoryError: there is too little memory; says how many bytes are missing.
+        """
+        if self.device.type == "cpu":
+            return self._take_on_cpu(specs, landing)
+        if place != "host":
+            kept = self._kept.get("device")
+            if kept is not None:
+                return kept
+            missing = self._missing(_total(self._specs if specs is None else specs) + landing)
+            if missing <= 0:
+                try:
+                    return Staging(arena=self._on_device(specs), place="device")
+                except torch.OutOfMemoryError as error:
+                    missing = _total(self._specs if specs is None else specs)
+                    reason = str(error).split(".")[0]
+            else:
+                reason = f"{missing} bytes of device memory are missing"
+            if place == "device":
+                raise OutOfMemoryError(
+                    f"staging='device': {reason}; use staging='host' or 'auto', or start the engine with a "
+                    "larger --weight-staging-gb"
+                )
+            return self._take_pinned(specs, f"staged in the host's memory: {reason}")
+        return self._take_pinned(specs, "")
+
+    def give_back(self, staging: Staging, *, in_use: bool) -> None:
+        """Take an arena back; one that is `in_use` still is never given to anybody again."""
+        kept = self._kept.get(staging.place)
+        if in_use:
+            if kept is not None and kept.arena is staging.arena:
+                del self._kept[staging.place]
+        elif kept is not None and kept.arena is staging.arena:
+            return
+        elif self.device.type == "cuda" and staging.place == "host":
+            _unpin(staging.arena)
+
+    def close(self) -> None:
+        """Give up what is kept."""
+        host = self._kept.get("host")
+        if host is not None:
+            _unpin(host.arena)
+        self._kept.clear()
+
+    def _take_on_cpu(self, specs: Sequence[TensorSpec] | None, landing: int) -> Staging:
+        specs = self._specs if specs is None else specs
+        _check_host(_total(specs) + landing)
+        return Staging(arena=Arena.allocate(specs, "cpu", empty=_mapped), place="device")
+
+    def _take_pinned(self, specs: Sequence[TensorSpec] | None, note: str) -> Staging:
+        kept = self._kept.get("host")
+        if kept is None:
+            _check_host(_total(self._specs if specs is None else specs))
+            arena = Arena.allocate(self._specs if specs is None else specs, "cpu", empty=_pinned)
+            kept = Staging(arena=arena, place="host")
+            if specs is None:
+                self._kept["host"] = kept
+        return Staging(arena=kept.arena, place="host", note=note)
+
+    def _on_device(self, specs: Sequence[TensorSpec] | None) -> Arena:
+        with self.on_stream():
+            arena = Arena.allocate(self._specs if specs is None else specs, self.device)
+        self.synchronize()
+        return arena
+
+    def _missing(self, num_bytes: int) -> int:
+        free = torch.cuda.mem_get_info(self.device)[0]
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return num_bytes + self._headroom - free - cached
+
+
+def _total(specs: Sequence[TensorSpec]) -> int:
+    return sum(spec.num_bytes for spec in specs)
+
+
+def _check_host(num_bytes: int) -> None:
+    missing = num_bytes - free_cpu_memory()
+    if missing > 0:
+        raise OutOfMemoryError(
+            f"staging needs {num_bytes} bytes ({gib(num_bytes)}) of the host's memory, and {missing} are "
+            "missing; free memory, lower --num-kv-tokens, or send the weights in several parts"
+        )
+
+
+def _mapped(num_bytes: int) -> Tensor:
+    """Zeros, page-aligned, which go back to the system with the tensor; malloc would keep them."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    raw = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(raw, dtype=torch.uint8)
+
+
+def _pinned(num_bytes: int) -> Tensor:
+    """The same, pinned; torch's own pinned memory comes in powers of two."""
+    raw = _mapped(num_bytes)
+    if num_bytes:
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(cudart.cudaHostRegister(raw.data_ptr(), num_bytes, 0))
+    return raw
+
+
+def _unpin(arena: Arena) -> None:
+    for slab in arena.slabs:
+        if slab.numel():
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(cudart.cudaHostUnregister(slab.data_ptr()))

@@ -1,0 +1,88 @@
+"""Copies and comparisons that leave the steps their threads, streams and memory.
+
+On a CPU all is done in blocks so small that torch uses one thread for them: the others are for the steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_BLOCK = 1 << 15  # elements
+_BLOCK_CUDA = 1 << 22
+
+
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Copy and cast `source` to `target`, of the same shape; between a device and pinned memory no wait."""
+    if target.is_cuda:
+        target.copy_(source, non_blocking=True)
+    elif source.is_cuda:
+        for to, block in _blocks(target, source, limit=_BLOCK_CUDA):
+            to.copy_(as_sent(block, target.dtype), non_blocking=True)
+    elif target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
+        np.copyto(_bytes(target), _bytes(source))
+    else:
+        for to, block in _blocks(target, source):
+            to.copy_(block)
+
+
+def as_sent(block: Tensor, dtype: torch.dtype) -> Tensor:
+    """What of a block goes from a device to the host: contiguous and cast."""
+    return block.to(dtype).contiguous()
+
+
+def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[bool]:
+    """Of each tensor whether it has, cast to `dtype`, neither infinities nor NaN."""
+    found = [True] * len(tensors)
+    on_cuda = [index for index, tensor in enumerate(tensors) if tensor.is_cuda and tensor.numel()]
+    if on_cuda:  # one wait for all
+        bounds = torch.stack([torch.stack(torch.aminmax(tensors[index])).to(dtype) for index in on_cuda])
+        for index, finite in zip(on_cuda, torch.isfinite(bounds).all(1).tolist(), strict=True):
+            found[index] = finite
+    for index, tensor in enumerate(tensors):
+        if not tensor.is_cuda:
+            found[index] = all(_is_finite(block, dtype) for block, _ in _blocks(tensor, tensor))
+    return found
+
+
+def equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two tensors of equal shape, cast to `dtype`, have equal bits; also on different devices."""
+    limit = _BLOCK_CUDA if one.is_cuda else _BLOCK
+    return all(
+        torch.equal(_bits(a, dtype), _bits(b.to(a.device), dtype))
+        for a, b in _blocks(one, other, limit=limit)
+    )
+
+
+def _is_finite(block: Tensor, dtype: torch.dtype) -> bool:
+    if not block.numel():
+        return True
+    low, high = torch.aminmax(block)
+    return math.isfinite(low.to(dtype).item()) and math.isfinite(high.to(dtype).item())
+
+
+def _bits(block: Tensor, dtype: torch.dtype) -> Tensor:
+    return block.to(dtype).contiguous().view(torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    array: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return array
+
+
+def _blocks(one: Tensor, other: Tensor, *, limit: int = _BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut two tensors of equal shape into blocks of whole rows, at most `limit` elements each."""
+    if one.numel() <= limit:
+        yield one, other
+        return
+    step = limit // one[0].numel()
+    for start in range(0, len(one), max(step, 1)):
+        if step:
+            yield one[start : start + step], other[start : start + step]
+        else:
+            yield from _blocks(one[start], other[start], limit=limit)

@@ -1,0 +1,357 @@
+"""Weight updates on one rank: commands of rank 0 in, replies out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from segue.errors import SegueError, WeightSyncError
+from segue.logs import logger
+from segue.protocol.weights import (
+    Bucket,
+    CheckWeights,
+    Commit,
+    Discard,
+    GetWeights,
+    Inspect,
+    Join,
+    Leave,
+    Load,
+    Manifest,
+    RankReply,
+    Receive,
+    Received,
+    Stage,
+    Take,
+    WeightCommand,
+)
+from segue.weights.sync import commit, disk
+from segue.weights.sync.groups import Groups, JoinedGroup
+from segue.weights.sync.inspect import Inspector
+from segue.weights.sync.live import LiveWeights
+from segue.weights.sync.manifest import check, normalised
+from segue.weights.sync.memory import StagingMemory
+from segue.weights.sync.payload import decode
+from segue.weights.sync.receiver import Callbacks, Receiver, Sink
+from segue.weights.sync.staging import Borrowed, Incoming, StagedWeights
+
+Send = Callable[[RankReply | Received], None]
+Fields = dict[str, Any]
+
+_QUIET_S = 10.0  # that a receive which was cancelled may take until it leaves its memory alone
+
+
+@dataclass(slots=True)
+class _Session:
+    """What came under one session number; its lock is held by the one command that works on it."""
+
+    staged: StagedWeights
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    errors: list[str] = field(default_factory=list)  # it can only be discarded
+    borrowed: Borrowed | None = None
+    manifest: Manifest | None = None  # of a `Stage` that `Receive` has not followed
+    sink: Incoming | None = None  # of it, unless it is to be discarded
+    receiver: Receiver | None = None
+    is_receiving: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """Work of the compute stream: run on a CPU, launched on CUDA."""
+
+    errors: list[str]
+    fields: Fields
+    seconds: float
+    events: list[torch.Event]  # CUDA's: before and behind it
+
+
+class WeightUpdater:
+    """Does what each `WeightCommand` says, and answers with a `RankReply`, from any thread.
+
+    Of a session's commands the next comes after the reply to the last, but for `Discard`; no two sessions are
+    open at a time. Nothing here waits for another rank of the engine.
+    """
+
+    def __init__(self, live: LiveWeights, send: Send) -> None:
+        """Take the memory that is reserved for staging.
+
+        Raises:
+            torch.OutOfMemoryError: it is not there.
+        """
+        self._live = live
+        self._send = send
+        self._groups = Groups(live.device)
+        self._memory = StagingMemory(live.device, live.specs, reserved=live.reserved, headroom=live.headroom)
+        self._inspector = Inspector(live)
+        self._sessions: dict[int, _Session] = {}
+        self._threads: set[threading.Thread] = set()
+        self._lock = threading.Lock()
+
+    def handle(self, command: WeightCommand) -> None:
+        """Begin with `command` and return at once; a commit is queued behind the steps submitted so far."""
+        if isinstance(command, Commit):
+            self._start_commit(command)
+        elif isinstance(command, Inspect):
+            self._submit(command.call, partial(self._look, command.request), lambda: None)
+        elif isinstance(command, Receive):
+            self._spawn(partial(self._start_receive, command))
+        else:
+            if isinstance(command, Discard):
+                self._cancel(command.session)
+            self._spawn(partial(self._answer, command.call, partial(self._do, command)))
+
+    def close(self) -> None:
+        """End what is going on and give all memory back; nothing may be handled any more."""
+        for session in list(self._sessions):
+            self._cancel(session)
+        self._groups.close()
+        for thread in list(self._threads):
+            thread.join(timeout=10)
+        for left in self._sessions.values():
+            left.staged.release()
+        self._sessions.clear()
+        self._memory.close()
+
+    def _start_receive(self, command: Receive) -> None:
+        errors = _caught(partial(self._receive, command))
+        if errors:
+            self._send(RankReply(rank=self._live.tp.rank, call=command.call, errors=errors))
+
+    def _do(self, command: Join | Leave | Discard | Stage | Load | Take) -> tuple[list[str], Fields]:
+        match command:
+            case Join():
+                self._groups.join(command.group, self._live.tp.rank, command.timeout_s)
+                return [], {}
+            case Leave():
+                self._groups.leave(command.name)
+                return [], {}
+            case Discard():
+                self._discard(command.session)
+                return [], {}
+        session = self._session(command.session)
+        with session.lock:
+            errors = self._bring(session, command)
+            staged = session.staged
+            return errors, {"place": staged.place, "num_bytes": staged.num_bytes, "note": staged.note}
+
+    def _bring(self, session: _Session, command: Stage | Load | Take) -> list[str]:
+        drops = isinstance(command, Stage) and command.manifest.discard
+        if session.errors and not drops:
+            return session.errors
+        if session.borrowed is not None:
+            return ["the session has tensors that were not copied, and takes nothing more: commit it first"]
+        if isinstance(command, Stage):
+            return self._stage(session, command.manifest)
+        if isinstance(command, Load):
+            session.errors = _caught(partial(self._load, session, command))
+        else:
+            session.errors = _caught(partial(self._take, session, command))
+        return session.errors
+
+    def _stage(self, session: _Session, manifest: Manifest) -> list[str]:
+        group = self._group(manifest)
+        problems = check(manifest, self._live.table)
+        if problems:
+            return problems
+        manifest = normalised(manifest)
+        if not manifest.discard:
+            session.errors = ["memory could not be taken for all of it"]
+            session.sink = Incoming(session.staged, manifest, group.device)
+            session.errors = []
+        session.manifest = manifest
+        return []
+
+    def _receive(self, command: Receive) -> None:
+        """Begin to receive; `entered` answers, or `done` where that never comes."""
+        session = self._sessions.get(command.session)
+        if session is None or session.manifest is None:
+            raise WeightSyncError(f"session {command.session} has nothing staged that is to be received")
+        manifest, sink = session.manifest, session.sink
+        group = self._group(manifest)
+        session.manifest = session.sink = None
+        session.is_receiving = True
+        reply = partial(RankReply, rank=self._live.tp.rank, call=command.call)
+        report = partial(Received, rank=self._live.tp.rank, session=command.session)
+        unanswered = threading.Semaphore(1)
+        counts = (0, 0)
+
+        def entered() -> None:
+            if unanswered.acquire(blocking=False):
+                self._send(reply())
+
+        def progress(num_buckets: int, num_bytes: int) -> None:
+            nonlocal counts
+            counts = (num_buckets, num_bytes)
+            self._send(report(num_buckets=num_buckets, num_bytes=num_bytes))
+
+        def done(error: str | None) -> None:
+            errors = [error] if error is not None else _caught(sink.finish) if sink is not None else []
+            session.errors, session.is_receiving = session.errors or errors, False
+            if unanswered.acquire(blocking=False):
+                self._send(reply(errors=errors))
+            self._send(
+                report(num_buckets=counts[0], num_bytes=counts[1], done=True, error="; ".join(errors) or None)
+            )
+
+        absent = cast(Sink, None)  # of a manifest to be discarded: it is not asked
+        session.receiver = Receiver(group, manifest, sink or absent, Callbacks(entered, progress, done))
+
+    def _group(self, manifest: Manifest) -> JoinedGroup:
+        group = self._groups.get(manifest.group_name)
+        if group is None:
+            raise WeightSyncError(
+                f"There is no group {manifest.group_name!r}: join it first (init_weights_update_group).",
+                param="group_name",
+            )
+        if not group.alive:
+            raise WeightSyncError(
+                f"The group {manifest.group_name!r} is dead: {group.reason}. Join it again.",
+                param="group_name",
+            )
+        return group
+
+    def _load(self, session: _Session, command: Load) -> list[str]:
+        return disk.load(session.staged, command.model_path, command.load_format, session.cancelled.is_set)
+
+    def _take(self, session: _Session, command: Take) -> list[str]:
+        live = self._live
+        tensors = decode(command.payload, command.load_format, live.device, rank=live.tp.rank)
+        bucket = Bucket(
+            names=[name for name, _ in tensors],
+            dtypes=[str(tensor.dtype) for _, tensor in tensors],
+            shapes=[list(tensor.shape) for _, tensor in tensors],
+        )
+        manifest = Manifest(group_name="", buckets=[bucket], partial=True)
+        problems = check(manifest, live.table)
+        if problems:
+            return problems
+        if command.copy or session.staged.parameters or any(t.device != live.device for _, t in tensors):
+            sink = Incoming(session.staged, manifest, live.device)
+            for name, tensor in tensors:
+                sink.take(name, tensor)
+            return sink.finish()
+        session.borrowed = Borrowed(live, self._memory, dict(tensors))
+        return session.borrowed.problems()
+
+    def _start_commit(self, command: Commit) -> None:
+        session = self._sessions.get(command.session)
+        errors = (
+            [f"there is no session {command.session}"]
+            if session is None
+            else ["the session is being received yet"]
+            if session.is_receiving
+            else session.errors
+        )
+        if session is None or errors:
+            self._spawn(partial(self._answer, command.call, lambda: (errors, {"touched": False})))
+            return
+        self._submit(command.call, partial(self._commit, session), partial(self._discard, command.session))
+
+    def _commit(self, session: _Session, fields: Fields) -> None:
+        pairs, parameters = session.staged.pairs(), set(session.staged.parameters)
+        if session.borrowed is not None:
+            pairs += session.borrowed.pairs()
+            parameters |= session.borrowed.parameters
+        fields["touched"] = bool(pairs)
+        commit.write(pairs)
+        self._live.rebuild(parameters)
+
+    def _look(self, request: GetWeights | CheckWeights, fields: Fields) -> None:
+        fields.update(self._inspector.answer(request))
+
+    def _submit(self, call: int, work: Callable[[Fields], None], clean_up: Callable[[], None]) -> None:
+        """Queue `work`, which fills the reply's fields, where the steps run; `clean_up` if it succeeds."""
+        future = self._live.submit(partial(self._on_stream, work))
+        self._spawn(partial(self._finish, call, future, clean_up))
+
+    def _on_stream(self, work: Callable[[Fields], None]) -> _Done:
+        """Run `work` where the steps run, where nothing may be raised: later steps would fail with it."""
+        on_cuda = self._live.device.type == "cuda"
+        events = [torch.Event(self._live.device, enable_timing=True) for _ in range(2)] if on_cuda else []
+        started = time.monotonic()
+        for event in events[:1]:
+            event.record()
+        fields: Fields = {}
+        errors = _caught(partial(work, fields))
+        for event in events[1:]:
+            event.record()
+        return _Done(errors=errors, fields=fields, seconds=time.monotonic() - started, events=events)
+
+    def _finish(self, call: int, future: Future[_Done], clean_up: Callable[[], None]) -> None:
+        def result() -> tuple[list[str], Fields]:
+            done = future.result()
+            seconds = done.seconds
+            if done.events:
+                first, last = done.events
+                last.synchronize()
+                seconds = first.elapsed_time(last) / 1e3
+            if not done.errors:
+                clean_up()
+            return done.errors, {**done.fields, "seconds": seconds}
+
+        self._answer(call, result)
+
+    def _session(self, number: int) -> _Session:
+        with self._lock:
+            if number not in self._sessions:
+                self._sessions[number] = _Session(StagedWeights(self._live, self._memory))
+            return self._sessions[number]
+
+    def _cancel(self, number: int) -> None:
+        session = self._sessions.get(number)
+        if session is not None:
+            session.cancelled.set()
+
+    def _discard(self, number: int) -> None:
+        with self._lock:
+            session = self._sessions.pop(number, None)
+        if session is None:
+            return
+        with session.lock:
+            quiet = True
+            if session.receiver is not None:
+                session.receiver.cancel("discarded")
+                quiet = session.receiver.quiet.wait(_QUIET_S)
+            session.receiver = session.sink = session.borrowed = None
+            session.staged.release(in_use=not quiet)
+
+    def _answer(self, call: int, work: Callable[[], tuple[list[str], Fields]]) -> None:
+        fields: Fields = {}
+
+        def keep() -> list[str]:
+            errors, found = work()
+            fields.update(found)
+            return errors
+
+        errors = _caught(keep)
+        self._send(RankReply(rank=self._live.tp.rank, call=call, errors=errors, fields=fields))
+
+    def _spawn(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name="segue-weights", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+
+def _caught(work: Callable[[], Sequence[str] | None]) -> list[str]:
+    """The errors that `work` gives, or what it raised."""
+    try:
+        return list(work() or ())
+    except SegueError as error:
+        return [error.message]
+    except Exception as error:
+        logger.exception("a weight update failed")
+        return [f"{type(error).__name__}: {error}"]

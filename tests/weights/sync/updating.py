@@ -1,0 +1,188 @@
+"""Updaters on weights of tiny checkpoints, and a trainer in a thread that broadcasts to them over gloo."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from segue.distributed.info import TPInfo
+from segue.model_runner.stream import CPUStream
+from segue.models.decoder import Decoder
+from segue.protocol.weights import (
+    Bucket,
+    Group,
+    Join,
+    Manifest,
+    RankReply,
+    Receive,
+    Received,
+    Stage,
+)
+from segue.weights import name_table
+from segue.weights.source import resolve
+from segue.weights.sync.live import LiveWeights
+from segue.weights.sync.updater import WeightUpdater
+from tests.weights import tiny
+
+DEADLINE_S = 20.0
+State = dict[str, Tensor]
+
+
+@dataclass
+class Rank:
+    """One rank of an engine, without its steps."""
+
+    model: Decoder
+    live: LiveWeights
+    updater: WeightUpdater
+    stream: CPUStream
+    messages: queue.Queue[RankReply | Received]
+    received: list[Received] = field(default_factory=list)
+    calls: int = 0
+
+    def send(self, kind: type[Any], **fields: Any) -> int:
+        self.calls += 1
+        self.updater.handle(kind(call=self.calls, **fields))
+        return self.calls
+
+    def reply(self, call: int) -> RankReply:
+        while True:
+            message = self.messages.get(timeout=DEADLINE_S)
+            if isinstance(message, RankReply):
+                assert message.call == call and message.rank == self.live.tp.rank
+                return message
+            self.received.append(message)
+
+    def ask(self, kind: type[Any], **fields: Any) -> RankReply:
+        return self.reply(self.send(kind, **fields))
+
+    def do(self, kind: type[Any], **fields: Any) -> dict[str, Any]:
+        """Ask, and expect no errors."""
+        reply = self.ask(kind, **fields)
+        assert reply.errors == []
+        return reply.fields
+
+    def wait_received(self) -> Received:
+        while not (self.received and self.received[-1].done):
+            message = self.messages.get(timeout=DEADLINE_S)
+            assert isinstance(message, Received)
+            self.received.append(message)
+        return self.received[-1]
+
+
+@contextmanager
+def rank_of(
+    path: Path, tp: TPInfo | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Iterator[Rank]:
+    tp = tp or TPInfo()
+    source = resolve(str(path), "auto", Path("/nonexistent"))
+    model, arena = tiny.load_source(source, tp=tp, dtype=dtype)
+    model.build_derived()
+    stream = CPUStream()
+    live = LiveWeights(
+        arena=arena,
+        table=name_table.build(source.config, tp),
+        config=source.config,
+        tp=tp,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        submit=stream.submit,
+        rebuild=options.get("rebuild", model.build_derived),
+    )
+    messages: queue.Queue[RankReply | Received] = queue.Queue()
+    updater = WeightUpdater(live, messages.put)
+    try:
+        yield Rank(model, live, updater, stream, messages)
+    finally:
+        updater.close()
+        stream.close()
+
+
+def manifest_of(state: State, *, num_buckets: int = 3, group: str = "g", **options: Any) -> Manifest:
+    names = list(state)
+    size = max(1, -(-len(names) // num_buckets))
+    buckets = [
+        Bucket(
+            names=part,
+            dtypes=[str(state[name].dtype) for name in part],
+            shapes=[list(state[name].shape) for name in part],
+        )
+        for part in (names[start : start + size] for start in range(0, len(names), size))
+    ]
+    return Manifest(group_name=group, buckets=buckets, **options)
+
+
+class Trainer:
+    """Rank 0 of a group that `ranks` join."""
+
+    def __init__(self, ranks: Sequence[Rank], name: str = "g") -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.group = Group(
+            name=name,
+            master_address="127.0.0.1",
+            master_port=port,
+            rank_offset=1,
+            world_size=1 + len(ranks),
+            backend="gloo",
+        )
+        self._begin(self._meet)
+        calls = [(rank, rank.send(Join, group=self.group, timeout_s=DEADLINE_S)) for rank in ranks]
+        for rank, call in calls:
+            assert rank.reply(call).errors == []
+        self.join()
+
+    def broadcast(self, state: State, manifest: Manifest) -> None:
+        """Begin to send; `join` waits for the end."""
+        self._begin(lambda: self._broadcast(state, manifest))
+
+    def join(self) -> None:
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+    def _meet(self) -> None:
+        address = f"tcp://127.0.0.1:{self.group.master_port}"
+        timeout, name = timedelta(seconds=DEADLINE_S), self.group.name
+        store, _, _ = next(
+            dist.rendezvous(address, rank=0, world_size=self.group.world_size, timeout=timeout)
+        )
+        store = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+        self._backend = dist.ProcessGroupGloo(store, 0, self.group.world_size, timeout)
+
+    def _broadcast(self, state: State, manifest: Manifest) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        for bucket in manifest.buckets:
+            tensors = [state[name].contiguous().reshape(-1).view(torch.uint8) for name in bucket.names]
+            for tensor in [torch.cat(tensors)] if manifest.flattened else tensors:
+                self._backend.broadcast([tensor], options).wait()
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+
+
+def transfer(
+    ranks: Sequence[Rank], trainer: Trainer, state: State, manifest: Manifest, session: int = 1
+) -> list[Received]:
+    """Stage and receive on all ranks; the last word of each."""
+    for rank in ranks:
+        rank.received.clear()
+        rank.do(Stage, session=session, manifest=manifest)
+    trainer.broadcast(state, manifest)
+    for rank, call in [(rank, rank.send(Receive, session=session)) for rank in ranks]:
+        assert rank.reply(call).errors == []
+    trainer.join()
+    return [rank.wait_received() for rank in ranks]
