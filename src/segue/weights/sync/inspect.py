@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +30,7 @@ class Inspector:
         self._counted: dict[str, tuple[Slice, ...]] | None = None
 
     def answer(self, request: GetWeights | CheckWeights) -> dict[str, Any]:
-        """The reply's fields of this rank; `merge` makes one of all ranks'.
+        """The reply's fields of this rank; `merge.merge` makes one of all ranks'.
 
         Raises:
             InvalidRequestError: no such tensor, or nothing to compare with.
@@ -126,30 +124,6 @@ class Inspector:
 
     def _view(self, part: Slice) -> Tensor:
         return box_of(self._live.arena.view(part.parameter), part.destination, len(part.source))
-
-
-def merge(request: GetWeights | CheckWeights, ranks: Iterable[Mapping[str, Any]]) -> Any:
-    """One answer of the fields of all ranks' replies.
-
-    For `GetWeights` the first `truncate_size` rows as nested lists. For a checksum `{"checksums", "total"}`,
-    the same for any number of ranks; for a snapshot `{"num_bytes"}`; for a comparison `{"differ"}`: names.
-    """
-    ranks = list(ranks)
-    if isinstance(request, GetWeights):
-        values = np.zeros(ranks[0]["shape"], np.float32)
-        for part in (part for fields in ranks for part in fields["parts"]):
-            place = tuple(slice(*bounds) for bounds in part["place"])
-            values[place] = np.frombuffer(part["float32"], np.float32).reshape(values[place].shape)
-        return values.tolist()
-    if request.action == "checksum":
-        sums: dict[str, int] = {}
-        for fields in ranks:
-            for name, value in fields["checksums"].items():
-                sums[name] = (sums.get(name, 0) + value) & MASK
-        return {"checksums": sums, "total": sum(sums.values()) & MASK}
-    if request.action == "snapshot":
-        return {"num_bytes": sum(fields["num_bytes"] for fields in ranks)}
-    return {"differ": sorted({name for fields in ranks for name in fields["differ"]})}
 
 
 def _counted(live: LiveWeights) -> dict[str, tuple[Slice, ...]]:

@@ -36,10 +36,10 @@ from segue.weights.sync import commit, disk
 from segue.weights.sync.groups import Groups, JoinedGroup
 from segue.weights.sync.inspect import Inspector
 from segue.weights.sync.live import LiveWeights
-from segue.weights.sync.manifest import check, normalised
+from segue.weights.sync.manifest import bucket_bytes, check, normalised
 from segue.weights.sync.memory import StagingMemory
 from segue.weights.sync.payload import decode
-from segue.weights.sync.receiver import Callbacks, Receiver, Sink
+from segue.weights.sync.receiver import Callbacks, Receiver
 from segue.weights.sync.staging import Borrowed, Incoming, StagedWeights
 
 Send = Callable[[RankReply | Received], None]
@@ -53,6 +53,7 @@ class _Session:
     """What came under one session number; its lock is held by the one command that works on it."""
 
     staged: StagedWeights
+    num_bytes: int = 0  # that `Load` and `Take` brought to this rank
     lock: threading.Lock = field(default_factory=threading.Lock)
     cancelled: threading.Event = field(default_factory=threading.Event)
     errors: list[str] = field(default_factory=list)  # it can only be discarded
@@ -128,8 +129,7 @@ class WeightUpdater:
     def _do(self, command: Join | Leave | Discard | Stage | Load | Take) -> tuple[list[str], Fields]:
         match command:
             case Join():
-                self._groups.join(command.group, self._live.tp.rank, command.timeout_s)
-                return [], {}
+                return self._join(command)
             case Leave():
                 self._groups.leave(command.name)
                 return [], {}
@@ -140,7 +140,20 @@ class WeightUpdater:
         with session.lock:
             errors = self._bring(session, command)
             staged = session.staged
-            return errors, {"place": staged.place, "num_bytes": staged.num_bytes, "note": staged.note}
+            return errors, {
+                "num_bytes": session.num_bytes,
+                "staging_bytes": staged.num_bytes,
+                "place": staged.place,
+                "note": staged.note,
+            }
+
+    def _join(self, command: Join) -> tuple[list[str], Fields]:
+        """`is_new`: the group was not there before; `kept`: one of its name was, and is."""
+        name = command.group.name
+        before = self._groups.get(name)
+        errors = _caught(partial(self._groups.join, command.group, self._live.tp.rank, command.timeout_s))
+        after = self._groups.get(name)
+        return errors, {"is_new": after is not before, "kept": after is not None and after is before}
 
     def _bring(self, session: _Session, command: Stage | Load | Take) -> list[str]:
         drops = isinstance(command, Stage) and command.manifest.discard
@@ -201,8 +214,8 @@ class WeightUpdater:
                 report(num_buckets=counts[0], num_bytes=counts[1], done=True, error="; ".join(errors) or None)
             )
 
-        absent = cast(Sink, None)  # of a manifest to be discarded: it is not asked
-        session.receiver = Receiver(group, manifest, sink or absent, Callbacks(entered, progress, done))
+        takes = cast(Incoming, sink)  # None for what is to be discarded, of which it is not asked
+        session.receiver = Receiver(group, manifest, takes, Callbacks(entered, progress, done))
 
     def _group(self, manifest: Manifest) -> JoinedGroup:
         group = self._groups.get(manifest.group_name)
@@ -219,7 +232,9 @@ class WeightUpdater:
         return group
 
     def _load(self, session: _Session, command: Load) -> list[str]:
-        return disk.load(session.staged, command.model_path, command.load_format, session.cancelled.is_set)
+        errors = disk.load(session.staged, command.model_path, command.load_format, session.cancelled.is_set)
+        session.num_bytes = session.staged.num_bytes
+        return errors
 
     def _take(self, session: _Session, command: Take) -> list[str]:
         live = self._live
@@ -233,6 +248,7 @@ class WeightUpdater:
         problems = check(manifest, live.table)
         if problems:
             return problems
+        session.num_bytes += bucket_bytes(bucket)
         if command.copy or session.staged.parameters or any(t.device != live.device for _, t in tensors):
             sink = Incoming(session.staged, manifest, live.device)
             for name, tensor in tensors:

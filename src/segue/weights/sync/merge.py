@@ -1,0 +1,35 @@
+"""One answer of what all ranks say when they look at their weights; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from segue.protocol.weights import CheckWeights, GetWeights
+
+_MASK = (1 << 64) - 1
+
+
+def merge(request: GetWeights | CheckWeights, ranks: Sequence[Mapping[str, Any]]) -> Any:
+    """One answer of the fields of all ranks' replies.
+
+    For `GetWeights` the first `truncate_size` rows as nested lists. For a checksum `{"checksums", "total"}`,
+    the same for any number of ranks; for a snapshot `{"num_bytes"}`; for a comparison `{"differ"}`: names.
+    """
+    if isinstance(request, GetWeights):
+        values = np.zeros(ranks[0]["shape"], np.float32)
+        for part in (part for fields in ranks for part in fields["parts"]):
+            place = tuple(slice(*bounds) for bounds in part["place"])
+            values[place] = np.frombuffer(part["float32"], np.float32).reshape(values[place].shape)
+        return values.tolist()
+    if request.action == "checksum":
+        sums: dict[str, int] = {}
+        for fields in ranks:
+            for name, value in fields["checksums"].items():
+                sums[name] = (sums.get(name, 0) + value) & _MASK
+        return {"checksums": sums, "total": sum(sums.values()) & _MASK}
+    if request.action == "snapshot":
+        return {"num_bytes": sum(fields["num_bytes"] for fields in ranks)}
+    return {"differ": sorted({name for fields in ranks for name in fields["differ"]})}
