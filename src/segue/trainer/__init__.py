@@ -1,0 +1,8 @@
+"""The training side of weight updates: what a training loop imports, and a small training server."""
+
+from __future__ import annotations
+
+from segue.trainer.endpoint import Answer, Endpoint
+from segue.trainer.sender import Progress, SendReport, WeightSender, WeightSyncError
+
+__all__ = ["Answer", "Endpoint", "Progress", "SendReport", "WeightSender", "WeightSyncError"]

@@ -1,0 +1,102 @@
+"""What is sent, and in which order: tensors under the names a checkpoint has, in buckets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Weights = nn.Module | Mapping[str, Tensor]
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Tensors sent together; the lists are parallel."""
+
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor's name, dtype and shape."""
+        self.names.append(name)
+        self.dtypes.append(str(tensor.dtype).removeprefix("torch."))
+        self.shapes.append(list(tensor.shape))
+        self.num_bytes += tensor.nbytes
+
+    def body(self) -> dict[str, Any]:
+        """As ``/prepare_weights_update`` takes it."""
+        return {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
+
+
+def plan(weights: Weights, max_bytes: int) -> list[Bucket]:
+    """Cut all tensors into buckets of at most ``max_bytes``; one that is larger has its own."""
+    buckets: list[Bucket] = []
+    for name, tensor in tensors(weights, meta=True):
+        if not buckets or buckets[-1].num_bytes + tensor.nbytes > max_bytes:
+            buckets.append(Bucket())
+        buckets[-1].add(name, tensor)
+    return buckets
+
+
+def tensors(weights: Weights, *, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors in a fixed order, tied ones once; with ``meta`` shapes and dtypes only.
+
+    A module gives its parameters under the names that its saved checkpoint has, where transformers saves
+    under others than the module's own; that may copy a layer's experts at a time. A mapping is sent as it is.
+    """
+    if not isinstance(weights, nn.Module):
+        for name, tensor in _distinct(weights.items()):
+            yield name, tensor.detach().to("meta") if meta else tensor.detach()
+        return
+    model = _unwrapped(weights)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    shapes = {name: parameter.to("meta") for name, parameter in parameters.items()}
+    is_renamed = _as_saved(model, shapes).keys() != shapes.keys()
+    for name, parameter in (shapes if meta else parameters).items():
+        yield from (_as_saved(model, {name: parameter}) if is_renamed else {name: parameter}).items()
+
+
+def device_of(weights: Weights) -> torch.device:
+    """Where the first tensor is; the CPU if there is none."""
+    found = weights.parameters() if isinstance(weights, nn.Module) else iter(weights.values())
+    return next((tensor.device for tensor in found), torch.device("cpu"))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """``uint8[n]``: its bytes in row-major order, copied only if they do not lie so."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """What ``torch.compile`` or data parallelism was given."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _as_saved(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    transformers = sys.modules.get("transformers")  # not imported: then it is none of its models
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return state
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, state))
+
+
+def _distinct(items: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    seen: set[tuple[Any, ...]] = set()
+    for name, tensor in items:
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() == 0 or place not in seen:
+            yield name, tensor
+        seen.add(place)

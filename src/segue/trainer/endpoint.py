@@ -1,0 +1,96 @@
+"""The engines that weights are sent to, spoken to over HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any
+
+# Engines are spoken to directly, whatever proxy the environment names.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """An engine's server."""
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)  # its admin key, or API key
+    world_size: int | None = None  # ranks it has, where it does not tell in /server_info
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float) -> Answer:
+        """Its answer to a POST; ``timeout_s``: seconds of silence that are too long."""
+        return self._ask(path, json.dumps(body).encode(), timeout_s)
+
+    def get(self, path: str, timeout_s: float) -> Answer:
+        """Its answer to a GET."""
+        return self._ask(path, None, timeout_s)
+
+    def _ask(self, path: str, data: bytes | None, timeout_s: float) -> Answer:
+        headers = {"content-type": "application/json"}
+        if self.api_key is not None:
+            headers["authorization"] = f"Bearer {self.api_key}"
+        url = self.url.rstrip("/")
+        try:
+            request = urllib.request.Request(url + path, data, headers)
+            with _OPENER.open(request, timeout=timeout_s) as response:
+                return _understand(url, 200, response.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return _understand(url, error.code, error.read())
+        except (OSError, HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            gone = isinstance(reason, ConnectionError)
+            return Answer(url=url, success=False, message=f"cannot reach it: {reason}", gone=gone)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What an engine said."""
+
+    url: str
+    success: bool
+    message: str = ""
+    status: int | None = None  # of HTTP; None: there was no answer
+    gone: bool = False  # nobody listens there any more
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def _understand(url: str, status: int, text: bytes) -> Answer:
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        message = f"HTTP {status}, and not as a weight route answers: {text[:80]!r}"
+        return Answer(url=url, success=False, message=message, status=status)
+    success = status == 200 and fields.get("success", True) is True and fields.get("status") != "error"
+    message = str(fields.get("message", ""))
+    return Answer(url=url, success=success, message=message, status=status, fields=fields)
+
+
+def everywhere(
+    endpoints: Sequence[Endpoint],
+    ask: Callable[[int, Endpoint], Answer],
+    on_failure: Callable[[], object] = lambda: None,
+) -> list[Answer]:
+    """Ask all at once, by index and endpoint; ``on_failure`` is called as soon as one answers so."""
+    answers: list[Answer | None] = [None] * len(endpoints)
+
+    def run(index: int) -> None:
+        answer = answers[index] = ask(index, endpoints[index])
+        if not answer.success:
+            on_failure()
+
+    # Daemons: a trainer that is told to stop does not wait for an engine that says nothing.
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(endpoints))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answer for answer in answers if answer is not None]

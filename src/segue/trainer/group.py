@@ -1,0 +1,165 @@
+"""The process group that a trainer hosts, as its rank 0, beside whatever groups it has itself."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+# Behind every deadline of ours: NCCL's watchdog ends the process when an operation takes longer than this.
+MARGIN_S = 600.0
+LEAVE_S = 10.0
+
+
+class Group:
+    """Joining begins at once, in a thread of its own; :meth:`wait` for it before the first broadcast.
+
+    Nobody else has to have joined for the constructor to return, and an engine whose communicator is built
+    within its first receive holds up :meth:`wait` alone.
+    """
+
+    def __init__(
+        self, *, name: str, address: str, port: int, world_size: int, device: torch.device, timeout_s: float
+    ) -> None:
+        """``device``: of the tensors to be broadcast; a CUDA device means NCCL, any other one gloo."""
+        self.name, self.address, self.port, self.world_size = name, address, port, world_size
+        self.device = device
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self._timeout = timedelta(seconds=timeout_s + MARGIN_S)
+        self._group: Any = None
+        self._error: Exception | None = None
+        self._left = False
+        self._lock = threading.Lock()
+        self._joining = threading.Thread(target=self._join, name="join-weight-group", daemon=True)
+        self._joining.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return once all have joined.
+
+        Raises:
+            TimeoutError: they have not.
+            RuntimeError: torch says why they cannot.
+        """
+        self._joining.join(timeout_s)
+        if self._error is not None:
+            raise RuntimeError(f"the group {self.name!r} was not joined: {self._error}") from self._error
+        if self._group is None:
+            raise TimeoutError(f"not all engines joined the group {self.name!r} within {timeout_s:g} s")
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        """Begin to send a contiguous tensor of :attr:`device`; ``wait()`` for what is returned.
+
+        With gloo that blocks until it is sent; with NCCL it makes the current stream wait.
+        """
+        return self._group.broadcast(tensor, 0)
+
+    def leave(self) -> None:
+        """Close the store and all connections, whatever is still going on; the port is free soon after.
+
+        What cannot be ended is abandoned with its thread.
+        """
+        with self._lock:
+            if self._left:
+                return
+            self._left = True
+            group, self._group = self._group, None
+        work = threading.Thread(target=self._end, args=(group,), name="leave-weight-group", daemon=True)
+        work.start()
+        work.join(LEAVE_S)
+
+    def _join(self) -> None:
+        device_id = self.device if self.backend == "nccl" else None
+        try:
+            where = f"tcp://{_bracketed(self.address)}:{self.port}"
+            store, _, _ = next(rendezvous(where, rank=0, world_size=self.world_size, timeout=self._timeout))
+            if self._left:  # and `_end` stands in for those who are missing
+                return
+            store.set_timeout(self._timeout)
+            with _without_bound_device():
+                group, _ = c10d._new_process_group_helper(
+                    self.world_size,
+                    0,
+                    [],
+                    dist.Backend(self.backend),
+                    PrefixStore(self.name, store),
+                    group_name=self.name,  # type: ignore[arg-type]
+                    timeout=self._timeout,
+                    device_id=device_id,  # an eager communicator: broadcasts never wait for one to be built
+                )
+            c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
+        except Exception as error:
+            self._error = error
+            return
+        with self._lock:
+            if not self._left:
+                self._group = group
+                return
+        _destroy(group)
+
+    def _end(self, group: Any) -> None:
+        if group is not None:
+            if self.backend == "nccl":
+                group.abort()
+            _destroy(group)
+        elif self._joining.is_alive():
+            # The rendezvous waits for a number of clients and cannot be cancelled; so we are those clients.
+            with suppress(RuntimeError):
+                for _ in range(self.world_size - 1):
+                    TCPStore(self.address, self.port, self.world_size, False, timedelta(seconds=LEAVE_S))
+
+
+def free_port(wanted: int | None) -> int:
+    """``wanted`` if nothing listens there, else any free port."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    for port in (wanted or 0, 0):
+        with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
+            with suppress(OSError):
+                probe.bind(("", port))
+                return int(probe.getsockname()[1])
+    raise OSError("no free port")
+
+
+def own_address(host: str, port: int) -> str:
+    """The address under which ``host`` reaches this machine."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with closing(socket.socket(family, kind)) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _destroy(group: Any) -> None:
+    # What torch says about a group that failed helps nobody: it is given up.
+    with suppress(Exception):
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def _without_bound_device() -> Iterator[None]:
+    """A default group that is bound to a device is split by torch for every new group, with all its ranks.
+
+    Ours is joined by one of them alone.
+    """
+    default = c10d._get_default_group() if dist.is_initialized() else None
+    if default is None or default.bound_device_id is None:
+        yield
+        return
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device

@@ -1,0 +1,336 @@
+"""Sending a model's weights to engines that go on serving: all of them take the new weights, or none."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+from urllib.parse import urlsplit
+
+import torch
+
+from segue.errors import SegueError
+from segue.trainer.broadcast import Broadcast
+from segue.trainer.buckets import Bucket, Weights, device_of, plan, tensors
+from segue.trainer.endpoint import Answer, Endpoint, everywhere
+from segue.trainer.group import Group, free_port, own_address
+
+ASK_S = 10.0  # for what an engine answers at once
+POLL_S = 1.0  # between two looks at how engines fare during a broadcast
+COMMIT_TRIES = 3  # a commit whose answer was lost is asked for again
+DEFAULT_GROUP = "weight_update_group"
+
+
+class WeightSyncError(SegueError):
+    """Weights were not sent, and unless the message says otherwise no engine took any of them.
+
+    ``answers`` has what each engine said last.
+    """
+
+    def __init__(self, message: str, answers: Sequence[Answer] = ()) -> None:
+        super().__init__(message)
+        self.answers = list(answers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a :meth:`WeightSender.send` is; sent, not committed."""
+
+    num_buckets: int
+    total_buckets: int
+    num_bytes: int
+    total_bytes: int
+    seconds: float  # since prepare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReport:
+    """What a :meth:`WeightSender.send` did."""
+
+    num_buckets: int
+    bytes: int  # as broadcast, once, however many engines received them
+    seconds: float  # from prepare to commit; joining the group is not in it
+    broadcast_seconds: float
+    gb_per_s: float  # bytes / seconds / 1e9
+    endpoints: list[Answer]  # what each engine said of the commit; `fields` has its weight_version
+
+
+class WeightSender:
+    """Sends the weights of a model, or of a state dict, to engines; keeps a process group with them.
+
+    The group is joined at the first :meth:`send`, and again behind a failure. One rank of a distributed
+    trainer makes one, with weights that are whole there. Calls may come from any thread, one at a time runs.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str | Endpoint],
+        weights: Weights,
+        *,
+        buffer_size_mb: int = 1024,
+        flattened: bool = True,
+        backend: Literal["auto", "gloo", "nccl"] = "auto",
+        group_name: str = DEFAULT_GROUP,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        timeout_s: float = 300.0,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        """``endpoints``: URLs, in the order of their ranks.
+
+        Args:
+            endpoints: URLs, or :class:`Endpoint` for one that needs a key.
+            weights: a module, whose parameters are sent, or a mapping, sent as it is.
+            buffer_size_mb: MiB a bucket; a larger tensor has its own.
+            flattened: one broadcast a bucket; else one a tensor.
+            backend: auto: NCCL for weights on CUDA, else gloo.
+            group_name: of the process group.
+            master_address: under which engines reach this process; default: found out.
+            master_port: of the store that is hosted here; a free one if it is taken, or not given.
+            timeout_s: for joining, for a silent transfer, and for an engine to finish receiving.
+            on_progress: called behind each bucket, in another thread.
+        """
+        self._endpoints = [Endpoint(url=each) if isinstance(each, str) else each for each in endpoints]
+        self._weights = weights
+        self._max_bytes = buffer_size_mb << 20
+        self._flattened, self._backend = flattened, backend
+        self._name, self._address, self._port = group_name, master_address, master_port
+        self._timeout_s = timeout_s
+        self._on_progress = on_progress
+        self._group: Group | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> WeightSender:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def send(self, weight_version: str | None = None, *, flush_cache: bool = False) -> SendReport:
+        """Send the weights as they are now, which must not change until this returns.
+
+        Engines call the new weights ``weight_version``; None: a number one higher than before.
+
+        Raises:
+            WeightSyncError: an engine cannot be reached, refused, or failed; the old weights stay.
+        """
+        with self._lock:
+            session = uuid.uuid4().hex
+            try:
+                return self._send(session, weight_version, flush_cache)
+            except BaseException:
+                self._give_up(session)
+                raise
+
+    def close(self) -> None:
+        """Leave the group, and have the engines leave it. Another :meth:`send` joins one again."""
+        with self._lock:
+            self._leave()
+
+    def _send(self, session: str, weight_version: str | None, flush_cache: bool) -> SendReport:
+        buckets = plan(self._weights, self._max_bytes)
+        group = self._group = self._group or self._join()
+        began = time.perf_counter()
+        self._ask(
+            "/prepare_weights_update", self._manifest(session, buckets, weight_version), self._timeout_s
+        )
+        self._wait_for(group)
+        broadcast_began = time.perf_counter()
+        self._broadcast(group, session, buckets, began)
+        broadcast_s = time.perf_counter() - broadcast_began
+        alone = len(self._endpoints) == 1
+        finish = {"group_name": self._name, "session_id": session, "flush_cache": flush_cache}
+        answers = self._ask(
+            "/complete_weights_update", finish | {"commit": alone}, self._timeout_s + ASK_S, repeat=True
+        )
+        if not alone:
+            answers = self._commit(finish)
+        seconds = time.perf_counter() - began
+        num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        return SendReport(
+            num_buckets=len(buckets),
+            bytes=num_bytes,
+            seconds=seconds,
+            broadcast_seconds=broadcast_s,
+            gb_per_s=num_bytes / seconds / 1e9,
+            endpoints=answers,
+        )
+
+    def _manifest(self, session: str, buckets: list[Bucket], weight_version: str | None) -> dict[str, Any]:
+        return {
+            "num_buckets": len(buckets),
+            "buckets": [bucket.body() for bucket in buckets],
+            "group_name": self._name,
+            "session_id": session,
+            "weight_version": weight_version,
+            "load_format": "flattened_bucket" if self._flattened else None,
+            "timeout_s": self._timeout_s,
+        }
+
+    def _join(self) -> Group:
+        """Host a group for all engines; returns when all have joined the store, and say so."""
+        sizes = self._world_sizes()
+        offsets = [1 + sum(sizes[:index]) for index in range(len(sizes))]
+        device = device_of(self._weights)
+        if self._backend == "gloo" or (self._backend == "auto" and device.type != "cuda"):
+            device = torch.device("cpu")
+        elif device.type != "cuda":
+            raise WeightSyncError(f"backend 'nccl' sends from CUDA devices, and the weights are on {device}")
+        first = urlsplit(self._endpoints[0].url)
+        group = Group(
+            name=self._name,
+            address=self._address or own_address(first.hostname or "", first.port or 80),
+            port=free_port(self._port),
+            world_size=1 + sum(sizes),
+            device=device,
+            timeout_s=self._timeout_s,
+        )
+        common = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        try:
+            # As soon as one refuses, the others' rendezvous ends too.
+            answers = everywhere(
+                self._endpoints,
+                lambda index, endpoint: endpoint.post(
+                    "/init_weights_update_group",
+                    common | {"rank_offset": offsets[index]},
+                    self._timeout_s + ASK_S,
+                ),
+                on_failure=group.leave,
+            )
+            self._check("/init_weights_update_group", answers)
+        except BaseException:
+            group.leave()
+            raise
+        return group
+
+    def _world_sizes(self) -> list[int]:
+        answers = everywhere(self._endpoints, lambda _, endpoint: endpoint.get("/server_info", ASK_S))
+        sizes: list[int] = []
+        for endpoint, answer in zip(self._endpoints, answers, strict=True):
+            size = answer.fields.get("tp", answer.fields.get("tp_size", endpoint.world_size))
+            if answer.gone or not isinstance(size, int):
+                why = answer.message or "its /server_info has no tp; give the endpoint's world_size"
+                raise WeightSyncError(f"{answer.url}: the number of its ranks is not known: {why}", answers)
+            sizes.append(size)
+        return sizes
+
+    def _wait_for(self, group: Group) -> None:
+        try:
+            group.wait(self._timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            raise WeightSyncError(str(error)) from error
+
+    def _broadcast(self, group: Group, session: str, buckets: list[Bucket], began: float) -> None:
+        total_bytes = sum(bucket.num_bytes for bucket in buckets)
+
+        def tell() -> None:
+            self._on_progress(
+                Progress(
+                    num_buckets=broadcast.num_buckets,
+                    total_buckets=len(buckets),
+                    num_bytes=broadcast.num_bytes,
+                    total_bytes=total_bytes,
+                    seconds=time.perf_counter() - began,
+                )
+            )
+
+        broadcast = Broadcast(group, buckets, tensors(self._weights), flattened=self._flattened, on_sent=tell)
+        try:
+            self._watch(broadcast, session)
+        finally:
+            broadcast.stop()
+
+    def _watch(self, broadcast: Broadcast, session: str) -> None:
+        """Wait for the broadcast as long as it moves and no engine has given it up."""
+        moved, num_bytes = time.monotonic(), 0
+        while not broadcast.finished.wait(POLL_S):
+            if broadcast.num_bytes > num_bytes:
+                moved, num_bytes = time.monotonic(), broadcast.num_bytes
+            if time.monotonic() - moved > self._timeout_s:
+                self._fail(f"the broadcast stood still for {self._timeout_s:g} s", self._statuses(session))
+            answers = self._statuses(session)
+            if not all(answer.success for answer in answers) and not broadcast.finished.is_set():
+                self._fail("an engine gave up during the broadcast", answers)
+        if broadcast.error is not None:
+            self._fail(f"the broadcast failed: {broadcast.error}", self._statuses(session))
+
+    def _statuses(self, session: str) -> list[Answer]:
+        """How each engine fares; one that does not answer in time may be busy, and counts as well."""
+
+        def ask(_: int, endpoint: Endpoint) -> Answer:
+            answer = endpoint.get("/weights_update_status", ASK_S / 4)
+            state = str(answer.fields.get("state", "")).upper()
+            given_up = state in ("ABORTED", "POISONED") and answer.fields.get("session_id") == session
+            message = str(answer.fields.get("error") or answer.message or state)
+            return Answer(url=answer.url, success=not (answer.gone or given_up), message=message)
+
+        return everywhere(self._endpoints, ask)
+
+    def _commit(self, finish: dict[str, Any]) -> list[Answer]:
+        answers = everywhere(
+            self._endpoints,
+            lambda _, endpoint: _post_again(
+                endpoint, "/commit_weights_update", finish, self._timeout_s + ASK_S
+            ),
+        )
+        done = [answer.url for answer in answers if answer.success]
+        if 0 < len(done) < len(answers):
+            self._fail(f"committed by {', '.join(done)} only, where the new weights stay", answers)
+        self._check("/commit_weights_update", answers)
+        return answers
+
+    def _ask(
+        self, path: str, body: dict[str, Any], timeout_s: float, *, repeat: bool = False
+    ) -> list[Answer]:
+        """Every engine's answer, all of them good."""
+        answers = everywhere(
+            self._endpoints,
+            lambda _, endpoint: (
+                _post_again(endpoint, path, body, timeout_s)
+                if repeat
+                else endpoint.post(path, body, timeout_s)
+            ),
+        )
+        self._check(path, answers)
+        return answers
+
+    def _check(self, path: str, answers: list[Answer]) -> None:
+        if not all(answer.success for answer in answers):
+            self._fail(f"{path} failed", answers)
+
+    def _fail(self, what: str, answers: list[Answer]) -> NoReturn:
+        reasons = "; ".join(f"{answer.url}: {answer.message}" for answer in answers if not answer.success)
+        raise WeightSyncError(f"{what}: {reasons}" if reasons else what, answers)
+
+    def _give_up(self, session: str) -> None:
+        """Have every engine forget the session, and leave the group, in which a broadcast may hang."""
+        if self._group is not None:
+            body = {"session_id": session, "group_name": self._name}
+            everywhere(self._endpoints, lambda _, each: each.post("/abort_weights_update", body, ASK_S))
+        self._leave()
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is None:
+            return
+        body = {"group_name": self._name}
+        everywhere(self._endpoints, lambda _, each: each.post("/destroy_weights_update_group", body, ASK_S))
+        group.leave()
+
+
+def _post_again(endpoint: Endpoint, path: str, body: dict[str, Any], timeout_s: float) -> Answer:
+    """Ask again if no answer came: engines repeat what they said to the same session."""
+    for _ in range(COMMIT_TRIES - 1):
+        answer = endpoint.post(path, body, timeout_s)
+        if answer.status is not None or answer.gone:
+            return answer
+    return endpoint.post(path, body, timeout_s)

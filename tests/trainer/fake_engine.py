@@ -1,0 +1,170 @@
+"""The weight routes of an engine in a few lines: a process of torch and the standard library alone.
+
+``python -m tests.trainer.fake_engine`` prints its URL. ``POST /fault {path: message}`` makes a route fail;
+with the message "hang" it does not answer. A fault "receive" ends the receiver at its first broadcast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+TIMEOUT = timedelta(seconds=30)
+
+
+def describe(tensor: torch.Tensor) -> list[Any]:
+    """Dtype, shape and content, as JSON holds them."""
+    content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(content).hexdigest()]
+
+
+class Engine:
+    """One rank. ``weights`` are live, ``staged`` were received."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.weights: dict[str, torch.Tensor] = {}
+        self.staged: dict[str, torch.Tensor] = {}
+        self.session: dict[str, Any] = {"state": "IDLE", "session_id": None, "num_buckets": 0}
+        self.version = 0
+        self.faults: dict[str, str] = {}
+        self.log: list[str] = []
+        self.receiver = threading.Thread()
+        self.joined: dict[str, Any] = {}
+
+    def server_info(self, body: Any) -> dict[str, Any]:
+        return {"tp": 1}
+
+    def weights_update_status(self, body: Any) -> dict[str, Any]:
+        return self.session
+
+    def fault(self, body: Any) -> dict[str, Any]:
+        self.faults, self.log = body, []
+        return {}
+
+    def seen(self, body: Any) -> dict[str, Any]:
+        weights = {name: describe(tensor) for name, tensor in self.weights.items()}
+        return {"log": self.log, "weights": weights, "version": self.version, "joined": self.joined}
+
+    def init_weights_update_group(self, body: Any) -> dict[str, Any]:
+        self.joined = body
+        name, size = body["group_name"], body["world_size"]
+        where = f"tcp://{body['master_address']}:{body['master_port']}"
+        try:
+            store, rank, _ = next(rendezvous(where, body["rank_offset"], size, timeout=TIMEOUT))
+            self.group, _ = c10d._new_process_group_helper(
+                size,
+                rank,
+                [],
+                dist.Backend(body["backend"]),
+                dist.PrefixStore(name, store),
+                group_name=name,
+                timeout=TIMEOUT,
+            )
+        except RuntimeError as error:
+            return {"success": False, "message": str(error)}
+        c10d._world.pg_group_ranks[self.group] = {r: r for r in range(size)}
+        return {"success": True, "message": ""}
+
+    def destroy_weights_update_group(self, body: Any) -> dict[str, Any]:
+        if self.group is None:
+            return {"success": False, "message": "no such group"}
+        dist.destroy_process_group(self.group)
+        self.group = None
+        return {"success": True, "message": ""}
+
+    def prepare_weights_update(self, body: Any) -> dict[str, Any]:
+        if self.group is None:
+            return {"status": "error", "message": "no such group"}
+        self.session = {"state": "RECEIVING", "session_id": body["session_id"], "num_buckets": 0}
+        self.staged = {}
+        self.receiver = threading.Thread(target=self._receive, args=(body, self.group), daemon=True)
+        self.receiver.start()
+        return {"status": "ready", "message": ""}
+
+    def _receive(self, body: Any, group: Any) -> None:
+        if "receive" in self.faults:
+            self.session |= {"state": "ABORTED", "error": self.faults["receive"]}
+            return
+        try:
+            for bucket in body["buckets"]:
+                empty = [
+                    torch.empty(shape, dtype=getattr(torch, dtype))
+                    for dtype, shape in zip(bucket["dtypes"], bucket["shapes"], strict=True)
+                ]
+                if body["load_format"] == "flattened_bucket":
+                    flat = torch.empty(sum(tensor.nbytes for tensor in empty), dtype=torch.uint8)
+                    dist.broadcast(flat, src=0, group=group)
+                    parts = flat.split([tensor.nbytes for tensor in empty])
+                    for tensor, part in zip(empty, parts, strict=True):
+                        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+                else:
+                    for tensor in empty:
+                        dist.broadcast(tensor, src=0, group=group)
+                self.staged |= dict(zip(bucket["names"], empty, strict=True))
+                self.session["num_buckets"] += 1
+        except RuntimeError as error:
+            self.session |= {"state": "ABORTED", "error": str(error)}
+
+    def complete_weights_update(self, body: Any) -> dict[str, Any]:
+        self.receiver.join(20)
+        if self.session["state"] == "ABORTED":
+            return {"success": False, "message": self.session["error"]}
+        self.session["state"] = "RECEIVED"
+        answer = {"success": True, "num_buckets_received": self.session["num_buckets"], "message": ""}
+        return answer | (self.commit_weights_update(body) if body["commit"] else {})
+
+    def commit_weights_update(self, body: Any) -> dict[str, Any]:
+        if self.session["state"] != "RECEIVED":
+            return {"success": False, "message": f"the session is {self.session['state']}"}
+        self.weights = self.staged
+        self.version += 1
+        self.session["state"] = "IDLE"
+        return {"success": True, "message": "", "weight_version": str(self.version)}
+
+    def abort_weights_update(self, body: Any) -> dict[str, Any]:
+        self.session["state"] = "ABORTED"
+        return {"success": True, "message": ""}
+
+
+class Handler(BaseHTTPRequestHandler):
+    engine = Engine()
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        length = int(self.headers.get("content-length", 0))
+        body = json.loads(self.rfile.read(length) or b"{}")
+        name = self.path.lstrip("/")
+        if name not in ("seen", "fault"):
+            self.engine.log.append(name)
+        fault = self.engine.faults.get(name)
+        if fault == "hang":
+            time.sleep(60)
+        reply = {"success": False, "message": fault} if fault else getattr(self.engine, name)(body)
+        data = json.dumps(reply).encode()
+        self.send_response(200 if reply.get("success", True) else 400)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_POST = do_GET
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    print(f"http://127.0.0.1:{server.server_port}", flush=True)
+    server.serve_forever()

@@ -1,0 +1,51 @@
+"""What is sent: names of checkpoints, tied tensors once, buckets within their size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from segue.trainer.buckets import plan, tensors
+from tests.weights import tiny
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3-moe"])
+def test_a_model_is_sent_as_it_is_saved(kind: str, tmp_path: Path) -> None:
+    model = tiny.make(kind)
+    model.register_buffer("noise", torch.ones(3), persistent=False)
+    saved = load_file(tiny.save(model, tmp_path) / "model.safetensors")
+    sent = dict(tensors(model))
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in saved.items())
+    shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors(model, meta=True)]
+    assert shapes == [(name, tensor.shape, tensor.dtype) for name, tensor in tensors(model)]
+
+
+def test_wrappers_leave_no_trace_in_the_names() -> None:
+    model = tiny.make("llama-tied")
+    wrapped = nn.DataParallel(torch.compile(model, backend="eager"))
+    assert [name for name, _ in tensors(wrapped)] == [name for name, _ in tensors(model)]
+
+
+def test_a_state_dict_is_sent_as_it_is_with_tied_tensors_once() -> None:
+    model = tiny.make("llama-tied")
+    state = model.state_dict()
+    assert "lm_head.weight" in state
+    assert {name for name, _ in tensors(state)} == {name for name, _ in model.named_parameters()}
+
+
+def test_equal_slices_of_one_storage_are_not_tied() -> None:
+    both = torch.zeros(2, 3)
+    assert len(list(tensors({"a": both[0], "b": both[1], "c": both[0]}))) == 2
+
+
+def test_buckets_are_full_but_never_over_their_size() -> None:
+    weights = {name: torch.zeros(size) for name, size in (("a", 3), ("b", 2), ("c", 9), ("d", 1), ("e", 4))}
+    buckets = plan(weights, 20)
+    assert [bucket.names for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"]]
+    assert [bucket.num_bytes for bucket in buckets] == [20, 36, 20]
+    assert buckets[0].body() == {"names": ["a", "b"], "dtypes": ["float32", "float32"], "shapes": [[3], [2]]}

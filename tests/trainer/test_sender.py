@@ -1,0 +1,199 @@
+"""`WeightSender` and two engines, in processes of their own, that may refuse, break or die."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from segue.trainer import Endpoint, Progress, WeightSender, WeightSyncError
+from segue.trainer.group import free_port
+from tests.trainer.conftest import FakeEngine
+from tests.trainer.fake_engine import describe
+
+WHOLE = ["prepare_weights_update", "complete_weights_update", "commit_weights_update"]
+
+
+def make_weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "matrix": torch.randn(300, 1000),
+        "odd": torch.randn(7).bfloat16(),  # what follows does not begin where a float32 may
+        "scalar": torch.tensor(2.5),
+        "turned": torch.randn(5, 9).T,
+        "last": torch.randn(3, 2, 1),
+    }
+
+
+def sender(engines: list[FakeEngine], weights: Any, **options: Any) -> WeightSender:
+    options = {"buffer_size_mb": 1, "timeout_s": 5.0} | options
+    return WeightSender([engine.url for engine in engines], weights, **options)
+
+
+def assert_has(engine: FakeEngine, weights: dict[str, torch.Tensor]) -> None:
+    assert engine.seen()["weights"] == {name: describe(tensor) for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_every_engine_has_the_weights_of_each_send(engines: list[FakeEngine], flattened: bool) -> None:
+    weights, heard = make_weights(), []
+    with sender(engines, weights, flattened=flattened, on_progress=heard.append) as sending:
+        for _ in range(2):
+            weights["matrix"].add_(1)
+            report = sending.send()
+            for engine in engines:
+                assert_has(engine, weights)
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    assert (report.num_buckets, report.bytes) == (2, num_bytes)
+    assert report.gb_per_s == pytest.approx(num_bytes / 1e9 / report.seconds)
+    assert report.broadcast_seconds < report.seconds
+    versions = [answer.fields["weight_version"] for answer in report.endpoints]
+    assert versions == [str(engine.seen()["version"]) for engine in engines]
+    progress: Progress = heard[-1]
+    assert (progress.num_buckets, progress.total_buckets) == (2, 2)
+    assert progress.num_bytes == progress.total_bytes == num_bytes
+
+
+def test_engines_get_consecutive_ranks_and_join_once(engines: list[FakeEngine]) -> None:
+    with sender(engines, make_weights()) as sending:
+        sending.send()
+        sending.send("seven")
+    for rank, engine in enumerate(engines, 1):
+        seen = engine.seen()
+        assert (seen["joined"]["rank_offset"], seen["joined"]["world_size"]) == (rank, 3)
+        start = ["server_info", "init_weights_update_group"]
+        assert seen["log"] == [*start, *WHOLE, *WHOLE, "destroy_weights_update_group"]
+
+
+def test_one_engine_commits_as_it_completes(engines: list[FakeEngine]) -> None:
+    with sender(engines[:1], make_weights()) as sending:
+        assert sending.send().endpoints[0].fields["num_buckets_received"] == 2
+    assert "commit_weights_update" not in engines[0].seen()["log"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("init_weights_update_group", "no room"),
+        ("prepare_weights_update", "no room"),
+        ("prepare_weights_update", "hang"),
+        ("receive", "no room"),
+        ("complete_weights_update", "no room"),
+    ],
+)
+def test_one_failure_leaves_all_engines_as_they_were(
+    engines: list[FakeEngine], fault: str, message: str
+) -> None:
+    weights, port = make_weights(), free_port(None)
+    threads = threading.active_count()
+    with sender(engines, weights, master_port=port) as sending:
+        sending.send()
+        sending.close()
+        before = [engine.seen() for engine in engines]
+        weights["matrix"].add_(1)
+        engines[1].fault(**{fault: message})
+        began = time.monotonic()
+        with pytest.raises(WeightSyncError) as failed:
+            sending._timeout_s = 2.0
+            sending.send()
+        assert time.monotonic() - began < 6
+        assert engines[1].url in failed.value.message
+        assert message in failed.value.message or message == "hang"
+        for engine, was in zip(engines, before, strict=True):
+            seen = engine.seen()
+            assert (seen["version"], seen["weights"]) == (was["version"], was["weights"])
+            assert "commit_weights_update" not in seen["log"] or engine is engines[0]
+        engines[1].fault()
+        sending._timeout_s = 5.0
+        sending.send()
+        for engine in engines:
+            assert_has(engine, weights)
+        if fault == "init_weights_update_group":  # nobody was in the group: its port was free at once
+            assert engines[0].seen()["joined"]["master_port"] == port
+    assert threading.active_count() == threads
+
+
+def test_a_commit_that_only_some_made_says_who(engines: list[FakeEngine]) -> None:
+    engines[1].fault(commit_weights_update="too late")
+    with sender(engines, make_weights()) as sending, pytest.raises(WeightSyncError) as failed:
+        sending.send()
+    assert failed.value.message.startswith(f"committed by {engines[0].url} only")
+    assert [answer.success for answer in failed.value.answers] == [True, False]
+
+
+def test_an_engine_that_dies_in_the_middle_fails_the_send(
+    engines: list[FakeEngine], mortal: Callable[[], FakeEngine]
+) -> None:
+    weights, dying = {f"w{n}": torch.randn(300_000) for n in range(4)}, mortal()
+    version = engines[0].seen()["version"]
+
+    def kill(progress: Progress) -> None:
+        if progress.num_buckets == 1:
+            dying.process.kill()
+
+    with (
+        sender([engines[0], dying], weights, on_progress=kill) as sending,
+        pytest.raises(WeightSyncError, match=dying.url),
+    ):
+        sending.send()
+    assert engines[0].seen()["version"] == version
+    with sender(engines, weights) as sending:
+        sending.send()
+        assert_has(engines[0], weights)
+
+
+def test_an_engine_that_is_not_there_is_named_at_once(engines: list[FakeEngine]) -> None:
+    url = f"http://127.0.0.1:{free_port(None)}"
+    why = f"{url}: the number of its ranks is not known"
+    sending = WeightSender([engines[0].url, url], make_weights())
+    with pytest.raises(WeightSyncError, match=why):
+        sending.send()
+
+
+def test_a_port_that_is_taken_is_replaced(engines: list[FakeEngine]) -> None:
+    taken = int(engines[0].url.rpartition(":")[2])
+    with sender(engines, make_weights(), master_port=taken) as sending:
+        sending.send()
+    assert engines[0].seen()["joined"]["master_port"] not in (0, taken)
+
+
+def test_an_engine_that_does_not_tell_its_ranks_is_told(engines: list[FakeEngine]) -> None:
+    engines[0].fault(server_info="no such route")
+    weights = make_weights()
+    with WeightSender([Endpoint(url=engines[0].url, world_size=1)], weights) as sending:
+        sending.send()
+    assert_has(engines[0], weights)
+
+
+def test_nothing_to_send_is_sent(engines: list[FakeEngine]) -> None:
+    with sender(engines, {}) as sending:
+        report = sending.send()
+    assert (report.num_buckets, report.bytes) == (0, 0)
+
+
+def test_a_default_group_of_the_trainer_stays_as_it_is(engines: list[FakeEngine]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with sender(engines, make_weights()) as sending:
+            sending.send()
+        mine = torch.ones(3)
+        dist.all_reduce(mine)
+        assert mine.tolist() == [1, 1, 1]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sends_of_several_threads_take_turns(engines: list[FakeEngine]) -> None:
+    before = engines[0].seen()["version"]
+    with sender(engines, make_weights()) as sending:
+        threads = [threading.Thread(target=sending.send) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert engines[0].seen()["version"] == before + 3
