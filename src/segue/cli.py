@@ -1,4 +1,4 @@
-"""The command line: ``segue serve | chat | generate | models | pause | continue | abort | flush``."""
+"""The command line: ``segue serve``, ``chat``, ``generate``, ``trainer``, ``models``, ``pause`` and more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import segue
-from segue.config import EngineConfig, key_from_environment
+from segue.config import Device, EngineConfig, LogLevel, key_from_environment
 from segue.errors import CacheDirectoryError, ConfigError, SegueError
 from segue.frontend.engine import Engine
 from segue.frontend.installed import installed_models
@@ -122,6 +122,7 @@ def root(
     """Segue: an LLM inference engine for the places where serving must not break."""
 
 
+TrainingDType = Literal["float32", "bfloat16"]
 MaxTokens = Annotated[
     int | None, typer.Option(help="Most tokens of an answer; default: the rest of the context.")
 ]
@@ -210,6 +211,46 @@ def chat(
     with _engine(config) as engine:
         local = LocalChat(engine, params)
         converse(local.model, local.reply, system)
+
+
+@app.command()
+def trainer(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Directory, GGUF file or hub id; default: the bundled SmolLM2-135M-Instruct."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)
+    ] = 8990,
+    device: Annotated[Device, typer.Option(help="Where the model is trained.")] = "auto",
+    dtype: Annotated[TrainingDType, typer.Option(help="Type of weights, and of what is sent.")] = "float32",
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.", min=0)] = 1e-5,
+    cache_dir: Annotated[str | None, typer.Option(help="Where models are kept.")] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="How much is logged.")] = "info",
+) -> None:
+    """Train a model, and send its weights to running servers.
+
+    POST /add_inference_endpoint names a server, /sync_inference_weights sends, /train_step trains.
+    """
+    from segue.trainer.model import TrainedModel
+    from segue.trainer.server import bind, run
+    from segue.trainer.trainer import Trainer
+
+    configure(log_level)
+    listener = bind(host, port)
+    given: dict[str, Any] = {} if cache_dir is None else {"cache_dir": cache_dir}
+    trained = TrainedModel(
+        model,
+        device=device,
+        dtype=dtype,
+        learning_rate=learning_rate,
+        cache_dir=EngineConfig.create(**given).cache_dir,
+    )
+    console = Console(highlight=False)
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    console.print(f"[bold green]Ready[/bold green] at [bold]{url}[/bold]: {trained.name}", soft_wrap=True)
+    run(Trainer(trained), listener)
 
 
 @bench_app.command("profile")

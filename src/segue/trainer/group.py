@@ -80,7 +80,7 @@ class Group:
     def _join(self) -> None:
         device_id = self.device if self.backend == "nccl" else None
         try:
-            where = f"tcp://{_bracketed(self.address)}:{self.port}"
+            where = f"tcp://{bracketed(self.address)}:{self.port}"
             store, _, _ = next(rendezvous(where, rank=0, world_size=self.world_size, timeout=self._timeout))
             if self._left:  # and `_end` stands in for those who are missing
                 return
@@ -131,14 +131,16 @@ def free_port(wanted: int | None) -> int:
 
 
 def own_address(host: str, port: int) -> str:
-    """The address under which ``host`` reaches this machine."""
-    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    """The address under which ``host`` reaches this machine, one of IPv4 if there is one."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, kind, _, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)
     with closing(socket.socket(family, kind)) as probe:
         probe.connect(target)  # sends nothing
         return str(probe.getsockname()[0])
 
 
-def _bracketed(address: str) -> str:
+def bracketed(address: str) -> str:
+    """As it stands in a URL."""
     return f"[{address}]" if ":" in address else address
 
 

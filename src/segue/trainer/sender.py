@@ -6,17 +6,18 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 import torch
 
-from segue.errors import SegueError
+from segue.errors import ConfigError, SegueError
 from segue.trainer.broadcast import Broadcast
 from segue.trainer.buckets import Bucket, Weights, device_of, plan, tensors
 from segue.trainer.endpoint import Answer, Endpoint, everywhere
-from segue.trainer.group import Group, free_port, own_address
+from segue.trainer.group import Group, bracketed, free_port, own_address
 
 ASK_S = 10.0  # for what an engine answers at once
 POLL_S = 1.0  # between two looks at how engines fare during a broadcast
@@ -33,6 +34,10 @@ class WeightSyncError(SegueError):
     def __init__(self, message: str, answers: Sequence[Answer] = ()) -> None:
         super().__init__(message)
         self.answers = list(answers)
+
+
+class _RefusedError(WeightSyncError):
+    """By prepare: nothing was broadcast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +97,13 @@ class WeightSender:
             master_port: of the store that is hosted here; a free one if it is taken, or not given.
             timeout_s: for joining, for a silent transfer, and for an engine to finish receiving.
             on_progress: called behind each bucket, in another thread.
+
+        Raises:
+            ConfigError: there is no endpoint.
         """
         self._endpoints = [Endpoint(url=each) if isinstance(each, str) else each for each in endpoints]
+        if not self._endpoints:
+            raise ConfigError("endpoints is empty: give the URL of at least one engine")
         self._weights = weights
         self._max_bytes = buffer_size_mb << 20
         self._flattened, self._backend = flattened, backend
@@ -118,17 +128,23 @@ class WeightSender:
             WeightSyncError: an engine cannot be reached, refused, or failed; the old weights stay.
         """
         with self._lock:
-            session = uuid.uuid4().hex
-            try:
-                return self._send(session, weight_version, flush_cache)
-            except BaseException:
-                self._give_up(session)
-                raise
+            if self._group is not None:
+                with suppress(_RefusedError):  # an engine that was started anew does not know the group
+                    return self._attempt(weight_version, flush_cache)
+            return self._attempt(weight_version, flush_cache)
 
     def close(self) -> None:
         """Leave the group, and have the engines leave it. Another :meth:`send` joins one again."""
         with self._lock:
             self._leave()
+
+    def _attempt(self, weight_version: str | None, flush_cache: bool) -> SendReport:
+        session = uuid.uuid4().hex
+        try:
+            return self._send(session, weight_version, flush_cache)
+        except BaseException:
+            self._give_up(session)
+            raise
 
     def _send(self, session: str, weight_version: str | None, flush_cache: bool) -> SendReport:
         buckets = plan(self._weights, self._max_bytes)
@@ -172,7 +188,7 @@ class WeightSender:
 
     def _join(self) -> Group:
         """Host a group for all engines; returns when all have joined the store, and say so."""
-        sizes = self._world_sizes()
+        sizes = world_sizes(self._endpoints)
         offsets = [1 + sum(sizes[:index]) for index in range(len(sizes))]
         device = device_of(self._weights)
         if self._backend == "gloo" or (self._backend == "auto" and device.type != "cuda"):
@@ -189,7 +205,7 @@ class WeightSender:
             timeout_s=self._timeout_s,
         )
         common = {
-            "master_address": group.address,
+            "master_address": bracketed(group.address),
             "master_port": group.port,
             "world_size": group.world_size,
             "group_name": group.name,
@@ -211,17 +227,6 @@ class WeightSender:
             group.leave()
             raise
         return group
-
-    def _world_sizes(self) -> list[int]:
-        answers = everywhere(self._endpoints, lambda _, endpoint: endpoint.get("/server_info", ASK_S))
-        sizes: list[int] = []
-        for endpoint, answer in zip(self._endpoints, answers, strict=True):
-            size = answer.fields.get("tp", answer.fields.get("tp_size", endpoint.world_size))
-            if answer.gone or not isinstance(size, int):
-                why = answer.message or "its /server_info has no tp; give the endpoint's world_size"
-                raise WeightSyncError(f"{answer.url}: the number of its ranks is not known: {why}", answers)
-            sizes.append(size)
-        return sizes
 
     def _wait_for(self, group: Group) -> None:
         try:
@@ -325,6 +330,23 @@ class WeightSender:
         body = {"group_name": self._name}
         everywhere(self._endpoints, lambda _, each: each.post("/destroy_weights_update_group", body, ASK_S))
         group.leave()
+
+
+def world_sizes(endpoints: Sequence[Endpoint]) -> list[int]:
+    """How many ranks each engine has: what it says itself, else what its endpoint says.
+
+    Raises:
+        WeightSyncError: an engine cannot be reached, or neither of them says it.
+    """
+    answers = everywhere(endpoints, lambda _, endpoint: endpoint.get("/server_info", ASK_S))
+    sizes: list[int] = []
+    for endpoint, answer in zip(endpoints, answers, strict=True):
+        size = answer.fields.get("tp", answer.fields.get("tp_size", endpoint.world_size))
+        if answer.gone or not isinstance(size, int):
+            why = answer.message or "its /server_info has no tp; give the endpoint's world_size"
+            raise WeightSyncError(f"{answer.url}: the number of its ranks is not known: {why}", answers)
+        sizes.append(size)
+    return sizes
 
 
 def _post_again(endpoint: Endpoint, path: str, body: dict[str, Any], timeout_s: float) -> Answer:

@@ -1,0 +1,90 @@
+"""A model in training: transformers' own, with AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from segue.config import Device
+from segue.errors import ConfigError, InvalidRequestError
+from segue.weights import gguf_weights
+from segue.weights.source import ModelSource, resolve
+
+
+class TrainedModel:
+    """Parameters, optimizer and tokenizer of one model; one call at a time."""
+
+    def __init__(
+        self, model: str | None, *, device: Device, dtype: str, learning_rate: float, cache_dir: str
+    ) -> None:
+        """``model`` and ``cache_dir`` are as an engine takes them, so both can name the same files.
+
+        Raises:
+            ConfigError: there is no such model or device, or a file is broken.
+        """
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device='cuda': torch sees no CUDA device; use cpu or auto", param="device")
+        place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+        source = resolve(model, "auto", cache_dir)
+        self.name = source.name
+        self.module = _load(source, getattr(torch, dtype)).to(place).train()
+        self.num_steps = 0
+        self._optimizer = torch.optim.AdamW(self.module.parameters(), lr=learning_rate)
+        self._tokenizer: Any = None
+        if source.tokenizer_directory is not None:
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(source.tokenizer_directory)
+            self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
+
+    def train_step(self, texts: Sequence[str]) -> float:
+        """One step of the optimizer on the likelihood of whole texts; returns their mean loss before it.
+
+        Raises:
+            InvalidRequestError: the model has no tokenizer, or no text has two tokens.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequestError(f"model {self.name} has no tokenizer, so it cannot be given texts")
+        longest = self.module.config.max_position_embeddings
+        batch = self._tokenizer(
+            list(texts), return_tensors="pt", padding=True, truncation=True, max_length=longest
+        ).to(self.module.device)
+        mask = batch["attention_mask"]
+        if int(mask.sum(1).max()) < 2:
+            raise InvalidRequestError("texts: none has two tokens, so there is nothing to predict")
+        labels = batch["input_ids"].masked_fill(mask == 0, -100)
+        loss = self.module(input_ids=batch["input_ids"], attention_mask=mask, labels=labels).loss
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.num_steps += 1
+        return float(loss.detach())
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint that an engine can serve.
+
+        Raises:
+            InvalidRequestError: the directory cannot be written.
+        """
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.module.save_pretrained(directory)
+            if self._tokenizer is not None:
+                self._tokenizer.save_pretrained(directory)
+        except OSError as error:
+            raise InvalidRequestError(
+                f"path={str(directory)!r} cannot be written: {error.strerror}"
+            ) from None
+
+
+def _load(source: ModelSource, dtype: torch.dtype) -> Any:
+    if source.gguf is None:
+        return transformers.AutoModelForCausalLM.from_pretrained(source.directory, dtype=dtype)
+    # The engine's own conversion in its default type: both begin with the same weights.
+    weights = load_file(gguf_weights.convert(source.gguf, source.directory, torch.bfloat16))
+    config = transformers.AutoConfig.from_pretrained(source.directory)
+    kind = getattr(transformers, source.architecture)
+    return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)

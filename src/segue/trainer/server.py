@@ -1,0 +1,104 @@
+"""HTTP routes of the training server."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+
+import segue
+from segue.errors import ConfigError, InvalidRequestError, SegueError
+from segue.protocol.validation import parse
+from segue.trainer.trainer import Body, EndpointBody, SaveBody, SyncBody, TrainBody, Trainer
+
+GRACE_S = 1  # for replies to end at a shutdown
+B = TypeVar("B", bound=Body)
+
+
+def create_app(trainer: Trainer) -> FastAPI:
+    """The application: 200 on success, else 400; ``success`` and ``message`` say so too."""
+    handlers: Any = {SegueError: _on_segue_error, HTTPException: _on_http_error}
+    app = FastAPI(title="Segue trainer", version=segue.__version__, exception_handlers=handlers)
+    _post(app, "/add_inference_endpoint", EndpointBody, trainer.add)
+    _post(app, "/remove_inference_endpoint", EndpointBody, trainer.remove)
+    _post(app, "/sync_inference_weights", SyncBody, trainer.sync)
+    _post(app, "/train_step", TrainBody, trainer.train_step)
+    _post(app, "/save_checkpoint", SaveBody, trainer.save)
+    for path, answer in (
+        ("/inference_endpoints", lambda: {"endpoints": trainer.endpoints()}),
+        ("/sync_status", trainer.sync_status),
+        ("/health", trainer.health),
+    ):
+        app.add_api_route(path, _getter(answer), methods=["GET"])
+    return app
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port before the model is loaded.
+
+    Raises:
+        ConfigError: it is in use, or the address is not ours.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on port {port} of {host}: {error.strerror}; choose with --host and --port"
+        ) from None
+
+
+def run(trainer: Trainer, listener: socket.socket) -> None:
+    """Serve until a signal, then leave the engines' group."""
+    config = uvicorn.Config(
+        create_app(trainer),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_S,
+        server_header=False,
+    )
+    try:
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        trainer.close()
+
+
+def _post(app: FastAPI, path: str, kind: type[B], act: Callable[[B], dict[str, Any]]) -> None:
+    async def route(request: Request) -> Response:
+        try:
+            body = parse(kind, msgspec.json.decode(await request.body() or b"{}"))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+        answer = await run_in_threadpool(act, body)
+        return _json(answer, 200 if answer["success"] else 400)
+
+    schema = {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}
+    app.add_api_route(path, route, methods=["POST"], description=act.__doc__, openapi_extra=schema)
+
+
+def _getter(answer: Callable[[], dict[str, Any]]) -> Callable[[], Awaitable[Response]]:
+    async def route() -> Response:
+        return _json(answer())
+
+    return route
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+async def _on_segue_error(request: Request, error: SegueError) -> Response:
+    return _json({"success": False, "message": error.message}, 400)
+
+
+async def _on_http_error(request: Request, error: HTTPException) -> Response:
+    return _json({"success": False, "message": f"{request.url.path}: {error.detail}"}, error.status_code)

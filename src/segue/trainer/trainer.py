@@ -1,0 +1,172 @@
+"""What the training server does: it trains a model, and sends its weights to engines."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from tqdm import tqdm
+
+from segue.errors import InvalidRequestError
+from segue.protocol.validation import FastList
+from segue.trainer.endpoint import Endpoint
+from segue.trainer.model import TrainedModel
+from segue.trainer.sender import Progress, SendReport, WeightSender, WeightSyncError, world_sizes
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class Body(BaseModel):
+    """Unknown fields are ignored, as in an engine's control routes."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class EndpointBody(Body):
+    """``POST /add_inference_endpoint``, ``/remove_inference_endpoint``."""
+
+    host: Annotated[str, Field(min_length=1)]
+    port: Port
+    world_size: Annotated[int, Field(ge=1)] | None = None
+    api_key: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the engine listens."""
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
+
+class SyncBody(Body):
+    """``POST /sync_inference_weights``."""
+
+    master_port: Port | None = None
+    buffer_size_mb: Annotated[int, Field(ge=1)] = 1024
+
+
+class TrainBody(Body):
+    """``POST /train_step``."""
+
+    texts: Annotated[FastList[str], Field(min_length=1)]
+
+
+class SaveBody(Body):
+    """``POST /save_checkpoint``."""
+
+    path: Annotated[str, Field(min_length=1)]
+
+
+class Trainer:
+    """What the routes do; training, saving and sending take turns."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        self.model = model
+        self._endpoints: dict[str, Endpoint] = {}  # by URL, in the order of their ranks
+        self._sender: WeightSender | None = None
+        self._sends_to: object = None  # what `_sender` was made for
+        self._turn = threading.Lock()
+        self._bar: Any = None
+        self._progress: Progress | None = None  # of the sync that runs
+        self._last: dict[str, Any] | None = None
+
+    def add(self, body: EndpointBody) -> dict[str, Any]:
+        """Register an engine, with as many ranks as it says that it has."""
+        endpoint = Endpoint(url=body.url, api_key=body.api_key, world_size=body.world_size)
+        (size,) = world_sizes([endpoint])
+        self._endpoints[body.url] = Endpoint(url=body.url, api_key=body.api_key, world_size=size)
+        offset = next(each["rank_offset"] for each in self.endpoints() if each["url"] == body.url)
+        message = f"{body.url} added"
+        if body.world_size not in (None, size):
+            message += f"; it says that it has {size} rank(s), not {body.world_size}, and that counts"
+        return {"success": True, "message": message, "rank_offset": offset}
+
+    def remove(self, body: EndpointBody) -> dict[str, Any]:
+        """Forget an engine; at the next sync the others meet without it."""
+        if self._endpoints.pop(body.url, None) is None:
+            known = ", ".join(self._endpoints) or "none"
+            raise InvalidRequestError(f"{body.url} is not among the inference endpoints: {known}")
+        return {"success": True, "message": f"{body.url} removed"}
+
+    def endpoints(self) -> list[dict[str, Any]]:
+        """The engines, with the ranks they get."""
+        offset, found = 1, []
+        for endpoint in self._endpoints.values():
+            size = endpoint.world_size or 1
+            found.append({"url": endpoint.url, "world_size": size, "rank_offset": offset})
+            offset += size
+        return found
+
+    def sync(self, body: SyncBody) -> dict[str, Any]:
+        """Send the weights to every engine; all take them, or none."""
+        if not self._endpoints:
+            raise InvalidRequestError("there is no inference endpoint; add one: POST /add_inference_endpoint")
+        with self._turn:
+            try:
+                report = self._send(body)
+            except WeightSyncError as error:
+                outcome: dict[str, Any] = {"success": False, "message": error.message}
+                outcome |= {"num_buckets": 0, "bytes": 0, "seconds": 0.0, "gb_per_s": 0.0}
+                answers = error.answers
+            else:
+                outcome = asdict(report) | {"success": True, "message": "all engines have the new weights"}
+                answers = report.endpoints
+            shown = [{"url": a.url, "success": a.success, "message": a.message} for a in answers]
+            self._last = outcome | {"endpoints": shown}
+            return self._last
+
+    def _send(self, body: SyncBody) -> SendReport:
+        wanted = (tuple(self._endpoints.values()), body)
+        if self._sender is None or self._sends_to != wanted:
+            self.close()
+            self._sends_to = wanted
+            self._sender = WeightSender(
+                wanted[0],
+                self.model.module,
+                master_port=body.master_port,
+                buffer_size_mb=body.buffer_size_mb,
+                on_progress=self._show,
+            )
+        is_terminal = sys.stderr.isatty()
+        with tqdm(unit="B", unit_scale=True, desc="Sending weights", disable=not is_terminal) as self._bar:
+            try:
+                return self._sender.send()
+            finally:
+                self._progress = None
+
+    def _show(self, progress: Progress) -> None:
+        self._bar.total = progress.total_bytes
+        self._bar.update(progress.num_bytes - self._bar.n)
+        self._progress = progress
+
+    def sync_status(self) -> dict[str, Any]:
+        """How far the sync that runs is, and how the last one ended."""
+        progress = self._progress
+        if progress is None:
+            return {"syncing": self._turn.locked(), "progress": None, "gb_per_s": 0.0, "last": self._last}
+        speed = progress.num_bytes / progress.seconds / 1e9
+        return {"syncing": True, "progress": asdict(progress), "gb_per_s": speed, "last": self._last}
+
+    def train_step(self, body: TrainBody) -> dict[str, Any]:
+        """One optimizer step."""
+        with self._turn:
+            loss = self.model.train_step(body.texts)
+            return {"success": True, "loss": loss, "num_steps": self.model.num_steps}
+
+    def save(self, body: SaveBody) -> dict[str, Any]:
+        """Write a checkpoint."""
+        with self._turn:
+            self.model.save(Path(body.path))
+        return {"success": True, "message": f"saved to {body.path}"}
+
+    def health(self) -> dict[str, Any]:
+        """That this process answers."""
+        return {"status": "ok", "model": self.model.name, "num_steps": self.model.num_steps}
+
+    def close(self) -> None:
+        """Leave the engines' group."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
