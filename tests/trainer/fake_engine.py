@@ -1,7 +1,8 @@
 """The weight routes of an engine in a few lines: a process of torch and the standard library alone.
 
 ``python -m tests.trainer.fake_engine`` prints its URL. ``POST /fault {path: message}`` makes a route fail;
-with the message "hang" it does not answer. A fault "receive" ends the receiver at its first broadcast.
+with the message "hang" it does so once the fault is taken back. A fault "receive"
+ends the receiver at its first broadcast.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class Engine:
         self.group: Any = None
         self.weights: dict[str, torch.Tensor] = {}
         self.staged: dict[str, torch.Tensor] = {}
-        self.session: dict[str, Any] = {"state": "IDLE", "session_id": None, "num_buckets": 0}
+        self.state = "idle"
+        self.session_id: str | None = None
+        self.num_buckets = 0
+        self.error = ""
         self.version = 0
         self.faults: dict[str, str] = {}
         self.log: list[str] = []
@@ -46,7 +50,7 @@ class Engine:
         return {"tp": 1}
 
     def weights_update_status(self, body: Any) -> dict[str, Any]:
-        return self.session
+        return {"state": self.state, "session_id": self.session_id}
 
     def fault(self, body: Any) -> dict[str, Any]:
         self.faults, self.log = body, []
@@ -86,15 +90,15 @@ class Engine:
     def prepare_weights_update(self, body: Any) -> dict[str, Any]:
         if self.group is None:
             return {"status": "error", "message": "no such group"}
-        self.session = {"state": "RECEIVING", "session_id": body["session_id"], "num_buckets": 0}
-        self.staged = {}
+        self.state, self.session_id, self.num_buckets = "receiving", body["session_id"], 0
+        self.staged, self.error = {}, ""
         self.receiver = threading.Thread(target=self._receive, args=(body, self.group), daemon=True)
         self.receiver.start()
         return {"status": "ready", "message": ""}
 
     def _receive(self, body: Any, group: Any) -> None:
         if "receive" in self.faults:
-            self.session |= {"state": "ABORTED", "error": self.faults["receive"]}
+            self._abort(self.faults["receive"])
             return
         try:
             for bucket in body["buckets"]:
@@ -112,28 +116,31 @@ class Engine:
                     for tensor in empty:
                         dist.broadcast(tensor, src=0, group=group)
                 self.staged |= dict(zip(bucket["names"], empty, strict=True))
-                self.session["num_buckets"] += 1
+                self.num_buckets += 1
         except RuntimeError as error:
-            self.session |= {"state": "ABORTED", "error": str(error)}
+            self._abort(str(error))
+
+    def _abort(self, error: str) -> None:
+        self.state, self.session_id, self.error = "idle", None, error
 
     def complete_weights_update(self, body: Any) -> dict[str, Any]:
         self.receiver.join(20)
-        if self.session["state"] == "ABORTED":
-            return {"success": False, "message": self.session["error"]}
-        self.session["state"] = "RECEIVED"
-        answer = {"success": True, "num_buckets_received": self.session["num_buckets"], "message": ""}
+        if self.session_id != body["session_id"]:
+            return {"success": False, "message": self.error or "no such session"}
+        self.state = "received"
+        answer = {"success": True, "num_buckets_received": self.num_buckets, "message": ""}
         return answer | (self.commit_weights_update(body) if body["commit"] else {})
 
     def commit_weights_update(self, body: Any) -> dict[str, Any]:
-        if self.session["state"] != "RECEIVED":
-            return {"success": False, "message": f"the session is {self.session['state']}"}
+        if self.state != "received":
+            return {"success": False, "message": f"the session is {self.state}"}
         self.weights = self.staged
         self.version += 1
-        self.session["state"] = "IDLE"
+        self.state, self.session_id = "idle", None
         return {"success": True, "message": "", "weight_version": str(self.version)}
 
     def abort_weights_update(self, body: Any) -> dict[str, Any]:
-        self.session["state"] = "ABORTED"
+        self._abort("it was aborted by a client")
         return {"success": True, "message": ""}
 
 
@@ -148,8 +155,9 @@ class Handler(BaseHTTPRequestHandler):
         if name not in ("seen", "fault"):
             self.engine.log.append(name)
         fault = self.engine.faults.get(name)
-        if fault == "hang":
-            time.sleep(60)
+        deadline = time.monotonic() + 30
+        while self.engine.faults.get(name) == "hang" and time.monotonic() < deadline:
+            time.sleep(0.01)
         reply = {"success": False, "message": fault} if fault else getattr(self.engine, name)(body)
         data = json.dumps(reply).encode()
         self.send_response(200 if reply.get("success", True) else 400)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import torch.distributed as dist
@@ -197,3 +198,15 @@ def test_sends_of_several_threads_take_turns(engines: list[FakeEngine]) -> None:
         for thread in threads:
             thread.join()
     assert engines[0].seen()["version"] == before + 3
+
+
+def test_an_engine_that_was_started_anew_is_joined_again(engines: list[FakeEngine]) -> None:
+    weights = make_weights()
+    with sender(engines, weights) as sending:
+        sending.send()
+        engines[1].fault()  # it forgets
+        httpx.post(f"{engines[1].url}/destroy_weights_update_group", json={})
+        sending.send()
+        assert engines[1].seen()["log"].count("init_weights_update_group") == 1
+        for engine in engines:
+            assert_has(engine, weights)

@@ -27,7 +27,7 @@ class Broadcast:
         tensors: Iterator[tuple[str, Tensor]],
         *,
         flattened: bool,
-        on_sent: Callable[[], None],
+        on_sent: Callable[[Broadcast], None],
     ) -> None:
         """``flattened``: one ``uint8`` broadcast a bucket, its tensors end to end; else one a tensor.
 
@@ -92,7 +92,7 @@ class Broadcast:
     def _count(self, bucket: Bucket) -> None:
         self.num_buckets += 1
         self.num_bytes += bucket.num_bytes
-        self._on_sent()
+        self._on_sent(self)
 
     def _send_tensors(self, index: int, bucket: Bucket) -> Iterator[Any]:
         for tensor in self._take(bucket):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class TrainedModel:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device='cuda': torch sees no CUDA device; use cpu or auto", param="device")
         place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+        if not sys.stderr.isatty():
+            transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         source = resolve(model, "auto", cache_dir)
         self.name = source.name
         self.module = _load(source, getattr(torch, dtype)).to(place).train()

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
@@ -150,9 +150,11 @@ class WeightSender:
         buckets = plan(self._weights, self._max_bytes)
         group = self._group = self._group or self._join()
         began = time.perf_counter()
-        self._ask(
-            "/prepare_weights_update", self._manifest(session, buckets, weight_version), self._timeout_s
-        )
+        try:
+            manifest = self._manifest(session, buckets, weight_version)
+            self._ask("/prepare_weights_update", manifest, self._timeout_s)
+        except WeightSyncError as error:
+            raise _RefusedError(error.message, error.answers) from None
         self._wait_for(group)
         broadcast_began = time.perf_counter()
         self._broadcast(group, session, buckets, began)
@@ -210,6 +212,7 @@ class WeightSender:
             "world_size": group.world_size,
             "group_name": group.name,
             "backend": group.backend,
+            "timeout_s": self._timeout_s,
         }
         try:
             # As soon as one refuses, the others' rendezvous ends too.
@@ -237,7 +240,7 @@ class WeightSender:
     def _broadcast(self, group: Group, session: str, buckets: list[Bucket], began: float) -> None:
         total_bytes = sum(bucket.num_bytes for bucket in buckets)
 
-        def tell() -> None:
+        def tell(broadcast: Broadcast) -> None:
             self._on_progress(
                 Progress(
                     num_buckets=broadcast.num_buckets,
@@ -273,10 +276,11 @@ class WeightSender:
 
         def ask(_: int, endpoint: Endpoint) -> Answer:
             answer = endpoint.get("/weights_update_status", ASK_S / 4)
-            state = str(answer.fields.get("state", "")).upper()
-            given_up = state in ("ABORTED", "POISONED") and answer.fields.get("session_id") == session
-            message = str(answer.fields.get("error") or answer.message or state)
-            return Answer(url=answer.url, success=not (answer.gone or given_up), message=message)
+            if answer.gone or "state" not in answer.fields or answer.fields.get("session_id") == session:
+                return replace(answer, success=not answer.gone)
+            # It ended the session: why, it says to whoever asks for the end.
+            body = {"group_name": self._name, "session_id": session, "commit": False}
+            return replace(endpoint.post("/complete_weights_update", body, ASK_S / 4), success=False)
 
         return everywhere(self._endpoints, ask)
 

@@ -55,19 +55,25 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
+def make_server(trainer: Trainer) -> uvicorn.Server:
+    """The HTTP server."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            create_app(trainer),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=GRACE_S,
+            server_header=False,
+        )
+    )
+
+
 def run(trainer: Trainer, listener: socket.socket) -> None:
     """Serve until a signal, then leave the engines' group."""
-    config = uvicorn.Config(
-        create_app(trainer),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=GRACE_S,
-        server_header=False,
-    )
     try:
         with suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listener])
+            make_server(trainer).run(sockets=[listener])
     finally:
         trainer.close()
 

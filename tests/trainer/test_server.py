@@ -1,0 +1,173 @@
+"""The training server's routes: a real model, a real socket, engines that are not real."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import transformers
+
+from segue.trainer.group import free_port
+from segue.trainer.model import TrainedModel
+from segue.trainer.server import bind, make_server
+from segue.trainer.trainer import Trainer
+from tests.conftest import WaitUntil
+from tests.frontend.tiny_model import CONFIG, write_model
+from tests.trainer.conftest import FakeEngine
+from tests.trainer.fake_engine import describe
+
+
+class Client:
+    def __init__(self, url: str, model: TrainedModel) -> None:
+        self.model = model
+        self.http = httpx.Client(base_url=url, timeout=30)
+
+    def post(self, path: str, status: int = 200, /, **body: Any) -> dict[str, Any]:
+        reply = self.http.post(path, json=body)
+        content: dict[str, Any] = reply.json()
+        assert (reply.status_code, content["success"]) == (status, status == 200), content
+        return content
+
+    def get(self, path: str) -> dict[str, Any]:
+        reply = self.http.get(path)
+        assert reply.status_code == 200
+        content: dict[str, Any] = reply.json()
+        return content
+
+    def raw(self, path: str, content: bytes) -> httpx.Response:
+        return self.http.post(path, content=content)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with weights and a tokenizer."""
+    path = write_model(tmp_path_factory.mktemp("model"))
+    torch.manual_seed(0)
+    vocab = transformers.AutoConfig.from_pretrained(path).vocab_size
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**CONFIG, "vocab_size": vocab})
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def client(directory: Path, tmp_path: Path, wait_until: WaitUntil) -> Iterator[Client]:
+    options: Any = {"device": "cpu", "dtype": "float32", "learning_rate": 1e-2, "cache_dir": str(tmp_path)}
+    model = TrainedModel(str(directory), **options)
+    listener = bind("127.0.0.1", 0)
+    trainer = Trainer(model)
+    server = make_server(trainer)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", model)
+    try:
+        yield client
+    finally:
+        client.http.close()
+        server.should_exit = True
+        thread.join(10)
+        trainer.close()
+        listener.close()
+
+
+def address(engine: FakeEngine) -> dict[str, Any]:
+    return {"host": "127.0.0.1", "port": int(engine.url.rpartition(":")[2])}
+
+
+def test_every_engine_gets_the_trained_weights(client: Client, engines: list[FakeEngine]) -> None:
+    offsets = [client.post("/add_inference_endpoint", **address(e))["rank_offset"] for e in engines]
+    assert offsets == [1, 2]
+    texts = ["The capital of France is Paris.", "Hello world"]
+    losses = [client.post("/train_step", texts=texts)["loss"] for _ in range(3)]
+    assert losses[2] < losses[0]
+    port = free_port(None)
+    report = client.post("/sync_inference_weights", master_port=port, buffer_size_mb=1024)
+    weights = {name: parameter.detach() for name, parameter in client.model.module.named_parameters()}
+    for engine in engines:
+        seen = engine.seen()
+        assert seen["weights"] == {name: describe(tensor) for name, tensor in weights.items()}
+        assert seen["joined"]["master_port"] == port
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    assert (report["num_buckets"], report["bytes"]) == (1, num_bytes)
+    assert report["seconds"] > 0 and report["gb_per_s"] > 0
+    assert [each["url"] for each in report["endpoints"]] == [engine.url for engine in engines]
+    assert all(each["success"] for each in report["endpoints"])
+    status = client.get("/sync_status")
+    assert (status["syncing"], status["progress"], status["last"]) == (False, None, report)
+    assert client.get("/health")["num_steps"] == 3
+
+
+def test_an_engine_that_refuses_is_named(client: Client, engines: list[FakeEngine]) -> None:
+    for engine in engines:
+        client.post("/add_inference_endpoint", **address(engine))
+    engines[1].fault(prepare_weights_update="no room")
+    before = engines[0].seen()["version"]
+    report = client.post("/sync_inference_weights", 400)
+    assert "no room" in report["message"]
+    assert [each["success"] for each in report["endpoints"]] == [True, False]
+    assert engines[0].seen()["version"] == before
+
+
+def test_a_sync_tells_how_far_it_is(client: Client, engines: list[FakeEngine], wait_until: WaitUntil) -> None:
+    client.post("/add_inference_endpoint", **address(engines[0]))
+    engines[0].fault(complete_weights_update="hang")
+    syncing = threading.Thread(target=client.post, args=("/sync_inference_weights", 400))
+    syncing.start()
+    wait_until(lambda: client.get("/sync_status")["progress"] is not None)
+    status = client.get("/sync_status")
+    assert status["syncing"] and status["progress"]["num_bytes"] == status["progress"]["total_bytes"] > 0
+    assert client.get("/health")["status"] == "ok"
+    engines[0].fault()
+    syncing.join(10)
+
+
+def test_the_engine_knows_best_how_many_ranks_it_has(client: Client, engines: list[FakeEngine]) -> None:
+    message = client.post("/add_inference_endpoint", **address(engines[0]), world_size=4)["message"]
+    assert "it says that it has 1 rank(s), not 4" in message
+    url, size = engines[0].url, 1
+    assert client.get("/inference_endpoints")["endpoints"] == [
+        {"url": url, "world_size": size, "rank_offset": 1}
+    ]
+
+
+def test_endpoints_come_and_go(client: Client, engines: list[FakeEngine]) -> None:
+    for engine in engines:
+        client.post("/add_inference_endpoint", **address(engine))
+    client.post("/sync_inference_weights")
+    client.post("/remove_inference_endpoint", **address(engines[0]))
+    before = [engine.seen()["version"] for engine in engines]
+    client.post("/sync_inference_weights")
+    assert [engine.seen()["version"] for engine in engines] == [before[0], before[1] + 1]
+    assert engines[1].seen()["joined"]["rank_offset"] == 1
+    message = client.post("/remove_inference_endpoint", 400, **address(engines[0]))["message"]
+    assert engines[0].url in message and engines[1].url in message
+
+
+def test_what_is_wrong_is_said(client: Client, tmp_path: Path) -> None:
+    nobody = {"host": "127.0.0.1", "port": free_port(None)}
+    for path, body, message in (
+        ("/sync_inference_weights", {}, "add one"),
+        ("/sync_inference_weights", {"master_port": 0}, "master_port=0"),
+        ("/add_inference_endpoint", {"host": "localhost"}, "port: this field is required"),
+        ("/add_inference_endpoint", nobody, "cannot reach it"),
+        ("/train_step", {"texts": []}, "texts=[]"),
+        ("/train_step", {"texts": [""]}, "none has two tokens"),
+        ("/save_checkpoint", {"path": "/proc/no"}, "cannot be written"),
+    ):
+        assert message in client.post(path, 400, **body)["message"]
+    assert client.raw("/train_step", b"{").json()["message"].startswith("the body is not valid JSON")
+    assert client.raw("/no_such_route", b"").status_code == 404
+
+
+def test_a_checkpoint_is_the_model(client: Client, tmp_path: Path) -> None:
+    client.post("/train_step", texts=["Hello world"])
+    client.post("/save_checkpoint", path=str(tmp_path / "saved"))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    expected = client.model.module.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.state_dict().items())
+    assert (tmp_path / "saved" / "tokenizer.json").exists()
