@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-import segue
 from segue.errors import ConfigError, InvalidRequestError, SegueError
 from segue.protocol.validation import parse
 from segue.trainer.trainer import Body, EndpointBody, SaveBody, SyncBody, TrainBody, Trainer
@@ -25,7 +24,7 @@ B = TypeVar("B", bound=Body)
 def create_app(trainer: Trainer) -> FastAPI:
     """The application: 200 on success, else 400; ``success`` and ``message`` say so too."""
     handlers: Any = {SegueError: _on_segue_error, HTTPException: _on_http_error}
-    app = FastAPI(title="Segue trainer", version=segue.__version__, exception_handlers=handlers)
+    app = FastAPI(title="Segue trainer", exception_handlers=handlers)
     _post(app, "/add_inference_endpoint", EndpointBody, trainer.add)
     _post(app, "/remove_inference_endpoint", EndpointBody, trainer.remove)
     _post(app, "/sync_inference_weights", SyncBody, trainer.sync)
