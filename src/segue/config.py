@@ -83,6 +83,13 @@ class EngineConfig:
         None, "Memory", "Size of the KV cache in tokens, instead of the budget.", minimum=1
     )
 
+    weight_staging_gb: float = _option(
+        0.0,
+        "Memory",
+        "GB (1e9 bytes) a rank keeps free for weight updates, so that they become live from device memory.",
+        minimum=0.0,
+    )
+
     max_running_requests: int | None = _option(
         None,
         "Scheduling",

@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ from segue.logs import configure, logger
 from segue.memory.heap import settle_heap
 from segue.model_runner.runner import ModelRunner
 from segue.protocol.messages import InitStep, RankEvent, Ready, StartFailed
-from segue.protocol.weights import RankReply, WeightCommand
 from segue.scheduler.loop import SchedulerLoop, follow
 from segue.scheduler.scheduler import Limits, Scheduler
 from segue.weights.source import resolve
+from segue.weights.sync.updater import WeightUpdater
 
 SPIN_S = 0.01  # of an idle loop beside a GPU, which leaves cores free; a wake-up takes 0.1 ms and more there
 OVERLAP_DEPTH = 2  # steps launched and not yet read
@@ -66,7 +65,7 @@ def run_scheduler(
         if started is None:
             return
         runner, steps = started
-        updater = WeightUpdater(runner.tp, sender.send)
+        updater = WeightUpdater(runner.live_weights(), sender.send)
         try:
             loop = SchedulerLoop(
                 Scheduler(limits_of(config, runner)),
@@ -159,20 +158,6 @@ def _event_address(run_dir: Path) -> str:
     return f"ipc://{run_dir}/events"
 
 
-class WeightUpdater:
-    """Refuses: weight updates are being built."""
-
-    def __init__(self, tp: TPInfo, send: Callable[[RankEvent], None]) -> None:
-        self._rank, self._send = tp.rank, send
-
-    def handle(self, command: WeightCommand) -> None:
-        """Refuse."""
-        self._send(RankReply(rank=self._rank, call=command.call, errors=["not built yet"]))
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
 class EventSender:
     """What a rank tells rank 0, from any of its threads."""
 
@@ -207,7 +192,7 @@ def _run_follower(
     if started is not None:
         settle_heap()
         runner, sender = started[0], EventSender(context, run_dir)
-        updater = WeightUpdater(tp, sender.send)
+        updater = WeightUpdater(runner.live_weights(), sender.send)
         follow(runner, updater, messages, sender.send, depth=OVERLAP_DEPTH)
 
 

@@ -17,6 +17,8 @@ from segue.protocol.weights import (
     WeightCommand,
 )
 
+VALUES = {"shape": [1], "parts": [{"place": [[0, 1]], "float32": bytes(4)}]}
+
 
 class FakeUpdater:
     """Everything works, and what was announced is there as soon as it is to be received."""
@@ -38,7 +40,7 @@ class FakeUpdater:
             case Commit():
                 fields = {"touched": True}
             case Inspect():
-                fields = {"rank": self._rank}
+                fields = {"checksums": {f"t{self._rank}": 1}, "num_bytes": 1, "differ": [], **VALUES}
         self._send(RankReply(rank=self._rank, call=command.call, fields=fields))
         if isinstance(command, Receive):
             assert self._manifest is not None

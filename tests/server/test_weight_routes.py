@@ -33,10 +33,10 @@ def post(server: LiveServer) -> Iterator[Any]:
     post("/update_weight_version", new_version="0")
 
 
-def test_the_documented_sequence(post: Any, server: LiveServer) -> None:
+def test_the_documented_sequence(post: Any, server: LiveServer, wait_until: Any) -> None:
     ready = post("/prepare_weights_update", num_buckets=1, buckets=[BUCKET], group_name="g")
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
-    assert server.client.get("/health").json() == {"status": "ok", "weight_update": "received"}
+    wait_until(lambda: server.client.get("/health").json() == {"status": "ok", "weight_update": "received"})
     assert server.client.get("/weights_update_status").json()["state"] == "received"
     done = post("/complete_weights_update", group_name="g", flush_cache=False)
     assert done.status_code == 200

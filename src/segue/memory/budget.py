@@ -26,11 +26,13 @@ class Reserve:
     activations: int = 0  # peak of one eager step of the largest chunk
     sampling: int = 0  # temporaries of the sampler, with every parameter in use and every row running
     graphs: int = 0
+    staging: int = 0  # of weight updates, --weight-staging-gb
 
     @property
     def total(self) -> int:
         """All of it, in bytes."""
-        return self.batch_state + self.derived + self.activations + self.sampling + self.graphs
+        parts = (self.batch_state, self.derived, self.activations, self.sampling, self.graphs, self.staging)
+        return sum(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -293,8 +293,8 @@ class ModelRunner:
         """
         return ForwardOutput(self._stream.submit(partial(self._executor.run, plan)))
 
-    def live_weights(self, *, reserved: int = 0) -> LiveWeights:
-        """What `WeightUpdater` changes; `reserved`: bytes of device memory kept free for staging."""
+    def live_weights(self) -> LiveWeights:
+        """What `WeightUpdater` changes."""
         return LiveWeights(
             arena=self.arena,
             table=name_table.build(self._source.config, self.tp),
@@ -306,7 +306,7 @@ class ModelRunner:
             rebuild=self._model.build_derived,
             cache_dir=Path(self._config.cache_dir),
             seed=self._config.seed,
-            reserved=reserved,
+            reserved=_staging_bytes(self._config),
             headroom=self._headroom,
         )
 
@@ -369,6 +369,10 @@ def _make_cuda_executor(
     )
 
 
+def _staging_bytes(config: EngineConfig) -> int:
+    return int(config.weight_staging_gb * 1e9)
+
+
 def _sizes(text: str | None, name: str) -> list[int] | None:
     return None if text is None else parse_sizes(text, name)
 
@@ -399,6 +403,7 @@ def _demand(
         activations=activations,
         sampling=Sampler.num_bytes(choices.max_running_requests, model.vocab_size),
         graphs=0 if on_cpu or config.disable_cuda_graph else GRAPH_RESERVE,
+        staging=_staging_bytes(config),
     )
     return Demand(
         free_before=free_before,

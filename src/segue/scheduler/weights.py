@@ -53,6 +53,7 @@ from segue.protocol.weights import (
     WeightNotice,
 )
 from segue.scheduler.pause import PauseState
+from segue.weights.sync.merge import merge
 
 if TYPE_CHECKING:
     from segue.scheduler.scheduler import Scheduler
@@ -698,8 +699,13 @@ class WeightControl:
 
     def _inspect(self, call: int, request: GetWeights | CheckWeights) -> None:
         def seen(replies: list[RankReply], now: float) -> None:
-            problems = _problems(replies)
-            self._answer([call], not problems, problems, ranks=[reply.fields for reply in replies])
+            if problems := _problems(replies):
+                self._answer([call], False, problems)
+                return
+            fields = merge(request, [reply.fields for reply in replies])
+            differing = fields.get("differ", [])
+            text = f"{len(differing)} tensors differ from the snapshot." if differing else ""
+            self._answer([call], not differing, text, **fields)
 
         self._tell(lambda _, inner: Inspect(call=inner, request=request), seen)
 

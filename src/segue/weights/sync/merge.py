@@ -12,24 +12,26 @@ from segue.protocol.weights import CheckWeights, GetWeights
 _MASK = (1 << 64) - 1
 
 
-def merge(request: GetWeights | CheckWeights, ranks: Sequence[Mapping[str, Any]]) -> Any:
+def merge(request: GetWeights | CheckWeights, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One answer of the fields of all ranks' replies.
 
-    For `GetWeights` the first `truncate_size` rows as nested lists. For a checksum `{"checksums", "total"}`,
-    the same for any number of ranks; for a snapshot `{"num_bytes"}`; for a comparison `{"differ"}`: names.
+    For `GetWeights` `{"values"}`: the first `truncate_size` rows as nested lists. For a checksum
+    `{"checksums", "total"}`, the same for any number of ranks, and `{"ranks"}`, the sum of each; for a
+    snapshot `{"num_bytes"}`; for a comparison `{"differ"}`: names.
     """
     if isinstance(request, GetWeights):
         values = np.zeros(ranks[0]["shape"], np.float32)
         for part in (part for fields in ranks for part in fields["parts"]):
             place = tuple(slice(*bounds) for bounds in part["place"])
             values[place] = np.frombuffer(part["float32"], np.float32).reshape(values[place].shape)
-        return values.tolist()
+        return {"values": values.tolist()}
     if request.action == "checksum":
         sums: dict[str, int] = {}
         for fields in ranks:
             for name, value in fields["checksums"].items():
                 sums[name] = (sums.get(name, 0) + value) & _MASK
-        return {"checksums": sums, "total": sum(sums.values()) & _MASK}
+        totals = [sum(fields["checksums"].values()) & _MASK for fields in ranks]
+        return {"checksums": sums, "total": sum(totals) & _MASK, "ranks": totals}
     if request.action == "snapshot":
         return {"num_bytes": sum(fields["num_bytes"] for fields in ranks)}
     return {"differ": sorted({name for fields in ranks for name in fields["differ"]})}
