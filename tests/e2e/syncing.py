@@ -171,7 +171,8 @@ class Syncing:
     ) -> None:
         """Begin to broadcast; `sent` waits for the end."""
         assert self.trainer is not None
-        self.trainer.begin("send", name=name, buckets=buckets, flattened=flattened, after=after)
+        self.trainer.do("make", buckets=buckets, flattened=flattened)
+        self.trainer.begin("send", name=name, after=after)
 
     def sent(self) -> dict[str, Any]:
         assert self.trainer is not None

@@ -45,7 +45,9 @@ class Trainer:
         self.begin("host", port=group.master_port, name=group.name, world_size=group.world_size)
 
     def send(self, group: Group, buckets: list[Any], *, flattened: bool, after: float = 0.0) -> None:
-        self.begin("send", name=group.name, buckets=buckets, flattened=flattened, after=after)
+        self.begin("make", buckets=buckets, flattened=flattened)
+        assert self.answer() == {}
+        self.begin("send", name=group.name, after=after)
 
     def meet(self, groups: Groups, group: Group) -> JoinedGroup:
         """Host the group while the rank joins it."""

@@ -60,20 +60,31 @@ def content(name: str, dtype: str, shape: list[int], device: str = "cpu") -> tor
     return values.to(torch.uint8).view(kind).view(shape)
 
 
-def send(group: Any, buckets: list[Any], flattened: bool, device: str = "cpu") -> None:
+def messages(buckets: list[Any], flattened: bool, device: str = "cpu") -> list[torch.Tensor]:
+    """What is broadcast for these buckets of (name, dtype, shape)."""
+    made = []
     for bucket in buckets:
         tensors = [content(*tensor, device) for tensor in bucket]
         if flattened:
             parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
             tensors = [torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)]
-        for tensor in tensors:
-            dist.broadcast(tensor, src=0, group=group)
-    if device != "cpu":
+        made += tensors
+    return made
+
+
+def send(group: Any, tensors: list[torch.Tensor]) -> float:
+    """Seconds that it took."""
+    began = time.perf_counter()
+    for tensor in tensors:
+        dist.broadcast(tensor, src=0, group=group)
+    if tensors and tensors[0].is_cuda:
         torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def serve(connection: socket.socket) -> None:
     groups: dict[str, Any] = {}
+    made: list[torch.Tensor] = []
     lines = connection.makefile("rw")
     while line := lines.readline():
         order = json.loads(line)
@@ -82,11 +93,11 @@ def serve(connection: socket.socket) -> None:
         try:
             if do == "host":
                 groups[order["name"]] = host(**order)
+            elif do == "make":
+                made = messages(**order)
             elif do == "send":
-                time.sleep(order.pop("after", 0))
-                began = time.perf_counter()
-                send(groups[order.pop("name")], **order)
-                answer["seconds"] = time.perf_counter() - began
+                time.sleep(order.get("after", 0.0))
+                answer["seconds"] = send(groups[order["name"]], made)
             elif do == "load":
                 LOADED.update(load_file(order["path"]))
             elif do == "destroy":

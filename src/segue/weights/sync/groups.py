@@ -39,6 +39,7 @@ _WITHOUT_WATCHDOG = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 _CONNECT_RETRY_S = 0.1
+_CLOSE_S = 5.0
 _environment = threading.Lock()
 
 
@@ -67,6 +68,7 @@ class JoinedGroup:
         self._link = link
         self._process_group = process_group
         self._lock = threading.Lock()
+        self._breaking: threading.Thread | None = None
 
     @property
     def alive(self) -> bool:
@@ -109,9 +111,15 @@ class JoinedGroup:
             self.reason = reason
             process_group, self._process_group = self._process_group, None
         logger.info("the weight group %r is dead: %s", self.group.name, reason)
-        threading.Thread(
+        self._breaking = threading.Thread(
             target=self._break, args=(process_group,), name="break-weight-group", daemon=True
-        ).start()
+        )
+        self._breaking.start()
+
+    def wait_broken(self, timeout_s: float) -> None:
+        """After `mark_dead`: wait until the connections are closed."""
+        if self._breaking is not None:
+            self._breaking.join(timeout_s)
 
     def _break(self, process_group: ProcessGroup | None) -> None:
         with suppress(Exception):  # it may be broken already
@@ -215,6 +223,8 @@ class Groups:
                 attempt.abandoned = True
         for group in joined:
             group.mark_dead("the engine ends")
+        for group in joined:  # a thread that is in torch when the interpreter ends takes the process with it
+            group.wait_broken(_CLOSE_S)
 
     def _try(self, attempt: _Attempt, rank: int, timeout_s: float) -> None:
         group = attempt.group

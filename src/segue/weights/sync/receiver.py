@@ -43,15 +43,19 @@ class Receiver:
         self,
         group: JoinedGroup,
         manifest: Manifest,
-        sink: Sink,
+        sink: Sink | None,
         callbacks: Callbacks,
         *,
         arm_timeout_s: float = math.inf,
         timeout_s: float = math.inf,
     ) -> None:
-        """``arm_timeout_s``: of silence before the first broadcast has landed, ``timeout_s``: behind it."""
+        """``sink``: None, as ``manifest.discard``, drops what comes.
+
+        ``arm_timeout_s``: of silence before the first broadcast has landed, ``timeout_s``: behind it.
+        """
         self.quiet = threading.Event()  # no memory, also of the sink, is touched any more
-        self._group, self._manifest, self._sink, self._callbacks = group, manifest, sink, callbacks
+        self._group, self._manifest, self._callbacks = group, manifest, callbacks
+        self._sink = None if manifest.discard else sink
         self._timeouts_s = (arm_timeout_s, timeout_s)
         self._changed = threading.Condition()
         self._over = False
@@ -110,14 +114,13 @@ class Receiver:
         try:
             device = self._group.device
             broadcasts = plan(self._manifest, self._sink, device)
-            sink = None if self._manifest.discard else self._sink
             if not broadcasts:
                 self.entered()
             elif device.type == "cuda":
                 torch.cuda.set_device(device)
-                wire = CudaWire(self._group, broadcasts, sink)
+                wire = CudaWire(self._group, broadcasts, self._sink)
             else:
-                wire = HostWire(self._group, broadcasts, sink)
+                wire = HostWire(self._group, broadcasts, self._sink)
             if wire is not None:
                 wire.receive(self)
             if self._num_buckets < len(self._manifest.buckets):  # empty ones at the end

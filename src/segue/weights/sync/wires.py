@@ -85,7 +85,7 @@ class Session(Protocol):
         """The sink has it."""
 
 
-def plan(manifest: Manifest, sink: Sink, device: torch.device) -> list[Broadcast]:
+def plan(manifest: Manifest, sink: Sink | None, device: torch.device) -> list[Broadcast]:
     """The broadcasts of a manifest, in order: one a bucket, or one a tensor; empty ones are sent too."""
     broadcasts = []
     for index, bucket in enumerate(manifest.buckets):
@@ -94,8 +94,7 @@ def plan(manifest: Manifest, sink: Sink, device: torch.device) -> list[Broadcast
             broadcasts.append(Broadcast(sum(piece.num_bytes for piece in pieces), pieces, None, index + 1))
             continue
         for number, piece in enumerate(pieces, 1):
-            wants = device.type == "cuda" and not manifest.discard
-            direct = sink.direct(piece.name) if wants else None
+            direct = sink.direct(piece.name) if sink is not None and device.type == "cuda" else None
             done = index + (number == len(pieces))
             broadcasts.append(Broadcast(piece.num_bytes, [piece], direct, done))
     return broadcasts
