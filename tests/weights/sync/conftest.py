@@ -44,9 +44,12 @@ class Trainer:
     def host(self, group: Group) -> None:
         self.begin("host", port=group.master_port, name=group.name, world_size=group.world_size)
 
-    def send(self, group: Group, buckets: list[Any], *, flattened: bool, after: float = 0.0) -> None:
+    def make(self, buckets: list[Any], *, flattened: bool) -> None:
         self.begin("make", buckets=buckets, flattened=flattened)
         assert self.answer() == {}
+
+    def send(self, group: Group, buckets: list[Any], *, flattened: bool, after: float = 0.0) -> None:
+        self.make(buckets, flattened=flattened)
         self.begin("send", name=group.name, after=after)
 
     def meet(self, groups: Groups, group: Group) -> JoinedGroup:

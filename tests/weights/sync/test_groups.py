@@ -4,12 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from segue.errors import WeightSyncError
 from segue.protocol.weights import Group
 from segue.weights.sync.groups import Groups
 from tests.conftest import WaitUntil
+from tests.weights.sync.conftest import in_thread
+from tests.weights.sync.trainer import host
 
 NewGroup = Callable[..., Group]
 
@@ -100,18 +103,41 @@ def test_a_group_that_was_left_is_gone(trainer: Any, groups: Groups, new_group: 
         groups.leave(group.name)
 
 
-def test_a_trainer_in_the_same_process_may_use_the_name(
-    trainer: Any, groups: Groups, new_group: NewGroup
-) -> None:
-    joined = trainer.meet(groups, new_group())
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mine = dist.new_group([0], backend="gloo")
-        assert joined.group.name not in dist.distributed_c10d._world.pg_names.values()
-        dist.destroy_process_group(mine)
-    finally:
-        dist.destroy_process_group()
+def test_a_trainer_in_the_same_process_may_host_the_group(groups: Groups, new_group: NewGroup) -> None:
+    group = new_group()
+    hosted: list[Any] = []
+    hosting = in_thread(lambda: hosted.append(host(group.master_port, group.name, 2)))
+    groups.join(group, 0, 30)
+    hosting.join(30)
+    joined = groups.get(group.name)
+    assert joined is not None
+    received = torch.zeros(3)
+    work = joined.process_group.broadcast(received, 0)
+    dist.broadcast(torch.arange(3.0), src=0, group=hosted[0])
+    work.wait()
+    assert received.tolist() == [0, 1, 2]
+    dist.destroy_process_group(hosted[0])
+    assert joined.process_group.name() == "gloo"  # ours, which torch does not know, was not destroyed with it
+
+
+def test_two_joins_at_a_time_are_one(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+    group = new_group()
+    failed: list[Exception] = []
+
+    def join() -> None:
+        try:
+            groups.join(group, 0, 30)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [in_thread(join) for _ in range(3)]
+    trainer.host(group)
+    for thread in threads:
+        thread.join(30)
+    assert failed == []
+    assert trainer.answer() == {}
+    joined = groups.get(group.name)
+    assert joined is not None
     assert joined.alive
 
 

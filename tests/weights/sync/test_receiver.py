@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -196,23 +198,31 @@ def test_silence_behind_the_first_broadcast_ends_at_the_timeout(trainer: Any, jo
 
 
 @pytest.mark.parametrize("flattened", [False, True])
-def test_a_killed_trainers_session_ends_and_the_next_trainer_is_met(
+def test_a_trainer_killed_in_a_broadcast_is_missed_and_the_next_one_met(
     new_trainer: Any, groups: Groups, new_group: NewGroup, flattened: bool
 ) -> None:
     group = new_group()
     first = new_trainer()
     joined = first.meet(groups, group)
-    session = Session(joined, BUCKETS, flattened=flattened)
-    first.send(group, BUCKETS[:3], flattened=flattened)
-    first.answer()
-    killed = time.monotonic()
-    first.kill()
+    large: list[Tensors] = [[(f"w{i}", "float32", [2_000_000])] for i in range(5)]
+    first.make(large, flattened=flattened)
+    first.begin("send", name=group.name)
+    killed: list[float] = []
+
+    class Kills(Kept):
+        def take(self, name: str, tensor: Tensor) -> None:
+            if not self.tensors:
+                killed.append(time.monotonic())
+                first.kill()
+            super().take(name, tensor)
+
+    session = Session(joined, large, Kills(), flattened=flattened)
     error = session.end(5)
     assert error is not None
     assert error.startswith("the connection to the trainer was lost")
-    assert time.monotonic() - killed < 1
+    assert time.monotonic() - killed[0] < 1
     assert not joined.alive
-    assert set(session.sink.tensors) < {name for bucket in BUCKETS for name, _, _ in bucket}
+    assert 0 < len(session.sink.tensors) < len(large)
 
     second = new_trainer()
     joined = second.meet(groups, group)
@@ -243,6 +253,42 @@ def test_a_sink_that_fails_ends_the_session_and_frees_the_trainer(trainer: Any, 
     assert session.end() == "no space left"
     assert not joined.alive
     trainer.answer()
+
+
+def test_a_trainer_may_end_before_all_it_sent_is_taken(trainer: Any, joined: JoinedGroup) -> None:
+    class Slow(Kept):
+        def take(self, name: str, tensor: Tensor) -> None:
+            if not self.tensors:
+                trainer.answer()
+                trainer.kill()
+                threading.Event().wait(1.2)  # longer than a trainer is missed
+            super().take(name, tensor)
+
+    buckets = [BUCKETS[0][:2]]
+    session = Session(joined, buckets, Slow())
+    trainer.send(joined.group, buckets, flattened=False)
+    assert session.end() is None
+    assert_received(session.sink.tensors, buckets)
+
+
+def test_the_process_may_end_while_a_session_is_armed(trainer: Any, new_group: NewGroup) -> None:
+    program = """
+import sys, threading, torch
+from segue.protocol.weights import Bucket, Group, Manifest
+from segue.weights.sync.groups import Groups
+from segue.weights.sync.receiver import Callbacks, Receiver
+groups, entered = Groups(torch.device("cpu")), threading.Event()
+groups.join(Group(name="weights", master_address="127.0.0.1", master_port=int(sys.argv[1]), rank_offset=1,
+                  world_size=2, backend="gloo"), 0, 30)
+buckets = [Bucket(names=["w"], dtypes=["uint8"], shapes=[[9]])]
+Receiver(groups.get("weights"), Manifest(group_name="weights", buckets=buckets), None,
+         Callbacks(entered.set, lambda *_: None, lambda _: None))
+entered.wait(10)
+groups.close()
+"""
+    group = new_group()
+    trainer.host(group)
+    subprocess.run([sys.executable, "-c", program, str(group.master_port)], check=True, timeout=60)
 
 
 def test_a_dead_group_receives_nothing(joined: JoinedGroup) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 LOADED: dict[str, torch.Tensor] = {}
-SECONDS = 150  # no process of this file lives longer
+SECONDS = 900  # no process of this file lives longer
 
 
 def host(port: int, name: str, world_size: int, backend: str = "gloo", device: int | None = None) -> Any:

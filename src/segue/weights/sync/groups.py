@@ -69,6 +69,7 @@ class JoinedGroup:
         self._process_group = process_group
         self._lock = threading.Lock()
         self._breaking: threading.Thread | None = None
+        self._unused: threading.Event | None = None
 
     @property
     def alive(self) -> bool:
@@ -116,10 +117,21 @@ class JoinedGroup:
         )
         self._breaking.start()
 
-    def wait_broken(self, timeout_s: float) -> None:
-        """After `mark_dead`: wait until the connections are closed."""
+    def used_until(self, ended: threading.Event) -> None:
+        """Name what is set when the thread that receives from here has ended."""
+        self._unused = ended
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing can come from it any more: all its connections are closed."""
+        return self._breaking is not None and not self._breaking.is_alive()
+
+    def wait_ended(self, timeout_s: float) -> None:
+        """After `mark_dead`: wait until its connections are closed and no thread is inside a receive."""
         if self._breaking is not None:
             self._breaking.join(timeout_s)
+        if self._unused is not None:
+            self._unused.wait(timeout_s)
 
     def _break(self, process_group: ProcessGroup | None) -> None:
         with suppress(Exception):  # it may be broken already
@@ -224,7 +236,7 @@ class Groups:
         for group in joined:
             group.mark_dead("the engine ends")
         for group in joined:  # a thread that is in torch when the interpreter ends takes the process with it
-            group.wait_broken(_CLOSE_S)
+            group.wait_ended(_CLOSE_S)
 
     def _try(self, attempt: _Attempt, rank: int, timeout_s: float) -> None:
         group = attempt.group

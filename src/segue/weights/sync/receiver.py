@@ -19,8 +19,9 @@ from segue.protocol.weights import Manifest
 from segue.weights.sync.groups import JoinedGroup
 from segue.weights.sync.wires import Broadcast, CudaWire, HostWire, Sink, plan
 
-_LINK_POLL_S = 0.25
-_LINK_GRACE_S = 1.0  # what was sent may still be on its way when the trainer's end is noticed
+_ABANDON_POLL_S = 0.02
+_LINK_POLL_S = 0.2
+_LINK_GRACE_S = 0.5  # what was sent may still be on its way when the trainer's end is noticed
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,15 @@ class Receiver:
         self._sink = None if manifest.discard else sink
         self._timeouts_s = (arm_timeout_s, timeout_s)
         self._changed = threading.Condition()
+        self._wire: HostWire | CudaWire | None = None
         self._over = False
         self._has_entered = False
         self._has_begun = False  # something has landed
+        self._is_busy = False  # with what has landed: meanwhile nothing is missed
         self._last = time.monotonic()  # when something came
         self._num_buckets = 0
         self._num_bytes = 0
+        group.used_until(self.quiet)
         threading.Thread(target=self._receive, name="receive-weights", daemon=True).start()
         threading.Thread(target=self._watch, name="receive-weights-deadline", daemon=True).start()
 
@@ -89,7 +93,7 @@ class Receiver:
 
     def landed(self, broadcast: Broadcast) -> None:
         """Count what was received."""
-        self._last = time.monotonic()
+        self._is_busy = True
         self._num_bytes += broadcast.num_bytes
         if not self._has_begun:
             with self._changed:
@@ -100,6 +104,7 @@ class Receiver:
     def taken(self, broadcast: Broadcast) -> None:
         """Count buckets that the sink has, empty ones before them included."""
         self._last = time.monotonic()
+        self._is_busy = False
         if broadcast.num_buckets > self._num_buckets:
             self._tell(broadcast.num_buckets)
 
@@ -110,7 +115,6 @@ class Receiver:
                 self._callbacks.progress(num_buckets, self._num_bytes)
 
     def _receive(self) -> None:
-        wire: HostWire | CudaWire | None = None
         try:
             device = self._group.device
             broadcasts = plan(self._manifest, self._sink, device)
@@ -118,11 +122,11 @@ class Receiver:
                 self.entered()
             elif device.type == "cuda":
                 torch.cuda.set_device(device)
-                wire = CudaWire(self._group, broadcasts, self._sink)
+                self._wire = CudaWire(self._group, broadcasts, self._sink)
             else:
-                wire = HostWire(self._group, broadcasts, self._sink)
-            if wire is not None:
-                wire.receive(self)
+                self._wire = HostWire(self._group, broadcasts, self._sink)
+            if self._wire is not None:
+                self._wire.receive(self)
             if self._num_buckets < len(self._manifest.buckets):  # empty ones at the end
                 self._tell(len(self._manifest.buckets))
             self._end(None)
@@ -131,8 +135,8 @@ class Receiver:
         except Exception as error:
             self._end(_explain(error, self._group))
         finally:
-            if wire is not None:
-                wire.drain()
+            if self._wire is not None:
+                self._wire.drain()
             self.quiet.set()
 
     def _watch(self) -> None:
@@ -141,20 +145,24 @@ class Receiver:
         with self._changed:
             while not self._over:
                 now = time.monotonic()
+                if self._is_busy:
+                    self._last = now
                 timeout_s = self._timeouts_s[self._has_begun]
                 if now >= self._last + timeout_s:
                     error = _silence(self._has_begun, timeout_s)
                     break
                 wait_s = self._last + timeout_s - now
-                if self._group.device.type == "cuda":  # gloo notices by itself
-                    if lost is None and not self._group.connected:
-                        lost = now
-                    if lost is not None and now >= max(lost, self._last) + _LINK_GRACE_S:
-                        error = "the trainer has gone: its store has closed the connection"
-                        break
-                    wait_s = min(wait_s, _LINK_POLL_S)
-                self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))
+                # NCCL does not notice that its peer has gone, nor does gloo in the middle of a message.
+                if lost is None and not self._group.connected:
+                    lost = now
+                if lost is not None and now >= max(lost, self._last) + _LINK_GRACE_S:
+                    error = "the connection to the trainer was lost: its store is closed"
+                    break
+                self._changed.wait(min(wait_s, _LINK_POLL_S))
         self._end(error)
+        while not self.quiet.wait(_ABANDON_POLL_S):
+            if self._group.is_broken and self._wire is not None and self._wire.abandon():
+                self.quiet.set()
 
     def _end(self, error: str | None) -> None:
         with self._changed:

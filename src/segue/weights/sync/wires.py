@@ -25,7 +25,8 @@ _AHEAD = 32
 _POLL_S = (0.00005, 0.005)  # from, to: the longer nothing has come, the rarer we look
 # gloo does not tell when less came than was asked for, and ends the process when more did. So it is asked for
 # more, and where what is due ends is marked: a trainer that sends 8 bytes less, or more, is found out.
-_SLACK = 64 << 20  # host memory that nothing touches as long as the trainer keeps to its manifest
+_SLACK = 64 << 20  # bytes that nothing touches as long as the trainer keeps to its manifest
+_SLACK_PINNED = 4 << 20
 _MARK = torch.tensor([0xC3, 0x5A, 0x91, 0x0E, 0x7D, 0xB6, 0x28, 0xF4], dtype=torch.uint8)
 
 
@@ -107,12 +108,15 @@ class HostWire:
         """``sink``: None drops what comes."""
         self._group, self._broadcasts, self._sink = group, broadcasts, sink
         device = group.engine_device
-        self._stream = torch.Stream(device) if device.type == "cuda" else None
-        self._landing, self._scratch = _buffers(broadcasts, group.device, _SLACK, self._stream is not None)
+        pinned = device.type == "cuda"
+        self._stream = torch.Stream(device) if pinned else None
+        slack = _SLACK_PINNED if pinned else _SLACK
+        self._landing, self._scratch = _buffers(broadcasts, group.device, slack, pinned)
         # gloo broadcasts down a tree; a rank with others below it sends them as much as it asked for itself.
         rank, size = group.rank, group.group.world_size
         self._is_leaf = rank + (1 << rank.bit_length()) >= size
         self._under_way: deque[tuple[Broadcast, Tensor, dist.Work]] = deque()
+        self._is_waiting = False  # and will look whether the session is over before it does anything
 
     def receive(self, session: Session) -> None:
         """Receive all; raises what the group or the sink raises."""
@@ -137,11 +141,24 @@ class HostWire:
             with suppress(Exception):
                 work.wait()
 
+    def abandon(self) -> bool:
+        """Of a session that is over and a group that is broken: whether its thread touches no memory now.
+
+        A receive whose trainer died in the middle of a message waits for gloo's own timeout: gloo tells those
+        that wait for a message to begin, not the one whose message has. It has no memory any more.
+        """
+        if self._is_waiting:
+            for buffer in self._landing:
+                buffer.untyped_storage().resize_(0)
+        return self._is_waiting
+
     def _settle(self, session: Session) -> None:
         broadcast, landing, work = self._under_way[0]
+        self._is_waiting = True
         work.wait()
         self._under_way.popleft()
         session.check()
+        self._is_waiting = False
         _check_marks(landing, broadcast)
         session.landed(broadcast)
         if self._sink is not None:
@@ -206,6 +223,10 @@ class CudaWire:
         with suppress(Exception):
             while not (self._wire.query() and self._copies.query()):
                 time.sleep(_POLL_S[1])
+
+    def abandon(self) -> bool:
+        """Never: what is queued on the device writes until it has ended."""
+        return False
 
     def _settle(self, session: Session) -> None:
         broadcast, copied = self._under_way.popleft()
