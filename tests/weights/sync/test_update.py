@@ -1,4 +1,4 @@
-"""Weights received over gloo, staged and committed: what the arena holds then, and when it must not change."""
+"""Weights received over gloo, staged and committed, or not: what the arena holds then."""
 
 from collections.abc import Iterator
 from pathlib import Path

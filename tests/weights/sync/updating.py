@@ -86,7 +86,7 @@ def rank_of(
     path: Path, tp: TPInfo | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> Iterator[Rank]:
     tp = tp or TPInfo()
-    source = resolve(str(path), "auto", Path("/nonexistent"))
+    source = resolve(str(path), options.get("load_format", "auto"), Path("/nonexistent"))
     model, arena = tiny.load_source(source, tp=tp, dtype=dtype)
     model.build_derived()
     stream = CPUStream()
@@ -138,11 +138,16 @@ class Trainer:
             world_size=1 + len(ranks),
             backend="gloo",
         )
+        self._ready: dict[int, list[Tensor]] = {}
         self._begin(self._meet)
         calls = [(rank, rank.send(Join, group=self.group, timeout_s=DEADLINE_S)) for rank in ranks]
         for rank, call in calls:
             assert rank.reply(call).errors == []
         self.join()
+
+    def prepare(self, state: State, manifest: Manifest) -> None:
+        """Make now what :meth:`broadcast` is going to send."""
+        self._ready[id(state)] = list(wire(state, manifest))
 
     def broadcast(self, state: State, manifest: Manifest) -> None:
         """Begin to send; `join` waits for the end."""
@@ -164,14 +169,22 @@ class Trainer:
     def _broadcast(self, state: State, manifest: Manifest) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        for bucket in manifest.buckets:
-            tensors = [state[name].contiguous().reshape(-1).view(torch.uint8) for name in bucket.names]
-            for tensor in [torch.cat(tensors)] if manifest.flattened else tensors:
-                self._backend.broadcast([tensor], options).wait()
+        for tensor in self._ready.pop(id(state), None) or wire(state, manifest):
+            self._backend.broadcast([tensor], options).wait()
 
     def _begin(self, work: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
+
+
+def wire(state: State, manifest: Manifest) -> Iterator[Tensor]:
+    """What is broadcast, in order: bytes."""
+    for bucket in manifest.buckets:
+        tensors = [state[name].contiguous().reshape(-1).view(torch.uint8) for name in bucket.names]
+        if manifest.flattened:
+            yield torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
+        else:
+            yield from tensors
 
 
 def transfer(

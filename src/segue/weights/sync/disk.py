@@ -13,6 +13,7 @@ from segue.models.config import ModelConfig
 from segue.weights.checkpoint import read_weights
 from segue.weights.source import resolve
 from segue.weights.staging import STAGING_BYTES
+from segue.weights.sync.manifest import first
 from segue.weights.sync.staging import StagedWeights
 
 _STAGING_BYTES = 64 << 10  # on a CPU: what is copied from so small a buffer is no work for several threads
@@ -58,7 +59,7 @@ def load(
             if is_cancelled():
                 return ["discarded while it was read"]
     staged.memory.synchronize()
-    return staged.problems(names)
+    return first(staged.problems(names))
 
 
 def _differences(live: ModelConfig, other: ModelConfig) -> list[str]:

@@ -61,6 +61,11 @@ def check(manifest: Manifest, table: NameTable) -> list[str]:
     problems = _wire_problems(manifest)
     if not problems and not manifest.discard:
         problems = _weight_problems(manifest, table)
+    return first(problems)
+
+
+def first(problems: list[str]) -> list[str]:
+    """As many as a message can have, and how many more there are."""
     hidden = len(problems) - _SHOWN
     return [*problems[:_SHOWN], f"and {hidden} more"] if hidden > 0 else problems
 

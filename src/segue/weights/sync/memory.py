@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -72,28 +72,31 @@ class StagingMemory:
         Raises:
             OutOfMemoryError: there is too little memory; says how many bytes are missing.
         """
+        wanted = self._specs if specs is None else specs
         if self.device.type == "cpu":
-            return self._take_on_cpu(specs, landing)
+            _check_host(_total(wanted) + landing)
+            return Staging(arena=Arena.allocate(wanted, "cpu", empty=_mapped), place="device")
+        reason = ""
         if place != "host":
-            kept = self._kept.get("device")
+            kept = self._find("device", wanted)
             if kept is not None:
                 return kept
-            missing = self._missing(_total(self._specs if specs is None else specs) + landing)
+            missing = _total(wanted) + landing + self._headroom - _free(self.device)
             if missing <= 0:
-                try:
-                    return Staging(arena=self._on_device(specs), place="device")
-                except torch.OutOfMemoryError as error:
-                    missing = _total(self._specs if specs is None else specs)
-                    reason = str(error).split(".")[0]
-            else:
-                reason = f"{missing} bytes of device memory are missing"
+                return Staging(arena=self._on_device(wanted), place="device")
+            reason = f"{missing} bytes of device memory are missing for staging there"
             if place == "device":
                 raise OutOfMemoryError(
-                    f"staging='device': {reason}; use staging='host' or 'auto', or start the engine with a "
-                    "larger --weight-staging-gb"
+                    f"{reason}: use staging='host' or 'auto', or start with a larger --weight-staging-gb"
                 )
-            return self._take_pinned(specs, f"staged in the host's memory: {reason}")
-        return self._take_pinned(specs, "")
+        kept = self._find("host", wanted)
+        if kept is not None:
+            return replace(kept, note=reason)
+        _check_host(_total(wanted))
+        staging = Staging(arena=Arena.allocate(wanted, "cpu", empty=_pinned), place="host", note=reason)
+        if specs is None:
+            self._kept["host"] = replace(staging, note="")
+        return staging
 
     def give_back(self, staging: Staging, *, in_use: bool) -> None:
         """Take an arena back; one that is `in_use` still is never given to anybody again."""
@@ -113,31 +116,21 @@ class StagingMemory:
             _unpin(host.arena)
         self._kept.clear()
 
-    def _take_on_cpu(self, specs: Sequence[TensorSpec] | None, landing: int) -> Staging:
-        specs = self._specs if specs is None else specs
-        _check_host(_total(specs) + landing)
-        return Staging(arena=Arena.allocate(specs, "cpu", empty=_mapped), place="device")
+    def _find(self, place: str, specs: Sequence[TensorSpec]) -> Staging | None:
+        kept = self._kept.get(place)
+        return kept if kept and all(spec.name in kept.arena.table for spec in specs) else None
 
-    def _take_pinned(self, specs: Sequence[TensorSpec] | None, note: str) -> Staging:
-        kept = self._kept.get("host")
-        if kept is None:
-            _check_host(_total(self._specs if specs is None else specs))
-            arena = Arena.allocate(self._specs if specs is None else specs, "cpu", empty=_pinned)
-            kept = Staging(arena=arena, place="host")
-            if specs is None:
-                self._kept["host"] = kept
-        return Staging(arena=kept.arena, place="host", note=note)
-
-    def _on_device(self, specs: Sequence[TensorSpec] | None) -> Arena:
+    def _on_device(self, specs: Sequence[TensorSpec]) -> Arena:
         with self.on_stream():
-            arena = Arena.allocate(self._specs if specs is None else specs, self.device)
+            arena = Arena.allocate(specs, self.device)
         self.synchronize()
         return arena
 
-    def _missing(self, num_bytes: int) -> int:
-        free = torch.cuda.mem_get_info(self.device)[0]
-        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return num_bytes + self._headroom - free - cached
+
+def _free(device: torch.device) -> int:
+    """Bytes of device memory that can be had, those in torch's cache included."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _total(specs: Sequence[TensorSpec]) -> int:

@@ -12,7 +12,7 @@ from segue.memory.digest import MASK, digest
 from segue.protocol.weights import Manifest, StagingPlace
 from segue.weights.name_table import Box, Slice
 from segue.weights.sync.live import LiveWeights, box_of
-from segue.weights.sync.manifest import bucket_bytes, tensors
+from segue.weights.sync.manifest import bucket_bytes, first, tensors
 from segue.weights.sync.memory import Staging, StagingMemory
 from segue.weights.sync.tensors import are_finite, as_sent, copy_into, equal
 
@@ -76,8 +76,10 @@ class StagedWeights:
             tied = [self._tied_spec(name) for name in aliases]
             self._take(tied, tied, place, 0)
         self.names |= written
-        for spec in new:
-            self._prepare(spec.name)
+        with self._memory.on_stream():
+            for spec in new:
+                self._prepare(spec.name)
+        self._memory.synchronize()
 
     def view(self, parameter: str) -> Tensor:
         """The staged parameter."""
@@ -133,12 +135,10 @@ class StagedWeights:
 
     def _prepare(self, parameter: str) -> None:
         view = self._views[parameter]
-        with self._memory.on_stream():
-            if not self.live.writers[parameter] <= self.names:
-                copy_into(view, self.live.arena.view(parameter))
-            elif parameter in self.live.table.padding:
-                view[self.live.table.padding[parameter]].zero_()
-        self._memory.synchronize()
+        if not self.live.writers[parameter] <= self.names:
+            copy_into(view, self.live.arena.view(parameter))
+        elif parameter in self.live.table.padding:
+            view[self.live.table.padding[parameter]].zero_()
 
     def _not_finite(self, names: Collection[str]) -> list[str]:
         table = self.live.table
@@ -226,7 +226,7 @@ class Incoming:
                         f"{name!r} has checksum {found}, not {expected & MASK} as it was announced"
                     )
         self._staged.memory.synchronize()
-        return [*problems, *self._staged.problems(self._wire.keys())]
+        return first([*problems, *self._staged.problems(self._wire.keys())])
 
     def _warm_up(self) -> None:
         """Load the kernels and take the temporary memory of `take`: not while a receive is open."""

@@ -94,20 +94,28 @@ class WeightUpdater:
         self._inspector = Inspector(live)
         self._sessions: dict[int, _Session] = {}
         self._threads: set[threading.Thread] = set()
-        self._lock = threading.Lock()
 
     def handle(self, command: WeightCommand) -> None:
         """Begin with `command` and return at once; a commit is queued behind the steps submitted so far."""
-        if isinstance(command, Commit):
-            self._start_commit(command)
-        elif isinstance(command, Inspect):
-            self._submit(command.call, partial(self._look, command.request), lambda: None)
-        elif isinstance(command, Receive):
-            self._spawn(partial(self._start_receive, command))
-        else:
-            if isinstance(command, Discard):
+        match command:
+            case Commit():
+                self._start_commit(command)
+            case Inspect():
+                self._submit(command.call, partial(self._look, command.request), lambda: None)
+            case Receive():
+                self._spawn(partial(self._start_receive, command))
+            case Join():
+                self._spawn(partial(self._answer, command.call, partial(self._join, command)))
+            case Leave():
+                self._spawn(partial(self._answer, command.call, partial(self._leave, command)))
+            case Discard():
                 self._cancel(command.session)
-            self._spawn(partial(self._answer, command.call, partial(self._do, command)))
+                self._spawn(partial(self._answer, command.call, partial(self._discard, command.session)))
+            case Stage() | Load() | Take():
+                session = self._sessions.setdefault(
+                    command.session, _Session(StagedWeights(self._live, self._memory))
+                )
+                self._spawn(partial(self._answer, command.call, partial(self._add, session, command)))
 
     def close(self) -> None:
         """End what is going on and give all memory back; nothing may be handled any more."""
@@ -126,19 +134,11 @@ class WeightUpdater:
         if errors:
             self._send(RankReply(rank=self._live.tp.rank, call=command.call, errors=errors))
 
-    def _do(self, command: Join | Leave | Discard | Stage | Load | Take) -> tuple[list[str], Fields]:
-        match command:
-            case Join():
-                return self._join(command)
-            case Leave():
-                self._groups.leave(command.name)
-                return [], {}
-            case Discard():
-                self._discard(command.session)
-                return [], {}
-        session = self._session(command.session)
+    def _add(self, session: _Session, command: Stage | Load | Take) -> tuple[list[str], Fields]:
         with session.lock:
-            errors = self._bring(session, command)
+            errors = (
+                ["the session was discarded"] if session.cancelled.is_set() else self._bring(session, command)
+            )
             staged = session.staged
             return errors, {
                 "num_bytes": session.num_bytes,
@@ -154,6 +154,10 @@ class WeightUpdater:
         errors = _caught(partial(self._groups.join, command.group, self._live.tp.rank, command.timeout_s))
         after = self._groups.get(name)
         return errors, {"is_new": after is not before, "kept": after is not None and after is before}
+
+    def _leave(self, command: Leave) -> tuple[list[str], Fields]:
+        self._groups.leave(command.name)
+        return [], {}
 
     def _bring(self, session: _Session, command: Stage | Load | Take) -> list[str]:
         drops = isinstance(command, Stage) and command.manifest.discard
@@ -189,8 +193,6 @@ class WeightUpdater:
             raise WeightSyncError(f"session {command.session} has nothing staged that is to be received")
         manifest, sink = session.manifest, session.sink
         group = self._group(manifest)
-        session.manifest = session.sink = None
-        session.is_receiving = True
         reply = partial(RankReply, rank=self._live.tp.rank, call=command.call)
         report = partial(Received, rank=self._live.tp.rank, session=command.session)
         unanswered = threading.Semaphore(1)
@@ -215,7 +217,12 @@ class WeightUpdater:
             )
 
         takes = cast(Incoming, sink)  # None for what is to be discarded, of which it is not asked
-        session.receiver = Receiver(group, manifest, takes, Callbacks(entered, progress, done))
+        with session.lock:  # who discards the session from here on finds the receiver
+            if session.cancelled.is_set():
+                raise WeightSyncError("the session was discarded")
+            session.manifest = session.sink = None
+            session.is_receiving = True
+            session.receiver = Receiver(group, manifest, takes, Callbacks(entered, progress, done))
 
     def _group(self, manifest: Manifest) -> JoinedGroup:
         group = self._groups.get(manifest.group_name)
@@ -283,7 +290,7 @@ class WeightUpdater:
     def _look(self, request: GetWeights | CheckWeights, fields: Fields) -> None:
         fields.update(self._inspector.answer(request))
 
-    def _submit(self, call: int, work: Callable[[Fields], None], clean_up: Callable[[], None]) -> None:
+    def _submit(self, call: int, work: Callable[[Fields], None], clean_up: Callable[[], object]) -> None:
         """Queue `work`, which fills the reply's fields, where the steps run; `clean_up` if it succeeds."""
         future = self._live.submit(partial(self._on_stream, work))
         self._spawn(partial(self._finish, call, future, clean_up))
@@ -301,7 +308,7 @@ class WeightUpdater:
             event.record()
         return _Done(errors=errors, fields=fields, seconds=time.monotonic() - started, events=events)
 
-    def _finish(self, call: int, future: Future[_Done], clean_up: Callable[[], None]) -> None:
+    def _finish(self, call: int, future: Future[_Done], clean_up: Callable[[], object]) -> None:
         def result() -> tuple[list[str], Fields]:
             done = future.result()
             seconds = done.seconds
@@ -315,22 +322,15 @@ class WeightUpdater:
 
         self._answer(call, result)
 
-    def _session(self, number: int) -> _Session:
-        with self._lock:
-            if number not in self._sessions:
-                self._sessions[number] = _Session(StagedWeights(self._live, self._memory))
-            return self._sessions[number]
-
     def _cancel(self, number: int) -> None:
         session = self._sessions.get(number)
         if session is not None:
             session.cancelled.set()
 
-    def _discard(self, number: int) -> None:
-        with self._lock:
-            session = self._sessions.pop(number, None)
+    def _discard(self, number: int) -> tuple[list[str], Fields]:
+        session = self._sessions.pop(number, None)
         if session is None:
-            return
+            return [], {}
         with session.lock:
             quiet = True
             if session.receiver is not None:
@@ -338,6 +338,7 @@ class WeightUpdater:
                 quiet = session.receiver.quiet.wait(_QUIET_S)
             session.receiver = session.sink = session.borrowed = None
             session.staged.release(in_use=not quiet)
+        return [], {}
 
     def _answer(self, call: int, work: Callable[[], tuple[list[str], Fields]]) -> None:
         fields: Fields = {}

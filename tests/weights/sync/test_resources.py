@@ -1,0 +1,78 @@
+"""What updates take: memory at the peak of one, and nothing more after many."""
+
+import gc
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from segue.memory.peak import PeakMeter
+from segue.protocol.weights import Commit
+from segue.weights.sync.manifest import bucket_bytes
+from tests.models.reference import hf_config
+from tests.weights import tiny
+from tests.weights.sync.test_update import checkpoint
+from tests.weights.sync.updating import Trainer, manifest_of, rank_of, transfer
+
+MIB = 1 << 20
+
+
+def resources() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_the_peak_is_staging_two_buckets_and_little_more(flattened: bool, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = tiny.make(
+            "llama",
+            vocab_size=32_000,
+            hidden_size=1024,
+            intermediate_size=4096,
+            num_hidden_layers=3,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=64,
+        )
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(model), default=str))
+    meter = PeakMeter(torch.device("cpu"))
+    with rank_of(tmp_path, load_format="dummy") as rank:
+        table = rank.live.table
+        state = {name: torch.full(table.shapes[name], 0.5, dtype=torch.bfloat16) for name in table.names}
+        manifest = manifest_of(state, num_buckets=8, flattened=flattened)
+        trainer = Trainer([rank])
+        trainer.prepare(state, manifest)
+        gc.collect()
+        meter.start()
+        (received,) = transfer([rank], trainer, state, manifest)
+        assert received.error is None
+        rank.do(Commit, session=1)
+        peak = meter.stop()
+        staging = rank.live.arena.num_bytes
+        assert staging > 180 * MIB
+        bucket = max(map(bucket_bytes, manifest.buckets))
+        assert peak <= staging + 2 * bucket + 64 * MIB
+        assert bool((rank.live.arena.view("norm.weight") == 0.5).all())
+
+
+def test_fifty_updates_leave_nothing_behind(tmp_path: Path) -> None:
+    old, state = checkpoint("qwen3", tmp_path / "old", 0)
+    with rank_of(old) as rank:
+        trainer = Trainer([rank])
+        manifest = manifest_of(state)
+        before, held = resources(), 0
+        for number in range(1, 51):
+            transfer([rank], trainer, state, manifest, number)
+            rank.do(Commit, session=number)
+            if number == 5:
+                gc.collect()
+                before, held = resources(), resident()
+        gc.collect()
+        assert resources() <= before
+        assert resident() <= held + 2 * MIB
