@@ -17,7 +17,9 @@ SIZES = {"llama-tied": 2, "qwen3": 4, "qwen3-moe": 8}
 
 
 def look(ranks: list[Rank], request: GetWeights | CheckWeights) -> Any:
-    return merge(request, [rank.do(Inspect, request=request) for rank in ranks])
+    found = merge(request, [rank.do(Inspect, request=request) for rank in ranks])
+    found.pop("ranks", None)
+    return found.get("values", found)
 
 
 @pytest.fixture(params=[(kind, size) for kind, most in SIZES.items() for size in (1, most)], ids=str)
