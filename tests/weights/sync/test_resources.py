@@ -3,13 +3,17 @@
 import gc
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from segue.memory.arena import Arena
 from segue.memory.peak import PeakMeter
 from segue.protocol.weights import Commit
+from segue.weights import dummy
+from segue.weights.name_table import NameTable
 from segue.weights.sync.manifest import bucket_bytes
 from tests.models.reference import hf_config
 from tests.weights import tiny
@@ -28,7 +32,14 @@ def resident() -> int:
 
 
 @pytest.mark.parametrize("flattened", [False, True])
-def test_the_peak_is_staging_two_buckets_and_little_more(flattened: bool, tmp_path: Path) -> None:
+def test_the_peak_is_staging_two_buckets_and_little_more(
+    flattened: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(arena: Arena, table: NameTable, seed: int) -> Iterator[int]:
+        for slab in arena.slabs:
+            yield slab.zero_().numel()
+
+    monkeypatch.setattr(dummy, "fill", fill)
     with torch.device("meta"):
         model = tiny.make(
             "llama",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from segue.distributed.info import TPInfo
 from segue.layers.norm import RMSNorm
-from segue.memory.arena import Arena
+from segue.memory.arena import ALIGNMENT, Arena
 from segue.models.decoder import Decoder
 from segue.protocol.weights import Commit, Discard, Receive, Stage, Take
 from segue.weights.sync import memory
@@ -281,7 +281,8 @@ def test_too_little_memory_is_told_in_bytes(rank: Rank, monkeypatch: pytest.Monk
     trainer = Trainer([rank])
     monkeypatch.setattr(memory, "free_cpu_memory", lambda: 1000)
     state = {EMBED: torch.zeros(rank.live.table.shapes[EMBED])}
-    needed = state[EMBED].numel() * 2 + 2 * state[EMBED].nbytes
+    staging = -(-state[EMBED].numel() * 2 // ALIGNMENT) * ALIGNMENT
+    needed = staging + 2 * state[EMBED].nbytes
     (error,) = rank.ask(Stage, session=1, manifest=manifest_of(state, partial=True)).errors
     assert f"staging needs {needed} bytes" in error and f"{needed - 1000} are missing" in error
     del trainer

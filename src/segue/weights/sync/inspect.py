@@ -41,7 +41,7 @@ class Inspector:
             return {"checksums": self._checksums()}
         if request.action == "snapshot":
             self._snapshot = {
-                name: self._live.arena.view(name).cpu().clone() for name in self._live.arena.table
+                name: self._live.arena.view(name).to("cpu", copy=True) for name in self._live.arena.table
             }
             return {"num_bytes": self._live.arena.num_bytes}
         return {"differ": self._differing()}

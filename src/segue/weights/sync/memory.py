@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from segue.errors import OutOfMemoryError
-from segue.memory.arena import Arena, TensorSpec
+from segue.logs import logger
+from segue.memory.arena import ALIGNMENT, Arena, TensorSpec
 from segue.memory.budget import free_cpu_memory, gib
 from segue.protocol.weights import StagingPlace
 
@@ -50,9 +51,15 @@ class StagingMemory:
         # One of its own: no other stream has work to do in the memory that is taken on it.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._kept: dict[str, Staging] = {}  # by place
-        needed = sum(spec.num_bytes for spec in self._specs)
+        needed = _total(self._specs)
         if device.type == "cuda" and reserved >= needed:
             self._kept["device"] = Staging(arena=self._on_device(self._specs), place="device")
+        elif device.type == "cuda" and reserved:
+            logger.warning(
+                "--weight-staging-gb %.2f keeps less memory free than the weights take: %.2f GB on this rank",
+                reserved / 1e9,
+                needed / 1e9,
+            )
 
     def on_stream(self) -> AbstractContextManager[object]:
         """In it, operations on the device go to `stream`, behind what the stream of before has to do."""
@@ -83,7 +90,10 @@ class StagingMemory:
                 return kept
             missing = _total(wanted) + landing + self._headroom - _free(self.device)
             if missing <= 0:
-                return Staging(arena=self._on_device(wanted), place="device")
+                try:
+                    return Staging(arena=self._on_device(wanted), place="device")
+                except torch.OutOfMemoryError:  # what is free is not in one piece
+                    missing = _total(wanted)
             reason = f"{missing} bytes of device memory are missing for staging there"
             if place == "device":
                 raise OutOfMemoryError(
@@ -134,7 +144,7 @@ def _free(device: torch.device) -> int:
 
 
 def _total(specs: Sequence[TensorSpec]) -> int:
-    return sum(spec.num_bytes for spec in specs)
+    return sum(-(-spec.num_bytes // ALIGNMENT) * ALIGNMENT for spec in specs)
 
 
 def _check_host(num_bytes: int) -> None:
@@ -158,6 +168,7 @@ def _pinned(num_bytes: int) -> Tensor:
     """The same, pinned; torch's own pinned memory comes in powers of two."""
     raw = _mapped(num_bytes)
     if num_bytes:
+        raw.zero_()  # the pages come now, and not under the driver's lock
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(cudart.cudaHostRegister(raw.data_ptr(), num_bytes, 0))
     return raw

@@ -46,7 +46,9 @@ def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[bool]:
             found[index] = finite
     for index, tensor in enumerate(tensors):
         if not tensor.is_cuda:
-            found[index] = all(_is_finite(block, dtype) for block, _ in _blocks(tensor, tensor))
+            steps_on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            limit = _BLOCK_CUDA if steps_on_cuda else _BLOCK
+            found[index] = all(_is_finite(block, dtype) for block, _ in _blocks(tensor, tensor, limit=limit))
     return found
 
 

@@ -34,13 +34,14 @@ from segue.protocol.weights import (
 )
 from segue.weights.sync import commit, disk
 from segue.weights.sync.groups import Groups, JoinedGroup
+from segue.weights.sync.incoming import Borrowed, Incoming
 from segue.weights.sync.inspect import Inspector
 from segue.weights.sync.live import LiveWeights
 from segue.weights.sync.manifest import bucket_bytes, check, normalised
 from segue.weights.sync.memory import StagingMemory
 from segue.weights.sync.payload import decode
 from segue.weights.sync.receiver import Callbacks, Receiver
-from segue.weights.sync.staging import Borrowed, Incoming, StagedWeights
+from segue.weights.sync.staging import StagedWeights
 
 Send = Callable[[RankReply | Received], None]
 Fields = dict[str, Any]
