@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from segue.trainer.endpoint import Answer, Endpoint
-from segue.trainer.sender import Progress, SendReport, WeightSender, WeightSyncError
+from segue.trainer.sender import Progress, SendReport, WeightSender, WeightSendError
 
-__all__ = ["Answer", "Endpoint", "Progress", "SendReport", "WeightSender", "WeightSyncError"]
+__all__ = ["Answer", "Endpoint", "Progress", "SendReport", "WeightSendError", "WeightSender"]

@@ -25,7 +25,7 @@ COMMIT_TRIES = 3  # a commit whose answer was lost is asked for again
 DEFAULT_GROUP = "weight_update_group"
 
 
-class WeightSyncError(SegueError):
+class WeightSendError(SegueError):
     """Weights were not sent, and unless the message says otherwise no engine took any of them.
 
     ``answers`` has what each engine said last.
@@ -36,7 +36,7 @@ class WeightSyncError(SegueError):
         self.answers = list(answers)
 
 
-class _RefusedError(WeightSyncError):
+class _RefusedError(WeightSendError):
     """By prepare: nothing was broadcast."""
 
 
@@ -125,7 +125,7 @@ class WeightSender:
         Engines call the new weights ``weight_version``; None: a number one higher than before.
 
         Raises:
-            WeightSyncError: an engine cannot be reached, refused, or failed; the old weights stay.
+            WeightSendError: an engine cannot be reached, refused, or failed; the old weights stay.
         """
         with self._lock:
             if self._group is not None:
@@ -153,7 +153,7 @@ class WeightSender:
         try:
             manifest = self._manifest(session, buckets, weight_version)
             self._ask("/prepare_weights_update", manifest, self._timeout_s)
-        except WeightSyncError as error:
+        except WeightSendError as error:
             raise _RefusedError(error.message, error.answers) from None
         self._wait_for(group)
         broadcast_began = time.perf_counter()
@@ -196,7 +196,7 @@ class WeightSender:
         if self._backend == "gloo" or (self._backend == "auto" and device.type != "cuda"):
             device = torch.device("cpu")
         elif device.type != "cuda":
-            raise WeightSyncError(f"backend 'nccl' sends from CUDA devices, and the weights are on {device}")
+            raise WeightSendError(f"backend 'nccl' sends from CUDA devices, and the weights are on {device}")
         first = urlsplit(self._endpoints[0].url)
         group = Group(
             name=self._name,
@@ -235,7 +235,7 @@ class WeightSender:
         try:
             group.wait(self._timeout_s)
         except (RuntimeError, TimeoutError) as error:
-            raise WeightSyncError(str(error)) from error
+            raise WeightSendError(str(error)) from error
 
     def _broadcast(self, group: Group, session: str, buckets: list[Bucket], began: float) -> None:
         total_bytes = sum(bucket.num_bytes for bucket in buckets)
@@ -318,7 +318,7 @@ class WeightSender:
 
     def _fail(self, what: str, answers: list[Answer]) -> NoReturn:
         reasons = "; ".join(f"{answer.url}: {answer.message}" for answer in answers if not answer.success)
-        raise WeightSyncError(f"{what}: {reasons}" if reasons else what, answers)
+        raise WeightSendError(f"{what}: {reasons}" if reasons else what, answers)
 
     def _give_up(self, session: str) -> None:
         """Have every engine forget the session, and leave the group, in which a broadcast may hang."""
@@ -340,7 +340,7 @@ def world_sizes(endpoints: Sequence[Endpoint]) -> list[int]:
     """How many ranks each engine has: what it says itself, else what its endpoint says.
 
     Raises:
-        WeightSyncError: an engine cannot be reached, or neither of them says it.
+        WeightSendError: an engine cannot be reached, or neither of them says it.
     """
     answers = everywhere(endpoints, lambda _, endpoint: endpoint.get("/server_info", ASK_S))
     sizes: list[int] = []
@@ -348,7 +348,7 @@ def world_sizes(endpoints: Sequence[Endpoint]) -> list[int]:
         size = answer.fields.get("tp", answer.fields.get("tp_size", endpoint.world_size))
         if answer.gone or not isinstance(size, int):
             why = answer.message or "its /server_info has no tp; give the endpoint's world_size"
-            raise WeightSyncError(f"{answer.url}: the number of its ranks is not known: {why}", answers)
+            raise WeightSendError(f"{answer.url}: the number of its ranks is not known: {why}", answers)
         sizes.append(size)
     return sizes
 

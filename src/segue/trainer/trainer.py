@@ -15,7 +15,7 @@ from segue.errors import InvalidRequestError
 from segue.protocol.validation import FastList
 from segue.trainer.endpoint import Endpoint
 from segue.trainer.model import TrainedModel
-from segue.trainer.sender import Progress, SendReport, WeightSender, WeightSyncError, world_sizes
+from segue.trainer.sender import Progress, SendReport, WeightSender, WeightSendError, world_sizes
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -106,7 +106,7 @@ class Trainer:
         with self._turn:
             try:
                 report = self._send(body)
-            except WeightSyncError as error:
+            except WeightSendError as error:
                 outcome: dict[str, Any] = {"success": False, "message": error.message}
                 outcome |= {"num_buckets": 0, "bytes": 0, "seconds": 0.0, "gb_per_s": 0.0}
                 answers = error.answers
