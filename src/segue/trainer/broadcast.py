@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from segue.trainer.buckets import Bucket, as_bytes
 from segue.trainer.group import Group
 
 AHEAD = 2  # buckets in flight on CUDA, each with its landing buffer
+POLL_S = 0.0005  # between two looks at the device
 
 
 class Broadcast:
@@ -29,7 +29,7 @@ class Broadcast:
         flattened: bool,
         on_sent: Callable[[Broadcast], None],
     ) -> None:
-        """``flattened``: one ``uint8`` broadcast a bucket, its tensors end to end; else one a tensor.
+        """``flattened``: one broadcast a bucket, its tensors' bytes end to end; else one a tensor.
 
         On CUDA it sees what the caller's current stream has been given so far.
         """
@@ -38,17 +38,17 @@ class Broadcast:
         self.error: Exception | None = None
         self.finished = threading.Event()
         self._group, self._buckets, self._tensors = group, buckets, tensors
+        self._pieces = self._flat if flattened else self._single
         self._on_sent = on_sent
-        self._send = self._send_flattened if flattened else self._send_tensors
         self._stopped = False
         is_cuda = group.device.type == "cuda"
-        self._ready = torch.cuda.current_stream(group.device).record_event() if is_cuda else None
+        self._given = torch.cuda.current_stream(group.device).record_event() if is_cuda else None
         self._landing: list[Tensor] = []
         run = self._run_cuda if is_cuda else self._run
         threading.Thread(target=self._guard, args=(run,), name="broadcast-weights", daemon=True).start()
 
     def stop(self) -> None:
-        """Send no further bucket; one that is under way ends with its group, or never."""
+        """Send nothing further; what is under way ends with its group, or never."""
         self._stopped = True
 
     def _guard(self, run: Callable[[], None]) -> None:
@@ -61,56 +61,63 @@ class Broadcast:
 
     def _run(self) -> None:
         for index, bucket in enumerate(self._buckets):
-            for work in self._send(index, bucket):
-                if self._stopped:
-                    return
-                work.wait()
+            for piece in self._pieces(index, bucket):
+                self._check()
+                self._group.broadcast(piece).wait()
             self._count(bucket)
 
     def _run_cuda(self) -> None:
-        assert self._ready is not None
-        under_way: deque[tuple[Bucket, torch.cuda.Event]] = deque()
-        stream = torch.cuda.Stream(self._group.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self._group.device), torch.cuda.stream(stream):
-            stream.wait_event(self._ready)
+        """One stream packs, one sends; the host waits for nothing that it cannot leave."""
+        assert self._given is not None
+        packing, wire = self._group.streams
+        packing.wait_event(self._given)
+        under_way: deque[tuple[Bucket, torch.cuda.Event, list[Tensor]]] = deque()
+        with torch.cuda.device(self._group.device):
             for index, bucket in enumerate(self._buckets):
-                for work in list(self._send(index, bucket)):
-                    work.wait()  # in the stream: what follows there, a landing buffer's next use, waits
-                under_way.append((bucket, stream.record_event()))
-                self._settle(under_way, AHEAD)
-            self._settle(under_way, 0)
+                if len(under_way) == AHEAD:  # whose landing buffer is the next one's
+                    self._settle(under_way)
+                with torch.cuda.stream(packing):
+                    pieces = list(self._pieces(index, bucket))
+                wire.wait_event(packing.record_event())
+                with torch.cuda.stream(wire):
+                    for piece in pieces:
+                        self._group.broadcast(piece)
+                under_way.append((bucket, wire.record_event(), pieces))
+            while under_way:
+                self._settle(under_way)
 
-    def _settle(self, under_way: deque[tuple[Bucket, torch.cuda.Event]], most: int) -> None:
-        """Wait, without blocking the device or being blocked by it, until at most so many are under way."""
-        while len(under_way) > most:
-            while not under_way[0][1].query():  # type: ignore[no-untyped-call]
-                if self._stopped:
-                    raise RuntimeError("the broadcast was given up")
-                time.sleep(0.0005)
-            self._count(under_way.popleft()[0])
+    def _settle(self, under_way: deque[tuple[Bucket, torch.cuda.Event, list[Tensor]]]) -> None:
+        """Wait for the first bucket under way."""
+        while not under_way[0][1].query():  # type: ignore[no-untyped-call]
+            self._check()
+            time.sleep(POLL_S)
+        self._count(under_way.popleft()[0])
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise RuntimeError("the broadcast was given up")
 
     def _count(self, bucket: Bucket) -> None:
         self.num_buckets += 1
         self.num_bytes += bucket.num_bytes
         self._on_sent(self)
 
-    def _send_tensors(self, index: int, bucket: Bucket) -> Iterator[Any]:
+    def _single(self, index: int, bucket: Bucket) -> Iterator[Tensor]:
         for tensor in self._take(bucket):
-            yield self._group.broadcast(tensor.to(self._group.device).contiguous())
+            yield as_bytes(tensor.to(self._group.device))
 
-    def _send_flattened(self, index: int, bucket: Bucket) -> Iterator[Any]:
+    def _flat(self, index: int, bucket: Bucket) -> Iterator[Tensor]:
         if not self._landing:
             size = max(bucket.num_bytes for bucket in self._buckets)
-            count = min(len(self._buckets), AHEAD if self._ready is not None else 1)
-            self._landing = [
-                torch.empty(size, dtype=torch.uint8, device=self._group.device) for _ in range(count)
-            ]
+            count = 1 if self._given is None else min(len(self._buckets), AHEAD)
+            device = self._group.device
+            self._landing = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
         flat = self._landing[index % len(self._landing)][: bucket.num_bytes]
         start = 0
         for tensor in self._take(bucket):
             flat[start : start + tensor.nbytes].copy_(as_bytes(tensor))
             start += tensor.nbytes
-        yield self._group.broadcast(flat)
+        yield flat
 
     def _take(self, bucket: Bucket) -> Iterator[Tensor]:
         for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):

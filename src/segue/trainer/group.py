@@ -5,19 +5,20 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
-# Behind every deadline of ours: NCCL's watchdog ends the process when an operation takes longer than this.
-MARGIN_S = 600.0
+from segue.weights.sync.groups import MAX_CTAS_KEY, without_watchdog
+
+MARGIN_S = 600.0  # torch's own deadlines lie so far behind ours
 LEAVE_S = 10.0
 
 
@@ -29,12 +30,26 @@ class Group:
     """
 
     def __init__(
-        self, *, name: str, address: str, port: int, world_size: int, device: torch.device, timeout_s: float
+        self,
+        *,
+        name: str,
+        address: str,
+        port: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float,
+        max_ctas: int | None = None,
     ) -> None:
-        """``device``: of the tensors to be broadcast; a CUDA device means NCCL, any other one gloo."""
+        """``device``: of the tensors to be broadcast; a CUDA device means NCCL, any other one gloo.
+
+        ``max_ctas``: of NCCL's kernels, here and in the engines.
+        """
         self.name, self.address, self.port, self.world_size = name, address, port, world_size
         self.device = device
         self.backend = "nccl" if device.type == "cuda" else "gloo"
+        # The same for all broadcasts: memory that one stream gave back is no other stream's.
+        self.streams = [torch.cuda.Stream(device) for _ in range(2)] if self.backend == "nccl" else []  # type: ignore[no-untyped-call]
+        self._max_ctas = max_ctas
         self._timeout = timedelta(seconds=timeout_s + MARGIN_S)
         self._group: Any = None
         self._error: Exception | None = None
@@ -57,11 +72,14 @@ class Group:
             raise TimeoutError(f"not all engines joined the group {self.name!r} within {timeout_s:g} s")
 
     def broadcast(self, tensor: Tensor) -> Any:
-        """Begin to send a contiguous tensor of :attr:`device`; ``wait()`` for what is returned.
+        """Begin to send a contiguous tensor of :attr:`device`.
 
-        With gloo that blocks until it is sent; with NCCL it makes the current stream wait.
+        With NCCL it is queued on the current stream; with gloo, ``wait()`` for what is returned.
         """
-        return self._group.broadcast(tensor, 0)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.asyncOp = False
+        return self._group.broadcast([tensor], options)
 
     def leave(self) -> None:
         """Close the store and all connections, whatever is still going on; the port is free soon after.
@@ -78,25 +96,13 @@ class Group:
         work.join(LEAVE_S)
 
     def _join(self) -> None:
-        device_id = self.device if self.backend == "nccl" else None
         try:
             where = f"tcp://{bracketed(self.address)}:{self.port}"
             store, _, _ = next(rendezvous(where, rank=0, world_size=self.world_size, timeout=self._timeout))
             if self._left:  # and `_end` stands in for those who are missing
                 return
             store.set_timeout(self._timeout)
-            with _without_bound_device():
-                group, _ = c10d._new_process_group_helper(
-                    self.world_size,
-                    0,
-                    [],
-                    dist.Backend(self.backend),
-                    PrefixStore(self.name, store),
-                    group_name=self.name,  # type: ignore[arg-type]
-                    timeout=self._timeout,
-                    device_id=device_id,  # an eager communicator: broadcasts never wait for one to be built
-                )
-            c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
+            group = self._make(PrefixStore(self.name, store))
         except Exception as error:
             self._error = error
             return
@@ -105,6 +111,30 @@ class Group:
                 self._group = group
                 return
         _destroy(group)
+
+    def _make(self, store: Store) -> Any:
+        options: Any = None
+        if self.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            if self._max_ctas is not None:
+                options.config.max_ctas = self._max_ctas
+                PrefixStore(f"{self.name}/", store).set(MAX_CTAS_KEY, str(self._max_ctas))
+        with without_watchdog() if options is not None else nullcontext(), _without_bound_device():
+            group, _ = c10d._new_process_group_helper(
+                self.world_size,
+                0,
+                [],
+                dist.Backend(self.backend),
+                store,
+                group_name=self.name,  # type: ignore[arg-type]
+                backend_options=options,
+                timeout=self._timeout,
+            )
+        if options is not None:  # at once: no broadcast waits for a communicator to be built
+            group._get_backend(self.device).eager_connect_single_device(self.device)
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
+        return group
 
     def _end(self, group: Any) -> None:
         if group is not None:

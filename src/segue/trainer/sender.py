@@ -18,6 +18,7 @@ from segue.trainer.broadcast import Broadcast
 from segue.trainer.buckets import Bucket, Weights, device_of, plan, tensors
 from segue.trainer.endpoint import Answer, Endpoint, everywhere
 from segue.trainer.group import Group, bracketed, free_port, own_address
+from segue.weights.sync.checksum import checksum
 
 ASK_S = 10.0  # for what an engine answers at once
 POLL_S = 1.0  # between two looks at how engines fare during a broadcast
@@ -77,10 +78,12 @@ class WeightSender:
         *,
         buffer_size_mb: int = 1024,
         flattened: bool = True,
+        checksums: bool = False,
         backend: Literal["auto", "gloo", "nccl"] = "auto",
         group_name: str = DEFAULT_GROUP,
         master_address: str | None = None,
         master_port: int | None = None,
+        max_ctas: int | None = 8,
         timeout_s: float = 300.0,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
@@ -91,10 +94,13 @@ class WeightSender:
             weights: a module, whose parameters are sent, or a mapping, sent as it is.
             buffer_size_mb: MiB a bucket; a larger tensor has its own.
             flattened: one broadcast a bucket; else one a tensor.
+            checksums: let engines compare a checksum of every tensor before they commit.
             backend: auto: NCCL for weights on CUDA, else gloo.
             group_name: of the process group.
             master_address: under which engines reach this process; default: found out.
             master_port: of the store that is hosted here; a free one if it is taken, or not given.
+            max_ctas: SMs that NCCL's kernels take, here and from each engine that serves meanwhile; None:
+                as NCCL thinks best.
             timeout_s: for joining, for a silent transfer, and for an engine to finish receiving.
             on_progress: called behind each bucket, in another thread.
 
@@ -106,9 +112,9 @@ class WeightSender:
             raise ConfigError("endpoints is empty: give the URL of at least one engine")
         self._weights = weights
         self._max_bytes = buffer_size_mb << 20
-        self._flattened, self._backend = flattened, backend
+        self._flattened, self._checksums, self._backend = flattened, checksums, backend
         self._name, self._address, self._port = group_name, master_address, master_port
-        self._timeout_s = timeout_s
+        self._max_ctas, self._timeout_s = max_ctas, timeout_s
         self._on_progress = on_progress
         self._group: Group | None = None
         self._lock = threading.Lock()
@@ -178,6 +184,9 @@ class WeightSender:
         )
 
     def _manifest(self, session: str, buckets: list[Bucket], weight_version: str | None) -> dict[str, Any]:
+        sums = (
+            {name: checksum(tensor) for name, tensor in tensors(self._weights)} if self._checksums else None
+        )
         return {
             "num_buckets": len(buckets),
             "buckets": [bucket.body() for bucket in buckets],
@@ -185,6 +194,7 @@ class WeightSender:
             "session_id": session,
             "weight_version": weight_version,
             "load_format": "flattened_bucket" if self._flattened else None,
+            "checksums": sums,
             "timeout_s": self._timeout_s,
         }
 
@@ -205,6 +215,7 @@ class WeightSender:
             world_size=1 + sum(sizes),
             device=device,
             timeout_s=self._timeout_s,
+            max_ctas=self._max_ctas,
         )
         common = {
             "master_address": bracketed(group.address),

@@ -336,13 +336,14 @@ def _nccl(store: Store, group: Group, rank: int) -> ProcessGroup:
     options.global_ranks_in_group = list(range(group.world_size))
     if prefixed.check([MAX_CTAS_KEY]):
         options.config.max_ctas = int(prefixed.get(MAX_CTAS_KEY))
-    with _without_watchdog():
+    with without_watchdog():
         nccl = dist.ProcessGroupNCCL(PrefixStore("cuda/", prefixed), rank, group.world_size, options)
     return cast(ProcessGroup, nccl)
 
 
 @contextmanager
-def _without_watchdog() -> Iterator[None]:
+def without_watchdog() -> Iterator[None]:
+    """NCCL groups that are made within cannot end the process."""
     with _environment:
         before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}
         os.environ.update(_WITHOUT_WATCHDOG)
