@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,7 +57,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def make_server(trainer: Trainer) -> uvicorn.Server:
     """The HTTP server."""
-    return uvicorn.Server(
+    return _Server(
         uvicorn.Config(
             create_app(trainer),
             log_config=None,
@@ -70,11 +71,21 @@ def make_server(trainer: Trainer) -> uvicorn.Server:
 
 def run(trainer: Trainer, listener: socket.socket) -> None:
     """Serve until a signal, then leave the engines' group."""
+    server = make_server(trainer)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, server.handle_exit)
     try:
-        with suppress(KeyboardInterrupt):
-            make_server(trainer).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         trainer.close()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 def _post(app: FastAPI, path: str, kind: type[B], act: Callable[[B], dict[str, Any]]) -> None:
