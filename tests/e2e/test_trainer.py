@@ -1,0 +1,112 @@
+"""A training server and a server, as the script starts them, and the commands of the seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import segue
+from segue.trainer.group import free_port
+from tests.e2e.served import greedy
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "start_servers.sh"
+OPTIONS = {"num_kv_tokens": 1024, "max_running_requests": 2, "log_level": "warning"}
+# As the seed has them.
+REGISTER = """\
+curl -X POST http://localhost:8990/add_inference_endpoint \\
+    -H "Content-Type: application/json" \\
+    -d '{"host": "localhost", "port": 30000, "world_size": 4}'
+"""
+SYNC = """\
+curl -X POST http://localhost:8990/sync_inference_weights \\
+    -H "Content-Type: application/json" \\
+    -d '{"master_port": 29600, "buffer_size_mb": 1024}'
+"""
+PROMPT = "The capital of France is"
+
+
+@dataclass(frozen=True)
+class Started:
+    process: subprocess.Popen[str]
+    serve_port: int
+    trainer_port: int
+    shown: str
+
+    def with_ours(self, command: str) -> str:
+        """With our ports."""
+        return command.replace("8990", str(self.trainer_port)).replace("30000", str(self.serve_port))
+
+    def run(self, command: str) -> dict[str, Any]:
+        """A curl command; it must succeed."""
+        reply = subprocess.run(
+            self.with_ours(command), shell=True, capture_output=True, text=True, timeout=60, check=True
+        )
+        answer: dict[str, Any] = json.loads(reply.stdout)
+        assert answer["success"], answer
+        return answer
+
+    def answer(self) -> Any:
+        body = {"text": PROMPT, "sampling_params": greedy(16), "return_logprob": True}
+        reply = httpx.post(f"http://127.0.0.1:{self.serve_port}/generate", json=body, timeout=60)
+        return reply.json()["meta_info"]
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    ports = free_port(None), free_port(None)
+    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in OPTIONS.items())
+    environment = {
+        "SERVE_PORT": str(ports[0]),
+        "TRAINER_PORT": str(ports[1]),
+        "SERVE_ARGS": options,
+        "TRAINER_ARGS": "--dtype bfloat16 --learning-rate 1e-4",
+        "DEADLINE_S": "60",
+    }
+    process = subprocess.Popen(
+        [str(SCRIPT)], stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+    assert process.stdout is not None
+    with process:
+        try:
+            shown = ""
+            while "Ctrl-C stops both." not in shown:
+                line = process.stdout.readline()
+                assert line, f"the script ended: {shown}"
+                shown += line
+            yield Started(process, *ports, shown)
+        finally:
+            process.terminate()
+
+
+def test_the_commands_of_the_seed_send_the_trained_weights(started: Started, tmp_path: Path) -> None:
+    train, register, sync = re.findall(r"curl .*?\n(?:    .*\n)*", started.shown)
+    assert register == started.with_ours(REGISTER.replace('"world_size": 4', '"world_size": 1'))
+    assert sync == started.with_ours(SYNC)
+    before = started.answer()
+    started.run(train)
+    assert started.run(REGISTER)["rank_offset"] == 1
+    report = started.run(SYNC)
+    assert report["num_buckets"] == 1 and report["bytes"] > 2e8 and report["gb_per_s"] > 0
+    after = started.answer()
+    assert (before["weight_version"], after["weight_version"]) == ("0", "1")
+    assert after["output_token_logprobs"] != before["output_token_logprobs"]
+    url = f"http://127.0.0.1:{started.trainer_port}"
+    assert httpx.post(f"{url}/save_checkpoint", json={"path": str(tmp_path)}, timeout=60).json()["success"]
+    started.process.send_signal(signal.SIGINT)
+    assert started.process.wait(15) == 130
+    for port in (started.serve_port, started.trainer_port):
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{port}/health")
+    with segue.Engine(model=str(tmp_path), **OPTIONS) as engine:
+        fresh = engine.generate(PROMPT, greedy(16), return_logprob=True)["meta_info"]
+    assert after["output_token_logprobs"] == fresh["output_token_logprobs"]
