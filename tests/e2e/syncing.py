@@ -200,9 +200,9 @@ class Syncing:
         status: dict[str, Any] = (client or self.http).get("/weights_update_status").json()
         return status
 
-    def until(self, **facts: Any) -> dict[str, Any]:
+    def until(self, timeout: float = DEADLINE_S, **facts: Any) -> dict[str, Any]:
         """The status, once it agrees."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + timeout
         while True:
             status = self.status()
             if all(status.get(name) == value for name, value in facts.items()):

@@ -164,7 +164,7 @@ class PauseMachine(StepMachine):
         assert flush.success, flush.error_msg
 
 
-def prove(machine: type[PauseMachine], *, examples: int, **options: Any) -> int:
+def prove(machine: Any, *, examples: int, **options: Any) -> int:
     """Run the machine; the number of events, the first of each example included."""
     machine.num_steps = 0
     run_state_machine_as_test(

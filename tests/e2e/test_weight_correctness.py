@@ -1,0 +1,194 @@
+"""After an update an engine is the one that was started with the new weights, bit for bit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+import segue
+from tests.e2e.syncing import (
+    GREEDY,
+    PROMPTS,
+    Syncing,
+    cut,
+    syncing,
+    tensors_of,
+    write_checkpoints,
+)
+from tests.weights.sync.conftest import trainer_address as trainer_address
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class EngineSyncing(Syncing):
+    """The same with `segue.Engine`."""
+
+    def __init__(self, engine: segue.Engine, trainers: str) -> None:
+        super().__init__([], trainers)
+        self.engine = engine
+        self.clients = [None]  # type: ignore[list-item]
+
+    def ask(self, path: str, client: Any = None, **body: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = getattr(self.engine, path[1:])(**body)
+        return answer
+
+    def close(self) -> None:
+        self.clients = []
+        super().close()
+
+    def checksum(self, client: Any = None) -> int:
+        total: int = self.engine.weights_checker()["total"]
+        return total
+
+    def replies(self, client: Any = None) -> list[Any]:
+        return [
+            (reply["output_ids"], [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+            for reply in self.engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True)
+        ]
+
+
+def engine_of(checkpoint: Path, tp: int, dtype: str) -> segue.Engine:
+    return segue.Engine(
+        str(checkpoint),
+        embedded=tp == 1,
+        tp=tp,
+        dtype=dtype,
+        deterministic=True,
+        num_kv_tokens=1024,
+        log_level="error",
+    )
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "dtype"),
+    [
+        ("llama", 1, "float32"),
+        ("llama-tied", 1, "bfloat16"),
+        ("qwen3", 1, "bfloat16"),
+        ("qwen3-moe", 1, "float32"),
+        ("qwen3-moe", 2, "float32"),
+        slow("llama", 2, "bfloat16"),
+        slow("llama-tied", 2, "float32"),
+        slow("llama-biases", 2, "float32"),
+        slow("qwen2", 2, "bfloat16"),
+        slow("qwen3", 2, "float32"),
+    ],
+)
+def test_an_updated_engine_is_a_new_one(
+    kind: str, tp: int, dtype: str, tmp_path: Path, trainer_address: str
+) -> None:
+    old, new = write_checkpoints(tmp_path, kind)
+    with engine_of(new, tp, dtype) as engine:
+        fresh = EngineSyncing(engine, trainer_address)
+        right = (fresh.replies(), fresh.checksum())
+        fresh.close()
+    with engine_of(old, tp, dtype) as engine:
+        sync = EngineSyncing(engine, trainer_address)
+        before = sync.replies()
+        assert before != right[0]
+        for flattened in (False, True):
+            sync.new_trainer(new)
+            sync.meet(ranks=tp)
+            assert sync.update(new, flattened=flattened)["success"]
+            assert (sync.replies(), sync.checksum()) == right
+            assert sync.ask("/destroy_weights_update_group", group_name="g")["success"]
+            assert sync.ask("/update_weights_from_disk", model_path=str(old))["success"]
+            assert sync.replies() == before
+        sync.close()
+
+
+def rounds(trainer_address: str, tmp_path: Path, count: int) -> None:
+    """Trainers that begin to broadcast at once, and some that take their time, 73 buckets each."""
+    (checkpoint,) = write_checkpoints(tmp_path, "llama", 1, num_hidden_layers=8)
+    tensors = tensors_of(checkpoint)
+    buckets = cut(tensors, 73)
+    assert len(tensors) >= 73 and all(buckets)
+    with syncing(trainer_address, checkpoint, options=["--num-kv-tokens", "1024"]) as sync:
+        sync.new_trainer(checkpoint)
+        sync.meet()
+        checksum = sync.checksum()
+        for index in range(count):
+            assert sync.prepare(buckets)["status"] == "ready"
+            sync.send(buckets, after=0.0 if index % 10 else 0.5 if count < 50 else 5.0)
+            done = sync.complete()
+            assert done["success"] and done["num_buckets_received"] == 73, done
+            assert "error" not in sync.sent()
+        assert sync.checksum() == checksum
+
+
+def test_rounds_of_73_buckets(trainer_address: str, tmp_path: Path) -> None:
+    rounds(trainer_address, tmp_path, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_hundred_rounds_of_73_buckets(trainer_address: str, tmp_path: Path) -> None:
+    rounds(trainer_address, tmp_path, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_trainer_that_sends_after_eleven_minutes(trainer_address: str, tmp_path: Path) -> None:
+    old, new = write_checkpoints(tmp_path, "llama-tied")
+    with syncing(trainer_address, old, options=["--num-kv-tokens", "1024"]) as sync:
+        sync.new_trainer(new)
+        sync.meet()
+        buckets = cut(tensors_of(new), 3)
+        assert sync.prepare(buckets)["status"] == "ready"
+        before = sync.replies()
+        sync.send(buckets, after=660.0)
+        sync.until(900.0, state="received")
+        assert sync.complete()["success"]
+        assert sync.replies() != before
+
+
+def gaps_during(sync: Syncing, streams: int, work: Any) -> list[float]:
+    """Seconds between the tokens of each of so many streams while ``work`` runs and a little after."""
+    gaps: list[float] = []
+    body = {"input_ids": PROMPTS[0], "sampling_params": GREEDY | {"max_new_tokens": 400}, "stream": True}
+
+    def read() -> None:
+        with sync.http.stream("POST", "/generate", json=body) as response:
+            assert response.status_code == 200
+            last = 0.0
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    now = time.monotonic()
+                    if last:
+                        gaps.append(now - last)
+                    last = now
+            assert line == "" or line == "data: [DONE]"
+
+    readers = [sync.threads.submit(read) for _ in range(streams)]
+    work()
+    for reader in readers:
+        reader.result(120)
+    return gaps
+
+
+def test_serving_goes_on(trainer_address: str, tmp_path: Path) -> None:
+    old, new = write_checkpoints(tmp_path, "llama-tied", max_position_embeddings=1024)
+    with syncing(trainer_address, old, options=["--num-kv-tokens", "16384"]) as sync:
+        sync.new_trainer(new)
+        sync.meet()
+        commits: list[float] = []
+
+        def update() -> None:
+            while sync.http.get("/server_info").json()["internal_states"][0]["running_batch_size"] < 16:
+                pass
+            for _ in range(3):
+                commits.append(sync.update(new)["timings"]["commit_s"])
+
+        gaps = gaps_during(sync, 16, update)
+        allowed = 3 * median(gaps) + max(commits)
+        print(f"{len(gaps)} gaps: median {median(gaps) * 1e3:.1f} ms, longest {max(gaps) * 1e3:.1f} ms, ")
+        print(f"allowed {allowed * 1e3:.1f} ms, of which the commit {max(commits) * 1e3:.1f} ms")
+        assert len(gaps) == 16 * 399
