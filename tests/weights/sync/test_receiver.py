@@ -3,7 +3,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from segue.protocol.weights import Bucket, Group, Manifest
 from segue.weights.sync.groups import Groups, JoinedGroup
 from segue.weights.sync.receiver import Callbacks, Receiver
 from tests.conftest import WaitUntil
+from tests.weights.sync.conftest import in_thread
 from tests.weights.sync.trainer import content
 
 Tensors = list[tuple[str, str, list[int]]]
@@ -124,7 +126,7 @@ def test_a_broadcast_that_began_before_the_receive_arrives(
 
 
 @pytest.mark.parametrize(
-    ("sent", "word"), [(10, "less"), (99_992, "less"), (100_001, "more"), (9 << 20, "more")]
+    ("sent", "word"), [(10, "less"), (99_992, "less"), (100_001, "more"), (1 << 20, "more")]
 )
 def test_a_trainer_that_does_not_keep_to_its_manifest_is_found_out(
     trainer: Any, joined: JoinedGroup, sent: int, word: str
@@ -253,6 +255,41 @@ def test_a_sink_that_fails_ends_the_session_and_frees_the_trainer(trainer: Any, 
     assert session.end() == "no space left"
     assert not joined.alive
     trainer.answer()
+
+
+@pytest.fixture
+def three(trainer: Any, new_group: NewGroup) -> Iterator[list[JoinedGroup]]:
+    """Three ranks of one group: gloo's third one gets its broadcasts from the first."""
+    group = new_group(world_size=4)
+    ranks = [Groups(torch.device("cpu")) for _ in range(3)]
+    trainer.host(group)
+    joining = [in_thread(partial(rank.join, group, number, 30)) for number, rank in enumerate(ranks)]
+    for thread in joining:
+        thread.join(30)
+    assert trainer.answer() == {}
+    joined = [rank.get(group.name) for rank in ranks]
+    yield [group for group in joined if group is not None]
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_all_ranks_receive(trainer: Any, three: list[JoinedGroup], flattened: bool) -> None:
+    sessions = [Session(group, BUCKETS, flattened=flattened) for group in three]
+    trainer.send(three[0].group, BUCKETS, flattened=flattened)
+    assert [session.end() for session in sessions] == [None] * 3
+    for session in sessions:
+        assert_received(session.sink.tensors, BUCKETS)
+
+
+def test_all_ranks_miss_a_killed_trainer(trainer: Any, three: list[JoinedGroup]) -> None:
+    sessions = [Session(group, BUCKETS) for group in three]
+    assert all(session.entered.wait(10) for session in sessions)
+    trainer.kill()
+    for session in sessions:
+        error = session.end(3)
+        assert error is not None
+        assert error.startswith("the connection to the trainer was lost")
 
 
 def test_a_trainer_may_end_before_all_it_sent_is_taken(trainer: Any, joined: JoinedGroup) -> None:

@@ -54,7 +54,7 @@ def content(name: str, dtype: str, shape: list[int], device: str = "cpu") -> tor
         return LOADED[name].to(device)
     kind = getattr(torch, dtype)
     num_bytes = torch.Size(shape).numel() * kind.itemsize
-    values = (torch.arange(num_bytes, device=device) * 31 + sum(name.encode())) % (
+    values = (torch.arange(num_bytes, dtype=torch.int32, device=device) * 31 + sum(name.encode())) % (
         2 if dtype == "bool" else 251
     )
     return values.to(torch.uint8).view(kind).view(shape)

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,6 +40,7 @@ _WITHOUT_WATCHDOG = {
 }
 _CONNECT_RETRY_S = 0.1
 _CLOSE_S = 5.0
+_STUCK_S = 0.2  # a thread that has not ended then will not
 _environment = threading.Lock()
 
 
@@ -69,7 +70,9 @@ class JoinedGroup:
         self._process_group = process_group
         self._lock = threading.Lock()
         self._breaking: threading.Thread | None = None
-        self._unused: threading.Event | None = None
+        self._threads: Sequence[threading.Thread] = ()
+        self._quiet = threading.Event()
+        self._quiet.set()
 
     @property
     def alive(self) -> bool:
@@ -112,14 +115,15 @@ class JoinedGroup:
             self.reason = reason
             process_group, self._process_group = self._process_group, None
         logger.info("the weight group %r is dead: %s", self.group.name, reason)
-        self._breaking = threading.Thread(
+        breaking = threading.Thread(
             target=self._break, args=(process_group,), name="break-weight-group", daemon=True
         )
-        self._breaking.start()
+        breaking.start()
+        self._breaking = breaking
 
-    def used_until(self, ended: threading.Event) -> None:
-        """Name what is set when the thread that receives from here has ended."""
-        self._unused = ended
+    def used_by(self, threads: Sequence[threading.Thread], quiet: threading.Event) -> None:
+        """Name the threads that receive from here; those that are stuck do nothing after ``quiet``."""
+        self._threads, self._quiet = threads, quiet
 
     @property
     def is_broken(self) -> bool:
@@ -127,19 +131,22 @@ class JoinedGroup:
         return self._breaking is not None and not self._breaking.is_alive()
 
     def wait_ended(self, timeout_s: float) -> None:
-        """After `mark_dead`: wait until its connections are closed and no thread is inside a receive."""
+        """After `mark_dead`: wait until its connections are closed and its threads have ended, or sleep."""
         if self._breaking is not None:
             self._breaking.join(timeout_s)
-        if self._unused is not None:
-            self._unused.wait(timeout_s)
+        self._quiet.wait(timeout_s)
+        for thread in self._threads:
+            thread.join(_STUCK_S)
 
     def _break(self, process_group: ProcessGroup | None) -> None:
-        with suppress(Exception):  # it may be broken already
-            if self.group.backend == "nccl" and process_group is not None:
+        if process_group is not None and self.group.backend == "nccl":
+            with suppress(Exception):
                 process_group.abort()
-            elif process_group is not None:
-                # gloo has no abort, but a receive that runs out of time closes all connections of its group.
-                process_group.recv([torch.empty(1)], 0, 0).wait(timedelta(milliseconds=1))
+        elif process_group is not None:
+            # gloo has no abort, but a receive that runs out of time closes all connections of its group.
+            for peer in set(range(self.group.world_size)) - {self.rank}:
+                with suppress(RuntimeError):  # always: this one is closed now, if it was not before
+                    process_group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
         self._link.close()
 
 

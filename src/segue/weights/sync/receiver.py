@@ -67,9 +67,13 @@ class Receiver:
         self._last = time.monotonic()  # when something came
         self._num_buckets = 0
         self._num_bytes = 0
-        group.used_until(self.quiet)
-        threading.Thread(target=self._receive, name="receive-weights", daemon=True).start()
-        threading.Thread(target=self._watch, name="receive-weights-deadline", daemon=True).start()
+        threads = [
+            threading.Thread(target=self._receive, name="receive-weights", daemon=True),
+            threading.Thread(target=self._watch, name="receive-weights-deadline", daemon=True),
+        ]
+        group.used_by(threads, self.quiet)
+        for thread in threads:
+            thread.start()
 
     def cancel(self, reason: str = "cancelled") -> None:
         """End the session now, unless it has ended; ``quiet`` says when its memory is free.
