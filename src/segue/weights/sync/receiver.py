@@ -164,7 +164,9 @@ class Receiver:
                     break
                 self._changed.wait(min(wait_s, _LINK_POLL_S))
         self._end(error)
-        while not self.quiet.wait(_ABANDON_POLL_S):
+        pause_s = _ABANDON_POLL_S
+        while not self.quiet.wait(pause_s):
+            pause_s = min(2 * pause_s, 1.0)
             if self._group.is_broken and self._wire is not None and self._wire.abandon():
                 self.quiet.set()
 
