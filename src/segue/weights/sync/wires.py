@@ -149,7 +149,8 @@ class HostWire:
         """
         if self._is_waiting:
             for buffer in self._landing:
-                buffer.untyped_storage().resize_(0)
+                with suppress(RuntimeError):
+                    buffer.untyped_storage().resize_(0)
         return self._is_waiting
 
     def _settle(self, session: Session) -> None:
