@@ -1,5 +1,6 @@
 """Weights received over gloo, staged and committed, or not: what the arena holds then."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from segue.models.decoder import Decoder
 from segue.protocol.weights import Commit, Discard, Receive, Stage, Take
 from segue.weights.sync import memory
 from segue.weights.sync.checksum import checksum
+from segue.weights.sync.staging import StagedWeights
 from tests.weights import tiny
 from tests.weights.sync.updating import Rank, State, Trainer, manifest_of, rank_of, transfer
 
@@ -149,6 +151,32 @@ def test_a_receive_can_be_given_up(rank: Rank, tmp_path: Path) -> None:
     transfer([rank], again, state, manifest_of(state, group="again"), session=3)
     rank.do(Commit, session=3)
     assert_same(rank, new)
+
+
+def test_a_session_begins_when_the_memory_of_the_one_before_is_free(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added, overlaps, release, add = threading.Event(), [], StagedWeights.release, StagedWeights.add
+
+    def slow_release(self: StagedWeights, **options: Any) -> None:
+        overlaps.append(added.wait(0.2))
+        release(self, **options)
+
+    def seen_add(self: StagedWeights, *arguments: Any) -> None:
+        added.set()
+        add(self, *arguments)
+
+    payload = save({NORM: torch.ones(rank.live.table.shapes[NORM])})
+    rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
+    monkeypatch.setattr(StagedWeights, "release", slow_release)
+    monkeypatch.setattr(StagedWeights, "add", seen_add)
+    calls = [
+        rank.send(Discard, session=1),
+        rank.send(Take, session=2, payload=payload, load_format=None, copy=True),
+    ]
+    assert [rank.reply(call).errors for call in calls] == [[], []]
+    assert overlaps == [False]
+    monkeypatch.undo()
 
 
 def test_a_manifest_that_does_not_fit_leaves_a_session_to_drop_what_comes(rank: Rank) -> None:

@@ -94,6 +94,7 @@ class WeightUpdater:
         self._memory = StagingMemory(live.device, live.specs, reserved=live.reserved, headroom=live.headroom)
         self._inspector = Inspector(live)
         self._sessions: dict[int, _Session] = {}
+        self._freed: list[threading.Event] = []  # of sessions that were discarded: their memory is
         self._threads: set[threading.Thread] = set()
 
     def handle(self, command: WeightCommand) -> None:
@@ -111,12 +112,16 @@ class WeightUpdater:
                 self._spawn(partial(self._answer, command.call, partial(self._leave, command)))
             case Discard():
                 self._cancel(command.session)
-                self._spawn(partial(self._answer, command.call, partial(self._discard, command.session)))
+                self._freed.append(freed := threading.Event())
+                work = partial(self._discard, command.session, freed)
+                self._spawn(partial(self._answer, command.call, work))
             case Stage() | Load() | Take():
                 session = self._sessions.setdefault(
                     command.session, _Session(StagedWeights(self._live, self._memory))
                 )
-                self._spawn(partial(self._answer, command.call, partial(self._add, session, command)))
+                self._freed = [event for event in self._freed if not event.is_set()]
+                work = partial(self._add, session, command, self._freed)
+                self._spawn(partial(self._answer, command.call, work))
 
     def close(self) -> None:
         """End what is going on and give all memory back; nothing may be handled any more."""
@@ -126,7 +131,7 @@ class WeightUpdater:
         for thread in list(self._threads):
             thread.join(timeout=10)
         for left in self._sessions.values():
-            left.staged.release()
+            self._release(left)
         self._sessions.clear()
         self._memory.close()
 
@@ -135,7 +140,11 @@ class WeightUpdater:
         if errors:
             self._send(RankReply(rank=self._live.tp.rank, call=command.call, errors=errors))
 
-    def _add(self, session: _Session, command: Stage | Load | Take) -> tuple[list[str], Fields]:
+    def _add(
+        self, session: _Session, command: Stage | Load | Take, freed: list[threading.Event]
+    ) -> tuple[list[str], Fields]:
+        for event in freed:  # sessions before this one, whose memory it may get
+            event.wait()
         with session.lock:
             errors = (
                 ["the session was discarded"] if session.cancelled.is_set() else self._bring(session, command)
@@ -277,7 +286,8 @@ class WeightUpdater:
         if session is None or errors:
             self._spawn(partial(self._answer, command.call, lambda: (errors, {"touched": False})))
             return
-        self._submit(command.call, partial(self._commit, session), partial(self._discard, command.session))
+        clean_up = partial(self._discard, command.session, threading.Event())
+        self._submit(command.call, partial(self._commit, session), clean_up)
 
     def _commit(self, session: _Session, fields: Fields) -> None:
         pairs, parameters = session.staged.pairs(), set(session.staged.parameters)
@@ -328,18 +338,23 @@ class WeightUpdater:
         if session is not None:
             session.cancelled.set()
 
-    def _discard(self, number: int) -> tuple[list[str], Fields]:
-        session = self._sessions.pop(number, None)
-        if session is None:
-            return [], {}
-        with session.lock:
-            quiet = True
-            if session.receiver is not None:
-                session.receiver.cancel("discarded")
-                quiet = session.receiver.quiet.wait(_QUIET_S)
-            session.receiver = session.sink = session.borrowed = None
-            session.staged.release(in_use=not quiet)
+    def _discard(self, number: int, freed: threading.Event) -> tuple[list[str], Fields]:
+        try:
+            session = self._sessions.pop(number, None)
+            if session is not None:
+                with session.lock:
+                    self._release(session)
+        finally:
+            freed.set()
         return [], {}
+
+    def _release(self, session: _Session) -> None:
+        quiet = True
+        if session.receiver is not None:
+            session.receiver.cancel("discarded")
+            quiet = session.receiver.quiet.wait(_QUIET_S)
+        session.receiver = session.sink = session.borrowed = None
+        session.staged.release(in_use=not quiet)
 
     def _answer(self, call: int, work: Callable[[], tuple[list[str], Fields]]) -> None:
         fields: Fields = {}
