@@ -94,7 +94,6 @@ def test_reading_ends_when_it_is_discarded(
 
 
 def test_what_a_config_says_of_the_dtype_does_not_matter(rank: Rank, tmp_path: Path) -> None:
-    torch.manual_seed(1)
     (tmp_path / "half").mkdir()
     half = tiny.save(tiny.make("llama-tied").to(torch.float16), tmp_path / "half")
     rank.do(Load, session=1, model_path=str(half), load_format="safetensors")

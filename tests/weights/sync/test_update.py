@@ -27,9 +27,11 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def checkpoint(kind: str, directory: Path, seed: int) -> tuple[Path, State]:
-    """A checkpoint and its state dict, in float32."""
-    torch.manual_seed(seed)
+    """A checkpoint and its state dict, in float32; every value is another one with another seed."""
     model = tiny.make(kind)
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.normal_(mean=0.3, std=0.2)
     directory.mkdir()
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return tiny.save(model, directory), state
