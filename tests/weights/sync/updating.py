@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from segue.distributed.info import TPInfo
-from segue.model_runner.stream import CPUStream
+from segue.model_runner.stream import Stream, make_stream
 from segue.models.decoder import Decoder
+from segue.models.registry import build_model
 from segue.protocol.weights import (
     Bucket,
     Group,
@@ -30,6 +31,7 @@ from segue.protocol.weights import (
     Stage,
 )
 from segue.weights import name_table
+from segue.weights.checkpoint import load_weights
 from segue.weights.source import resolve
 from segue.weights.sync.live import LiveWeights
 from segue.weights.sync.updater import WeightUpdater
@@ -46,7 +48,7 @@ class Rank:
     model: Decoder
     live: LiveWeights
     updater: WeightUpdater
-    stream: CPUStream
+    stream: Stream
     messages: queue.Queue[RankReply | Received]
     received: list[Received] = field(default_factory=list)
     calls: int = 0
@@ -86,19 +88,21 @@ def rank_of(
     path: Path, tp: TPInfo | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> Iterator[Rank]:
     tp = tp or TPInfo()
-    source = resolve(str(path), options.get("load_format", "auto"), Path("/nonexistent"))
-    model, arena = tiny.load_source(source, tp=tp, dtype=dtype)
+    source = resolve(str(path), options.pop("load_format", "auto"), Path("/nonexistent"))
+    device = torch.device(options.pop("device", "cpu"))
+    model = build_model(source.config, dtype=dtype, collectives=tiny.Rank(tp))
+    arena = load_weights(model, source.config, source, tp, device, dtype)
     model.build_derived()
-    stream = CPUStream()
+    stream = make_stream(device)
     live = LiveWeights(
         arena=arena,
         table=name_table.build(source.config, tp),
         config=source.config,
         tp=tp,
-        device=torch.device("cpu"),
+        device=device,
         dtype=dtype,
         submit=stream.submit,
-        rebuild=options.get("rebuild", model.build_derived),
+        **{"rebuild": model.build_derived, **options},
     )
     messages: queue.Queue[RankReply | Received] = queue.Queue()
     updater = WeightUpdater(live, messages.put)
@@ -134,7 +138,7 @@ class Trainer:
             name=name,
             master_address="127.0.0.1",
             master_port=port,
-            rank_offset=1,
+            rank_offset=1 - ranks[0].live.tp.rank,
             world_size=1 + len(ranks),
             backend="gloo",
         )
