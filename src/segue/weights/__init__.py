@@ -1,1 +1,1 @@
-"""Checkpoints, name tables and (later) weight updates."""
+"""Checkpoints, name tables and weight updates."""

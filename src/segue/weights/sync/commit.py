@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +21,13 @@ def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         grouped_copy(grouped)
     for to, source in rest:
         to.copy_(source, non_blocking=True)
+
+
+def warm_up(device: torch.device) -> None:
+    """Compile what commits on a CUDA device run: not in the pause of the first one."""
+    source, target = (torch.zeros(64, dtype=torch.uint8, device=device) for _ in range(2))
+    for start in (0, 8, 4, 2):  # bytes: so an address is aligned
+        write([(target[start : start + 32], source[start : start + 32])])
 
 
 def _is_groupable(to: Tensor, source: Tensor) -> bool:

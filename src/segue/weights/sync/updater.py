@@ -92,6 +92,8 @@ class WeightUpdater:
         self._send = send
         self._groups = Groups(live.device)
         self._memory = StagingMemory(live.device, live.specs, reserved=live.reserved, headroom=live.headroom)
+        if live.device.type == "cuda":
+            live.submit(partial(commit.warm_up, live.device)).result()
         self._inspector = Inspector(live)
         self._sessions: dict[int, _Session] = {}
         self._freed: list[threading.Event] = []  # of sessions that were discarded: their memory is
