@@ -11,6 +11,7 @@ set -euo pipefail
 serve_port=${SERVE_PORT:-30000} trainer_port=${TRAINER_PORT:-8990} tp=${TP:-1}
 segue=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/segue
 [ -x "$segue" ] || segue=$(command -v segue) || { echo "segue is not installed: make setup, or pip install" >&2; exit 1; }
+command -v curl >/dev/null || { echo "this script asks with curl whether the servers are healthy; install it" >&2; exit 1; }
 pids=()
 
 stop() {
