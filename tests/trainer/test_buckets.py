@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from segue.errors import ConfigError
 from segue.trainer.buckets import plan, tensors
 from tests.weights import tiny
 
@@ -49,3 +53,13 @@ def test_buckets_are_full_but_never_over_their_size() -> None:
     assert [bucket.names for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"]]
     assert [bucket.num_bytes for bucket in buckets] == [20, 36, 20]
     assert buckets[0].body() == {"names": ["a", "b"], "dtypes": ["float32", "float32"], "shapes": [[3], [2]]}
+
+
+def test_a_shard_is_refused_by_name() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shard = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(ConfigError, match="'w' is sharded"):
+            plan({"w": shard}, 100)
+    finally:
+        dist.destroy_process_group()

@@ -20,6 +20,11 @@ from tests.trainer.fake_engine import describe
 WHOLE = ["prepare_weights_update", "complete_weights_update", "commit_weights_update"]
 
 
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("segue.trainer.sender.POLL_S", 0.1)
+
+
 def make_weights() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     return {

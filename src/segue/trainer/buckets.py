@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from segue.errors import ConfigError
+
 Weights = nn.Module | Mapping[str, Tensor]
 
 
@@ -35,9 +37,17 @@ class Bucket:
 
 
 def plan(weights: Weights, max_bytes: int) -> list[Bucket]:
-    """Cut all tensors into buckets of at most ``max_bytes``; one that is larger has its own."""
+    """Cut all tensors into buckets of at most ``max_bytes``; one that is larger has its own.
+
+    Raises:
+        ConfigError: a tensor is not whole in this process.
+    """
     buckets: list[Bucket] = []
     for name, tensor in tensors(weights, meta=True):
+        if hasattr(tensor, "full_tensor"):
+            raise ConfigError(
+                f"{name!r} is sharded over ranks; gather it on all, and send a mapping of full tensors"
+            )
         if not buckets or buckets[-1].num_bytes + tensor.nbytes > max_bytes:
             buckets.append(Bucket())
         buckets[-1].add(name, tensor)

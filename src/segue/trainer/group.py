@@ -67,7 +67,11 @@ class Group:
         """
         self._joining.join(timeout_s)
         if self._error is not None:
-            raise RuntimeError(f"the group {self.name!r} was not joined: {self._error}") from self._error
+            shared = "Duplicate GPU" in str(self._error)
+            hint = "; NCCL cannot join two processes on one GPU: use backend='gloo'" if shared else ""
+            raise RuntimeError(
+                f"the group {self.name!r} was not joined: {self._error}{hint}"
+            ) from self._error
         if self._group is None:
             raise TimeoutError(f"not all engines joined the group {self.name!r} within {timeout_s:g} s")
 

@@ -76,7 +76,7 @@ class WeightSender:
         endpoints: Sequence[str | Endpoint],
         weights: Weights,
         *,
-        buffer_size_mb: int = 1024,
+        buffer_size_mb: float = 1024,
         flattened: bool = True,
         checksums: bool = False,
         backend: Literal["auto", "gloo", "nccl"] = "auto",
@@ -111,7 +111,7 @@ class WeightSender:
         if not self._endpoints:
             raise ConfigError("endpoints is empty: give the URL of at least one engine")
         self._weights = weights
-        self._max_bytes = buffer_size_mb << 20
+        self._max_bytes = int(buffer_size_mb * (1 << 20))
         self._flattened, self._checksums, self._backend = flattened, checksums, backend
         self._name, self._address, self._port = group_name, master_address, master_port
         self._max_ctas, self._timeout_s = max_ctas, timeout_s
