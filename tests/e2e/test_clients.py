@@ -1,74 +1,89 @@
-"""Call orders of slime, AReaL and the seed's trainer, by a process that has torch and knows no Segue."""
+"""Trainers of other projects, the seed's and our own, and real servers of experts.
+
+The others' call orders are repeated by a process that has torch and knows no Segue.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
-from tests.e2e.served import STORY, Client, greedy, serve
-from tests.frontend.tiny_model import CONFIG, write_model
+from segue.trainer import Progress, WeightSender, WeightSendError
+from tests.e2e.served import Client, greedy, serve
+from tests.e2e.syncing import PROMPTS, write_checkpoints
 
 TRAINER = Path(__file__).with_name("torch_trainer.py")
-OPTIONS = ("--dtype", "float32", "--num-kv-tokens", "4096", "--max-running-requests", "4")
-PROMPTS = [STORY, "The capital of France is", "0 1 2 3"]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Random weights on disk: for an engine, and for a trainer."""
-
-    directory: Path
-    tensors: Path
-
-
-def make_checkpoint(directory: Path, seed: int) -> Checkpoint:
-    write_model(directory)
-    torch.manual_seed(seed)
-    vocab_size = transformers.AutoConfig.from_pretrained(directory).vocab_size
-    config = transformers.LlamaConfig(**CONFIG, vocab_size=vocab_size, initializer_range=0.3)
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(directory)
-    torch.save({name: parameter.detach() for name, parameter in model.named_parameters()}, directory / "sent")
-    return Checkpoint(directory, directory / "sent")
+OPTIONS = ("--dtype", "float32", "--num-kv-tokens", "4096", "--max-running-requests", "4", "--deterministic")
+KIND = {"kind": "qwen3-moe", "max_position_embeddings": 2048}
 
 
 def answers(client: Client) -> list[Any]:
     """Greedy tokens and their logprobs."""
-    replies = client.generate(PROMPTS, greedy(16), return_logprob=True)
+    replies = client.generate(None, greedy(8), input_ids=PROMPTS, return_logprob=True)
     return [reply["meta_info"]["output_token_logprobs"] for reply in replies]
 
 
-@dataclass
-class Engine:
-    """A server, the checkpoint that it does not have now, and what either answers."""
+def post(client: Client, path: str, **body: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = client.http.post(path, json=body).json()
+    return answer
 
-    client: Client
-    absent: list[Checkpoint]
-    expected: dict[Path, list[Any]]
+
+def load(client: Client, checkpoint: Path) -> None:
+    assert post(client, "/update_weights_from_disk", model_path=str(checkpoint))["success"]
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    checkpoints = [make_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed) for seed in (1, 2)]
-    expected: dict[Path, list[Any]] = {}
-    for checkpoint in reversed(checkpoints):
-        with serve("--model", str(checkpoint.directory), *OPTIONS) as served:
-            client = Client(served)
-            try:
-                expected[checkpoint.directory] = answers(client)
-                if checkpoint is checkpoints[0]:
-                    yield Engine(client, [checkpoints[1], checkpoints[0]], expected)
-            finally:
-                client.close()
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    paths = write_checkpoints(tmp_path_factory.mktemp("checkpoints"), **KIND)
+    for path in paths:
+        torch.save(load_file(path / "model.safetensors"), path / "sent")
+    return paths
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Two, and what each checkpoint answers."""
+
+    clients: list[Client]
+    expected: list[list[Any]]
+
+
+@pytest.fixture(scope="module")
+def running(checkpoints: list[Path]) -> Iterator[Servers]:
+    with ExitStack() as stack:
+        model = ("--model", str(checkpoints[0]))
+        clients = []
+        for _ in range(2):
+            clients.append(Client(stack.enter_context(serve(*model, *OPTIONS, "--exit-grace", "0.1"))))
+            stack.callback(clients[-1].close)
+        expected = [answers(clients[0])]
+        load(clients[0], checkpoints[1])
+        expected.append(answers(clients[0]))
+        assert expected[0] != expected[1]
+        yield Servers(clients, expected)
+
+
+@pytest.fixture
+def servers(running: Servers, checkpoints: list[Path]) -> Servers:
+    """With the first weights."""
+    for client in running.clients:
+        load(client, checkpoints[0])
+        assert answers(client) == running.expected[0]
+    return running
 
 
 class Trainer:
@@ -94,17 +109,65 @@ def trainer() -> Iterator[Trainer]:
 
 
 @pytest.mark.parametrize("name", ["slime", "areal", "seed"])
-def test_a_client_of_old_ends_with_its_weights(trainer: Trainer, engine: Engine, name: str) -> None:
-    client, new, old = engine.client, *engine.absent
-    assert engine.expected[new.directory] != engine.expected[old.directory]
-    assert answers(client) == engine.expected[old.directory]
-    trainer.tell(json.dumps([name, client.served.url, str(new.tensors)]), "met")
-    running = client.begin(STORY, greedy(400), "running")
+def test_a_client_of_old_ends_with_its_weights(
+    trainer: Trainer, servers: Servers, checkpoints: list[Path], name: str
+) -> None:
+    client = servers.clients[0]
+    trainer.tell(json.dumps([name, client.served.url, str(checkpoints[1] / "sent")]), "met")
+    running = client.start(None, greedy(2000), rid="running", input_ids=PROMPTS[0])
+    client.until(running_batch_rids=["running"])
     trainer.tell("go", "done")
-    engine.absent.reverse()
+    if name == "seed":  # the others have ended it
+        client.until_more(client.state()["num_generated_tokens"])
+        client.abort("running")
     meta = running.result(30)["meta_info"]
-    # The old calls end what runs; with the seed's it goes on with the new weights.
-    assert meta["finish_reason"]["type"] == ("length" if name == "seed" else "abort")
+    assert meta["finish_reason"]["type"] == "abort"
     assert len(meta["weight_versions"]) == (2 if name == "seed" else 1)
-    assert answers(client) == engine.expected[new.directory]
+    assert answers(client) == servers.expected[1]
     assert not client.state()["engine_paused"]
+
+
+def trained(checkpoint: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_two_servers_take_what_our_sender_sends_or_neither_does(
+    servers: Servers, checkpoints: list[Path], flattened: bool
+) -> None:
+    one, other = servers.clients
+    urls = [client.served.url for client in servers.clients]
+    options: dict[str, Any] = {"flattened": flattened, "checksums": True, "buffer_size_mb": 0.01}
+    with WeightSender(urls, trained(checkpoints[1]), **options) as sender:
+        assert post(other, "/begin_weight_update")["success"]
+        with pytest.raises(WeightSendError, match=f"{urls[1]}: session .* is open"):
+            sender.send()
+        assert post(other, "/end_weight_update")["success"]
+        assert answers(one) == answers(other) == servers.expected[0]
+        assert sender.send("mine").num_buckets > 5
+    assert answers(one) == answers(other) == servers.expected[1]
+    assert one.served.get("/weight_version").json() == {"weight_version": "mine"}
+
+
+def test_a_server_that_is_killed_leaves_the_other_as_it_was(
+    servers: Servers, checkpoints: list[Path]
+) -> None:
+    one, other = servers.clients
+
+    def kill(progress: Progress) -> None:
+        if progress.num_buckets == 1:
+            for pid in [*other.served.workers(), other.served.process.pid]:
+                os.kill(pid, signal.SIGKILL)
+
+    model, urls = trained(checkpoints[1]), [one.served.url, other.served.url]
+    with (
+        WeightSender(urls, model, buffer_size_mb=0.01, on_progress=kill) as sender,
+        pytest.raises(WeightSendError, match=urls[1]),
+    ):
+        sender.send()
+    assert answers(one) == servers.expected[0]
+    with WeightSender(urls[:1], model) as sender:
+        sender.send()
+    assert answers(one) == servers.expected[1]
+    with pytest.raises(httpx.ConnectError):
+        other.state()
