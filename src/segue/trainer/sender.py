@@ -262,6 +262,9 @@ class WeightSender:
                 )
             )
 
+        source = device_of(self._weights)
+        if source.type == "cuda" and group.device.type == "cpu":  # another thread's stream will read them
+            torch.cuda.current_stream(source).synchronize()
         broadcast = Broadcast(group, buckets, tensors(self._weights), flattened=self._flattened, on_sent=tell)
         try:
             self._watch(broadcast, session)
