@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,8 +116,12 @@ class Broadcast:
         flat = self._landing[index % len(self._landing)][: bucket.num_bytes]
         start = 0
         for tensor in self._take(bucket):
-            flat[start : start + tensor.nbytes].copy_(as_bytes(tensor))
+            part, content = flat[start : start + tensor.nbytes], as_bytes(tensor)
             start += tensor.nbytes
+            if part.is_cuda:
+                part.copy_(content)
+            else:  # on this thread alone: torch's others, which train, would have to meet for every tensor
+                np.copyto(part.numpy(), content.cpu().numpy())
         yield flat
 
     def _take(self, bucket: Bucket) -> Iterator[Tensor]:
