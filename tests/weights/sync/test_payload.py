@@ -1,9 +1,11 @@
 import pickle
 import random
 import struct
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -411,6 +413,26 @@ def test_handles_that_torch_would_not_check_are_refused(
     with pytest.raises(InvalidRequestError):  # the stand-in opens nothing; what counts is that it was asked
         decode(cuda(), None, device)
     assert opened == [(0, b"\x01c" + bytes(64), 16, 0, b"/torch_1_2_3", 0, bytes(64), True)]
+
+
+@pytest.mark.parametrize("num_bytes, is_mapped", [(1, True), (60, True), (160, True), (161, False)])
+def test_a_storage_must_end_within_mapped_memory(
+    num_bytes: int, is_mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped = [(1000, 100), (1100, 100), (1300, 100)]  # address, bytes
+
+    def address_range(base: Any, size: Any, address: Any) -> int:
+        for start, count in mapped:
+            if start <= address.value < start + count:
+                base._obj.value, size._obj.value = start, count
+                return 0
+        return 1
+
+    driver = SimpleNamespace(cuMemGetAddressRange_v2=address_range)
+    monkeypatch.setattr(payload_module.ctypes, "CDLL", lambda name: driver)
+    storage: Any = SimpleNamespace(data_ptr=lambda: 1040, nbytes=lambda: num_bytes)
+    with nullcontext() if is_mapped else pytest.raises(InvalidRequestError, match="has fewer"):
+        payload_module._check_allocation("a", storage)
 
 
 def test_mutations_are_refused_or_decoded_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

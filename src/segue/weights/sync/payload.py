@@ -337,14 +337,19 @@ def _device_index(device: Any) -> int:
 
 
 def _check_allocation(name: str, storage: torch.UntypedStorage) -> None:
-    """Hold a storage against the allocation that it was said to lie in, which only the driver knows."""
+    """Hold a storage against the memory that is mapped there, which only the driver knows.
+
+    That may be several allocations, one behind the other: torch's expandable segments.
+    """
+    covered = storage.data_ptr()
+    end = covered + storage.nbytes()
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
-    start = storage.data_ptr()
-    code = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(
-        ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(start)
-    )
-    if code != 0 or start + storage.nbytes() > base.value + size.value:
-        raise InvalidRequestError(
-            f"tensor {name[:80]!r} is said to have {storage.nbytes()} bytes of GPU memory; its allocation "
-            f"has fewer (the driver's answer: {code}). Send it from the process that owns it"
-        )
+    address_range = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
+    while covered < end:
+        code = address_range(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(covered))
+        if code != 0 or base.value + size.value <= covered:
+            raise InvalidRequestError(
+                f"tensor {name[:80]!r} is said to have {storage.nbytes()} bytes of GPU memory; its "
+                f"allocation has fewer (the driver's answer: {code}). Send it from the process that owns it"
+            )
+        covered = base.value + size.value
