@@ -1,0 +1,368 @@
+"""Reinforcement learning on a laptop: SmolLM2-135M learns to answer sums, and to leave it at that.
+
+    python -m examples.rl_loop [--seed 1] [--device cuda]
+
+Each step rolls out some samples of a few questions through `segue serve`, scores them by a rule, takes one
+step of policy gradient on a torch model, and sends the new weights to the server. Advantages are relative to
+the other samples of a question (GRPO, arXiv:2402.03300); the ratio of the trainer's probability of a token to
+the engine's is clipped (PPO, arXiv:1707.06347).
+
+A run succeeds if the mean reward of the last five steps is at least MARGIN above that of the first five.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import random
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bench.plot import charts
+from bench.report import circumstances
+from segue.config import EngineConfig
+from segue.trainer import WeightSender
+from segue.weights import gguf_weights
+from segue.weights.source import resolve
+from segue.weights.sync.payload import encode
+
+MARGIN = 0.2  # of a reward between 0 and 1
+WINDOW = 5  # steps whose mean reward is compared
+CLIP = 0.2
+MICRO_BATCH = 8  # samples whose activations are held at a time
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    seed: int = 0
+    device: str = "cpu"
+    num_steps: int = 16
+    num_prompts: int = 4  # a step
+    group_size: int = 8  # samples a prompt
+    max_tokens: int = 24
+    learning_rate: float = 2e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    prompt: str
+    answer: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    prompt_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]  # of the output's tokens, as the engine drew them
+    text: str
+    has_ended: bool  # by itself, within `max_tokens`
+    is_right: bool  # the last number in it is the sum
+    weight_version: str
+    advantage: float = 0.0
+
+    @property
+    def reward(self) -> float:
+        return (self.has_ended + self.is_right) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    reward: float  # mean over the samples
+    ended: float  # share of the samples
+    right: float  # share of the samples
+    weight_version: str  # of all samples
+    logprob_gap: (
+        float  # mean over tokens of |engine's - trainer's|, nats: how far they are from the same model
+    )
+    clipped: float  # share of the tokens
+    rollout_s: float
+    train_s: float
+    sync_s: float
+    example: str
+
+
+def ask(numbers: random.Random) -> Question:
+    a, b = numbers.randint(1, 9), numbers.randint(1, 9)
+    return Question(
+        prompt=f"<|im_start|>user\nWhat is {a} + {b}?<|im_end|>\n<|im_start|>assistant\n", answer=a + b
+    )
+
+
+class Policy:
+    """The model in training: float32 weights, bfloat16 arithmetic, AdamW."""
+
+    def __init__(self, device: str, learning_rate: float) -> None:
+        source = resolve(None, "auto", EngineConfig.create().cache_dir)  # the files that the engine loads
+        assert source.gguf is not None
+        weights = load_file(gguf_weights.convert(source.gguf, source.directory, torch.bfloat16))
+        config = transformers.AutoConfig.from_pretrained(source.directory)
+        kind = getattr(transformers, source.architecture)
+        self.model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+        self.model.to(device)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(source.tokenizer_directory)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, fused=True)
+
+    def improve(self, samples: list[Sample]) -> tuple[float, float]:
+        """One step; returns the gap between engine and trainer, and the share of clipped ratios."""
+        num_tokens = sum(len(sample.output_ids) for sample in samples)
+        gap = clipped = 0.0
+        for first in range(0, len(samples), MICRO_BATCH):
+            part = samples[first : first + MICRO_BATCH]
+            ours, theirs, mask = self._logprobs(part)
+            advantages = torch.tensor([[sample.advantage] for sample in part], device=ours.device)
+            ratio = (ours - theirs).exp()
+            bounded = ratio.clamp(1 - CLIP, 1 + CLIP)
+            gain = torch.minimum(ratio * advantages, bounded * advantages)
+            (-(gain * mask).sum() / num_tokens).backward()
+            gap += ((ours - theirs).abs() * mask).sum().item() / num_tokens
+            clipped += ((ratio != bounded) * mask).sum().item() / num_tokens
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return gap, clipped
+
+    def _logprobs(self, samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+        """Ours, the engine's, and 1 where there is a token, all ``[samples, longest output]``.
+
+        Sequences are padded behind their ends, where causal attention does not look.
+        """
+        pad = torch.nn.utils.rnn.pad_sequence
+        device = self.model.device
+        tokens = pad([torch.tensor(s.prompt_ids + s.output_ids) for s in samples], batch_first=True).to(
+            device
+        )
+        theirs = pad([torch.tensor(s.logprobs) for s in samples], batch_first=True).to(device)
+        mask = pad([torch.ones(len(s.output_ids)) for s in samples], batch_first=True).to(device)
+        rows = torch.arange(len(samples), device=device)[:, None]
+        starts = torch.tensor([[len(s.prompt_ids)] for s in samples], device=device)
+        places = (starts + torch.arange(theirs.shape[1], device=device)).clamp(max=tokens.shape[1] - 1)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            hidden = self.model.model(input_ids=tokens).last_hidden_state[rows, places - 1]
+            logits = self.model.lm_head(hidden)
+        chosen = tokens[rows, places]
+        ours = -torch.nn.functional.cross_entropy(logits.float().mT, chosen, reduction="none")
+        return ours, theirs, mask
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=300) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{url} answered {error.code}: {error.read().decode()}")
+
+
+def roll_out(url: str, policy: Policy, settings: Settings, numbers: random.Random) -> list[Sample]:
+    """A group of samples for each of some questions, with advantages within the group."""
+    questions = [ask(numbers) for _ in range(settings.num_prompts)]
+    repeated = [question for question in questions for _ in range(settings.group_size)]
+    prompts = [policy.tokenizer(question.prompt)["input_ids"] for question in repeated]
+    sampling = {"temperature": 1.0, "max_new_tokens": settings.max_tokens}
+    body = {
+        "input_ids": prompts,
+        "sampling_params": [{**sampling, "seed": numbers.getrandbits(31)} for _ in prompts],
+        "return_logprob": True,
+    }
+    replies = post(f"{url}/generate", body)
+    samples = [sample_of(*each) for each in zip(repeated, prompts, replies, strict=True)]
+    for first in range(0, len(samples), settings.group_size):
+        group = samples[first : first + settings.group_size]
+        rewards = [sample.reward for sample in group]
+        mean, deviation = statistics.fmean(rewards), statistics.pstdev(rewards)
+        for sample in group:
+            sample.advantage = (sample.reward - mean) / (deviation + 0.01)
+    return samples
+
+
+def sample_of(question: Question, prompt_ids: list[int], reply: dict[str, Any]) -> Sample:
+    meta = reply["meta_info"]
+    found = re.findall(r"\d+", reply["text"])
+    return Sample(
+        prompt_ids=prompt_ids,
+        output_ids=reply["output_ids"],
+        logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
+        text=reply["text"],
+        has_ended=meta["finish_reason"]["type"] == "stop",
+        is_right=bool(found) and int(found[-1]) == question.answer,
+        weight_version=meta["weight_version"],
+    )
+
+
+@contextmanager
+def serving(device: str) -> Iterator[str]:
+    """The URL of `segue serve`, with a KV cache that leaves most of a GPU to a trainer beside it."""
+    command = [sys.executable, "-m", "segue", "serve", "--port", "0", "--log-level", "warning"]
+    command += ["--device", device, "--num-kv-tokens", "65536", "--max-model-len", "1024"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            addresses = (re.search(r"http://\S+", line) for line in process.stdout)
+            address = next((match for match in addresses if match), None)
+            if address is None:
+                sys.exit("segue serve did not start; its message is above")
+            yield address.group()
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def place(device: str) -> tuple[str, str]:
+    """Where the model is trained, and how weights travel from there, and why."""
+    if device == "cpu":
+        return "cpu", "gloo, because the weights are on the CPU"
+    if torch.cuda.device_count() > 1:
+        return "cuda:1", "NCCL, because the engine has GPU 0 and the trainer GPU 1"
+    return "cuda:0", "CUDA IPC, because NCCL does not join two processes on one GPU"
+
+
+@contextmanager
+def sending(url: str, model: torch.nn.Module, transport: str) -> Iterator[Callable[[str], object]]:
+    """What sends the model's weights, and names them."""
+    if not transport.startswith("CUDA IPC"):
+        with WeightSender([url], model, buffer_size_mb=64) as sender:
+            yield sender.send
+        return
+
+    def send(version: str) -> None:
+        payload = base64.b64encode(encode(model.named_parameters(), "flattened_bucket")).decode()
+        body = {
+            "serialized_named_tensors": [payload],
+            "load_format": "flattened_bucket",
+            "weight_version": version,
+        }
+        post(f"{url}/update_weights_from_tensor", body | {"flush_cache": False})
+        torch.cuda.ipc_collect()
+
+    yield send
+
+
+def run(settings: Settings) -> list[Step]:
+    numbers = random.Random(settings.seed)
+    torch.manual_seed(settings.seed)
+    device, transport = place(settings.device)
+    console.print(f"weights travel by {transport}")
+    policy = Policy(device, settings.learning_rate)
+    steps: list[Step] = []
+    with serving(settings.device) as url, sending(url, policy.model, transport) as send:
+        for index in range(settings.num_steps):
+            began = time.perf_counter()
+            samples = roll_out(url, policy, settings, numbers)
+            version = str(index)
+            wrong = {sample.weight_version for sample in samples} - {version}
+            if wrong:
+                sys.exit(f"samples of weights {', '.join(wrong)}; the engine should have {version}")
+            rolled_out = time.perf_counter()
+            gap, clipped = policy.improve(samples)
+            trained = time.perf_counter()
+            send(str(index + 1))
+            steps.append(
+                Step(
+                    reward=statistics.fmean(sample.reward for sample in samples),
+                    ended=statistics.fmean(sample.has_ended for sample in samples),
+                    right=statistics.fmean(sample.is_right for sample in samples),
+                    weight_version=version,
+                    logprob_gap=gap,
+                    clipped=clipped,
+                    rollout_s=rolled_out - began,
+                    train_s=trained - rolled_out,
+                    sync_s=time.perf_counter() - trained,
+                    example=samples[0].text,
+                )
+            )
+            show(index, steps[-1])
+    return steps
+
+
+def show(index: int, step: Step) -> None:
+    console.print(
+        f"step {index:2}  reward {step.reward:.2f}  ended {step.ended:.2f}  right {step.right:.2f}  "
+        f"|engine - trainer| {step.logprob_gap:.3f} nats  clipped {step.clipped:.1%}  "
+        f"rollout {step.rollout_s:.1f} s  train {step.train_s:.1f} s  sync {step.sync_s:.2f} s  "
+        f"{step.example!r}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def rise(steps: list[Step]) -> tuple[float, float]:
+    """Mean rewards of the first and of the last steps."""
+    rewards = [step.reward for step in steps]
+    return statistics.fmean(rewards[:WINDOW]), statistics.fmean(rewards[-WINDOW:])
+
+
+def write(output: Path, settings: Settings, steps: list[Step], seconds: float) -> None:
+    """`output`.json and `output`.svg."""
+    first, last = rise(steps)
+    cpu = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    record = {
+        "circumstances": circumstances(),
+        "settings": asdict(settings),
+        "margin": MARGIN,
+        "reward of the first steps": first,
+        "reward of the last steps": last,
+        "seconds": seconds,
+        "CPU seconds": sum(usage.ru_utime + usage.ru_stime for usage in cpu),
+        "trainer's peak memory, GiB": cpu[0].ru_maxrss / (1 << 20),
+        "steps": [asdict(step) for step in steps],
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    curve = {
+        name: [(float(i), getattr(step, name)) for i, step in enumerate(steps)] for name in Step.__slots__[:3]
+    }
+    times = {
+        name: [(float(i), getattr(step, f"{name}_s")) for i, step in enumerate(steps)]
+        for name in ("rollout", "train", "sync")
+    }
+    charts(output.with_suffix(".svg"), {"reward, and its two halves": curve, "seconds a step": times}, "step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("rl_example"), help="path without suffix: .json, .svg"
+    )
+    for name, default in asdict(Settings()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    options = vars(parser.parse_args())
+    output = options.pop("output")
+    settings = Settings(**options)
+    began = time.perf_counter()
+    steps = run(settings)
+    write(output, settings, steps, time.perf_counter() - began)
+    first, last = rise(steps)
+    console.print(
+        f"mean reward of the first {WINDOW} steps {first:.3f}, of the last {last:.3f}; {output}.svg shows it"
+    )
+    if settings.num_steps >= 2 * WINDOW and last < first + MARGIN:
+        sys.exit(f"it should have risen by {MARGIN}")
+
+
+if __name__ == "__main__":
+    main()

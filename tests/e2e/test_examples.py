@@ -1,0 +1,61 @@
+"""The examples of training, run as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from bench.model_dir import write_tokenizer
+from tests.e2e.served import serve
+from tests.weights import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str, timeout: float) -> str:
+    result = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=timeout
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def rl_loop(output: Path, *options: str, timeout: float) -> dict[str, Any]:
+    run("-m", "examples.rl_loop", "--output", str(output), *options, timeout=timeout)
+    ElementTree.parse(output.with_suffix(".svg"))
+    record: dict[str, Any] = json.loads(output.with_suffix(".json").read_text())
+    steps = record["steps"]
+    assert [step["weight_version"] for step in steps] == [str(index) for index in range(len(steps))]
+    return record
+
+
+def test_the_rl_loop_rolls_out_with_the_weights_it_has_sent(tmp_path: Path) -> None:
+    small = {"num-prompts": 1, "group-size": 8, "max-tokens": 16, "num-steps": 2, "learning-rate": 1e-3}
+    options = [text for name, value in small.items() for text in (f"--{name}", str(value))]
+    record = rl_loop(tmp_path / "rl", *options, timeout=100)
+    # a step this large changes a token's logprob by nats: had the engine other weights, this would show it
+    assert all(step["logprob_gap"] < 0.15 for step in record["steps"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_reward_rises(seed: int, tmp_path: Path) -> None:
+    record = rl_loop(tmp_path / "rl", "--seed", str(seed), timeout=1400)
+    assert record["reward of the last steps"] >= record["reward of the first steps"] + record["margin"]
+
+
+@pytest.mark.slow
+def test_the_minimal_trainer_updates_a_server(tmp_path: Path) -> None:
+    directory = tiny.save(tiny.make("llama-tied"), tmp_path / "model")
+    write_tokenizer(directory)
+    with serve("--model", str(directory)) as served:
+        output = run("examples/minimal_trainer.py", str(directory), served.url, timeout=100)
+        assert output.count("\n") == 3
+        assert served.get("/weight_version").json() == {"weight_version": "step-2"}
