@@ -51,7 +51,9 @@ from segue.protocol.weights import (
     WeightCommand,
     WeightRequest,
 )
-from segue.scheduler.weights import Phase, WeightControl
+from segue.scheduler.rank_calls import RankCalls
+from segue.scheduler.weight_session import Phase
+from segue.scheduler.weights import WeightControl
 from tests.scheduler.simulation import Simulation
 from tests.scheduler.test_pause_properties import prove
 
@@ -347,8 +349,8 @@ _on_rank, _on_committed, _abort = WeightControl.on_rank, WeightControl._on_commi
 
 
 def hears_one_rank_only(self: WeightControl, event: Any, now: float) -> None:
-    if isinstance(event, RankReply) and event.call in self._asked:
-        self._asked[event.call].missing = {event.rank}
+    if isinstance(event, RankReply) and event.call in self._calls._asked:
+        self._calls._asked[event.call].missing = {event.rank}
     _on_rank(self, event, now)
 
 
@@ -363,17 +365,17 @@ def never_poisons(self: WeightControl, why: str) -> None:
 
 
 def forgets_to_discard(self: WeightControl, session: Any, why: str, now: float) -> None:
-    tell, self._tell = self._tell, lambda *_: None  # type: ignore[method-assign]
+    calls, self._calls = self._calls, RankCalls(RANKS)
     try:
         _abort(self, session, why, now)
     finally:
-        self._tell = tell  # type: ignore[method-assign]
+        self._calls = calls
 
 
 def writes_at_once(self: WeightControl, session: Any) -> None:
     if not session.is_writing:
         session.is_writing = True
-        self._tell(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
+        self._calls.tell(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
 
 
 def lets_go_before_the_ranks_have_written(self: WeightControl, session: Any) -> None:

@@ -135,7 +135,7 @@ class Engine:
             self.receive(rank, 2, done=True)
 
     def receive(self, rank: int, count: int, *, done: bool = False, error: str | None = None) -> None:
-        session = self.weights._numbers
+        session = self.weights._num_sessions
         event = Received(
             rank=rank, session=session, num_buckets=count, num_bytes=8 * count, done=done, error=error
         )

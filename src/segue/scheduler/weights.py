@@ -10,9 +10,7 @@ them have been replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import structs
@@ -53,76 +51,14 @@ from segue.protocol.weights import (
     WeightNotice,
 )
 from segue.scheduler.pause import PauseState
+from segue.scheduler.rank_calls import RankCalls, problems, staging
+from segue.scheduler.weight_session import RECEIVE_S, Kind, Phase, Session
 from segue.weights.sync.merge import merge
 
 if TYPE_CHECKING:
     from segue.scheduler.scheduler import Scheduler
 
 HOLDER: Literal["weight_commit"] = "weight_commit"
-RECEIVE_S, ARMED_S = 300.0, 3600.0  # how long a session waits: after the first byte, before it
-_SHOWN = 20  # problems in a message
-
-
-class Phase(Enum):
-    """How far the open session is."""
-
-    STAGING = auto()  # the ranks check what was announced, and take memory for it
-    ARMING = auto()  # they enter the first broadcast, or read what came another way
-    PREPARED = auto()  # every rank waits for the first byte
-    RECEIVING = auto()
-    RECEIVED = auto()  # every rank has everything, checked
-    COMMITTING = auto()  # generation is held, then the ranks write
-
-
-Kind = Literal["session", "call", "group of calls"]
-Then = Literal["wait", "answer", "commit", "refuse"]  # what follows once everything is there
-
-
-@dataclass(slots=True, kw_only=True)
-class Session:
-    """One update, from its announcement to its end."""
-
-    number: int
-    id: str
-    kind: Kind
-    phase: Phase
-    began: float  # seconds, as all times
-    progress_at: float  # the last sign of life
-    manifest: Manifest | None = None
-    weight_version: str | None = None
-    timeout_s: float = RECEIVE_S
-    arm_timeout_s: float = ARMED_S
-    preparing: list[int] = field(default_factory=list)  # calls that want to know when it is prepared
-    ending: list[int] = field(default_factory=list)  # calls that want to know how it ends
-    answer_by: float | None = None  # the deadline of those
-    then: Then = "wait"
-    refusal: str = ""  # what is said once everything was received for nothing
-    flush_cache: bool = False
-    abort_all: bool = False
-    is_partial: bool = True
-    is_empty: bool = True  # nothing has been brought yet
-    model_path: str | None = None
-    buckets: dict[int, int] = field(default_factory=dict)  # rank -> received
-    bytes: dict[int, int] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)  # ranks that have everything
-    staging: dict[str, Any] = field(default_factory=dict)
-    is_writing: bool = False
-    num_paused: int = 0
-    times: dict[str, float] = field(default_factory=dict)  # when each phase was reached
-
-    @property
-    def group_name(self) -> str | None:
-        """The group whose broadcasts it receives."""
-        return None if self.manifest is None else self.manifest.group_name
-
-
-@dataclass(slots=True)
-class _Asked:
-    """A command whose replies are awaited."""
-
-    missing: set[int]
-    then: Callable[[list[RankReply], float], None]
-    replies: list[RankReply] = field(default_factory=list)
 
 
 class WeightControl:
@@ -138,10 +74,9 @@ class WeightControl:
         self.model_path: str | None = None  # of the last checkpoint that became live
         self.last: dict[str, Any] = {}  # figures of the last update that was committed
         self._ended: tuple[str, str | None, WeightAnswer] | None = None  # (session, group, its last answer)
-        self._numbers = self._calls = 0
-        self._asked: dict[int, _Asked] = {}
+        self._num_sessions = 0
+        self._calls = RankCalls(num_ranks)
         self._answers: list[SchedulerMessage] = []
-        self._commands: list[Sequence[WeightCommand]] = []  # each: one a rank
 
     # --- what the loop does with it ---
 
@@ -178,25 +113,13 @@ class WeightControl:
         """What a rank says."""
         if isinstance(event, Received):
             self._on_received(event, now)
-            return
-        asked = self._asked.get(event.call)
-        if asked is None or event.rank not in asked.missing:
-            return
-        asked.missing.remove(event.rank)
-        asked.replies.append(event)
-        if not asked.missing:
-            del self._asked[event.call]
-            asked.then(sorted(asked.replies, key=lambda reply: reply.rank), now)
+        else:
+            self._calls.hear(event, now)
 
     @property
     def next_deadline(self) -> float | None:
         """When :meth:`advance` has something to do though nothing else happens; None: never."""
-        session = self.session
-        if session is None or session.phase is Phase.COMMITTING:
-            return None
-        patience = session.timeout_s if session.phase is Phase.RECEIVING else session.arm_timeout_s
-        silence = session.progress_at + patience
-        return silence if session.answer_by is None else min(silence, session.answer_by)
+        return None if self.session is None else self.session.deadline
 
     def advance(self, now: float) -> tuple[list[SchedulerMessage], list[Sequence[WeightCommand]]]:
         """What is to be sent to the frontend, and to the ranks (each entry: one command a rank), in order.
@@ -206,12 +129,11 @@ class WeightControl:
         session = self.session
         deadline = self.next_deadline
         if session is not None and deadline is not None and now >= deadline:
-            self._abort(session, _late(session, now), now)
+            self._abort(session, session.lateness(now), now)
         elif session is not None and session.phase is Phase.COMMITTING:
             self._write(session)
         answers, self._answers = self._answers, []
-        commands, self._commands = self._commands, []
-        return answers, commands
+        return answers, self._calls.take()
 
     def status(self, now: float) -> dict[str, Any]:
         """``GET /weights_update_status``."""
@@ -232,8 +154,8 @@ class WeightControl:
                 "kind": session.kind,
                 "group_name": session.group_name,
                 "num_buckets": 0 if session.manifest is None else len(session.manifest.buckets),
-                "num_buckets_received": _slowest(session.buckets, self._ranks),
-                "num_bytes_received": _slowest(session.bytes, self._ranks),
+                "num_buckets_received": session.slowest(session.buckets, len(self._ranks)),
+                "num_bytes_received": session.slowest(session.bytes, len(self._ranks)),
                 "seconds": now - session.began,
                 "staging": session.staging,
             }
@@ -257,22 +179,21 @@ class WeightControl:
             return
 
         def joined(replies: list[RankReply], now: float) -> None:
-            problems = _problems(replies)
+            wrong = problems(replies)
             session = self.session
-            replaced = any(reply.fields.get("is_new") for reply in replies)
-            if session is not None and session.group_name == group.name and replaced:
+            kept = all(reply.fields.get("kept") for reply in replies)  # a group of this name lives on
+            if session is not None and session.group_name == group.name and not kept:
                 self._abort(session, f"group {group.name!r} was joined anew", now)
-            if problems:
-                kept = all(reply.fields.get("kept") for reply in replies)  # another group lives by this name
+            if wrong:
                 if not kept:
                     self.groups.pop(group.name, None)
-                    self._tell(lambda _, inner: Leave(call=inner, name=group.name), _ignore)
-                self._answer([call], False, problems)
+                    self._calls.tell(lambda _, inner: Leave(call=inner, name=group.name))
+                self._answer([call], False, wrong)
             else:
                 self.groups[group.name] = group
                 self._answer([call], True, f"Joined group {group.name!r}.")
 
-        self._tell(lambda _, inner: Join(call=inner, group=group, timeout_s=request.timeout_s), joined)
+        self._calls.tell(lambda _, inner: Join(call=inner, group=group, timeout_s=request.timeout_s), joined)
 
     def _leave(self, call: int, request: LeaveGroup, now: float) -> None:
         name = request.name
@@ -287,10 +208,10 @@ class WeightControl:
         del self.groups[name]
 
         def left(replies: list[RankReply], now: float) -> None:
-            problems = _problems(replies)
-            self._answer([call], not problems, problems or f"Left group {name!r}.")
+            wrong = problems(replies)
+            self._answer([call], not wrong, wrong or f"Left group {name!r}.")
 
-        self._tell(lambda _, inner: Leave(call=inner, name=name), left)
+        self._calls.tell(lambda _, inner: Leave(call=inner, name=name), left)
 
     def _no_group(self, name: str) -> str:
         known = f"known: {', '.join(map(repr, sorted(self.groups)))}" if self.groups else "there is none"
@@ -336,10 +257,10 @@ class WeightControl:
         return None
 
     def _open(self, kind: Kind, now: float, name: str | None = None) -> Session:
-        self._numbers += 1
+        self._num_sessions += 1
         self.session = session = Session(
-            number=self._numbers,
-            id=name or f"session-{self._numbers}",
+            number=self._num_sessions,
+            id=name or f"session-{self._num_sessions}",
             kind=kind,
             phase=Phase.STAGING,
             began=now,
@@ -357,31 +278,31 @@ class WeightControl:
         def staged(replies: list[RankReply], now: float) -> None:
             if self.session is not session:
                 return
-            if problems := _problems(replies):
-                self._on_unfit(session, manifest, problems, now)
+            if wrong := problems(replies):
+                self._on_unfit(session, manifest, wrong, now)
                 return
-            session.staging = _staging(replies)
+            session.staging = staging(replies)
             self._enter(session, Phase.ARMING, now)
-            self._tell(lambda _, call: Receive(call=call, session=session.number), armed)
+            self._calls.tell(lambda _, call: Receive(call=call, session=session.number), armed)
 
         def armed(replies: list[RankReply], now: float) -> None:
             if self.session is not session:
                 return
-            if problems := _problems(replies):
-                self._abort(session, problems, now)
+            if wrong := problems(replies):
+                self._abort(session, wrong, now)
                 return
             self._enter(session, Phase.PREPARED, now)
             self._answer_prepared(session)
             self._see_progress(session, now)
 
-        self._tell(lambda _, call: Stage(call=call, session=session.number, manifest=manifest), staged)
+        self._calls.tell(lambda _, call: Stage(call=call, session=session.number, manifest=manifest), staged)
 
-    def _on_unfit(self, session: Session, manifest: Manifest, problems: str, now: float) -> None:
+    def _on_unfit(self, session: Session, manifest: Manifest, wrong: str, now: float) -> None:
         """What was announced cannot be taken; a client of a single call may be sending it all the same."""
         if session.kind == "session" or manifest.discard:
-            self._abort(session, session.refusal or problems, now)
+            self._abort(session, session.refusal or wrong, now)
             return
-        session.refusal, session.then = problems, "refuse"
+        session.refusal, session.then = wrong, "refuse"
         self._stage(session, structs.replace(manifest, discard=True), now)
 
     def _answer_prepared(self, session: Session) -> None:
@@ -432,7 +353,8 @@ class WeightControl:
             return
         session.ending.append(call)
         session.flush_cache = session.flush_cache or request.flush_cache
-        session.then = "commit" if request.commit else "answer"
+        if session.then != "commit":  # another call may have asked for it
+            session.then = "commit" if request.commit else "answer"
         if session.phase is Phase.RECEIVED:
             self._on_all_there(session, now)
         else:
@@ -525,7 +447,7 @@ class WeightControl:
     def _load(self, session: Session, request: UpdateFromDisk, now: float) -> None:
         session.model_path, session.is_partial, session.is_empty = request.model_path, False, False
         self._enter(session, Phase.ARMING, now)
-        self._tell(
+        self._calls.tell(
             lambda _, call: Load(
                 call=call,
                 session=session.number,
@@ -544,7 +466,7 @@ class WeightControl:
             return
         session.is_empty = False
         self._enter(session, Phase.ARMING, now)
-        self._tell(
+        self._calls.tell(
             lambda rank, call: Take(
                 call=call,
                 session=session.number,
@@ -559,10 +481,10 @@ class WeightControl:
         """The ranks have read a checkpoint, or what came with the call."""
         if self.session is not session:
             return
-        if problems := _problems(replies):
-            self._abort(session, problems, now)
+        if wrong := problems(replies):
+            self._abort(session, wrong, now)
             return
-        session.staging = _staging(replies)
+        session.staging = staging(replies)
         session.bytes = {reply.rank: reply.fields.get("num_bytes", 0) for reply in replies}
         self._enter(session, Phase.RECEIVED, now)
         self._on_all_there(session, now)
@@ -602,16 +524,16 @@ class WeightControl:
         """Once nothing runs."""
         if not session.is_writing and self._scheduler.control.state is PauseState.PAUSED:
             session.is_writing = True
-            self._tell(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
+            self._calls.tell(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
 
     def _on_committed(self, replies: list[RankReply], now: float) -> None:
         session = self.session
         assert session is not None and session.phase is Phase.COMMITTING
         scheduler = self._scheduler
-        if problems := _problems(replies):
+        if wrong := problems(replies):
             if any(reply.fields.get("touched") or not reply.errors for reply in replies):
-                self._poison(problems)
-            self._abort(session, problems, now)
+                self._poison(wrong)
+            self._abort(session, wrong, now)
             scheduler.control.release(HOLDER)
             return
         scheduler.set_weight_version(session.weight_version or self._next_version())
@@ -652,7 +574,7 @@ class WeightControl:
         """The one exit of a session that does not become live."""
         self.num_failed += 1
         self._close(session)
-        self._tell(lambda _, call: Discard(call=call, session=session.number), _ignore)
+        self._calls.tell(lambda _, call: Discard(call=call, session=session.number))
         self._answer(session.preparing, False, why, session_id=session.id)
         self._finish(session, False, why)
 
@@ -675,51 +597,23 @@ class WeightControl:
             self._ended = (session.id, session.group_name, WeightAnswer(0, success, message, figures))
 
     def _figures(self, session: Session) -> dict[str, Any]:
-        """What is told of a session at its end; seconds of each part."""
-        times, num_bytes = session.times, _slowest(session.bytes, self._ranks)
-        receive = _span(times, "RECEIVING", "RECEIVED")
-        timings = {
-            "prepare_s": _span(times, "STAGING", "PREPARED"),
-            "receive_s": receive,
-            "commit_s": _span(times, "COMMITTING", "LIVE"),  # nothing was generated for so long
-            "total_s": max(times.values(), default=session.began) - session.began,
-        }
-        return {
-            "session_id": session.id,
-            "num_buckets_received": _slowest(session.buckets, self._ranks),
-            "num_bytes": num_bytes,
-            "gb_per_s": num_bytes / receive / 1e9 if receive else 0.0,
-            "weight_version": self._scheduler.weight_version,
-            "num_paused_requests": session.num_paused,
-            "staging": session.staging,
-            "timings": timings,
-        }
+        return session.figures(len(self._ranks)) | {"weight_version": self._scheduler.weight_version}
 
     # --- looking ---
 
     def _inspect(self, call: int, request: GetWeights | CheckWeights) -> None:
         def seen(replies: list[RankReply], now: float) -> None:
-            if problems := _problems(replies):
-                self._answer([call], False, problems)
+            if wrong := problems(replies):
+                self._answer([call], False, wrong)
                 return
             fields = merge(request, [reply.fields for reply in replies])
             differing = fields.get("differ", [])
             text = f"{len(differing)} tensors differ from the snapshot." if differing else ""
             self._answer([call], not differing, text, **fields)
 
-        self._tell(lambda _, inner: Inspect(call=inner, request=request), seen)
+        self._calls.tell(lambda _, inner: Inspect(call=inner, request=request), seen)
 
     # --- sending ---
-
-    def _tell(
-        self,
-        command: Callable[[int, int], WeightCommand],
-        then: Callable[[list[RankReply], float], None],
-    ) -> None:
-        """Send every rank what ``command`` makes of the rank and of a call's number."""
-        self._calls += 1
-        self._asked[self._calls] = _Asked(set(self._ranks), then)
-        self._commands.append([command(rank, self._calls) for rank in self._ranks])
 
     def _answer(self, calls: Sequence[int], success: bool, message: str = "", **fields: Any) -> None:
         self._answers += [WeightAnswer(call, success, message, fields) for call in calls]
@@ -738,45 +632,3 @@ class WeightControl:
             num_failed=self.num_failed,
             last=self.last,
         )
-
-
-def _ignore(replies: list[RankReply], now: float) -> None:
-    pass
-
-
-def _problems(replies: Sequence[RankReply]) -> str:
-    """What is wrong, said once where all ranks say it."""
-    said = {tuple(reply.errors) for reply in replies}
-    if len(said) == 1:
-        lines = list(replies[0].errors)
-    else:
-        lines = [f"rank {reply.rank}: {error}" for reply in replies for error in reply.errors]
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return "; ".join(lines[:_SHOWN] + more)
-
-
-def _staging(replies: Sequence[RankReply]) -> dict[str, Any]:
-    fields = replies[0].fields
-    return {
-        "place": fields.get("place", "device"),
-        "num_bytes": sum(reply.fields.get("staging_bytes", 0) for reply in replies),
-        "note": fields.get("note", ""),
-    }
-
-
-def _slowest(counts: dict[int, int], ranks: range) -> int:
-    return min(counts.get(rank, 0) for rank in ranks)
-
-
-def _span(times: dict[str, float], start: str, end: str) -> float:
-    return times[end] - times[start] if start in times and end in times else 0.0
-
-
-def _late(session: Session, now: float) -> str:
-    silent = now - session.progress_at
-    if session.answer_by is not None and now >= session.answer_by:
-        return f"not everything was received within timeout_s={session.timeout_s:g} of the call to complete"
-    if session.phase is Phase.RECEIVING:
-        return f"nothing was received for {silent:.0f} s, the limit set by timeout_s={session.timeout_s:g}"
-    what = "nobody committed it" if session.phase is Phase.RECEIVED else "nothing was received"
-    return f"{what} within {silent:.0f} s, the limit set by arm_timeout_s={session.arm_timeout_s:g}"
