@@ -34,6 +34,13 @@ def test_a_checkpoint_becomes_live(kind: str, tp: TPInfo, tmp_path: Path) -> Non
         assert_same(rank, new)
 
 
+def test_made_up_weights_are_those_of_a_start_with_them(rank: Rank, tmp_path: Path) -> None:
+    rank.do(Load, session=1, model_path=str(tmp_path / "old"), load_format="dummy")
+    rank.do(Commit, session=1)
+    _, fresh = tiny.load(tmp_path / "old", load_format="dummy", dtype=torch.bfloat16)
+    assert rank.live.arena.checksum() == fresh.checksum()
+
+
 def change_config(path: Path, **fields: object) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | fields))

@@ -15,10 +15,7 @@ from segue.protocol.weights import CheckWeights, GetWeights
 from segue.weights import name_table
 from segue.weights.name_table import Slice
 from segue.weights.sync.live import LiveWeights, box_of
-from segue.weights.sync.tensors import equal
-
-_BLOCK = 1 << 15  # elements
-_BLOCK_CUDA = 1 << 22
+from segue.weights.sync.tensors import BLOCK, BLOCK_CUDA, equal
 
 
 class Inspector:
@@ -90,7 +87,7 @@ class Inspector:
         of_columns = _weights(columns.start, rows.shape[1], 1, view.device)
         of_rows = _weights(part.source[0].start, rows.shape[0], key, view.device)
         total = torch.zeros((), dtype=torch.int64, device=view.device)
-        step = max(1, (_BLOCK_CUDA if view.is_cuda else _BLOCK) // rows.shape[1])
+        step = max(1, (BLOCK_CUDA if view.is_cuda else BLOCK) // rows.shape[1])
         kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[view.itemsize]
         for start in range(0, len(rows), step):
             block = rows[start : start + step].view(kind).long()

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_BLOCK = 1 << 15  # elements
-_BLOCK_CUDA = 1 << 22
+BLOCK = 1 << 15  # elements taken at once
+BLOCK_CUDA = 1 << 22
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
@@ -22,7 +22,7 @@ def copy_into(target: Tensor, source: Tensor) -> None:
     if target.is_cuda:
         target.copy_(source, non_blocking=True)
     elif source.is_cuda:
-        for to, block in _blocks(target, source, limit=_BLOCK_CUDA):
+        for to, block in _blocks(target, source, limit=BLOCK_CUDA):
             to.copy_(as_sent(block, target.dtype), non_blocking=True)
     elif target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
         np.copyto(_bytes(target), _bytes(source))
@@ -47,14 +47,14 @@ def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[bool]:
     for index, tensor in enumerate(tensors):
         if not tensor.is_cuda:
             steps_on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            limit = _BLOCK_CUDA if steps_on_cuda else _BLOCK
+            limit = BLOCK_CUDA if steps_on_cuda else BLOCK
             found[index] = all(_is_finite(block, dtype) for block, _ in _blocks(tensor, tensor, limit=limit))
     return found
 
 
 def equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     """Whether two tensors of equal shape, cast to `dtype`, have equal bits; also on different devices."""
-    limit = _BLOCK_CUDA if one.is_cuda else _BLOCK
+    limit = BLOCK_CUDA if one.is_cuda else BLOCK
     return all(
         torch.equal(_bits(a, dtype), _bits(b.to(a.device), dtype))
         for a, b in _blocks(one, other, limit=limit)
@@ -77,7 +77,7 @@ def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
     return array
 
 
-def _blocks(one: Tensor, other: Tensor, *, limit: int = _BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks(one: Tensor, other: Tensor, *, limit: int = BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
     """Cut two tensors of equal shape into blocks of whole rows, at most `limit` elements each."""
     if one.numel() <= limit:
         yield one, other
