@@ -38,9 +38,14 @@ def write_checkpoints(directory: Path, kind: str, count: int = 2, **options: Any
     return paths
 
 
+def file_of(checkpoint: Path) -> Path:
+    """Of a directory, or the file itself."""
+    return checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
+
+
 def tensors_of(checkpoint: Path) -> list[tuple[str, str, list[int]]]:
     """(name, dtype, shape) of everything in it, without what a tied model does not send."""
-    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+    with safe_open(file_of(checkpoint), "pt") as file:
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in found.items()]
 
@@ -138,7 +143,7 @@ class Syncing:
         if self.trainer is not None:
             self.trainer.close()
         self.trainer = TrainerProcess(self.trainers)
-        self.trainer.do("load", path=str(checkpoint / "model.safetensors"))
+        self.trainer.do("load", path=str(file_of(checkpoint)))
         return self.trainer
 
     def meet(self, name: str = "g", *, port: int = 0, ranks: int = 1) -> None:
@@ -240,7 +245,7 @@ class Syncing:
 @contextmanager
 def syncing(trainers: str, *checkpoints: Path, options: Sequence[str] = ()) -> Iterator[Syncing]:
     """One server a checkpoint."""
-    servers = [serve("--model", str(path), "--dtype", "float32", *options) for path in checkpoints]
+    servers = [serve("--model", str(path), *options) for path in checkpoints]
     with servers[0] as first:
         if len(servers) == 1:
             running = Syncing([first], trainers)

@@ -14,7 +14,13 @@ from tests.e2e.syncing import GREEDY, PROMPTS, Syncing, cut, syncing, tensors_of
 from tests.weights.sync.conftest import trainer_address as trainer_address
 
 pytestmark = pytest.mark.timeout(180)
-OPTIONS = ("--deterministic", "--num-kv-tokens", "4096")  # bits that do not depend on the company
+OPTIONS = (
+    "--dtype",
+    "float32",
+    "--deterministic",
+    "--num-kv-tokens",
+    "4096",
+)  # bits that do not depend on the company
 
 
 @pytest.fixture(scope="module")
