@@ -37,7 +37,7 @@ class TrainedModel:
         self.name = source.name
         self.module = _load(source, getattr(torch, dtype)).to(place).train()
         self.num_steps = 0
-        self._optimizer = torch.optim.AdamW(self.module.parameters(), lr=learning_rate)
+        self._optimizer = torch.optim.AdamW(self.module.parameters(), lr=learning_rate, fused=True)
         self._tokenizer: Any = None
         if source.tokenizer_directory is not None:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(source.tokenizer_directory)
