@@ -4,6 +4,7 @@
 own, which reads a JSON object a line and answers each with one. It ends when the connection does.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -108,9 +109,15 @@ def serve(connection: socket.socket) -> None:
         lines.flush()
 
 
+def limit_life() -> None:
+    """End with the process that made this one, however it ends, and at the deadline."""
+    signal.alarm(SECONDS)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    signal.alarm(SECONDS)
+    limit_life()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(sys.argv[1])
@@ -119,7 +126,7 @@ def main() -> None:
         while True:
             connection, _ = listener.accept()
             if os.fork() == 0:
-                signal.alarm(SECONDS)
+                limit_life()
                 listener.close()
                 with connection:
                     connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
