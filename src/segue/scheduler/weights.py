@@ -565,8 +565,8 @@ class WeightControl:
         if request.abort_all:
             self._answers.append(scheduler.output(finished=scheduler.abort_all()))
         scheduler.rename_weights(request.version)
+        self._notify()  # first: who has the answer may ask the frontend
         self._answer([call], True, f"Weight version is {request.version!r}.", new_version=request.version)
-        self._notify()
 
     # --- ends ---
 

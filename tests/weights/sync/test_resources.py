@@ -78,10 +78,10 @@ def test_fifty_updates_leave_nothing_behind(tmp_path: Path) -> None:
         trainer = Trainer([rank])
         manifest = manifest_of(state)
         before, held = resources(), 0
-        for number in range(1, 51):
+        for number in range(1, 71):
             transfer([rank], trainer, state, manifest, number)
             rank.do(Commit, session=number)
-            if number == 5:
+            if number == 20:
                 gc.collect()
                 before, held = resources(), resident()
         gc.collect()
