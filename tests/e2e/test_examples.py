@@ -39,8 +39,8 @@ def test_the_rl_loop_rolls_out_with_the_weights_it_has_sent(tmp_path: Path) -> N
     small = {"num-prompts": 1, "group-size": 8, "max-tokens": 16, "num-steps": 2, "learning-rate": 1e-3}
     options = [text for name, value in small.items() for text in (f"--{name}", str(value))]
     record = rl_loop(tmp_path / "rl", *options, timeout=100)
-    # a step this large changes a token's logprob by nats: had the engine other weights, this would show it
-    assert all(step["logprob_gap"] < 0.15 for step in record["steps"])
+    # a step this large changes logprobs by nats: with the old weights in the engine the gap was 3
+    assert all(step["logprob_gap"] < 0.5 for step in record["steps"])
 
 
 @pytest.mark.slow
