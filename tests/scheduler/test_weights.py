@@ -264,6 +264,20 @@ def test_a_group_joined_anew_ends_its_session(engine: Engine) -> None:
     assert not answer.success and "joined anew" in answer.message
 
 
+def test_a_group_joined_anew_does_not_disturb_a_commit(engine: Engine) -> None:
+    engine.silent.add(Commit)
+    engine.reply(prepare())
+    waiting = engine.ask(Complete())
+    assert engine.state == "committing"
+    assert engine.reply(JoinGroup(group=GROUP)).success
+    engine.reply(LeaveGroup(name="g"))
+    assert engine.state == "committing"
+    for rank, command in engine.told:
+        engine.carry_out(rank, command)
+    engine.go()
+    assert engine.answer(waiting).success and engine.scheduler.weight_version == "1"
+
+
 def test_one_session_at_a_time(engine: Engine) -> None:
     engine.reply(prepare(session_id="one"))
     answer = engine.reply(prepare(session_id="two"))

@@ -180,10 +180,9 @@ class WeightControl:
 
         def joined(replies: list[RankReply], now: float) -> None:
             wrong = problems(replies)
-            session = self.session
             kept = all(reply.fields.get("kept") for reply in replies)  # a group of this name lives on
-            if session is not None and session.group_name == group.name and not kept:
-                self._abort(session, f"group {group.name!r} was joined anew", now)
+            if not kept:
+                self._end_session_of(group.name, "was joined anew", now)
             if wrong:
                 if not kept:
                     self.groups.pop(group.name, None)
@@ -200,11 +199,8 @@ class WeightControl:
         if name not in self.groups:
             self._answer([call], False, self._no_group(name))
             return
+        self._end_session_of(name, "was destroyed", now)
         self._ended = None
-        session = self.session
-        if session is not None and session.group_name == name and session.phase is not Phase.COMMITTING:
-            self._abort(session, f"group {name!r} was destroyed", now)
-            self._ended = None
         del self.groups[name]
 
         def left(replies: list[RankReply], now: float) -> None:
@@ -212,6 +208,12 @@ class WeightControl:
             self._answer([call], not wrong, wrong or f"Left group {name!r}.")
 
         self._calls.tell(lambda _, inner: Leave(call=inner, name=name), left)
+
+    def _end_session_of(self, name: str, why: str, now: float) -> None:
+        """Of a group that is no more; a commit needs none."""
+        session = self.session
+        if session is not None and session.group_name == name and session.phase is not Phase.COMMITTING:
+            self._abort(session, f"group {name!r} {why}", now)
 
     def _no_group(self, name: str) -> str:
         known = f"known: {', '.join(map(repr, sorted(self.groups)))}" if self.groups else "there is none"
