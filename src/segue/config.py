@@ -103,6 +103,11 @@ class EngineConfig:
     paused_policy: PausedPolicy = _option(
         "queue", "Scheduling", "Requests that come while generation is paused wait, or are answered 503."
     )
+    weight_recv_requires_pause: bool = _option(
+        False,
+        "Scheduling",
+        "Refuse to receive weights while generation runs: for where NCCL cannot do both at once.",
+    )
     chunked_prefill_size: int | None = _option(
         None, "Scheduling", "Prompt tokens a step; default 512 on CPU, 8192 on CUDA.", minimum=1
     )

@@ -130,6 +130,7 @@ def limits_of(config: EngineConfig, runner: ModelRunner) -> Limits:
         chunked_prefill_size=runner.limits.chunked_prefill_size,
         prefix_cache=not config.disable_prefix_cache,
         reject_while_paused=config.paused_policy == "reject",
+        receive_requires_pause=config.weight_recv_requires_pause,
     )
 
 

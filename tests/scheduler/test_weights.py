@@ -540,6 +540,18 @@ def test_abort_all_ends_every_request(engine: Engine) -> None:
     assert engine.sim.finished["r"].reason == "abort"
 
 
+def test_receiving_may_require_a_pause() -> None:
+    engine = Engine(receive_requires_pause=True)
+    engine.reply(JoinGroup(group=GROUP))
+    for request in (prepare(), UpdateFromDistributed(manifest=PART)):
+        answer = engine.reply(request)
+        assert not answer.success and "--weight-recv-requires-pause" in answer.message
+    assert engine.reply(UpdateFromDisk(model_path="p")).success, "nothing is received"
+    engine.pause("in_place")
+    assert engine.reply(prepare()).success
+    assert engine.reply(Complete()).success
+
+
 # --- poisoned ---
 
 

@@ -53,6 +53,7 @@ class Limits:
     chunked_prefill_size: int  # prompt tokens a step; decode rows come on top
     prefix_cache: bool = True
     reject_while_paused: bool = False  # instead of queueing
+    receive_requires_pause: bool = False  # weights are received only while nothing runs
 
 
 class Scheduler:

@@ -252,10 +252,18 @@ class WeightControl:
             session = self.session
             way = "end it" if session.kind == "group of calls" else "complete or abort it"
             return f"session {session.id!r} is open ({self.state}); {way} first"
-        if manifest is not None and manifest.group_name not in self.groups:
-            return self._no_group(manifest.group_name)
+        if manifest is not None and (refusal := self._receive_refusal(manifest)):
+            return refusal
         if self.poisoned is not None and is_partial:
             return f"the weights are poisoned ({self.poisoned}); send all of them"
+        return None
+
+    def _receive_refusal(self, manifest: Manifest) -> str | None:
+        if manifest.group_name not in self.groups:
+            return self._no_group(manifest.group_name)
+        scheduler = self._scheduler
+        if scheduler.limits.receive_requires_pause and scheduler.control.state is not PauseState.PAUSED:
+            return "generation runs, and --weight-recv-requires-pause is set; POST /pause_generation first"
         return None
 
     def _open(self, kind: Kind, now: float, name: str | None = None) -> Session:
@@ -423,8 +431,8 @@ class WeightControl:
         manifest = request.manifest if isinstance(request, UpdateFromDistributed) else None
         session = self.session
         if session is not None and session.kind == "group of calls" and session.phase is Phase.RECEIVED:
-            if manifest is not None and manifest.group_name not in self.groups:
-                self._answer([call], False, self._no_group(manifest.group_name))
+            if manifest is not None and (refusal := self._receive_refusal(manifest)):
+                self._answer([call], False, refusal)
                 return
             session.then = "answer"
         else:
