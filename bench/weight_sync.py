@@ -133,7 +133,7 @@ def sends(url: str, weights: dict[str, torch.Tensor], *, flattened: bool, buffer
         "GB": reports[0].bytes / 1e9,
         "GB/s": statistics.median(each["gb_per_s"] for each in fields),
         "wall_s": statistics.median(each.seconds for each in reports),
-        "commit_ms": 1e3 * statistics.median(each["timings"]["commit_s"] for each in fields),
+        "commit_ms": 1e3 * statistics.median(each["timings"]["write_s"] for each in fields),
         "prepare_ms": 1e3 * statistics.median(each["timings"]["prepare_s"] for each in fields),
         "staging": fields[0]["staging"]["place"],
     }
@@ -148,7 +148,7 @@ def loss(url: str, weights: dict[str, torch.Tensor], streams: int, buffer_mb: in
         calm = (load.tokens() - before) / (time.monotonic() - start)
         before, start, held = load.tokens(), time.monotonic(), 0.0
         for _ in range(SENDS):
-            held += sender.send().endpoints[0].fields["timings"]["commit_s"]
+            held += sender.send().endpoints[0].fields["timings"]["write_s"]
         busy_s = time.monotonic() - start
         busy = (load.tokens() - before) / busy_s
     return {

@@ -372,14 +372,14 @@ def forgets_to_discard(self: WeightControl, session: Any, why: str, now: float) 
         self._calls = calls
 
 
-def writes_at_once(self: WeightControl, session: Any) -> None:
-    if not session.is_writing:
-        session.is_writing = True
+def writes_at_once(self: WeightControl, session: Any, now: float) -> None:
+    if "WRITING" not in session.times:
+        session.times["WRITING"] = now
         self._calls.tell(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
 
 
-def lets_go_before_the_ranks_have_written(self: WeightControl, session: Any) -> None:
-    writes_at_once(self, session)
+def lets_go_before_the_ranks_have_written(self: WeightControl, session: Any, now: float) -> None:
+    writes_at_once(self, session, now)
     self._scheduler.control.release("weight_commit")
 
 

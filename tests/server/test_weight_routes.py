@@ -41,7 +41,7 @@ def test_the_documented_sequence(post: Any, server: LiveServer, wait_until: Any)
     done = post("/complete_weights_update", group_name="g", flush_cache=False)
     assert done.status_code == 200
     assert {"success": True, "num_buckets_received": 1, "weight_version": "1"}.items() <= done.json().items()
-    assert set(done.json()["timings"]) == {"prepare_s", "receive_s", "commit_s", "total_s"}
+    assert set(done.json()["timings"]) == {"prepare_s", "receive_s", "commit_s", "write_s", "total_s"}
     for path in ("/weight_version", "/get_weight_version"):
         assert server.client.get(path).json() == {"weight_version": "1"}
     assert server.client.get("/model_info").json()["weight_version"] == "1"

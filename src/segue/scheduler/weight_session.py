@@ -54,9 +54,8 @@ class Session:
     bytes: dict[int, int] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)  # ranks that have everything
     staging: dict[str, Any] = field(default_factory=dict)
-    is_writing: bool = False
     num_paused: int = 0
-    times: dict[str, float] = field(default_factory=dict)  # when each phase was reached
+    times: dict[str, float] = field(default_factory=dict)  # when each phase, and each part of it, began
 
     @property
     def group_name(self) -> str | None:
@@ -98,7 +97,8 @@ class Session:
             "timings": {
                 "prepare_s": self._seconds("STAGING", "PREPARED"),
                 "receive_s": receive,
-                "commit_s": self._seconds("COMMITTING", "LIVE"),  # nothing was generated for so long
+                "commit_s": self._seconds("COMMITTING", "LIVE"),  # from when no further step was planned
+                "write_s": self._seconds("WRITING", "LIVE"),  # nothing was generated for so long
                 "total_s": max(self.times.values(), default=self.began) - self.began,
             },
         }

@@ -131,7 +131,7 @@ class WeightControl:
         if session is not None and deadline is not None and now >= deadline:
             self._abort(session, session.lateness(now), now)
         elif session is not None and session.phase is Phase.COMMITTING:
-            self._write(session)
+            self._write(session, now)
         answers, self._answers = self._answers, []
         return answers, self._calls.take()
 
@@ -530,10 +530,10 @@ class WeightControl:
         mode: PauseMode = "retract" if session.flush_cache else "in_place"
         self._scheduler.control.hold(HOLDER, "abort" if session.abort_all else mode)
 
-    def _write(self, session: Session) -> None:
+    def _write(self, session: Session, now: float) -> None:
         """Once nothing runs."""
-        if not session.is_writing and self._scheduler.control.state is PauseState.PAUSED:
-            session.is_writing = True
+        if "WRITING" not in session.times and self._scheduler.control.state is PauseState.PAUSED:
+            session.times["WRITING"] = now
             self._calls.tell(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
 
     def _on_committed(self, replies: list[RankReply], now: float) -> None:
