@@ -1,18 +1,21 @@
 """How fast a server gets new weights, how long that holds up generation, and what serving loses meanwhile.
 
     python -m bench.weight_sync MODEL [--device cuda] [--option=value …]
+    python -m bench.weight_sync MODEL --device cuda --same-gpu --memory-ratio=0.5
 
 A server and a trainer, which is this process: on CUDA the server has the first GPU and the trainer the last,
 and weights go over NCCL; else gloo. Made-up weights of the model's shapes are sent whole, once to warm up and
 then several times, flattened and one broadcast a tensor, with the server idle and under a load of streams.
 Bars, for Qwen3-8B's shapes between two H200s, warm: flattened at least 150 GB/s, and 0.3 s from prepare to
 complete; one broadcast a tensor at least 60 GB/s; a commit holds generation for at most 20 ms with staging on
-the device (``--weight-staging-gb=18``), 400 ms with staging on the host. Serving loses at most 5 %.
+the device (``--weight-staging-gb=18``), 400 ms with staging on the host. Serving loses at most 5 %. With
+``--same-gpu`` the server reads this process's memory instead (CUDA IPC): at least 1 TB/s.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import statistics
@@ -33,6 +36,7 @@ from segue.distributed.info import TPInfo
 from segue.models.config import ModelConfig
 from segue.trainer import WeightSender
 from segue.weights import name_table
+from segue.weights.sync.payload import encode
 
 SENDS = 5
 STREAMS = 64
@@ -139,6 +143,30 @@ def sends(url: str, weights: dict[str, torch.Tensor], *, flattened: bool, buffer
     }
 
 
+def shared(url: str, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Medians of updates from the memory of this process, which shares the server's GPU."""
+    reports, walls = [], []
+    for _ in range(1 + SENDS):
+        payload = base64.b64encode(encode(weights.items(), "flattened_bucket")).decode()
+        body = json.dumps({"serialized_named_tensors": [payload], "load_format": "flattened_bucket"}).encode()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with urllib.request.urlopen(f"{url}/update_weights_from_tensor", body, timeout=START_S) as response:
+            reports.append(json.load(response))
+        walls.append(time.perf_counter() - start)
+        torch.cuda.ipc_collect()
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    wall = statistics.median(walls[1:])
+    write = statistics.median(each["timings"]["write_s"] for each in reports[1:])
+    return {
+        "GB": num_bytes / 1e9,
+        "wall_s": wall,
+        "GB/s of the call": num_bytes / wall / 1e9,
+        "commit_ms": 1e3 * write,
+        "GB/s of the commit": num_bytes / write / 1e9,
+    }
+
+
 def loss(url: str, weights: dict[str, torch.Tensor], streams: int, buffer_mb: int) -> dict[str, Any]:
     """Tokens a second of a load without updates, and while one follows the other."""
     with Load(url, streams) as load, WeightSender([url], weights, buffer_size_mb=buffer_mb) as sender:
@@ -168,9 +196,12 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--buffer-mb", type=int, default=1024)
     parser.add_argument("--streams", type=int, default=STREAMS)
+    parser.add_argument("--same-gpu", action="store_true")
     parser.add_argument("--name", default="weight_sync")
     args, options = parser.parse_known_args()
     device = torch.device("cpu")
+    if args.same_gpu:
+        return main_of_one_gpu(args.model, args.name, options)
     if args.device == "cuda":
         if torch.cuda.device_count() < 2:
             parser.error("NCCL takes two GPUs, one for the server and one for the trainer")
@@ -194,6 +225,14 @@ def main() -> int:
     report.show("Weight updates", ["wire", *names], rows)
     load = found["under load"]
     report.show("Serving", ["", *load], [["tokens/s", *(f"{value:.3g}" for value in load.values())]])
+    return 0
+
+
+def main_of_one_gpu(model: Path, name: str, options: list[str]) -> int:
+    with server(model, "cuda", options) as url:
+        found = shared(url, weights_of(model, torch.device("cuda", 0)))
+    report.save(name, {"options": options, **found})
+    report.show("On one GPU", list(found), [[f"{value:.3g}" for value in found.values()]])
     return 0
 
 
