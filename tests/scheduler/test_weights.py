@@ -676,6 +676,17 @@ def test_a_checkpoint_is_read_before_anything_is_held(engine: Engine) -> None:
     assert (notice.model_path, notice.version) == ("new", "1")
 
 
+def test_a_checkpoint_may_take_longer_to_read_than_a_client_to_send(engine: Engine) -> None:
+    engine.silent = {Load, Receive}
+    engine.ask(UpdateFromDisk(model_path="new"))
+    engine.tick(1000)
+    assert engine.state == "arming"
+    engine.reply(AbortSession())
+    call = engine.ask(UpdateFromDistributed(manifest=PART))
+    engine.tick(300)
+    assert "nothing was received" in engine.answer(call).message
+
+
 def test_a_bad_checkpoint_changes_nothing(engine: Engine) -> None:
     engine.broken[0, Load] = engine.broken[1, Load] = ["no such directory"]
     answer = engine.reply(UpdateFromDisk(model_path="new"))

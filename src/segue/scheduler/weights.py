@@ -441,7 +441,9 @@ class WeightControl:
                 self._answer([call], False, refusal)
                 return
             session = self._open("call", now)
-            session.then, session.arm_timeout_s = "commit", RECEIVE_S  # the client sends at once
+            session.then = "commit"
+            if manifest is not None:
+                session.arm_timeout_s = RECEIVE_S  # the client sends at once
         session.ending.append(call)
         session.weight_version = request.weight_version or session.weight_version
         session.flush_cache = session.flush_cache or request.flush_cache
