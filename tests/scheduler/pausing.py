@@ -219,8 +219,11 @@ class PausingSimulation(Simulation):
         self.settled = True
         running = self.scheduler.running
         if not self.results:
-            waits = self.mode == "wait" and self.begun & set(self.live)
-            busy = running or (self.scheduler.waiting and (self.mode is None or waits))
+            begun = self.begun & set(self.live)
+            waits = self.user == "wait" and begun  # over a weight commit too
+            busy = running or (
+                self.scheduler.waiting and (self.mode is None or (self.mode == "wait" and begun))
+            )
             for call, message in self.owed.items():
                 assert not isinstance(message, Pause) or waits, "a pause that has taken effect is unanswered"
                 if isinstance(message, Flush):

@@ -593,13 +593,15 @@ def test_of_a_pause_continued_during_a_weight_commit_only_an_abort_takes_effect(
 def test_a_pause_that_waits_goes_on_behind_a_weight_commit(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=20)
     sim.turns(3)
-    sim.pause("wait")
+    call = sim.pause("wait")
     sim.begin_commit()
     sim.until_idle()
     assert sim.live == ["r"]
+    assert call not in sim.answers, "what has begun has not ended"
     sim.end_commit("1")
     sim.until_idle()
     assert sim.finished["r"].reason == "length"
+    assert (sim.paused(call).mode, sim.paused(call).num_running) == ("wait", 0)
     assert (sim.state()["engine_paused"], sim.state()["pause_mode"]) == (True, "wait")
 
 

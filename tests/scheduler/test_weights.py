@@ -653,13 +653,79 @@ def test_begin_and_end_with_nothing_between(engine: Engine) -> None:
     assert not engine.reply(EndUpdate()).success
 
 
-def test_one_wrong_call_undoes_the_others(engine: Engine) -> None:
+def test_one_wrong_call_undoes_the_others_and_those_behind_it(engine: Engine) -> None:
     engine.reply(BeginUpdate())
     assert engine.reply(UpdateFromDistributed(manifest=PART)).success
     engine.broken[1, Take] = ["not a tensor"]
     assert not engine.reply(UpdateFromTensor(payloads=[b"x", b"y"])).success
+    engine.broken = {}
+    engine.kinds()
+    for request in (
+        UpdateFromTensor(payloads=[b"x"]),
+        UpdateFromDisk(model_path="p"),
+        prepare(),
+        BeginUpdate(),
+    ):
+        answer = engine.reply(request)
+        assert (
+            not answer.success and "not a tensor" in answer.message and "/end_weight_update" in answer.message
+        )
+    assert not engine.reply(UpdateFromDistributed(manifest=PART)).success
+    assert engine.kinds() == ["Stage", "Receive"], "the client that sends already is let finish"
     assert not engine.reply(EndUpdate()).success
     assert engine.scheduler.weight_version == "0"
+    assert engine.reply(UpdateFromTensor(payloads=[b"x"])).success
+
+
+def test_a_group_of_calls_that_nobody_ends(engine: Engine) -> None:
+    engine.reply(BeginUpdate())
+    assert engine.reply(UpdateFromDistributed(manifest=PART)).success
+    engine.tick(3600)
+    assert not engine.reply(UpdateFromDistributed(manifest=PART)).success
+    assert engine.reply(AbortSession()).success
+    assert engine.reply(UpdateFromDistributed(manifest=PART)).success
+
+
+def test_figures_of_a_group_are_those_of_all_its_calls(engine: Engine) -> None:
+    engine.reply(BeginUpdate())
+    engine.tick(5)
+    engine.reply(UpdateFromDistributed(manifest=PART))
+    engine.reply(UpdateFromDistributed(manifest=PART))
+    figures = engine.reply(EndUpdate()).fields
+    assert (figures["num_buckets_received"], figures["num_bytes"]) == (4, 32)
+    assert figures["timings"]["receive_s"] == 0
+
+
+def test_a_name_that_is_a_long_number(engine: Engine) -> None:
+    engine.reply(SetVersion(version="9" * 200))
+    assert engine.reply(UpdateFromTensor(payloads=[b"x"])).success
+    assert engine.scheduler.weight_version == "1" + "0" * 200
+
+
+def test_a_commit_rejects_nobody() -> None:
+    engine = Engine(reject_while_paused=True)
+    engine.reply(JoinGroup(group=GROUP))
+    engine.silent.add(Commit)
+    engine.reply(prepare())
+    engine.ask(Complete())
+    assert engine.state == "committing"
+    engine.sim.add("r", [1, 2, 3], max_new_tokens=2)  # which asserts that it is accepted
+    engine.pause("in_place")
+    rejected = engine.scheduler.add(
+        AddRequest(rid="s", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=1))
+    )
+    assert rejected is not None and rejected.kind == "PausedError"
+
+
+def test_poisoned_weights_let_a_sender_finish(engine: Engine) -> None:
+    engine.broken[0, Commit] = ["no"]
+    engine.reply(prepare())
+    engine.reply(Complete())
+    engine.broken = {}
+    engine.kinds()
+    answer = engine.reply(UpdateFromDistributed(manifest=PART))
+    assert not answer.success and "poisoned" in answer.message
+    assert engine.kinds() == ["Stage", "Receive"]
 
 
 def test_a_checkpoint_is_read_before_anything_is_held(engine: Engine) -> None:

@@ -9,7 +9,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from segue.protocol.validation import FastList
 from segue.protocol.weights import Backend, StagingPlace
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+Version = Annotated[str, Field(min_length=1, max_length=256)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Size = Annotated[int, Field(ge=0, lt=1 << 48)]
 Checksum = Annotated[int, Field(ge=0, lt=1 << 64)]
@@ -32,8 +34,8 @@ class InitWeightsUpdateGroupRequest(_Body):
 
     master_address: Annotated[str, Field(min_length=1)]
     master_port: Annotated[Port, BeforeValidator(_number)]
-    rank_offset: int
-    world_size: int
+    rank_offset: Count
+    world_size: Count
     group_name: str = "weight_update_group"
     backend: Backend = "nccl"
     timeout_s: Seconds = 300.0
@@ -56,11 +58,11 @@ class BucketMetadata(_Body):
 class PrepareWeightsUpdateRequest(_Body):
     """``POST /prepare_weights_update``: everything that is going to be broadcast, in order."""
 
-    num_buckets: int
+    num_buckets: Count
     buckets: FastList[BucketMetadata]
     group_name: str
     session_id: str | None = None
-    weight_version: str | None = None
+    weight_version: Version | None = None
     load_format: LoadFormat = None
     checksums: dict[str, Checksum] | None = None
     timeout_s: Seconds = 300.0
@@ -94,7 +96,7 @@ class AbortWeightsUpdateRequest(_Body):
 class _Update(_Body):
     flush_cache: bool = True
     abort_all_requests: bool = False
-    weight_version: str | None = None
+    weight_version: Version | None = None
 
 
 class UpdateWeightsFromDistributedRequest(_Update):
@@ -124,7 +126,7 @@ class UpdateWeightsFromTensorRequest(_Update):
 class UpdateWeightVersionRequest(_Body):
     """``POST /update_weight_version``."""
 
-    new_version: Annotated[str, Field(min_length=1)]
+    new_version: Version
     abort_all_requests: bool = False
 
 
@@ -134,7 +136,7 @@ class GetWeightsByNameRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     name: str
-    truncate_size: Annotated[int, Field(ge=1)] = 100
+    truncate_size: Annotated[int, Field(ge=1, lt=1 << 31)] = 100
 
 
 class WeightsCheckerRequest(BaseModel):

@@ -67,6 +67,11 @@ class PauseControl:
         return max(self.holders.values(), key=_MODES.index, default=None)
 
     @property
+    def is_asked_for(self) -> bool:
+        """Whether a client has paused: a weight commit holds the engine for a moment, and nobody asked."""
+        return bool(self.holders.keys() - {"weight_commit"})
+
+    @property
     def admits(self) -> bool:
         """Whether waiting requests may start."""
         return self.state is PauseState.RUNNING
@@ -142,15 +147,21 @@ class PauseControl:
         return bool(self._scheduler.in_flight or (self.mode == "wait" and self._scheduler.has_begun))
 
     def _stand_still(self, now: float) -> None:
-        """The new holds take effect; the others had theirs, and what came since is not theirs to end."""
+        """The new holds take effect; the others had theirs, and what came since is not theirs to end.
+
+        A user who waits for what has begun goes on waiting behind a weight commit.
+        """
         self.state, finished, num_retracted = PauseState.PAUSED, list[Finished](), 0
-        asked, self._asked = set(self._asked.values()), {}
+        waits = self.holders.get("user") == "wait" and self._scheduler.has_begun
+        asked = set(self._asked.values())
+        self._asked = {"user": self._asked["user"]} if waits and "user" in self._asked else {}
         if "abort" in asked:
             finished = self._scheduler.abort_all()
         elif "retract" in asked:
             num_retracted = self._scheduler.retract_all()
         self._replies.append(self._scheduler.output(finished=finished))
-        self._answer_pauses(now, num_retracted=num_retracted, num_aborted=len(finished))
+        if not waits:
+            self._answer_pauses(now, num_retracted=num_retracted, num_aborted=len(finished))
 
     def _answer_pauses(
         self, now: float | None = None, *, num_retracted: int = 0, num_aborted: int = 0

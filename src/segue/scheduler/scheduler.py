@@ -91,7 +91,7 @@ class Scheduler:
         if not 1 <= prompt_len < self.limits.max_seq_len:
             rule = f"must have 1 to {self.limits.max_seq_len - 1} tokens, so that one more fits the context"
             return _rejected(message, ContextLengthError, f"the prompt has {prompt_len} tokens, but {rule}")
-        if self.limits.reject_while_paused and not self.control.admits:
+        if self.limits.reject_while_paused and self.control.is_asked_for:
             text = f"generation is paused ({self.control.mode}), and --paused-policy is reject; retry later"
             return _rejected(message, PausedError, text)
         if len(self.waiting) >= self.limits.max_queued_requests:

@@ -52,6 +52,10 @@ class Session:
     model_path: str | None = None
     buckets: dict[int, int] = field(default_factory=dict)  # rank -> received
     bytes: dict[int, int] = field(default_factory=dict)
+    bytes_before: int = 0  # of calls before, in a group of them
+    buckets_before: int = 0
+    receiving_at: float = 0.0
+    receive_s: float = 0.0  # over all calls
     done: set[int] = field(default_factory=set)  # ranks that have everything
     staging: dict[str, Any] = field(default_factory=dict)
     num_paused: int = 0
@@ -86,10 +90,10 @@ class Session:
 
     def figures(self, num_ranks: int) -> dict[str, Any]:
         """What is told of it at its end; seconds of each part."""
-        num_bytes, receive = self.slowest(self.bytes, num_ranks), self._seconds("RECEIVING", "RECEIVED")
+        num_bytes, receive = self.bytes_before + self.slowest(self.bytes, num_ranks), self.receive_s
         return {
             "session_id": self.id,
-            "num_buckets_received": self.slowest(self.buckets, num_ranks),
+            "num_buckets_received": self.buckets_before + self.slowest(self.buckets, num_ranks),
             "num_bytes": num_bytes,
             "gb_per_s": num_bytes / receive / 1e9 if receive else 0.0,
             "num_paused_requests": self.num_paused,

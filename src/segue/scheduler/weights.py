@@ -73,6 +73,7 @@ class WeightControl:
         self.num_committed = self.num_failed = 0
         self.model_path: str | None = None  # of the last checkpoint that became live
         self.last: dict[str, Any] = {}  # figures of the last update that was committed
+        self._undone: str | None = None  # why the calls of a group that is not yet ended came to nothing
         self._ended: tuple[str, str | None, WeightAnswer] | None = None  # (session, group, its last answer)
         self._num_sessions = 0
         self._calls = RankCalls(num_ranks)
@@ -184,7 +185,7 @@ class WeightControl:
             if not kept:
                 self._end_session_of(group.name, "was joined anew", now)
             if wrong:
-                if not kept:
+                if any(reply.fields.get("is_new") for reply in replies):  # on some ranks only
                     self.groups.pop(group.name, None)
                     self._calls.tell(lambda _, inner: Leave(call=inner, name=group.name))
                 self._answer([call], False, wrong)
@@ -252,6 +253,8 @@ class WeightControl:
             session = self.session
             way = "end it" if session.kind == "group of calls" else "complete or abort it"
             return f"session {session.id!r} is open ({self.state}); {way} first"
+        if self._undone is not None:
+            return f"the update that was begun has failed ({self._undone}); end it with /end_weight_update"
         if manifest is not None and (refusal := self._receive_refusal(manifest)):
             return refusal
         if self.poisoned is not None and is_partial:
@@ -282,6 +285,8 @@ class WeightControl:
         session.manifest = manifest
         session.is_empty = session.is_empty and not manifest.buckets
         session.is_partial = session.is_partial and manifest.partial
+        session.bytes_before += session.slowest(session.bytes, len(self._ranks))
+        session.buckets_before += session.slowest(session.buckets, len(self._ranks))
         session.buckets, session.bytes, session.done = {}, {}, set()
         self._enter(session, Phase.STAGING, now)
 
@@ -338,8 +343,11 @@ class WeightControl:
         """Told by any rank, from PREPARED on."""
         if session.phase.value < Phase.PREPARED.value or not (session.bytes or session.done):
             return
+        if session.phase is not Phase.RECEIVING:
+            session.receiving_at = now
         self._enter(session, Phase.RECEIVING, now)
         if len(session.done) == len(self._ranks):
+            session.receive_s += now - session.receiving_at
             self._enter(session, Phase.RECEIVED, now)
             self._on_all_there(session, now)
 
@@ -384,12 +392,16 @@ class WeightControl:
 
     def _abort_session(self, call: int, request: AbortSession, now: float) -> None:
         session = self.session
-        if session is None or request.session_id not in (None, session.id):
+        if session is None and self._undone is not None and request.session_id is None:
+            self._undone = None
+            self._answer([call], True, "The update was undone; the weights are as they were.")
+        elif session is None or request.session_id not in (None, session.id):
             self._answer([call], False, self._not_open(request.session_id))
         elif session.phase is Phase.COMMITTING:
             self._answer([call], False, f"session {session.id!r} is being committed, which takes a moment")
         else:
             self._abort(session, "it was aborted by a client", now)
+            self._undone = None
             self._answer([call], True, f"Session {session.id!r} was aborted; the weights are as they were.")
 
     def _find(self, call: int, session_id: str | None, group_name: str | None) -> Session | None:
@@ -438,7 +450,7 @@ class WeightControl:
         else:
             refusal = self._refusal(manifest, is_partial=not isinstance(request, UpdateFromDisk))
             if refusal is not None:
-                self._answer([call], False, refusal)
+                self._refuse(call, manifest, refusal, now)
                 return
             session = self._open("call", now)
             session.then = "commit"
@@ -455,6 +467,16 @@ class WeightControl:
                 self._load(session, request, now)
             case UpdateFromTensor():
                 self._take(session, request, now)
+
+    def _refuse(self, call: int, manifest: Manifest | None, refusal: str, now: float) -> None:
+        """A client that sends already is let finish, where that can be received."""
+        if manifest is None or self.session is not None or self._receive_refusal(manifest):
+            self._answer([call], False, refusal)
+            return
+        session = self._open("call", now)
+        session.arm_timeout_s, session.then, session.refusal = RECEIVE_S, "refuse", refusal
+        session.ending.append(call)
+        self._stage(session, structs.replace(manifest, discard=True), now)
 
     def _load(self, session: Session, request: UpdateFromDisk, now: float) -> None:
         session.model_path, session.is_partial, session.is_empty = request.model_path, False, False
@@ -507,12 +529,17 @@ class WeightControl:
             self._answer([call], False, refusal)
             return
         session = self._open("group of calls", now)
-        self._enter(session, Phase.RECEIVED, now)
+        session.phase = Phase.RECEIVED  # all of nothing
+        self._notify()
         self._answer([call], True, "The calls that follow become live together, at /end_weight_update.")
 
     def _end_group(self, call: int, now: float) -> None:
         session = self.session
-        if session is None or session.kind != "group of calls":
+        if session is None and self._undone is not None:
+            text = f"the update has failed ({self._undone}); the weights are as they were"
+            self._undone = None
+            self._answer([call], False, text)
+        elif session is None or session.kind != "group of calls":
             self._answer([call], False, "no update was begun; /begin_weight_update begins one")
         elif session.phase is not Phase.RECEIVED:
             self._answer([call], False, f"a call of this update is still {self.state}; end it behind that")
@@ -570,7 +597,8 @@ class WeightControl:
 
     def _next_version(self) -> str:
         version = self._scheduler.weight_version
-        return str(int(version) + 1) if version.isdecimal() else str(self._scheduler.kv_epoch + 1)
+        is_number = version.isascii() and version.isdigit()
+        return str(int(version) + 1) if is_number else str(self._scheduler.kv_epoch + 1)
 
     def _set_version(self, call: int, request: SetVersion) -> None:
         scheduler = self._scheduler
@@ -585,6 +613,8 @@ class WeightControl:
     def _abort(self, session: Session, why: str, now: float) -> None:
         """The one exit of a session that does not become live."""
         self.num_failed += 1
+        if session.kind == "group of calls":
+            self._undone = why
         self._close(session)
         self._calls.tell(lambda _, call: Discard(call=call, session=session.number))
         self._answer(session.preparing, False, why, session_id=session.id)
