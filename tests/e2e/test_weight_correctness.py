@@ -75,11 +75,11 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "tp", "dtype"),
     [
-        ("llama", 1, "float32"),
         ("llama-tied", 1, "bfloat16"),
-        ("qwen3", 1, "bfloat16"),
-        ("qwen3-moe", 1, "float32"),
         ("qwen3-moe", 2, "float32"),
+        slow("llama", 1, "float32"),
+        slow("qwen3", 1, "bfloat16"),
+        slow("qwen3-moe", 1, "float32"),
         slow("llama", 2, "bfloat16"),
         slow("llama-tied", 2, "float32"),
         slow("llama-biases", 2, "float32"),
@@ -132,7 +132,7 @@ def rounds(trainer_address: str, tmp_path: Path, count: int) -> None:
 
 
 def test_rounds_of_73_buckets(trainer_address: str, tmp_path: Path) -> None:
-    rounds(trainer_address, tmp_path, 10)
+    rounds(trainer_address, tmp_path, 6)
 
 
 @pytest.mark.slow
@@ -194,8 +194,8 @@ def test_serving_goes_on(trainer_address: str, tmp_path: Path) -> None:
     with syncing(trainer_address, old, options=["--dtype", "float32", "--num-kv-tokens", "16384"]) as sync:
         sync.new_trainer(new)
         sync.meet()
-        _, tokens = streams_during(sync, 400, lambda: [sync.update(new) for _ in range(3)])
-        assert tokens == [400] * 16
+        _, tokens = streams_during(sync, 200, lambda: [sync.update(new) for _ in range(2)])
+        assert tokens == [200] * 16
 
 
 @pytest.mark.slow

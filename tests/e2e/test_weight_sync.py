@@ -314,6 +314,7 @@ def test_a_wrong_single_call_whose_client_sends_already(
     assert sync.update(checkpoints[1])["success"], "the group is good for more"
 
 
+@pytest.mark.slow  # tests/e2e/test_clients.py has the short form, by WeightSender
 def test_two_engines_take_all_or_nothing(trainer_address: str, checkpoints: list[Path]) -> None:
     with syncing(trainer_address, checkpoints[0], checkpoints[0], options=OPTIONS) as sync:
         one, other = sync.clients

@@ -252,7 +252,17 @@ SEEDED: list[tuple[type, str, Callable[..., Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("cls", "name", "bug"), SEEDED, ids=[bug.__name__ for *_, bug in SEEDED])
+@pytest.mark.parametrize(
+    ("cls", "name", "bug"),
+    [
+        pytest.param(
+            *each,
+            id=each[2].__name__,  # one of them takes its time to be found
+            marks=[pytest.mark.slow] if each[2] is queues_retracted_requests_last else [],
+        )
+        for each in SEEDED
+    ],
+)
 def test_a_seeded_bug_is_caught(
     cls: type, name: str, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

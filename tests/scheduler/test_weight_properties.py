@@ -393,7 +393,16 @@ SEEDED: list[tuple[str, Callable[..., Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "bug"), SEEDED, ids=[bug.__name__ for _, bug in SEEDED])
+QUICK = {hears_one_rank_only, forgets_to_discard, lets_go_before_the_ranks_have_written}
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        pytest.param(*each, id=each[1].__name__, marks=[] if each[1] in QUICK else [pytest.mark.slow])
+        for each in SEEDED
+    ],
+)
 def test_a_seeded_bug_is_caught(name: str, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightControl, name, bug)
     with pytest.raises((AssertionError, KeyError)) as caught:

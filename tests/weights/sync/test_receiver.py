@@ -349,10 +349,13 @@ def test_a_dead_group_receives_nothing(joined: JoinedGroup) -> None:
 def test_an_armed_session_takes_no_processor_time(joined: JoinedGroup) -> None:
     session = Session(joined, BUCKETS, arm_timeout_s=600.0)
     assert session.entered.wait(10)
-    time.sleep(0.05)  # what began is over
-    used, began = time.process_time(), time.monotonic()
-    threading.Event().wait(1.0)
-    assert (time.process_time() - used) / (time.monotonic() - began) < 0.02
+    deadline = time.monotonic() + 15.0  # threads of other tests may be at their end
+    share = 1.0
+    while share >= 0.02 and time.monotonic() < deadline:
+        used, began = time.process_time(), time.monotonic()
+        threading.Event().wait(1.0)
+        share = (time.process_time() - used) / (time.monotonic() - began)
+    assert share < 0.02, f"{share:.1%} of a core"
     session.receiver.cancel()
     session.end()
 
