@@ -605,6 +605,19 @@ def test_a_pause_that_waits_goes_on_behind_a_weight_commit(sim: Loop) -> None:
     assert (sim.state()["engine_paused"], sim.state()["pause_mode"]) == (True, "wait")
 
 
+def test_a_pause_that_waits_continued_during_a_weight_commit(sim: Loop) -> None:
+    sim.add("r", PROMPT, max_new_tokens=20)
+    sim.turns(3)
+    call = sim.pause("wait")
+    sim.begin_commit()
+    sim.until_idle()
+    sim.proceed()
+    assert sim.paused(call).num_running == 1
+    sim.end_commit("1")
+    sim.until_idle()
+    assert sim.finished["r"].reason == "length"
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_the_end_of_a_weight_commit_does_not_end_the_users_pause(sim: Loop, mode: PauseMode) -> None:
     sim.add("r", PROMPT, max_new_tokens=20)

@@ -111,6 +111,8 @@ class PauseControl:
         if not self.holders:
             self.state = PauseState.RUNNING
             self._answer_pauses(num_aborted=len(finished))
+        elif self.state is PauseState.PAUSED and "user" not in self.holders:  # who waited behind a commit
+            self._answer_pauses()
         elif self.mode == "wait":  # nothing stronger keeps from ending what runs
             self.state = PauseState.PAUSING
 
