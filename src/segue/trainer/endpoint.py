@@ -7,7 +7,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from typing import Any
 
@@ -38,11 +38,12 @@ class Endpoint:
         url = self.url.rstrip("/")
         try:
             request = urllib.request.Request(url + path, data, headers)
-            with _OPENER.open(request, timeout=timeout_s) as response:
-                return _understand(url, 200, response.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return _understand(url, error.code, error.read())
+            try:
+                with _OPENER.open(request, timeout=timeout_s) as response:
+                    return _understand(url, 200, response.read())
+            except urllib.error.HTTPError as error:
+                with error:
+                    return _understand(url, error.code, error.read())
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             gone = isinstance(reason, ConnectionError)
@@ -80,11 +81,14 @@ def everywhere(
     on_failure: Callable[[], object] = lambda: None,
 ) -> list[Answer]:
     """Ask all at once, by index and endpoint; ``on_failure`` is called as soon as one answers so."""
-    answers: list[Answer | None] = [None] * len(endpoints)
+    answers = [Answer(url=each.url, success=False) for each in endpoints]
 
     def run(index: int) -> None:
-        answer = answers[index] = ask(index, endpoints[index])
-        if not answer.success:
+        try:
+            answers[index] = ask(index, endpoints[index])
+        except Exception as error:
+            answers[index] = replace(answers[index], message=f"asking it failed: {error!r}")
+        if not answers[index].success:
             on_failure()
 
     # Daemons: a trainer that is told to stop does not wait for an engine that says nothing.
@@ -93,4 +97,4 @@ def everywhere(
         thread.start()
     for thread in threads:
         thread.join()
-    return [answer for answer in answers if answer is not None]
+    return answers
