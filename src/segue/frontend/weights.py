@@ -99,9 +99,12 @@ def _bucket(bucket: BucketMetadata | UpdateWeightsFromDistributedRequest) -> Buc
 
 
 def _join(body: InitWeightsUpdateGroupRequest) -> JoinGroup:
+    address = body.master_address
+    if address.startswith("[") and address.endswith("]"):  # IPv6, as it stands in a URL
+        address = address[1:-1]
     group = Group(
         name=body.group_name,
-        master_address=body.master_address,
+        master_address=address,
         master_port=body.master_port,
         rank_offset=body.rank_offset,
         world_size=body.world_size,

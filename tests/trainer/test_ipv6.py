@@ -1,0 +1,42 @@
+"""A trainer and an engine's rank that reach each other over IPv6."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+
+from segue.frontend.weights import CALLS
+from segue.protocol.weights import JoinGroup
+from segue.trainer.group import Group, bracketed, free_port
+from segue.weights.sync.groups import Groups
+
+
+def test_an_address_in_brackets_is_met() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no ::1")
+    device = torch.device("cpu")
+    hosted = Group(name="six", address="::1", port=free_port(None), world_size=2, device=device, timeout_s=20)
+    groups = Groups(device)
+    try:
+        call = CALLS["init_weights_update_group"]
+        body = call.body(
+            master_address=bracketed(hosted.address),
+            master_port=hosted.port,
+            rank_offset=1,
+            world_size=2,
+            group_name="six",
+            backend="gloo",
+        )
+        request = call.request(body)
+        assert isinstance(request, JoinGroup)
+        groups.join(request.group, 0, 20)
+        hosted.wait(20)
+        joined = groups.get("six")
+        assert joined is not None and joined.alive
+    finally:
+        groups.close()
+        hosted.leave()
