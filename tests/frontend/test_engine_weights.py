@@ -55,6 +55,8 @@ def test_tensors_are_packed(engine: FakeEngine) -> None:
     torch = pytest.importorskip("torch")
     assert engine.update_weights_from_tensor([("a", torch.ones(2))])["success"]
     assert engine.update_weights_from_tensor([])["success"], "an empty bucket"
+    tied = torch.ones(2)
+    assert engine.update_weights_from_tensor([("a", tied), ("b", tied)])["success"]
 
 
 def test_wrong_arguments(engine: FakeEngine, tmp_path: Path) -> None:

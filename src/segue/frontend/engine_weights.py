@@ -229,6 +229,6 @@ def _payloads(named_tensors: Any) -> list[bytes]:
     pairs = list(named_tensors)
     if all(isinstance(each, bytes) for each in pairs) and pairs:
         return pairs
-    from safetensors.torch import save  # torch
+    from segue.weights.sync.payload import encode  # torch
 
-    return [save({name: tensor.contiguous() for name, tensor in pairs})]
+    return [encode(pairs)]
