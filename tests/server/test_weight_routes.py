@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -99,6 +103,24 @@ def test_wrong_bodies(post: Any, path: str, body: dict[str, Any], word: str) -> 
 def test_malformed_json(server: LiveServer) -> None:
     answer = server.client.post("/prepare_weights_update", content=b"{")
     assert (answer.status_code, answer.json()["status"]) == (400, "error")
+
+
+def test_a_body_that_is_too_large_is_answered_after_it_was_sent(server: LiveServer) -> None:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    with closing(connection):
+        headers = {"connection": "close"}  # as urllib sends it
+        connection.request("POST", "/update_weights_from_tensor", b"x" * 20_000_000, headers)
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+    assert (response.status, answer["success"]) == (413, False)
+    assert "--max-body-mib" in answer["message"]
+
+
+def test_a_server_that_starts_says_when_to_retry(tiny_model: Path) -> None:
+    with LiveServer(tiny_model, started=False) as server:
+        answer = server.client.post("/begin_weight_update")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["success"] is False
 
 
 def test_unknown_fields_are_ignored(post: Any) -> None:

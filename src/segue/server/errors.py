@@ -39,9 +39,10 @@ def is_openai(path: str) -> bool:
     return path.startswith("/v1/")
 
 
-def error_response(error: SegueError, path: str) -> Response:
-    """The answer to a request that failed before its reply began."""
-    body = openai_body(error) if is_openai(path) else native_body(error)
+def error_response(error: SegueError, path: str, body: dict[str, Any] | None = None) -> Response:
+    """The answer to a request that failed before its reply began; ``body``: else it is the path's."""
+    if body is None:
+        body = openai_body(error) if is_openai(path) else native_body(error)
     headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 503 else {}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from segue.errors import SegueError
 from segue.frontend.weights import CALLS, perform
 from segue.server.body import read_json
-from segue.server.errors import json_response
+from segue.server.errors import error_response, json_response
 from segue.server.schema import body_schema, query_schema
 from segue.server.service import service_of
 
@@ -55,7 +55,8 @@ def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
             reply = await perform(name, body, service.manager.ask_weights)
         except SegueError as error:
             content: dict[str, Any] = {"success": False, "message": error.message}
-            return json_response(content | ({"status": "error"} if "prepare" in name else {}), error.status)
+            content |= {"status": "error"} if "prepare" in name else {}
+            return error_response(error, request.url.path, content)
         if reply.success and name == "get_weights_by_name":
             return json_response(reply.content["values"])
         return json_response(reply.content, 200 if reply.success or name in IN_THE_REPLY else 400)
