@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from segue.protocol.weights import Commit, Discard, Receive, Stage, Take
 from segue.weights.sync import memory
 from segue.weights.sync.checksum import checksum
 from segue.weights.sync.staging import StagedWeights
+from segue.weights.sync.updater import WeightUpdater
 from tests.weights import tiny
 from tests.weights.sync.updating import Rank, State, Trainer, manifest_of, rank_of, transfer
 
@@ -155,8 +157,9 @@ def test_a_receive_can_be_given_up(rank: Rank, tmp_path: Path) -> None:
     assert_same(rank, new)
 
 
+@pytest.mark.parametrize("end", [Commit, Discard])
 def test_a_session_begins_when_the_memory_of_the_one_before_is_free(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
+    end: type[Any], rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     added, overlaps, release, add = threading.Event(), [], StagedWeights.release, StagedWeights.add
 
@@ -173,12 +176,31 @@ def test_a_session_begins_when_the_memory_of_the_one_before_is_free(
     monkeypatch.setattr(StagedWeights, "release", slow_release)
     monkeypatch.setattr(StagedWeights, "add", seen_add)
     calls = [
-        rank.send(Discard, session=1),
+        rank.send(end, session=1),
         rank.send(Take, session=2, payload=payload, load_format=None, copy=True),
     ]
     assert [rank.reply(call).errors for call in calls] == [[], []]
     assert overlaps == [False]
     monkeypatch.undo()
+
+
+def test_a_commit_is_answered_before_its_memory_is_given_back(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, seen = threading.Event(), []
+
+    def release(self: StagedWeights, **options: Any) -> None:
+        seen.append(answered.wait(2))
+        raise RuntimeError("it cannot be unmapped")
+
+    payload = save({NORM: torch.ones(rank.live.table.shapes[NORM])})
+    rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(StagedWeights, "release", release)
+        assert rank.do(Commit, session=1)["touched"] is True
+        answered.set()
+        rank.do(Take, session=2, payload=payload, load_format=None, copy=True)
+    assert seen == [True]
 
 
 def test_a_manifest_that_does_not_fit_leaves_a_session_to_drop_what_comes(rank: Rank) -> None:
@@ -330,3 +352,24 @@ def test_a_commit_that_fails_says_whether_it_has_written(tmp_path: Path) -> None
         assert reply.errors == ["RuntimeError: no memory"] and reply.fields["touched"] is True
         rank.do(Discard, session=1)
         assert rank.stream.submit(lambda: "goes on").result() == "goes on"
+
+
+def test_a_commit_whose_end_is_not_known_has_written(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_stream, raises = WeightUpdater._on_stream, ["where steps run", "behind"]
+
+    class Event:
+        def synchronize(self) -> None:
+            raise RuntimeError(raises.pop())
+
+    def failing(self: WeightUpdater, work: Any) -> Any:
+        done = on_stream(self, work)
+        if len(raises) == 1:
+            raise RuntimeError(raises.pop())
+        return replace(done, events=[Event(), Event()])  # type: ignore[list-item]
+
+    monkeypatch.setattr(WeightUpdater, "_on_stream", failing)
+    payload = save({NORM: torch.ones(rank.live.table.shapes[NORM])})
+    for session, where in ((1, "behind"), (2, "where steps run")):
+        rank.do(Take, session=session, payload=payload, load_format=None, copy=True)
+        reply = rank.ask(Commit, session=session)
+        assert reply.errors == [f"RuntimeError: {where}"] and reply.fields == {"touched": True}

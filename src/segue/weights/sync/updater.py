@@ -96,7 +96,7 @@ class WeightUpdater:
             live.submit(partial(commit.warm_up, live.device)).result()
         self._inspector = Inspector(live)
         self._sessions: dict[int, _Session] = {}
-        self._freed: list[threading.Event] = []  # of sessions that were discarded: their memory is
+        self._freed: list[threading.Event] = []  # of sessions that have ended: their memory is
         self._threads: set[threading.Thread] = set()
 
     def handle(self, command: WeightCommand) -> None:
@@ -105,7 +105,7 @@ class WeightUpdater:
             case Commit():
                 self._start_commit(command)
             case Inspect():
-                self._submit(command.call, partial(self._look, command.request), lambda: None)
+                self._submit(command.call, partial(self._look, command.request), {}, lambda succeeded: None)
             case Receive():
                 self._spawn(partial(self._start_receive, command))
             case Join():
@@ -288,10 +288,23 @@ class WeightUpdater:
         if session is None or errors:
             self._spawn(partial(self._answer, command.call, lambda: (errors, {"touched": False})))
             return
-        clean_up = partial(self._discard, command.session, threading.Event())
-        self._submit(command.call, partial(self._commit, session), clean_up)
+        freed = threading.Event()
+        then = partial(self._clean_up, command.session, freed)
+        self._submit(command.call, partial(self._commit, session), {"touched": True}, then)
+        self._freed.append(freed)
+
+    def _clean_up(self, number: int, freed: threading.Event, succeeded: bool) -> None:
+        """Behind a commit's reply: no pause waits for it. One that failed is yet to be discarded."""
+        try:
+            if succeeded:
+                self._discard(number, freed)
+        except Exception:
+            logger.exception("the memory of a committed weight update was not given back")
+        finally:
+            freed.set()
 
     def _commit(self, session: _Session, fields: Fields) -> None:
+        fields["touched"] = False
         pairs, parameters = session.staged.pairs(), set(session.staged.parameters)
         if session.borrowed is not None:
             pairs += session.borrowed.pairs()
@@ -303,10 +316,16 @@ class WeightUpdater:
     def _look(self, request: GetWeights | CheckWeights, fields: Fields) -> None:
         fields.update(self._inspector.answer(request))
 
-    def _submit(self, call: int, work: Callable[[Fields], None], clean_up: Callable[[], object]) -> None:
-        """Queue `work`, which fills the reply's fields, where the steps run; `clean_up` if it succeeds."""
+    def _submit(
+        self, call: int, work: Callable[[Fields], None], fields: Fields, then: Callable[[bool], None]
+    ) -> None:
+        """Queue `work`, which fills the reply's fields, where the steps run.
+
+        `fields`: of the reply where `work` does not say otherwise, or cannot. `then` is told, behind the
+        reply, whether it succeeded.
+        """
         future = self._live.submit(partial(self._on_stream, work))
-        self._spawn(partial(self._finish, call, future, clean_up))
+        self._spawn(partial(self._finish, call, future, fields, then))
 
     def _on_stream(self, work: Callable[[Fields], None]) -> _Done:
         """Run `work` where the steps run, where nothing may be raised: later steps would fail with it."""
@@ -321,19 +340,22 @@ class WeightUpdater:
             event.record()
         return _Done(errors=errors, fields=fields, seconds=time.monotonic() - started, events=events)
 
-    def _finish(self, call: int, future: Future[_Done], clean_up: Callable[[], object]) -> None:
+    def _finish(self, call: int, future: Future[_Done], fields: Fields, then: Callable[[bool], None]) -> None:
         def result() -> tuple[list[str], Fields]:
             done = future.result()
+            fields.update(done.fields)
             seconds = done.seconds
             if done.events:
                 first, last = done.events
                 last.synchronize()
                 seconds = first.elapsed_time(last) / 1e3
-            if not done.errors:
-                clean_up()
-            return done.errors, {**done.fields, "seconds": seconds}
+            return done.errors, {"seconds": seconds}
 
-        self._answer(call, result)
+        succeeded = False
+        try:
+            succeeded = not self._answer(call, result, fields)
+        finally:
+            then(succeeded)
 
     def _cancel(self, number: int) -> None:
         session = self._sessions.get(number)
@@ -358,8 +380,11 @@ class WeightUpdater:
         session.receiver = session.sink = session.borrowed = None
         session.staged.release(in_use=not quiet)
 
-    def _answer(self, call: int, work: Callable[[], tuple[list[str], Fields]]) -> None:
-        fields: Fields = {}
+    def _answer(
+        self, call: int, work: Callable[[], tuple[list[str], Fields]], fields: Fields | None = None
+    ) -> list[str]:
+        """Reply with the errors and fields that `work` gives; with `fields` even if it raises."""
+        fields = {} if fields is None else fields
 
         def keep() -> list[str]:
             errors, found = work()
@@ -368,8 +393,9 @@ class WeightUpdater:
 
         errors = _caught(keep)
         self._send(RankReply(rank=self._live.tp.rank, call=call, errors=errors, fields=fields))
+        return errors
 
-    def _spawn(self, work: Callable[[], None]) -> None:
+    def _spawn(self, work: Callable[[], object]) -> None:
         def run() -> None:
             try:
                 work()
