@@ -217,6 +217,15 @@ def test_a_manifest_that_does_not_fit_leaves_a_session_to_drop_what_comes(rank: 
     assert rank.live.arena.checksum() == before
 
 
+def test_what_is_dropped_is_not_held_against_an_earlier_manifest(rank: Rank) -> None:
+    state = {NORM: torch.ones(rank.live.table.shapes[NORM])}
+    options = {"partial": True, "checksums": {NORM: checksum(state[NORM])}}
+    trainer = Trainer([rank])
+    rank.do(Stage, session=1, manifest=manifest_of(state, **options))  # another rank refuses it
+    (received,) = transfer([rank], trainer, state, manifest_of(state, discard=True, **options))
+    assert received.error is None
+
+
 def test_an_unknown_group_is_named(rank: Rank) -> None:
     (error,) = rank.ask(Stage, session=1, manifest=manifest_of({}, partial=True)).errors
     assert "no group 'g'" in error

@@ -191,6 +191,7 @@ class WeightUpdater:
         if problems:
             return problems
         manifest = normalised(manifest)
+        session.sink = None  # of a `Stage` that another rank refused
         if not manifest.discard:
             session.errors = ["memory could not be taken for all of it"]
             session.sink = Incoming(session.staged, manifest, group.device)
