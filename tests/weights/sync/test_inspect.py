@@ -8,6 +8,7 @@ from safetensors.torch import save
 
 from segue.distributed.info import TPInfo
 from segue.protocol.weights import CheckWeights, Commit, GetWeights, Inspect, Take
+from segue.weights.sync import inspect
 from segue.weights.sync.merge import merge
 from tests.weights import tiny
 from tests.weights.sync.test_update import checkpoint
@@ -118,6 +119,19 @@ def test_what_cannot_be_looked_at_is_told(request_: GetWeights, said: str, tmp_p
     with rank_of(checkpoint("qwen3-moe", tmp_path / "old", 0)[0]) as rank:
         (error,) = rank.ask(Inspect, request=request_).errors
         assert said in error
+
+
+def test_an_answer_has_a_limited_number_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "model.embed_tokens.weight"
+    with rank_of(checkpoint("llama-tied", tmp_path / "old", 0)[0]) as rank:
+        rows, columns = rank.live.table.shapes[name]
+        assert rows > 110
+        monkeypatch.setattr(inspect, "_MOST", 110 * columns)
+        assert len(look([rank], GetWeights(name=name, truncate_size=110))) == 110
+        (error,) = rank.ask(Inspect, request=GetWeights(name=name, truncate_size=111)).errors
+        assert "truncate_size is 111" in error and f"{110 * columns} values; ask for 110 at most" in error
+        monkeypatch.setattr(inspect, "_MOST", 1)
+        assert len(look([rank], GetWeights(name=name))) == 100
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:

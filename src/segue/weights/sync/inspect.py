@@ -17,6 +17,9 @@ from segue.weights.name_table import Slice
 from segue.weights.sync.live import LiveWeights, box_of
 from segue.weights.sync.tensors import BLOCK, BLOCK_CUDA, equal
 
+_MOST = 1 << 20  # values in an answer, which one process makes lists of while generation waits
+_MOST_ROWS = 100  # may be more than that: what is asked for by default is never too much
+
 
 class Inspector:
     """Answers `Inspect`; to be asked where the steps run. It keeps the one snapshot there may be."""
@@ -56,6 +59,14 @@ class Inspector:
         if size < 0:
             raise InvalidRequestError(
                 f"truncate_size is {size}; it cannot be negative", param="truncate_size"
+            )
+        columns = shape[1] if len(shape) == 2 else 1
+        most = max(_MOST_ROWS, _MOST // columns)
+        if min(size, shape[0]) > most:
+            raise InvalidRequestError(
+                f"truncate_size is {size}: that many rows of {name!r}, of {columns} values each, are more "
+                f"than {_MOST} values; ask for {most} at most",
+                param="truncate_size",
             )
         parts = []
         for part in table.slices[meaning]:
