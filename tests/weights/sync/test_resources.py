@@ -3,18 +3,20 @@
 import gc
 import json
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from segue.memory.arena import Arena
+from segue.memory.arena import Arena, TensorSpec
 from segue.memory.peak import PeakMeter
 from segue.protocol.weights import Commit
 from segue.weights import dummy
 from segue.weights.name_table import NameTable
 from segue.weights.sync.manifest import bucket_bytes
+from segue.weights.sync.memory import StagingMemory
 from tests.conftest import WaitUntil
 from tests.models.reference import hf_config
 from tests.weights import tiny
@@ -89,3 +91,14 @@ def test_fifty_updates_leave_nothing_behind(tmp_path: Path, wait_until: WaitUnti
         gc.collect()
         wait_until(lambda: resources() <= before, what="files and threads as before")
         assert resident() <= held + 2 * MIB
+
+
+def test_memory_that_is_in_use_is_never_unmapped() -> None:
+    memory = StagingMemory(torch.device("cpu"), [TensorSpec(name="w", shape=(8,), dtype=torch.bfloat16)])
+    for in_use in (False, True):
+        staging = memory.take(None, "auto", 0)
+        slab = weakref.ref(staging.arena.slabs[0])
+        memory.give_back(staging, in_use=in_use)
+        del staging
+        gc.collect()
+        assert (slab() is not None) is in_use

@@ -51,6 +51,7 @@ class StagingMemory:
         # One of its own: no other stream has work to do in the memory that is taken on it.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._kept: dict[str, Staging] = {}  # by place
+        self._lost: list[Arena] = []  # in use when they were given back: never unmapped, nor used again
         needed = _total(self._specs)
         if device.type == "cuda" and reserved >= needed:
             self._kept["device"] = Staging(arena=self._on_device(self._specs), place="device")
@@ -103,7 +104,9 @@ class StagingMemory:
         if kept is not None:
             return replace(kept, note=reason)
         _check_host(_total(wanted))
-        staging = Staging(arena=Arena.allocate(wanted, "cpu", empty=_pinned), place="host", note=reason)
+        with torch.cuda.device(self.device):  # a thread begins with device 0
+            arena = Arena.allocate(wanted, "cpu", empty=_pinned)
+        staging = Staging(arena=arena, place="host", note=reason)
         if specs is None:
             self._kept["host"] = replace(staging, note="")
         return staging
@@ -112,19 +115,27 @@ class StagingMemory:
         """Take an arena back; one that is `in_use` still is never given to anybody again."""
         kept = self._kept.get(staging.place)
         if in_use:
+            self._lost.append(staging.arena)
             if kept is not None and kept.arena is staging.arena:
                 del self._kept[staging.place]
         elif kept is not None and kept.arena is staging.arena:
             return
         elif self.device.type == "cuda" and staging.place == "host":
-            _unpin(staging.arena)
+            self._unpin(staging.arena)
 
     def close(self) -> None:
         """Give up what is kept."""
         host = self._kept.get("host")
         if host is not None:
-            _unpin(host.arena)
+            self._unpin(host.arena)
         self._kept.clear()
+
+    def _unpin(self, arena: Arena) -> None:
+        with torch.cuda.device(self.device):
+            for slab in arena.slabs:
+                if slab.numel():
+                    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                    torch.cuda.check_error(cudart.cudaHostUnregister(slab.data_ptr()))
 
     def _find(self, place: str, specs: Sequence[TensorSpec]) -> Staging | None:
         kept = self._kept.get(place)
@@ -172,10 +183,3 @@ def _pinned(num_bytes: int) -> Tensor:
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(cudart.cudaHostRegister(raw.data_ptr(), num_bytes, 0))
     return raw
-
-
-def _unpin(arena: Arena) -> None:
-    for slab in arena.slabs:
-        if slab.numel():
-            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(cudart.cudaHostUnregister(slab.data_ptr()))
