@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import transformers
 from segue.trainer.group import free_port
 from segue.trainer.model import TrainedModel
 from segue.trainer.server import bind, make_server
-from segue.trainer.trainer import Trainer
+from segue.trainer.trainer import EndpointBody, Trainer
 from tests.conftest import WaitUntil
 from tests.frontend.tiny_model import CONFIG, write_model
 from tests.trainer.conftest import FakeEngine
@@ -162,6 +163,43 @@ def test_what_is_wrong_is_said(client: Client, tmp_path: Path) -> None:
         assert message in client.post(path, 400, **body)["message"]
     assert client.raw("/train_step", b"{").json()["message"].startswith("the body is not valid JSON")
     assert client.raw("/no_such_route", b"").status_code == 404
+
+
+def test_what_torch_says_is_said(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client.model._optimizer, "step", fail)
+        message = client.post("/train_step", 400, texts=["Hello world"])["message"]
+    assert message == "OutOfMemoryError: tried to allocate 80 GiB"
+    assert all(parameter.grad is None for parameter in client.model.module.parameters())
+    assert client.post("/train_step", texts=["Hello world"])["num_steps"] == 1
+
+
+def test_endpoints_may_change_while_they_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("segue.trainer.trainer.world_sizes", lambda endpoints: [1])
+    trainer = Trainer(None)  # type: ignore[arg-type]
+    for port in range(1, 200):
+        trainer.add(EndpointBody(host="a", port=port))
+    ended = threading.Event()
+
+    def change() -> None:
+        while not ended.is_set():
+            trainer.add(EndpointBody(host="b", port=1))
+            trainer.remove(EndpointBody(host="b", port=1))
+
+    changing = threading.Thread(target=change)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    changing.start()
+    try:
+        for _ in range(100):
+            assert len(trainer.endpoints()) >= 199
+    finally:
+        ended.set()
+        changing.join(10)
+        sys.setswitchinterval(interval)
 
 
 def test_a_checkpoint_is_the_model(client: Client, tmp_path: Path) -> None:

@@ -59,10 +59,12 @@ class TrainedModel:
         if int(mask.sum(1).max()) < 2:
             raise InvalidRequestError("texts: none has two tokens, so there is nothing to predict")
         labels = batch["input_ids"].masked_fill(mask == 0, -100)
-        loss = self.module(input_ids=batch["input_ids"], attention_mask=mask, labels=labels).loss
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        try:
+            loss = self.module(input_ids=batch["input_ids"], attention_mask=mask, labels=labels).loss
+            loss.backward()
+            self._optimizer.step()
+        finally:  # what a step that failed has left is not the next one's
+            self._optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1
         return float(loss.detach())
 

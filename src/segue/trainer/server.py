@@ -15,6 +15,7 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from segue.errors import ConfigError, InvalidRequestError, SegueError
+from segue.logs import logger
 from segue.protocol.validation import parse
 from segue.trainer.trainer import Body, EndpointBody, SaveBody, SyncBody, TrainBody, Trainer
 
@@ -94,7 +95,13 @@ def _post(app: FastAPI, path: str, kind: type[B], act: Callable[[B], dict[str, A
             body = parse(kind, msgspec.json.decode(await request.body() or b"{}"))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
-        answer = await run_in_threadpool(act, body)
+        try:
+            answer = await run_in_threadpool(act, body)
+        except SegueError:
+            raise
+        except Exception as error:  # of torch or transformers; a handler of all would end the connection
+            logger.exception("%s failed", path)
+            raise SegueError(f"{type(error).__name__}: {error}") from error
         return _json(answer, 200 if answer["success"] else 400)
 
     schema = {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}

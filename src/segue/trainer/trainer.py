@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,6 +68,7 @@ class Trainer:
         self._sender: WeightSender | None = None
         self._sends_to: object = None  # what `_sender` was made for
         self._turn = threading.Lock()
+        self._adding = threading.Lock()  # `_endpoints` is replaced, never changed: readers take no lock
         self._bar: Any = None
         self._progress: Progress | None = None  # of the sync that runs
         self._last: dict[str, Any] | None = None
@@ -76,8 +77,10 @@ class Trainer:
         """Register an engine, with as many ranks as it says that it has."""
         endpoint = Endpoint(url=body.url, api_key=body.api_key, world_size=body.world_size)
         (size,) = world_sizes([endpoint])
-        self._endpoints[body.url] = Endpoint(url=body.url, api_key=body.api_key, world_size=size)
-        offset = next(each["rank_offset"] for each in self.endpoints() if each["url"] == body.url)
+        endpoint = replace(endpoint, world_size=size)
+        with self._adding:
+            self._endpoints = self._endpoints | {body.url: endpoint}
+            offset = next(each["rank_offset"] for each in self.endpoints() if each["url"] == body.url)
         message = f"{body.url} added"
         if body.world_size not in (None, size):
             message += f"; it says that it has {size} rank(s), not {body.world_size}, and that counts"
@@ -85,9 +88,11 @@ class Trainer:
 
     def remove(self, body: EndpointBody) -> dict[str, Any]:
         """Forget an engine; at the next sync the others meet without it."""
-        if self._endpoints.pop(body.url, None) is None:
-            known = ", ".join(self._endpoints) or "none"
-            raise InvalidRequestError(f"{body.url} is not among the inference endpoints: {known}")
+        with self._adding:
+            if body.url not in self._endpoints:
+                known = ", ".join(self._endpoints) or "none"
+                raise InvalidRequestError(f"{body.url} is not among the inference endpoints: {known}")
+            self._endpoints = {url: each for url, each in self._endpoints.items() if url != body.url}
         return {"success": True, "message": f"{body.url} removed"}
 
     def endpoints(self) -> list[dict[str, Any]]:
