@@ -82,6 +82,7 @@ class Engine:
         self.silent: set[type] = set()  # kinds of commands that nobody answers
         self.broken: dict[tuple[int, type], list[str]] = {}  # what a rank says of a kind of command
         self.touched: set[int] = {0, 1}
+        self.dropped: list[str] = []  # groups that ranks found dead
         self.arrives = True  # what was announced is there at once
 
     def ask(self, request: WeightRequest) -> int:
@@ -127,7 +128,7 @@ class Engine:
         if isinstance(command, Commit):
             fields = {"touched": rank in self.touched}
         if isinstance(command, Join):
-            fields = {"is_new": True}
+            fields = {"is_new": True, "dropped": self.dropped}
         if isinstance(command, Inspect):
             fields = {"checksums": {"a": 1 + rank}}
         self.weights.on_rank(RankReply(rank=rank, call=command.call, errors=errors, fields=fields), self.now)
@@ -262,6 +263,15 @@ def test_a_group_joined_anew_ends_its_session(engine: Engine) -> None:
     assert engine.state == "idle"
     answer = engine.reply(Complete(group_name="g"))
     assert not answer.success and "joined anew" in answer.message
+
+
+def test_groups_whose_trainers_have_gone_are_forgotten(engine: Engine) -> None:
+    engine.arrives = False
+    engine.reply(prepare())
+    engine.dropped = ["g"]
+    assert engine.reply(JoinGroup(group=structs.replace(GROUP, name="h"))).success
+    assert list(engine.weights.groups) == ["h"]
+    assert "lost its trainer" in engine.reply(Complete()).message
 
 
 def test_a_group_joined_anew_does_not_disturb_a_commit(engine: Engine) -> None:

@@ -181,6 +181,11 @@ class WeightControl:
 
         def joined(replies: list[RankReply], now: float) -> None:
             wrong = problems(replies)
+            for name in {name for reply in replies for name in reply.fields.get("dropped", ())} - {
+                group.name
+            }:
+                self.groups.pop(name, None)  # its trainer has gone
+                self._end_session_of(name, "has lost its trainer", now)
             kept = all(reply.fields.get("kept") for reply in replies)  # a group of this name lives on
             if not kept:
                 self._end_session_of(group.name, "was joined anew", now)
