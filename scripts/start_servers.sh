@@ -32,11 +32,21 @@ healthy() {
   done
 }
 
+# The server takes the first TP GPUs and the trainer the next one, or the CPU where there is none left.
+gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, || true)}
+IFS=, read -ra gpus <<<"$gpus"
+trainer=("$segue" trainer)
+if [ ${#gpus[@]} -gt "$tp" ]; then
+  trainer=(env CUDA_VISIBLE_DEVICES="${gpus[tp]}" "${trainer[@]}")
+elif [ ${#gpus[@]} -gt 0 ]; then
+  trainer+=(--device cpu)
+fi
+
 # shellcheck disable=SC2086 # options are words
 "$segue" serve ${MODEL:+--model "$MODEL"} --port "$serve_port" --tp "$tp" ${SERVE_ARGS:-} &
 pids+=($!)
 # shellcheck disable=SC2086
-"$segue" trainer ${MODEL:+--model "$MODEL"} --port "$trainer_port" ${TRAINER_ARGS:-} &
+"${trainer[@]}" ${MODEL:+--model "$MODEL"} --port "$trainer_port" ${TRAINER_ARGS:-} &
 pids+=($!)
 healthy "${pids[0]}" "$serve_port" "segue serve"
 healthy "${pids[1]}" "$trainer_port" "segue trainer"
