@@ -34,7 +34,7 @@ def test_an_address_in_brackets_is_met() -> None:
         request = call.request(body)
         assert isinstance(request, JoinGroup)
         groups.join(request.group, 0, 20)
-        hosted.wait(20)
+        hosted.wait(20, lambda: None)
         joined = groups.get("six")
         assert joined is not None and joined.alive
     finally:

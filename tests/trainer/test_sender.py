@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from segue.trainer import Endpoint, Progress, WeightSender, WeightSendError
 from segue.trainer.group import free_port
+from tests.conftest import WaitUntil
 from tests.trainer.conftest import FakeEngine
 from tests.trainer.fake_engine import describe
 
@@ -128,6 +129,38 @@ def test_one_failure_leaves_all_engines_as_they_were(
         if fault == "init_weights_update_group":  # nobody was in the group: its port was free at once
             assert engines[0].seen()["joined"]["master_port"] == port
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize(
+    ("fault", "asked"),
+    [
+        ("prepare_weights_update", "prepare_weights_update"),
+        ("receive", "weights_update_status"),
+        ("complete_weights_update", "complete_weights_update"),
+    ],
+)
+def test_closing_ends_a_send_that_is_stuck(
+    engines: list[FakeEngine], fault: str, asked: str, wait_until: WaitUntil
+) -> None:
+    engines[1].fault(**{fault: "hang"})
+    sending = sender(engines, make_weights(), timeout_s=60.0)
+    ended: list[WeightSendError] = []
+
+    def send() -> None:
+        with pytest.raises(WeightSendError, match="the sender was closed") as failed:
+            sending.send()
+        ended.append(failed.value)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    wait_until(lambda: asked in engines[1].seen()["log"])
+    began = time.monotonic()
+    sending.close()
+    thread.join(10)
+    assert ended and time.monotonic() - began < 5
+    engines[1].fault()
+    with sending:
+        sending.send()
 
 
 def test_a_commit_that_only_some_made_says_who(engines: list[FakeEngine]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import transformers
 
 from segue.trainer.group import free_port
 from segue.trainer.model import TrainedModel
-from segue.trainer.server import bind, make_server
+from segue.trainer.server import bind, make_server, run
 from segue.trainer.trainer import EndpointBody, Trainer
 from tests.conftest import WaitUntil
 from tests.frontend.tiny_model import CONFIG, write_model
@@ -24,8 +27,8 @@ from tests.trainer.fake_engine import describe
 
 
 class Client:
-    def __init__(self, url: str, model: TrainedModel) -> None:
-        self.model = model
+    def __init__(self, url: str, trainer: Trainer) -> None:
+        self.model, self.trainer = trainer.model, trainer
         self.http = httpx.Client(base_url=url, timeout=30)
 
     def post(self, path: str, status: int = 200, /, **body: Any) -> dict[str, Any]:
@@ -65,7 +68,7 @@ def client(directory: Path, tmp_path: Path, wait_until: WaitUntil) -> Iterator[C
     server = make_server(trainer)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", model)
+    client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", trainer)
     try:
         yield client
     finally:
@@ -125,6 +128,42 @@ def test_a_sync_tells_how_far_it_is(client: Client, engines: list[FakeEngine], w
     assert client.get("/health")["status"] == "ok"
     engines[0].fault()
     syncing.join(10)
+
+
+def test_the_end_waits_for_no_sync(client: Client, engines: list[FakeEngine], wait_until: WaitUntil) -> None:
+    client.post("/add_inference_endpoint", **address(engines[0]))
+    engines[0].fault(receive="hang")
+    syncs = [threading.Thread(target=client.post, args=("/sync_inference_weights", 400)) for _ in range(2)]
+    for sync in syncs:  # one waits for its turn
+        sync.start()
+    wait_until(lambda: "weights_update_status" in engines[0].seen()["log"])
+    began = time.monotonic()
+    client.trainer.close()
+    for sync in syncs:
+        sync.join(10)
+    assert time.monotonic() - began < 5
+    assert engines[0].seen()["log"].count("prepare_weights_update") == 1
+
+
+def test_a_second_interrupt_ends_the_process(wait_until: WaitUntil) -> None:
+    listener = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/inference_endpoints"
+
+    def interrupt() -> None:
+        wait_until(lambda: httpx.get(url).status_code == 200)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    try:
+        run(Trainer(None), listener)  # type: ignore[arg-type]
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        interrupting.join(10)
+        listener.close()
 
 
 def test_the_engine_knows_best_how_many_ranks_it_has(client: Client, engines: list[FakeEngine]) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from typing import Any
 
+STOP_S = 0.1  # between two looks at whether to stop
+
 # Engines are spoken to directly, whatever proxy the environment names.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -79,9 +81,14 @@ def everywhere(
     endpoints: Sequence[Endpoint],
     ask: Callable[[int, Endpoint], Answer],
     on_failure: Callable[[], object] = lambda: None,
+    stop: threading.Event | None = None,
 ) -> list[Answer]:
-    """Ask all at once, by index and endpoint; ``on_failure`` is called as soon as one answers so."""
-    answers = [Answer(url=each.url, success=False) for each in endpoints]
+    """Ask all at once, by index and endpoint; ``on_failure`` is called as soon as one answers so.
+
+    Behind ``stop`` no answer is waited for; one that is missing is a failure.
+    """
+    missing = "it had not answered when the sender was closed"
+    answers = [Answer(url=each.url, success=False, message=missing) for each in endpoints]
 
     def run(index: int) -> None:
         try:
@@ -96,5 +103,6 @@ def everywhere(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    return answers
+        while thread.is_alive() and not (stop is not None and stop.is_set()):
+            thread.join(None if stop is None else STOP_S)
+    return list(answers)

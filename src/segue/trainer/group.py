@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ from segue.weights.sync.groups import MAX_CTAS_KEY, without_watchdog
 
 MARGIN_S = 600.0  # torch's own deadlines lie so far behind ours
 LEAVE_S = 10.0
+CHECK_S = 0.1
 
 
 class Group:
@@ -58,14 +60,17 @@ class Group:
         self._joining = threading.Thread(target=self._join, name="join-weight-group", daemon=True)
         self._joining.start()
 
-    def wait(self, timeout_s: float) -> None:
-        """Return once all have joined.
+    def wait(self, timeout_s: float, check: Callable[[], None]) -> None:
+        """Return once all have joined; ``check`` is called now and then, and may raise.
 
         Raises:
             TimeoutError: they have not.
             RuntimeError: torch says why they cannot.
         """
-        self._joining.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while self._joining.is_alive() and time.monotonic() < deadline:
+            check()
+            self._joining.join(CHECK_S)
         if self._error is not None:
             shared = "Duplicate GPU" in str(self._error)
             hint = "; NCCL cannot join two processes on one GPU: use backend='gloo'" if shared else ""

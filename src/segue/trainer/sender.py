@@ -29,6 +29,7 @@ DEFAULT_GROUP = "weight_update_group"
 class WeightSendError(SegueError):
     """Weights were not sent, and unless the message says otherwise no engine took any of them.
 
+    One that had not answered a complete or a commit may have done so.
     ``answers`` has what each engine said last.
     """
 
@@ -118,6 +119,7 @@ class WeightSender:
         self._on_progress = on_progress
         self._group: Group | None = None
         self._lock = threading.Lock()
+        self._closing = threading.Event()
 
     def __enter__(self) -> WeightSender:
         return self
@@ -140,8 +142,13 @@ class WeightSender:
             return self._attempt(weight_version, flush_cache)
 
     def close(self) -> None:
-        """Leave the group, and have the engines leave it. Another :meth:`send` joins one again."""
+        """Leave the group, and have the engines leave it; a :meth:`send` that runs is given up.
+
+        Another one joins a group again.
+        """
+        self._closing.set()
         with self._lock:
+            self._closing.clear()
             self._leave()
 
     def _attempt(self, weight_version: str | None, flush_cache: bool) -> SendReport:
@@ -153,6 +160,7 @@ class WeightSender:
             raise
 
     def _send(self, session: str, weight_version: str | None, flush_cache: bool) -> SendReport:
+        self._check_open()
         buckets = plan(self._weights, self._max_bytes)
         group = self._group = self._group or self._join()
         began = time.perf_counter()
@@ -235,6 +243,7 @@ class WeightSender:
                     self._timeout_s + ASK_S,
                 ),
                 on_failure=group.leave,
+                stop=self._closing,
             )
             self._check("/init_weights_update_group", answers)
         except BaseException:
@@ -242,9 +251,13 @@ class WeightSender:
             raise
         return group
 
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise WeightSendError("the sender was closed during the send")
+
     def _wait_for(self, group: Group) -> None:
         try:
-            group.wait(self._timeout_s)
+            group.wait(self._timeout_s, self._check_open)
         except (RuntimeError, TimeoutError) as error:
             raise WeightSendError(str(error)) from error
 
@@ -275,6 +288,7 @@ class WeightSender:
         """Wait for the broadcast as long as it moves and no engine has given it up."""
         moved, num_bytes = time.monotonic(), 0
         while not broadcast.finished.wait(POLL_S):
+            self._check_open()
             if broadcast.num_bytes > num_bytes:
                 moved, num_bytes = time.monotonic(), broadcast.num_bytes
             if time.monotonic() - moved > self._timeout_s:
@@ -296,7 +310,7 @@ class WeightSender:
             body = {"group_name": self._name, "session_id": session, "commit": False}
             return replace(endpoint.post("/complete_weights_update", body, ASK_S / 4), success=False)
 
-        return everywhere(self._endpoints, ask)
+        return everywhere(self._endpoints, ask, stop=self._closing)
 
     def _commit(self, finish: dict[str, Any]) -> list[Answer]:
         answers = everywhere(
@@ -304,6 +318,7 @@ class WeightSender:
             lambda _, endpoint: _post_again(
                 endpoint, "/commit_weights_update", finish, self._timeout_s + ASK_S
             ),
+            stop=self._closing,
         )
         done = [answer.url for answer in answers if answer.success]
         if 0 < len(done) < len(answers):
@@ -322,6 +337,7 @@ class WeightSender:
                 if repeat
                 else endpoint.post(path, body, timeout_s)
             ),
+            stop=self._closing,
         )
         self._check(path, answers)
         return answers

@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 import msgspec
@@ -71,10 +72,15 @@ def make_server(trainer: Trainer) -> uvicorn.Server:
 
 
 def run(trainer: Trainer, listener: socket.socket) -> None:
-    """Serve until a signal, then leave the engines' group."""
+    """Serve until a signal, then leave the engines' group; a second Ctrl-C ends the process at once."""
     server = make_server(trainer)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        server.handle_exit(number, frame)
+
     for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, server.handle_exit)
+        signal.signal(each, end)
     try:
         server.run(sockets=[listener])
     finally:

@@ -17,6 +17,7 @@ from segue.trainer.endpoint import Endpoint
 from segue.trainer.model import TrainedModel
 from segue.trainer.sender import Progress, SendReport, WeightSender, WeightSendError, world_sizes
 
+TURN_S = 0.1  # between two tries to have the turn, at the end
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -69,6 +70,7 @@ class Trainer:
         self._sends_to: object = None  # what `_sender` was made for
         self._turn = threading.Lock()
         self._adding = threading.Lock()  # `_endpoints` is replaced, never changed: readers take no lock
+        self._closed = False
         self._bar: Any = None
         self._progress: Progress | None = None  # of the sync that runs
         self._last: dict[str, Any] | None = None
@@ -109,6 +111,8 @@ class Trainer:
         if not self._endpoints:
             raise InvalidRequestError("there is no inference endpoint; add one: POST /add_inference_endpoint")
         with self._turn:
+            if self._closed:
+                raise InvalidRequestError("the training server ends; send again when it was started anew")
             try:
                 report = self._send(body)
             except WeightSendError as error:
@@ -125,7 +129,7 @@ class Trainer:
     def _send(self, body: SyncBody) -> SendReport:
         wanted = (tuple(self._endpoints.values()), body)
         if self._sender is None or self._sends_to != wanted:
-            self.close()
+            self._leave()
             self._sends_to = wanted
             self._sender = WeightSender(
                 wanted[0],
@@ -171,7 +175,15 @@ class Trainer:
         return {"status": "ok", "model": self.model.name, "num_steps": self.model.num_steps}
 
     def close(self) -> None:
-        """Leave the engines' group."""
+        """Leave the engines' group, for good; a sync that runs is given up, another turn is waited for."""
+        self._closed = True
+        while not self._turn.acquire(timeout=TURN_S):
+            if (sender := self._sender) is not None:
+                sender.close()
+        self._leave()
+        self._turn.release()
+
+    def _leave(self) -> None:
         if self._sender is not None:
             self._sender.close()
         self._sender = None
