@@ -1,4 +1,5 @@
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -139,6 +140,55 @@ def test_two_joins_at_a_time_are_one(trainer: Any, groups: Groups, new_group: Ne
     joined = groups.get(group.name)
     assert joined is not None
     assert joined.alive
+
+
+def test_other_parameters_give_up_an_attempt_that_met_nobody(
+    trainer: Any, groups: Groups, new_group: NewGroup, wait_until: WaitUntil
+) -> None:
+    failed: list[WeightSyncError] = []
+    nobody, group = new_group(), new_group()
+
+    def join() -> None:
+        with pytest.raises(WeightSyncError) as error:
+            groups.join(nobody, 0, 300)
+        failed.append(error.value)
+
+    def is_attempted() -> bool:
+        return any(thread.name == "join-weight-group" for thread in threading.enumerate())
+
+    waiting = in_thread(join)
+    wait_until(is_attempted, what="an attempt that waits")
+    joined = trainer.meet(groups, group)
+    waiting.join(5)
+    assert len(failed) == 1
+    assert "was given up" in str(failed[0]) and f"127.0.0.1:{group.master_port}" in str(failed[0])
+    wait_until(lambda: not is_attempted(), what="no attempt left")
+    assert groups.get(group.name) is joined
+    assert joined.alive
+
+
+def test_groups_whose_trainer_has_gone_are_forgotten(
+    new_trainer: Any, groups: Groups, new_group: NewGroup
+) -> None:
+    first, second = new_trainer(), new_trainer()
+    gone = first.meet(groups, new_group("gone"))
+    stays = second.meet(groups, new_group("stays"))
+    assert groups.drop_dead() == []
+    first.kill()
+    assert groups.drop_dead() == ["gone"]
+    assert gone.reason == "its trainer has gone"
+    assert groups.get("gone") is None
+    assert groups.get("stays") is stays
+
+
+def test_a_group_in_use_is_left_to_its_receiver(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+    group = new_group()
+    joined, quiet = trainer.meet(groups, group), threading.Event()
+    joined.used_by((), quiet)
+    trainer.kill()
+    assert groups.drop_dead() == []
+    quiet.set()
+    assert groups.drop_dead() == [group.name]
 
 
 def test_joining_and_leaving_leaves_nothing_behind(

@@ -1,7 +1,7 @@
 """Weights received over gloo, staged and committed, or not: what the arena holds then."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from segue.distributed.info import TPInfo
 from segue.layers.norm import RMSNorm
 from segue.memory.arena import ALIGNMENT, Arena
 from segue.models.decoder import Decoder
-from segue.protocol.weights import Commit, Discard, Receive, Stage, Take
+from segue.protocol.weights import Commit, Discard, Group, Join, Receive, Stage, Take
 from segue.weights.sync import memory
 from segue.weights.sync.checksum import checksum
 from segue.weights.sync.staging import StagedWeights
@@ -224,6 +224,30 @@ def test_what_is_dropped_is_not_held_against_an_earlier_manifest(rank: Rank) -> 
     rank.do(Stage, session=1, manifest=manifest_of(state, **options))  # another rank refuses it
     (received,) = transfer([rank], trainer, state, manifest_of(state, discard=True, **options))
     assert received.error is None
+
+
+def test_a_join_says_what_became_of_groups(
+    rank: Rank, new_trainer: Callable[[], Any], new_group: Callable[..., Group]
+) -> None:
+    def join(group: Group, timeout_s: float = 20.0) -> tuple[bool, bool, list[str]]:
+        fields = rank.ask(Join, group=group, timeout_s=timeout_s).fields
+        return fields["is_new"], fields["kept"], fields["dropped"]
+
+    group, trainer = new_group("a"), new_trainer()
+    assert join(group, 0.2) == (False, False, [])  # nobody is there
+    trainer.host(group)
+    assert join(group) == (True, False, [])
+    assert trainer.answer() == {}
+    assert join(group) == (False, True, [])
+    assert join(new_group("a")) == (False, True, [])  # refused
+    assert join(new_group("b"), 0.2) == (False, False, [])
+    trainer.kill()
+    assert join(new_group("b"), 0.2) == (False, False, ["a"])
+    again, trainer = new_group("a"), new_trainer()
+    trainer.host(again)
+    assert join(again) == (True, False, [])
+    trainer.kill()
+    assert join(again, 0.2) == (False, False, ["a"])
 
 
 def test_an_unknown_group_is_named(rank: Rank) -> None:

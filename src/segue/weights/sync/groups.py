@@ -92,6 +92,11 @@ class JoinedGroup:
             return False
 
     @property
+    def is_receiving(self) -> bool:
+        """Whether a receiver is at it, who looks after the trainer on its own."""
+        return not self._quiet.is_set()
+
+    @property
     def process_group(self) -> ProcessGroup:
         """For broadcasts from rank 0.
 
@@ -155,7 +160,7 @@ class _Attempt:
     group: Group
     ended: threading.Event = field(default_factory=threading.Event)
     error: str | None = None
-    abandoned: bool = False
+    abandoned: bool = False  # its thread goes on until it can end, and what it makes is not kept
 
 
 class Groups:
@@ -173,11 +178,20 @@ class Groups:
         with self._lock:
             return self._joined.get(name)
 
-    def join(self, group: Group, tp_rank: int, timeout_s: float) -> None:
+    def drop_dead(self) -> list[str]:
+        """Forget the groups that are dead or whose trainer has gone; their names."""
+        with self._lock:
+            dead = [name for name, each in self._joined.items() if not each.is_receiving and not each.alive]
+            for name in dead:
+                del self._joined[name]
+        return dead
+
+    def join(self, group: Group, tp_rank: int, timeout_s: float) -> bool:
         """Meet the trainer in ``group``, as rank ``group.rank_offset + tp_rank``; blocks.
 
-        A group that is alive and was joined with the same parameters is kept, a dead one replaced. What
-        cannot be cancelled at the deadline is abandoned with a thread of its own.
+        A group that is alive and was joined with the same parameters is kept (False), else made (True), and
+        a dead one replaced. An attempt with other parameters that has not met anybody yet is given up. What
+        cannot be cancelled is abandoned with a thread of its own.
 
         Raises:
             WeightSyncError: nobody met, parameters that cannot work, or a live group with others.
@@ -188,7 +202,7 @@ class Groups:
             known = self._joined.get(group.name)
             if known is not None and known.alive:
                 if known.group == group:
-                    return
+                    return False
                 raise WeightSyncError(
                     f"The group {group.name!r} is joined already, with other parameters "
                     f"({_words(known.group)}; asked for: {_words(group)}): destroy it first, or take another "
@@ -196,6 +210,9 @@ class Groups:
                     param="group_name",
                 )
             attempt = self._attempts.get(group.name)
+            if attempt is not None and attempt.group != group:
+                self._give_up(attempt, _superseded(attempt.group, group))
+                attempt = None
             if attempt is None:
                 attempt = self._attempts[group.name] = _Attempt(group)
                 threading.Thread(
@@ -204,21 +221,13 @@ class Groups:
                     name="join-weight-group",
                     daemon=True,
                 ).start()
-            elif attempt.group != group:
-                raise WeightSyncError(
-                    f"The group {group.name!r} is just being joined with other parameters "
-                    f"({_words(attempt.group)}; asked for: {_words(group)}): retry when that has ended.",
-                    param="group_name",
-                )
         if not attempt.ended.wait(timeout_s):
             with self._lock:
                 if not attempt.ended.is_set():
-                    attempt.abandoned = True
-                    if self._attempts.get(group.name) is attempt:
-                        del self._attempts[group.name]
-                    raise WeightSyncError(_unmet(group, timeout_s))
+                    self._give_up(attempt, _unmet(group, timeout_s))
         if attempt.error is not None:
             raise WeightSyncError(attempt.error)
+        return True
 
     def leave(self, name: str) -> None:
         """Close a group's connections and forget it.
@@ -237,33 +246,40 @@ class Groups:
         """Leave all groups, and abandon those that are being joined."""
         with self._lock:
             joined, self._joined = list(self._joined.values()), {}
-            attempts, self._attempts = list(self._attempts.values()), {}
-            for attempt in attempts:
-                attempt.abandoned = True
+            for attempt in list(self._attempts.values()):
+                self._give_up(attempt, "the engine ends")
         for group in joined:
             group.mark_dead("the engine ends")
         for group in joined:  # a thread that is in torch when the interpreter ends takes the process with it
             group.wait_ended(_CLOSE_S)
 
+    def _give_up(self, attempt: _Attempt, error: str) -> None:
+        """End the wait for an attempt; the lock is held."""
+        attempt.abandoned, attempt.error = True, error
+        del self._attempts[attempt.group.name]
+        attempt.ended.set()
+
     def _try(self, attempt: _Attempt, rank: int, timeout_s: float) -> None:
         group = attempt.group
         joined: JoinedGroup | None = None
+        error: str | None = None
         deadline = time.monotonic() + timeout_s
         try:
-            joined = _meet(group, rank, self._device, deadline)
+            joined = _meet(attempt, rank, self._device, deadline)
         except TimeoutError:
-            attempt.error = _unmet(group, timeout_s)
-        except Exception as error:
+            error = _unmet(group, timeout_s)
+        except Exception as failure:
             timed_out = time.monotonic() >= deadline
-            attempt.error = _unmet(group, timeout_s) if timed_out else _failed(group, error)
+            error = _unmet(group, timeout_s) if timed_out else _failed(group, failure)
         with self._lock:
             old = None
-            if joined is not None and not attempt.abandoned:
-                old = self._joined.get(group.name)
-                self._joined[group.name] = joined
-            if self._attempts.get(group.name) is attempt:
+            if not attempt.abandoned:
+                if joined is not None:
+                    old = self._joined.get(group.name)
+                    self._joined[group.name] = joined
+                attempt.error = error
                 del self._attempts[group.name]
-            attempt.ended.set()
+                attempt.ended.set()
         if old is not None:
             old.mark_dead("it was joined anew")
         if joined is not None and attempt.abandoned:
@@ -286,8 +302,9 @@ def _check(group: Group, rank: int, device: torch.device) -> None:
         )
 
 
-def _meet(group: Group, rank: int, device: torch.device, deadline: float) -> JoinedGroup:
-    link = _connect(group, deadline)
+def _meet(attempt: _Attempt, rank: int, device: torch.device, deadline: float) -> JoinedGroup:
+    group = attempt.group
+    link = _connect(attempt, deadline)
     try:
         address = f"[{group.master_address}]" if ":" in group.master_address else group.master_address
         store, _, _ = next(
@@ -311,9 +328,9 @@ def _meet(group: Group, rank: int, device: torch.device, deadline: float) -> Joi
         raise
 
 
-def _connect(group: Group, deadline: float) -> socket.socket:
+def _connect(attempt: _Attempt, deadline: float) -> socket.socket:
     # torch would wait for somebody to listen too, but with a stack trace on standard error at each try.
-    where = (group.master_address, group.master_port)
+    where = (attempt.group.master_address, attempt.group.master_port)
     while True:
         try:
             link = socket.create_connection(where, timeout=_remaining(deadline).total_seconds())
@@ -321,7 +338,7 @@ def _connect(group: Group, deadline: float) -> socket.socket:
         except socket.gaierror as error:
             raise WeightSyncError(f"master_address {where[0]!r} is no address: {error}.") from error
         except OSError:
-            if time.monotonic() + _CONNECT_RETRY_S >= deadline:
+            if attempt.abandoned or time.monotonic() + _CONNECT_RETRY_S >= deadline:
                 raise TimeoutError from None
             time.sleep(_CONNECT_RETRY_S)
     link.setblocking(False)
@@ -382,6 +399,13 @@ def _unmet(group: Group, timeout_s: float) -> str:
     return (
         f"The group {group.name!r} ({_words(group)}) was not met within {timeout_s:g} s: its trainer "
         "must listen there, and all ranks must join with the same name, world_size and backend. Retry then."
+    )
+
+
+def _superseded(group: Group, other: Group) -> str:
+    return (
+        f"Joining the group {group.name!r} ({_words(group)}) was given up: nobody was met there, and it was "
+        f"asked for with other parameters ({_words(other)}). Retry with those, or take another group_name."
     )
 
 

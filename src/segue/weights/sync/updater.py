@@ -160,12 +160,19 @@ class WeightUpdater:
             }
 
     def _join(self, command: Join) -> tuple[list[str], Fields]:
-        """`is_new`: the group was not there before; `kept`: one of its name was, and is."""
-        name = command.group.name
-        before = self._groups.get(name)
-        errors = _caught(partial(self._groups.join, command.group, self._live.tp.rank, command.timeout_s))
-        after = self._groups.get(name)
-        return errors, {"is_new": after is not before, "kept": after is not None and after is before}
+        """`is_new`: this made the group; `kept`: one of its name lives that was there; `dropped`: dead."""
+        is_new = False
+
+        def join() -> None:
+            nonlocal is_new
+            is_new = self._groups.join(command.group, self._live.tp.rank, command.timeout_s)
+
+        dropped = self._groups.drop_dead()
+        errors = _caught(join)
+        found = self._groups.get(command.group.name)
+        kept = not is_new and found is not None and found.alive
+        dropped = [name for name in dropped if self._groups.get(name) is None]
+        return errors, {"is_new": is_new, "kept": kept, "dropped": dropped}
 
     def _leave(self, command: Leave) -> tuple[list[str], Fields]:
         self._groups.leave(command.name)
