@@ -185,12 +185,13 @@ class WeightControl:
                 group.name
             }:
                 self.groups.pop(name, None)  # its trainer has gone
-                self._end_session_of(name, "has lost its trainer", now)
-            kept = all(reply.fields.get("kept") for reply in replies)  # a group of this name lives on
-            if not kept:
+                if self.session is not None and self.session.phase is not Phase.RECEIVED:
+                    self._end_session_of(name, "has lost its trainer", now)
+            is_new = any(reply.fields.get("is_new") for reply in replies)
+            if is_new:
                 self._end_session_of(group.name, "was joined anew", now)
             if wrong:
-                if any(reply.fields.get("is_new") for reply in replies):  # on some ranks only
+                if is_new:  # on some ranks only
                     self.groups.pop(group.name, None)
                     self._calls.tell(lambda _, inner: Leave(call=inner, name=group.name))
                 self._answer([call], False, wrong)
