@@ -21,6 +21,7 @@ from segue.weights.sync.groups import MAX_CTAS_KEY, without_watchdog
 
 MARGIN_S = 600.0  # torch's own deadlines lie so far behind ours
 LEAVE_S = 10.0
+STAND_IN_S = 1.0
 CHECK_S = 0.1
 
 
@@ -152,9 +153,11 @@ class Group:
             _destroy(group)
         elif self._joining.is_alive():
             # The rendezvous waits for a number of clients and cannot be cancelled; so we are those clients.
-            with suppress(RuntimeError):
-                for _ in range(self.world_size - 1):
-                    TCPStore(self.address, self.port, self.world_size, False, timedelta(seconds=LEAVE_S))
+            # A try is short: the store may close in the middle of it.
+            deadline = time.monotonic() + LEAVE_S
+            while self._joining.is_alive() and time.monotonic() < deadline:
+                with suppress(RuntimeError):
+                    TCPStore(self.address, self.port, self.world_size, False, timedelta(seconds=STAND_IN_S))
 
 
 def free_port(wanted: int | None) -> int:
