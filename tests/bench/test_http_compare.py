@@ -48,6 +48,7 @@ def test_every_token_of_the_made_up_tokenizer_is_text_at_once(model):
     assert tokenizer.decode(tokenizer.encode("Hello 7!")) == "Hello 7!"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # two servers, four loads each
 def test_two_servers_are_compared_part_by_part(model, results, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_STEP_S", "0.003")

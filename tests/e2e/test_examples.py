@@ -35,6 +35,7 @@ def rl_loop(output: Path, *options: str, timeout: float) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.slow  # tests/e2e/test_trainer.py and test_clients.py have what it is made of
 def test_the_rl_loop_rolls_out_with_the_weights_it_has_sent(tmp_path: Path) -> None:
     small = {"num-prompts": 1, "group-size": 8, "max-tokens": 16, "num-steps": 2, "learning-rate": 1e-3}
     options = [text for name, value in small.items() for text in (f"--{name}", str(value))]

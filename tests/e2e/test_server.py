@@ -184,7 +184,7 @@ def test_a_dead_worker_fails_its_requests_and_ends_the_server() -> None:
         assert served.process.wait(6) == 1
 
 
-@pytest.mark.parametrize("tp", [1, 3])
+@pytest.mark.parametrize("tp", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_no_worker_survives_a_killed_server(tp: int, wait_until: WaitUntil) -> None:
     with serve("--tp", str(tp), "--dtype", "float32", "--num-kv-tokens", "2048") as served:
         workers = served.workers()

@@ -8,7 +8,10 @@ from tests.model_runner.ranks import run_ranks, scenario
 
 @pytest.mark.parametrize(
     ("save", "size"),
-    [(tiny.save_llama, 2), (tiny.save_qwen3, 4)],  # Qwen3 has 2 KV heads: two ranks hold each
+    [  # Qwen3 has 2 KV heads: two ranks hold each
+        (tiny.save_llama, 2),
+        pytest.param(tiny.save_qwen3, 4, marks=pytest.mark.slow),
+    ],
     ids=["llama at 2", "qwen3 at 4 with replicated KV heads"],
 )
 def test_all_ranks_sample_what_one_rank_alone_does(save, size, tmp_path, monkeypatch):

@@ -344,6 +344,7 @@ def test_memory_of_a_safetensors_load_has_no_second_copy(tmp_path: Path) -> None
     assert_no_second_copy(growth(tmp_path, "safetensors", tmp_path))
 
 
+@pytest.mark.slow
 def test_memory_of_the_bundled_models_conversion_has_no_second_copy(
     bundled_path: Path, tmp_path: Path
 ) -> None:
