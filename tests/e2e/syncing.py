@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from safetensors import safe_open
 
 from tests.e2e.served import Served, serve
 from tests.weights import tiny
+from tests.weights.sync.conftest import Trainer
 
 DEADLINE_S = 60.0
 PROMPTS = [[5, 17, 3, 11, 2], [8, 8, 8, 1], [30, 4, 21, 9, 9, 13, 2, 7]]
@@ -75,44 +73,6 @@ def free_port() -> int:
         return port
 
 
-class TrainerProcess:
-    """Told what to do line by line; see ``tests/weights/sync/trainer.py``."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(DEADLINE_S)
-        self._socket.connect(address)
-        self._lines = self._socket.makefile("rw")
-        self.pid: int = json.loads(self._lines.readline())["pid"]
-
-    def begin(self, do: str, **order: Any) -> None:
-        self._lines.write(json.dumps({"do": do, **order}) + "\n")
-        self._lines.flush()
-
-    def answer(self) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._lines.readline())
-        return answer
-
-    def do(self, do: str, **order: Any) -> None:
-        self.begin(do, **order)
-        answer = self.answer()
-        assert "error" not in answer, answer
-
-    def kill(self) -> None:
-        """With SIGKILL; returns when it is gone."""
-        os.kill(self.pid, signal.SIGKILL)
-        deadline = time.monotonic() + DEADLINE_S
-        with suppress(ProcessLookupError):
-            while time.monotonic() < deadline:
-                os.kill(self.pid, 0)
-                time.sleep(0.001)
-        self.close()
-
-    def close(self) -> None:
-        self._lines.close()
-        self._socket.close()
-
-
 @dataclass
 class Syncing:
     """Engines, and the trainer of the moment."""
@@ -120,7 +80,7 @@ class Syncing:
     servers: list[Served]
     trainers: str  # where they are to be had
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(32))
-    trainer: TrainerProcess | None = None
+    trainer: Trainer | None = None
     port: int = 0
 
     def __post_init__(self) -> None:
@@ -139,10 +99,10 @@ class Syncing:
 
     # --- the trainer ---
 
-    def new_trainer(self, checkpoint: Path) -> TrainerProcess:
+    def new_trainer(self, checkpoint: Path) -> Trainer:
         if self.trainer is not None:
             self.trainer.close()
-        self.trainer = TrainerProcess(self.trainers)
+        self.trainer = Trainer(self.trainers, DEADLINE_S)
         self.trainer.do("load", path=str(file_of(checkpoint)))
         return self.trainer
 

@@ -7,6 +7,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
 from segue.errors import InvalidRequestError
 from segue.frontend.weights import CALLS
@@ -52,7 +53,6 @@ def test_a_session_on_another_loop(engine: FakeEngine) -> None:
 
 
 def test_tensors_are_packed(engine: FakeEngine) -> None:
-    torch = pytest.importorskip("torch")
     assert engine.update_weights_from_tensor([("a", torch.ones(2))])["success"]
     assert engine.update_weights_from_tensor([])["success"], "an empty bucket"
     tied = torch.ones(2)

@@ -66,7 +66,7 @@ class WeightControl:
 
     def __init__(self, scheduler: Scheduler, num_ranks: int) -> None:
         self._scheduler = scheduler
-        self._ranks = range(num_ranks)
+        self._num_ranks = num_ranks
         self.session: Session | None = None
         self.poisoned: str | None = None  # why
         self.groups: dict[str, Group] = {}
@@ -155,8 +155,8 @@ class WeightControl:
                 "kind": session.kind,
                 "group_name": session.group_name,
                 "num_buckets": 0 if session.manifest is None else len(session.manifest.buckets),
-                "num_buckets_received": session.slowest(session.buckets, len(self._ranks)),
-                "num_bytes_received": session.slowest(session.bytes, len(self._ranks)),
+                "num_buckets_received": session.slowest(session.buckets, self._num_ranks),
+                "num_bytes_received": session.slowest(session.bytes, self._num_ranks),
                 "seconds": now - session.began,
                 "staging": session.staging,
             }
@@ -172,7 +172,7 @@ class WeightControl:
     # --- groups ---
 
     def _join(self, call: int, request: JoinGroup) -> None:
-        group, size = request.group, len(self._ranks)
+        group, size = request.group, self._num_ranks
         if not 1 <= group.rank_offset <= group.world_size - size:
             rule = f"must be 1 to world_size - {size} (rank 0 is the trainer, this engine has {size} ranks)"
             text = f"rank_offset={group.rank_offset} in world_size={group.world_size}: rank_offset {rule}"
@@ -291,8 +291,8 @@ class WeightControl:
         session.manifest = manifest
         session.is_empty = session.is_empty and not manifest.buckets
         session.is_partial = session.is_partial and manifest.partial
-        session.bytes_before += session.slowest(session.bytes, len(self._ranks))
-        session.buckets_before += session.slowest(session.buckets, len(self._ranks))
+        session.bytes_before += session.slowest(session.bytes, self._num_ranks)
+        session.buckets_before += session.slowest(session.buckets, self._num_ranks)
         session.buckets, session.bytes, session.done = {}, {}, set()
         self._enter(session, Phase.STAGING, now)
 
@@ -352,7 +352,7 @@ class WeightControl:
         if session.phase is not Phase.RECEIVING:
             session.receiving_at = now
         self._enter(session, Phase.RECEIVING, now)
-        if len(session.done) == len(self._ranks):
+        if len(session.done) == self._num_ranks:
             session.receive_s += now - session.receiving_at
             self._enter(session, Phase.RECEIVED, now)
             self._on_all_there(session, now)
@@ -498,11 +498,11 @@ class WeightControl:
         )
 
     def _take(self, session: Session, request: UpdateFromTensor, now: float) -> None:
-        if len(request.payloads) not in (1, len(self._ranks)):
+        if len(request.payloads) not in (1, self._num_ranks):
             text = (
                 f"serialized_named_tensors has {len(request.payloads)} entries; give one for all ranks, or "
             )
-            self._abort(session, f"{text}one for each of the {len(self._ranks)}", now)
+            self._abort(session, f"{text}one for each of the {self._num_ranks}", now)
             return
         session.is_empty = False
         self._enter(session, Phase.ARMING, now)
@@ -645,7 +645,7 @@ class WeightControl:
             self._ended = (session.id, session.group_name, WeightAnswer(0, success, message, figures))
 
     def _figures(self, session: Session) -> dict[str, Any]:
-        return session.figures(len(self._ranks)) | {"weight_version": self._scheduler.weight_version}
+        return session.figures(self._num_ranks) | {"weight_version": self._scheduler.weight_version}
 
     # --- looking ---
 

@@ -26,9 +26,9 @@ DEADLINE_S = 30.0
 class Trainer:
     """A process that hosts groups and broadcasts."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, deadline_s: float = DEADLINE_S) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(DEADLINE_S)
+        self._socket.settimeout(deadline_s)
         self._socket.connect(address)
         self._lines = self._socket.makefile("rw")
         self.pid: int = json.loads(self._lines.readline())["pid"]
@@ -40,6 +40,11 @@ class Trainer:
     def answer(self) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self._lines.readline())
         return answer
+
+    def do(self, do: str, **order: Any) -> None:
+        self.begin(do, **order)
+        answer = self.answer()
+        assert "error" not in answer, answer
 
     def host(self, group: Group) -> None:
         self.begin("host", port=group.master_port, name=group.name, world_size=group.world_size)
