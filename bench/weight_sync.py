@@ -17,33 +17,45 @@ from __future__ import annotations
 import argparse
 import base64
 import json
-import os
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import report
+from bench.streams import Spans, Streams
 from segue.distributed.info import TPInfo
 from segue.models.config import ModelConfig
-from segue.trainer import WeightSender
+from segue.trainer import Progress, WeightSender
 from segue.weights import name_table
 from segue.weights.sync.payload import encode
 
 SENDS = 5
 STREAMS = 64
-TOKENS = 4000  # of a stream: more than it gets to make
 STD = 0.02
 LOAD_S = 3.0  # that the rate without an update is measured
 START_S = 300.0
+MAX_CTAS = 8
+HOST_COMMIT_MS = 400.0  # with staging on the host
+BARS = {
+    "flattened": {"GB/s": (">=", 150.0), "wall_s": ("<=", 0.3), "commit_ms": ("<=", 20.0)},
+    "per tensor": {"GB/s": (">=", 60.0)},
+    "under load": {"lost_waiting": ("<=", 0.05), "lost_receiving": ("<=", 0.05)},
+    "trainer killed": {"longest_gap_s": ("<=", 1.0)},
+    "on one GPU": {"GB/s": (">=", 1000.0)},
+}
 
 
 @contextmanager
@@ -51,12 +63,7 @@ def server(model: Path, device: str, options: list[str]) -> Iterator[str]:
     """Its URL."""
     command = [sys.executable, "-m", "segue", "serve", "--model", str(model), "--load-format", "dummy"]
     command += ["--port", "0", "--device", device, "--log-level", "warning", *options]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if device == "cuda" else {}),
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     watchdog = threading.Timer(START_S, process.kill)
     watchdog.start()
     try:
@@ -72,12 +79,6 @@ def server(model: Path, device: str, options: list[str]) -> Iterator[str]:
         process.stdout.close()
 
 
-def state(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}/server_info", timeout=30) as response:
-        found: dict[str, Any] = json.load(response)["internal_states"][0]
-        return found
-
-
 def weights_of(model: Path, device: torch.device) -> dict[str, torch.Tensor]:
     """Made-up tensors with the checkpoint's names and shapes, bfloat16."""
     config = ModelConfig.from_hf(json.loads((model / "config.json").read_text()))
@@ -89,47 +90,9 @@ def weights_of(model: Path, device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
-class Load:
-    """Streams that make tokens until the ``with`` block is left."""
-
-    def __init__(self, url: str, count: int) -> None:
-        self._url = url
-        self._threads = [threading.Thread(target=self._stream, daemon=True) for _ in range(count)]
-        self._stopped = threading.Event()
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        deadline = time.monotonic() + START_S
-        while state(self._url)["running_batch_size"] < len(self._threads):
-            assert time.monotonic() < deadline, "the streams do not run"
-            time.sleep(0.05)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        body = json.dumps({"abort_all": True}).encode()
-        urllib.request.urlopen(f"{self._url}/abort_request", body, timeout=30).close()
-        for thread in self._threads:
-            thread.join()
-
-    def _stream(self) -> None:
-        while not self._stopped.is_set():
-            params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-            body = {"input_ids": list(range(1, 65)), "sampling_params": params, "stream": True}
-            with urllib.request.urlopen(f"{self._url}/generate", json.dumps(body).encode()) as response:
-                for _ in response:
-                    pass
-
-    def tokens(self) -> int:
-        """Made so far."""
-        count: int = state(self._url)["num_generated_tokens"]
-        return count
-
-
-def sends(url: str, weights: dict[str, torch.Tensor], *, flattened: bool, buffer_mb: int) -> dict[str, Any]:
+def sends(sender: WeightSender) -> dict[str, Any]:
     """Medians of several, behind one that warms up."""
-    with WeightSender([url], weights, flattened=flattened, buffer_size_mb=buffer_mb) as sender:
+    with sender:
         sender.send()
         reports = [sender.send() for _ in range(SENDS)]
     fields = [each.endpoints[0].fields for each in reports]
@@ -148,47 +111,141 @@ def shared(url: str, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     reports, walls = [], []
     for _ in range(1 + SENDS):
         payload = base64.b64encode(encode(weights.items(), "flattened_bucket")).decode()
-        body = json.dumps({"serialized_named_tensors": [payload], "load_format": "flattened_bucket"}).encode()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        with urllib.request.urlopen(f"{url}/update_weights_from_tensor", body, timeout=START_S) as response:
-            reports.append(json.load(response))
+        body = {"serialized_named_tensors": [payload], "load_format": "flattened_bucket"}
+        reports.append(ask(f"{url}/update_weights_from_tensor", body))
         walls.append(time.perf_counter() - start)
-        torch.cuda.ipc_collect()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     wall = statistics.median(walls[1:])
     write = statistics.median(each["timings"]["write_s"] for each in reports[1:])
     return {
         "GB": num_bytes / 1e9,
         "wall_s": wall,
-        "GB/s of the call": num_bytes / wall / 1e9,
+        "GB/s": num_bytes / wall / 1e9,
         "commit_ms": 1e3 * write,
-        "GB/s of the commit": num_bytes / write / 1e9,
+        "commit_GB/s": num_bytes / write / 1e9,
+        "timings": reports[-1]["timings"],
     }
 
 
-def loss(url: str, weights: dict[str, torch.Tensor], streams: int, buffer_mb: int) -> dict[str, Any]:
-    """Tokens a second of a load without updates, and while one follows the other."""
-    with Load(url, streams) as load, WeightSender([url], weights, buffer_size_mb=buffer_mb) as sender:
-        sender.send()
-        before, start = load.tokens(), time.monotonic()
-        time.sleep(LOAD_S)
-        calm = (load.tokens() - before) / (time.monotonic() - start)
-        before, start, held = load.tokens(), time.monotonic(), 0.0
-        for _ in range(SENDS):
-            held += sender.send().endpoints[0].fields["timings"]["write_s"]
-        busy_s = time.monotonic() - start
-        busy = (load.tokens() - before) / busy_s
+def ask(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The answer to a GET, or with a body to a POST; one that says no is raised as it is."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(url, data, timeout=START_S) as response:
+            found: dict[str, Any] = json.load(response)
+            return found
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(error.read().decode()) from error
+
+
+class Mark:
+    """Sees a transfer go on; with `hold` set, stops it for LOAD_S behind its first bucket."""
+
+    def __init__(self) -> None:
+        self.hold = False
+        self.held: Spans = []  # nothing was sent, and the next bucket was being waited for
+        self.moving: Spans = []  # from the first bucket that had gone to the last
+        self._first = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if progress.num_buckets == 1 and self.hold:
+            time.sleep(LOAD_S)
+            # What was under way has landed by the first half.
+            self.held.append((now + LOAD_S / 2, time.monotonic()))
+        elif progress.num_buckets == 1:
+            self._first = now
+        elif progress.num_buckets == progress.total_buckets and not self.hold:
+            self.moving.append((self._first, now))
+
+
+def under_load(url: str, streams: int, new_sender: Callable[..., WeightSender]) -> dict[str, Any]:
+    """What streams lose to updates: while one waits for the trainer, while one is received, in all."""
+    mark = Mark()
+    with Streams(url, streams) as load:
+        with new_sender(on_progress=mark) as sender:
+            sender.send()
+            start = time.monotonic()
+            time.sleep(LOAD_S)
+            calm = [(start, time.monotonic())]
+            mark.moving.clear()
+            start = time.monotonic()
+            reports = [sender.send() for _ in range(4 * SENDS)]
+            busy = [(start, time.monotonic())]
+            mark.hold = True
+            sender.send()
+        load.stop()
+    rate = load.rate(calm)
+    lost = 1 - load.rate(busy) / rate
     return {
         "streams": streams,
-        "calm_tok_s": calm,
-        "busy_tok_s": busy,
-        "lost": 1 - busy / calm,
-        "lost_to_commits": held / busy_s,
+        "tok_per_s": rate,
+        "lost_waiting": 1 - load.rate(mark.held) / rate,
+        "lost_receiving": 1 - load.rate(mark.moving) / rate,
+        "lost_back_to_back": lost,
+        "wall_s": statistics.median(each.seconds for each in reports),
+        "ms_lost_an_update": 1e3 * lost * (busy[0][1] - busy[0][0]) / len(reports),
+        "timings": reports[-1].endpoints[0].fields["timings"],
     }
+
+
+def killed(url: str, model: Path, weights: dict[str, torch.Tensor], streams: int) -> dict[str, Any]:
+    """The longest gap between two tokens of a stream while a trainer is killed and another takes over."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    device = str(next(iter(weights.values())).device)
+    trainer = context.Process(target=stuck_trainer, args=(url, model, device, theirs), daemon=True)
+    with Streams(url, streams) as load:
+        trainer.start()
+        assert ours.poll(START_S), "the trainer does not send"
+        ours.recv()
+        time.sleep(LOAD_S / 2)
+        start = time.monotonic()
+        trainer.kill()
+        while ask(f"{url}/weights_update_status")["state"] != "idle":
+            assert time.monotonic() < start + START_S, "the update does not end"
+            time.sleep(0.01)
+        ended = time.monotonic()
+        with WeightSender([url], weights) as sender:
+            sender.send()
+        end = time.monotonic()
+        load.stop()
+    return {
+        "streams": streams,
+        "missed_s": ended - start,
+        "sent_again_s": end - start,
+        "longest_gap_s": load.longest_gap(start, end),
+    }
+
+
+def stuck_trainer(url: str, model: Path, device: str, pipe: Connection) -> None:
+    """Send two buckets, and nothing further."""
+
+    def stop(progress: Progress) -> None:
+        pipe.send(None)
+        threading.Event().wait()
+
+    weights = weights_of(model, torch.device(device))
+    WeightSender([url], weights, buffer_size_mb=64, on_progress=stop).send()
+
+
+def misses(found: dict[str, Any]) -> Iterator[str]:
+    """Figures behind their bars, for Qwen3-8B's shapes between two H200s, or on one."""
+    for part, figures in found.items():
+        if part == "options":
+            continue
+        for name, (sign, bar) in (BARS[part.partition(",")[0]]).items():
+            if name == "commit_ms" and figures["staging"] == "host":
+                bar = HOST_COMMIT_MS
+            if (figures[name] < bar) if sign == ">=" else (figures[name] > bar):
+                yield f"{part}: {name} is {figures[name]:.3g}, and the bar is {sign} {bar:g}"
 
 
 def main() -> int:
+    """Exit code 1 if a bar for CUDA is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -196,44 +253,40 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--buffer-mb", type=int, default=1024)
     parser.add_argument("--streams", type=int, default=STREAMS)
+    parser.add_argument(
+        "--max-ctas", type=int, nargs="+", default=[MAX_CTAS], help="of NCCL, one after the other"
+    )
     parser.add_argument("--same-gpu", action="store_true")
     parser.add_argument("--name", default="weight_sync")
     args, options = parser.parse_known_args()
-    device = torch.device("cpu")
-    if args.same_gpu:
-        return main_of_one_gpu(args.model, args.name, options)
-    if args.device == "cuda":
-        if torch.cuda.device_count() < 2:
-            parser.error("NCCL takes two GPUs, one for the server and one for the trainer")
-        device = torch.device("cuda", torch.cuda.device_count() - 1)
-    weights = weights_of(args.model, device)
     found: dict[str, Any] = {"options": options}
+
+    def keep(part: str, **figures: Any) -> None:
+        found[part] = figures
+        report.save(args.name, found)  # whatever becomes of what follows
+        cells = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in figures.values()]
+        report.show(part, list(figures), [cells])
+
     with server(args.model, args.device, options) as url:
-        for part, flattened in (("flattened", True), ("per tensor", False)):
-            found[part] = sends(url, weights, flattened=flattened, buffer_mb=args.buffer_mb)
-            report.save(args.name, found)  # whatever becomes of what follows
-        found["under load"] = loss(url, weights, args.streams, args.buffer_mb)
-    report.save(args.name, found)
-    names = ("GB", "GB/s", "wall_s", "commit_ms", "prepare_ms", "staging")
-    rows = [
-        [
-            part,
-            *(f"{value:.3g}" if isinstance(value := found[part][name], float) else value for name in names),
-        ]
-        for part in ("flattened", "per tensor")
-    ]
-    report.show("Weight updates", ["wire", *names], rows)
-    load = found["under load"]
-    report.show("Serving", ["", *load], [["tokens/s", *(f"{value:.3g}" for value in load.values())]])
-    return 0
-
-
-def main_of_one_gpu(model: Path, name: str, options: list[str]) -> int:
-    with server(model, "cuda", options) as url:
-        found = shared(url, weights_of(model, torch.device("cuda", 0)))
-    report.save(name, {"options": options, **found})
-    report.show("On one GPU", list(found), [[f"{value:.3g}" for value in found.values()]])
-    return 0
+        if args.same_gpu:
+            keep("on one GPU", **shared(url, weights_of(args.model, torch.device("cuda", 0))))
+        else:
+            device = torch.device("cpu")
+            if args.device == "cuda":  # not one of the server's
+                device = torch.device("cuda", torch.cuda.device_count() - 1)
+            weights = weights_of(args.model, device)
+            for ctas in args.max_ctas:
+                new_sender = partial(
+                    WeightSender, [url], weights, max_ctas=ctas, buffer_size_mb=args.buffer_mb
+                )
+                named = f", {ctas} CTAs" if len(args.max_ctas) > 1 else ""
+                keep("flattened" + named, **sends(new_sender()))
+                keep("per tensor" + named, **sends(new_sender(flattened=False)))
+                keep("under load" + named, **under_load(url, args.streams, new_sender))
+            keep("trainer killed", **killed(url, args.model, weights, args.streams))
+    missed = [] if args.device == "cpu" else list(misses(found))
+    print("\n".join(missed) or "all bars hold")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

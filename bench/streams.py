@@ -1,0 +1,113 @@
+"""Streams of tokens from a server, and when each token came."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import multiprocessing
+import threading
+import time
+import urllib.request
+from multiprocessing.connection import Connection
+from typing import Any
+
+TOKENS = 4000  # of a request: one that is done is followed by the next
+START_S = 120.0
+QUIET_S = 30.0  # that the last tokens may take when all is over
+
+Spans = list[tuple[float, float]]  # of `time.monotonic`
+
+
+class Streams:
+    """Greedy requests, one behind the other on each stream, until the ``with`` block is left.
+
+    They have a process of their own, which leaves this one its processor time.
+    """
+
+    def __init__(self, url: str, count: int) -> None:
+        self.count = count
+        self._url = url
+        self._times: list[list[float]] = []
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(url, count, theirs), daemon=True)
+
+    def __enter__(self) -> Streams:
+        self._process.start()
+        deadline = time.monotonic() + START_S
+        while state(self._url)["running_batch_size"] < self.count:
+            assert time.monotonic() < deadline and self._process.is_alive(), "the streams do not run"
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End all streams; what they saw is there then."""
+        if not self._process.is_alive():
+            return
+        self._ours.send("stop")
+        body = json.dumps({"abort_all": True}).encode()
+        urllib.request.urlopen(f"{self._url}/abort_request", body, timeout=30).close()
+        assert self._ours.poll(QUIET_S), "the streams do not end"
+        found = self._ours.recv()
+        self._process.join()
+        assert not isinstance(found, str), f"a stream failed: {found}"
+        self._times = found
+
+    def rate(self, spans: Spans) -> float:
+        """Tokens a second within the spans, once stopped; each came evenly since the one before."""
+        tokens = sum(_count(mine, end) - _count(mine, start) for mine in self._times for start, end in spans)
+        return tokens / sum(end - start for start, end in spans)
+
+    def longest_gap(self, start: float, end: float) -> float:
+        """Seconds between two tokens of one stream that a span has part of, once stopped."""
+        gaps = [
+            after - before
+            for stream in self._times
+            for before, after in itertools.pairwise(stream)
+            if after > start and before < end
+        ]
+        return max(gaps)
+
+
+def state(url: str) -> dict[str, Any]:
+    """The engine's own figures."""
+    with urllib.request.urlopen(f"{url}/server_info", timeout=30) as response:
+        found: dict[str, Any] = json.load(response)["internal_states"][0]
+        return found
+
+
+def _count(times: list[float], at: float) -> float:
+    index = bisect.bisect_right(times, at)
+    if not 0 < index < len(times):
+        return index
+    before, after = times[index - 1 : index + 1]
+    return index + (at - before) / (after - before)
+
+
+def _run(url: str, count: int, pipe: Connection) -> None:
+    stopped, times, errors = threading.Event(), [[0.0][:0] for _ in range(count)], []
+
+    def stream(mine: list[float]) -> None:
+        params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        body = json.dumps({"input_ids": list(range(1, 65)), "sampling_params": params, "stream": True})
+        try:
+            while not stopped.is_set():
+                with urllib.request.urlopen(f"{url}/generate", body.encode()) as response:
+                    for line in response:
+                        if line.startswith(b"data: {"):
+                            mine.append(time.monotonic())
+        except Exception as error:
+            errors.append(repr(error))
+
+    threads = [threading.Thread(target=stream, args=(mine,), daemon=True) for mine in times]
+    for thread in threads:
+        thread.start()
+    pipe.recv()
+    stopped.set()
+    for thread in threads:
+        thread.join(QUIET_S / 2)
+    pipe.send("; ".join(errors) or times)
