@@ -295,7 +295,7 @@ def test_scattered_words_of_both_sizes() -> None:
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])  # bytes by which addresses miss a multiple of 16
 def test_many_copies_in_one_kernel(offset) -> None:
-    from segue.kernels.cuda.copying import grouped_copy
+    from segue.kernels.cuda.copying import GroupedCopy
 
     sizes = [0, 16, 1 << 20, (3 << 20) + 48, 5 << 10] if offset == 0 else [0, 8, 24, (1 << 20) + 8, 40]
     sizes = [size + (size > 0) * offset for size in sizes]
@@ -308,7 +308,7 @@ def test_many_copies_in_one_kernel(offset) -> None:
     for size in sizes:
         targets.append(room[start : start + size])
         start += -(-size // 16) * 16 + 32
-    grouped_copy(list(zip(targets, sources, strict=True)))
+    GroupedCopy(list(zip(targets, sources, strict=True)))()
     touched = torch.zeros_like(room, dtype=torch.bool)
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target.cpu(), source.cpu())

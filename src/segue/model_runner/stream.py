@@ -61,7 +61,9 @@ class CUDAStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.Stream(device)
+        # Of high priority: its kernels go first, and torch, which reuses streams, gives it to nobody who asks
+        # for one of the usual priority.
+        self._stream = torch.Stream(device, priority=-1)
         self._lock = threading.Lock()
         self._failure: Exception | None = None
 

@@ -29,34 +29,48 @@ def _copy(pieces, WORD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
         tl.store(to.to(kind) + i, values, mask=i < count)
 
 
-def grouped_copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy each pair's second tensor onto its first, all with one kernel on the current stream.
+class GroupedCopy:
+    """Copies of tensors onto others, all with one kernel, as often as it is called.
 
     Both of a pair are contiguous and hold as many bytes, on the current device or in pinned memory of the
-    host; no target overlaps anything else. The kernel starts when everything before it has ended and lets
-    nothing behind it start early, so it may overwrite weights. It moves 16 bytes at a time
-    where all addresses and sizes are multiples of 16.
+    host; no target overlaps anything else. The kernel moves 16 bytes at a time where all addresses and sizes
+    are multiples of 16.
     """
-    pairs = [(to, source) for to, source in pairs if to.nbytes]
-    for to, source in pairs:
-        assert to.is_contiguous() and source.is_contiguous() and to.nbytes == source.nbytes
-    if not pairs:
-        return
-    step = gcd(16, *(size for to, source in pairs for size in (to.data_ptr(), source.data_ptr(), to.nbytes)))
-    width = min(step, 8)
-    pieces = np.concatenate([_pieces(to, source, width) for to, source in pairs])
-    device = next(tensor.device for pair in pairs for tensor in pair if tensor.is_cuda)
-    _copy[(len(pieces),)](
-        torch.from_numpy(pieces).to(device),
-        WORD=_WORDS[width],
-        ALIGNED=step == 16,
-        BLOCK=_BLOCK_BYTES // width,
-        num_warps=4,
-    )
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Note where each pair's second tensor is and its first, to which it goes; on the current stream."""
+        self._pairs = [(to, source) for to, source in pairs if to.nbytes]
+        for to, source in self._pairs:
+            assert to.is_contiguous() and source.is_contiguous() and to.nbytes == source.nbytes
+        if not self._pairs:
+            return
+        table = np.array([(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in self._pairs])
+        self._step = gcd(16, int(np.gcd.reduce(table, axis=None)))
+        device = next(tensor.device for pair in self._pairs for tensor in pair if tensor.is_cuda)
+        self._pieces = torch.from_numpy(_pieces(table, min(self._step, 8))).to(device)
+
+    def __call__(self) -> None:
+        """Copy, on the current stream.
+
+        The kernel starts when everything before it has ended and lets nothing behind it start early, so it
+        may overwrite weights.
+        """
+        if not self._pairs:
+            return
+        width = min(self._step, 8)
+        _copy[(len(self._pieces),)](
+            self._pieces,
+            WORD=_WORDS[width],
+            ALIGNED=self._step == 16,
+            BLOCK=_BLOCK_BYTES // width,
+            num_warps=4,
+        )
 
 
-def _pieces(to: Tensor, source: Tensor, width: int) -> NDArray[np.int64]:
-    """int64 `[n, 3]`: addresses of target and source, words."""
-    starts = np.arange(0, to.nbytes, _PIECE)
-    sizes = np.minimum(to.nbytes - starts, _PIECE) // width
-    return np.stack([to.data_ptr() + starts, source.data_ptr() + starts, sizes], axis=1)
+def _pieces(table: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+    """int64 `[n, 3]`: addresses of target and source, words. `table`: the same of whole pairs, bytes."""
+    counts = -(-table[:, 2] // _PIECE)
+    pair = np.repeat(np.arange(len(table)), counts)
+    start = (np.arange(len(pair)) - np.repeat(np.cumsum(counts) - counts, counts)) * _PIECE
+    to, source, size = table[pair].T
+    return np.stack([to + start, source + start, np.minimum(size - start, _PIECE) // width], axis=1)

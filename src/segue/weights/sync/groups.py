@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -90,6 +91,15 @@ class JoinedGroup:
             return True
         except OSError:
             return False
+
+    @cached_property
+    def streams(self) -> tuple[torch.Stream, torch.Stream]:
+        """Of the engine's CUDA device: one for what comes, one for copies of it.
+
+        torch hands out 32 streams in turn and begins again. These are the same for all sessions of a group,
+        and of another priority than the one of the steps: else a receive would come to be queued there.
+        """
+        return torch.Stream(self.engine_device), torch.Stream(self.engine_device)
 
     @property
     def is_receiving(self) -> bool:

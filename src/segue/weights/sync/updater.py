@@ -63,6 +63,7 @@ class _Session:
     sink: Incoming | None = None  # of it, unless it is to be discarded
     receiver: Receiver | None = None
     is_receiving: bool = False
+    changes: tuple[commit.Copies, set[str]] | None = None  # to commit, and the parameters that they write
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,7 @@ class WeightUpdater:
         return [], {}
 
     def _bring(self, session: _Session, command: Stage | Load | Take) -> list[str]:
+        session.changes = None
         drops = isinstance(command, Stage) and command.manifest.discard
         if session.errors and not drops:
             return session.errors
@@ -186,10 +188,12 @@ class WeightUpdater:
             return ["the session has tensors that were not copied, and takes nothing more: commit it first"]
         if isinstance(command, Stage):
             return self._stage(session, command.manifest)
-        if isinstance(command, Load):
-            session.errors = _caught(partial(self._load, session, command))
-        else:
-            session.errors = _caught(partial(self._take, session, command))
+        bring = (
+            partial(self._load, session, command)
+            if isinstance(command, Load)
+            else partial(self._take, session, command)
+        )
+        session.errors = _caught(bring) or _caught(partial(self._prepare, session))
         return session.errors
 
     def _stage(self, session: _Session, manifest: Manifest) -> list[str]:
@@ -229,6 +233,7 @@ class WeightUpdater:
 
         def done(error: str | None) -> None:
             errors = [error] if error is not None else _caught(sink.finish) if sink is not None else []
+            errors = errors or _caught(partial(self._prepare, session))
             session.errors, session.is_receiving = session.errors or errors, False
             if unanswered.acquire(blocking=False):
                 self._send(reply(errors=errors))
@@ -311,14 +316,23 @@ class WeightUpdater:
         finally:
             freed.set()
 
-    def _commit(self, session: _Session, fields: Fields) -> None:
-        fields["touched"] = False
+    def _prepare(self, session: _Session) -> None:
+        """Do for a commit what can be done before it."""
         pairs, parameters = session.staged.pairs(), set(session.staged.parameters)
         if session.borrowed is not None:
             pairs += session.borrowed.pairs()
             parameters |= session.borrowed.parameters
-        fields["touched"] = bool(pairs)
-        commit.write(pairs)
+        with self._memory.on_stream():
+            session.changes = commit.Copies(pairs), parameters
+        self._memory.synchronize()
+
+    def _commit(self, session: _Session, fields: Fields) -> None:
+        fields["touched"] = False
+        if session.changes is None:  # nothing has been brought
+            return
+        copies, parameters = session.changes
+        fields["touched"] = bool(parameters)
+        copies.write()
         self._live.rebuild(parameters)
 
     def _look(self, request: GetWeights | CheckWeights, fields: Fields) -> None:
@@ -385,7 +399,7 @@ class WeightUpdater:
         if session.receiver is not None:
             session.receiver.cancel("discarded")
             quiet = session.receiver.quiet.wait(_QUIET_S)
-        session.receiver = session.sink = session.borrowed = None
+        session.receiver = session.sink = session.borrowed = session.changes = None
         session.staged.release(in_use=not quiet)
 
     def _answer(

@@ -109,7 +109,7 @@ class HostWire:
         self._group, self._broadcasts, self._sink = group, broadcasts, sink
         device = group.engine_device
         pinned = device.type == "cuda"
-        self._stream = torch.Stream(device) if pinned else None
+        self._stream = group.streams[1] if pinned else None
         slack = _SLACK_PINNED if pinned else _SLACK
         self._landing, self._scratch = _buffers(broadcasts, group.device, slack, pinned)
         # gloo broadcasts down a tree; a rank with others below it sends them as much as it asked for itself.
@@ -182,7 +182,7 @@ class CudaWire:
         # From the default stream's pool of memory, whichever streams torch gives: the next session finds it.
         default = torch.cuda.default_stream(device)
         self._landing, self._scratch = _buffers(broadcasts, device)
-        self._wire, self._copies = torch.Stream(device), torch.Stream(device)
+        self._wire, self._copies = group.streams
         self._wire.wait_stream(default)
         self._copies.wait_stream(default)
         self._landed = [self._wire.record_event() for _ in range(_AHEAD)]
