@@ -295,7 +295,7 @@ def test_scattered_words_of_both_sizes() -> None:
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])  # bytes by which addresses miss a multiple of 16
 def test_many_copies_in_one_kernel(offset) -> None:
-    from segue.kernels.cuda.copying import GroupedCopy
+    from segue.weights.sync.commit import Copies
 
     sizes = [0, 16, 1 << 20, (3 << 20) + 48, 5 << 10] if offset == 0 else [0, 8, 24, (1 << 20) + 8, 40]
     sizes = [size + (size > 0) * offset for size in sizes]
@@ -308,13 +308,31 @@ def test_many_copies_in_one_kernel(offset) -> None:
     for size in sizes:
         targets.append(room[start : start + size])
         start += -(-size // 16) * 16 + 32
-    GroupedCopy(list(zip(targets, sources, strict=True)))()
+    Copies(list(zip(targets, sources, strict=True))).write()
     touched = torch.zeros_like(room, dtype=torch.bool)
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target.cpu(), source.cpu())
         begin = target.data_ptr() - room.data_ptr() if len(target) else 0
         touched[begin : begin + len(target)] = True
     assert (room[~touched] == 77).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_values_that_are_not_finite_are_found(dtype, bad) -> None:
+    from segue.weights.sync.tensors import are_finite
+
+    largest = torch.finfo(dtype).max
+    room = torch.full((9, 1 << 18), largest, dtype=dtype, device="cuda")
+    tensors = [room[0], -room[1], room[2, :8], room[3, 1:4], room[4:6], room[6].view(512, 512).T, room[7]]
+    assert are_finite(tensors, dtype) == [True] * 7
+    for position in (0, 100_001, (1 << 18) - 1):
+        room[7].fill_(-largest)[position] = bad
+        assert are_finite(tensors, dtype) == [True] * 6 + [False]
+    room[3, 3] = room[5, 7] = bad  # one where no kernel of ours looks, and one in the middle
+    assert are_finite(tensors, dtype) == [True, True, True, False, False, True, False]
+    if dtype == torch.float32:  # finite, but not in what it is cast to
+        assert are_finite([room[0], room[0] * 0], torch.bfloat16) == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -55,6 +55,13 @@ class Kept:
         if tensor.data_ptr() != place.data_ptr():
             place.copy_(tensor)
         self.tensors[name] = place
+
+    def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Callable[[], None]:
+        def take() -> None:
+            for name, tensor in tensors:
+                self.take(name, tensor)
+
+        return take
 
 
 def join(trainer: Any, groups: Groups, group: Group, *, eager: bool, device: int = 0) -> JoinedGroup:

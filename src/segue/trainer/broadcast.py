@@ -80,6 +80,7 @@ class Broadcast:
                 with torch.cuda.stream(packing):
                     pieces = list(self._pieces(index, bucket))
                 wire.wait_event(packing.record_event())
+                self._group.announce()
                 with torch.cuda.stream(wire):
                     for piece in pieces:
                         self._group.broadcast(piece)

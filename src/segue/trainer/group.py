@@ -17,12 +17,13 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
-from segue.weights.sync.groups import MAX_CTAS_KEY, without_watchdog
+from segue.weights.sync.groups import ANNOUNCES_KEY, MAX_CTAS_KEY, announcement, without_watchdog
 
 MARGIN_S = 600.0  # torch's own deadlines lie so far behind ours
 LEAVE_S = 10.0
 STAND_IN_S = 1.0
 CHECK_S = 0.1
+ANNOUNCEMENTS = 64  # kept in the store: no engine is so far behind
 
 
 class Group:
@@ -53,6 +54,9 @@ class Group:
         # The same for all broadcasts: memory that one stream gave back is no other stream's.
         self.streams = [torch.cuda.Stream(device) for _ in range(2)] if self.backend == "nccl" else []  # type: ignore[no-untyped-call]
         self._max_ctas = max_ctas
+        self._store: Store | None = None  # the group's part of it, when it says all that engines are to know
+        self._has_store = threading.Event()
+        self._num_buckets = 0
         self._timeout = timedelta(seconds=timeout_s + MARGIN_S)
         self._group: Any = None
         self._error: Exception | None = None
@@ -80,6 +84,20 @@ class Group:
             ) from self._error
         if self._group is None:
             raise TimeoutError(f"not all engines joined the group {self.name!r} within {timeout_s:g} s")
+
+    def wait_met(self, timeout_s: float) -> None:
+        """Return when all have met and the store holds what engines are to know; :meth:`wait` says if not."""
+        deadline = time.monotonic() + timeout_s
+        while self._joining.is_alive() and time.monotonic() < deadline and not self._has_store.is_set():
+            self._has_store.wait(CHECK_S)
+
+    def announce(self) -> None:
+        """Say that a bucket is about to be broadcast; with NCCL, before each."""
+        assert self._store is not None
+        self._store.set(announcement(self._num_buckets), "")
+        if self._num_buckets >= ANNOUNCEMENTS:
+            self._store.delete_key(announcement(self._num_buckets - ANNOUNCEMENTS))
+        self._num_buckets += 1
 
     def broadcast(self, tensor: Tensor) -> Any:
         """Begin to send a contiguous tensor of :attr:`device`.
@@ -127,9 +145,12 @@ class Group:
         if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
+            self._store = PrefixStore(f"{self.name}/", store)
+            self._store.set(ANNOUNCES_KEY, "")
             if self._max_ctas is not None:
                 options.config.max_ctas = self._max_ctas
-                PrefixStore(f"{self.name}/", store).set(MAX_CTAS_KEY, str(self._max_ctas))
+                self._store.set(MAX_CTAS_KEY, str(self._max_ctas))
+        self._has_store.set()
         with without_watchdog() if options is not None else nullcontext(), _without_bound_device():
             group, _ = c10d._new_process_group_helper(
                 self.world_size,

@@ -246,6 +246,7 @@ class WeightSender:
                 stop=self._closing,
             )
             self._check("/init_weights_update_group", answers)
+            group.wait_met(self._timeout_s)
         except BaseException:
             group.leave()
             raise

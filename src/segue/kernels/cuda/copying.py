@@ -1,7 +1,6 @@
-"""Many copies in one kernel."""
+"""Many copies, or many looks for values that are not finite, in one kernel."""
 
 from collections.abc import Sequence
-from math import gcd
 
 import numpy as np
 import torch
@@ -10,44 +9,70 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-_PIECE = 1 << 18  # bytes a program copies, at most; 4.05 TB/s on an H200 so, read and written
-_BLOCK_BYTES = 32768
-_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+ALIGNMENT = 16  # bytes
+_PIECE = 1 << 18  # bytes a program takes, at most; copies run at 4.05 TB/s on an H200 so, read and written
+_BLOCK = 4096  # words of 8 bytes
+# dtype -> the exponent's bits, all set where a value is not finite; all bits but the first; in every lane
+_LANES = {
+    torch.bfloat16: (0x7F80_7F80_7F80_7F80, 0x7FFF_7FFF_7FFF_7FFF),
+    torch.float16: (0x7C00_7C00_7C00_7C00, 0x7FFF_7FFF_7FFF_7FFF),
+    torch.float32: (0x7F80_0000_7F80_0000, 0x7FFF_FFFF_7FFF_FFFF),
+}
 
 
 @triton.jit
-def _copy(pieces, WORD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def _copy(pieces, BLOCK: tl.constexpr):
     at = pieces + tl.program_id(0) * 3
-    to, source, count = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    if ALIGNED:  # known to the compiler, which then moves 16 bytes at a time
-        to, source = tl.multiple_of(to, 16), tl.multiple_of(source, 16)
-    kind = tl.pointer_type(WORD)
+    # known to be aligned, so that 16 bytes are moved at a time
+    source, to = tl.multiple_of(tl.load(at), 16), tl.multiple_of(tl.load(at + 1), 16)
+    count = tl.load(at + 2)
+    word = tl.pointer_type(tl.int64)
     lane = tl.arange(0, BLOCK)
     for start in range(0, count, BLOCK):
         i = start + lane
-        values = tl.load(source.to(kind) + i, mask=i < count)
-        tl.store(to.to(kind) + i, values, mask=i < count)
+        tl.store(to.to(word) + i, tl.load(source.to(word) + i, mask=i < count), mask=i < count)
+
+
+@triton.jit
+def _find(pieces, EXPONENT: tl.constexpr, ALL_BUT_FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    at = pieces + tl.program_id(0) * 3
+    source, count = tl.multiple_of(tl.load(at), 16), tl.load(at + 2)
+    words = source.to(tl.pointer_type(tl.int64))
+    lane = tl.arange(0, BLOCK)
+    found = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, count, BLOCK):
+        i = start + lane
+        exponents = (tl.load(words + i, mask=i < count, other=0) & EXPONENT) ^ EXPONENT
+        # A lane's first bit: whether its exponent is not all ones. Nothing is carried into the next lane.
+        found |= ~(exponents + ALL_BUT_FIRST) & ~ALL_BUT_FIRST
+    if tl.max((found != 0).to(tl.int32)) > 0:
+        tl.store(tl.load(at + 1).to(tl.pointer_type(tl.int32)), 1)
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether a kernel here can take a tensor: contiguous, its address and size multiples of 16 bytes."""
+    return tensor.is_contiguous() and (tensor.data_ptr() | tensor.nbytes) % ALIGNMENT == 0
+
+
+def is_searchable(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether :func:`are_finite` can take a tensor that is to be looked at as ``dtype``."""
+    return tensor.dtype == dtype and dtype in _LANES and is_whole(tensor)
 
 
 class GroupedCopy:
     """Copies of tensors onto others, all with one kernel, as often as it is called.
 
-    Both of a pair are contiguous and hold as many bytes, on the current device or in pinned memory of the
-    host; no target overlaps anything else. The kernel moves 16 bytes at a time where all addresses and sizes
-    are multiples of 16.
+    Both of a pair are whole (see `is_whole`) and of one size, on the current device or in pinned memory of
+    the host; no target overlaps anything else.
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Note where each pair's second tensor is and its first, to which it goes; on the current stream."""
-        self._pairs = [(to, source) for to, source in pairs if to.nbytes]
-        for to, source in self._pairs:
-            assert to.is_contiguous() and source.is_contiguous() and to.nbytes == source.nbytes
-        if not self._pairs:
-            return
-        table = np.array([(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in self._pairs])
-        self._step = gcd(16, int(np.gcd.reduce(table, axis=None)))
-        device = next(tensor.device for pair in self._pairs for tensor in pair if tensor.is_cuda)
-        self._pieces = torch.from_numpy(_pieces(table, min(self._step, 8))).to(device)
+        assert all(is_whole(to) and is_whole(source) and to.nbytes == source.nbytes for to, source in pairs)
+        self._pairs = pairs  # is kept
+        device = next((tensor.device for pair in pairs for tensor in pair if tensor.is_cuda), None)
+        table = _pieces([(source.data_ptr(), to.data_ptr(), to.nbytes) for to, source in pairs], moves=True)
+        self._pieces = torch.from_numpy(table).to(device)
 
     def __call__(self) -> None:
         """Copy, on the current stream.
@@ -55,22 +80,36 @@ class GroupedCopy:
         The kernel starts when everything before it has ended and lets nothing behind it start early, so it
         may overwrite weights.
         """
-        if not self._pairs:
-            return
-        width = min(self._step, 8)
-        _copy[(len(self._pieces),)](
-            self._pieces,
-            WORD=_WORDS[width],
-            ALIGNED=self._step == 16,
-            BLOCK=_BLOCK_BYTES // width,
-            num_warps=4,
+        if len(self._pieces):
+            _copy[(len(self._pieces),)](self._pieces, BLOCK=_BLOCK, num_warps=4)
+
+
+def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Of each tensor whether it has neither infinities nor NaN; bool `[n]` on their device.
+
+    All are of ``dtype`` (see `is_searchable`) and on the current device.
+    """
+    found = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
+    flags = range(found.data_ptr(), found.data_ptr() + found.nbytes, found.itemsize)
+    table = _pieces([(each.data_ptr(), flag, each.nbytes) for each, flag in zip(tensors, flags, strict=True)])
+    pieces = torch.from_numpy(table).to(found.device)
+    exponent, all_but_first = _LANES[dtype]
+    if len(pieces):
+        _find[(len(pieces),)](
+            pieces, EXPONENT=exponent, ALL_BUT_FIRST=all_but_first, BLOCK=_BLOCK, num_warps=4
         )
+    return found == 0
 
 
-def _pieces(table: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-    """int64 `[n, 3]`: addresses of target and source, words. `table`: the same of whole pairs, bytes."""
+def _pieces(rows: Sequence[tuple[int, int, int]], *, moves: bool = False) -> NDArray[np.int64]:
+    """int64 `[n, 3]`, rows cut up: a first address, a second one that ``moves`` with it or not, 8-byte words.
+
+    ``rows`` have the bytes in the place of the words.
+    """
+    table = np.array(rows, dtype=np.int64).reshape(-1, 3)
     counts = -(-table[:, 2] // _PIECE)
-    pair = np.repeat(np.arange(len(table)), counts)
-    start = (np.arange(len(pair)) - np.repeat(np.cumsum(counts) - counts, counts)) * _PIECE
-    to, source, size = table[pair].T
-    return np.stack([to + start, source + start, np.minimum(size - start, _PIECE) // width], axis=1)
+    row = np.repeat(np.arange(len(table)), counts)
+    start = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * _PIECE
+    first, second, size = table[row].T
+    second = second + start if moves else second
+    return np.stack([first + start, second, np.minimum(size - start, _PIECE) // 8], axis=1)

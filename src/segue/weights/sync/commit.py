@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 
@@ -14,10 +13,10 @@ class Copies:
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Each pair's second tensor is to come onto its first; on CUDA the current stream is used.
 
-        On CUDA one kernel does all that is there, contiguous and needs no cast.
+        On CUDA one kernel does all that is there, contiguous, aligned and needs no cast.
         """
-        self._rest = [(to, source) for to, source in pairs if not _is_groupable(to, source)]
-        grouped = [(to, source) for to, source in pairs if _is_groupable(to, source)]
+        grouped = [(to, source) for to, source in pairs if is_groupable(to, source)]
+        self._rest = [(to, source) for to, source in pairs if not is_groupable(to, source)]
         self._grouped: Callable[[], None] | None = None
         if grouped:
             from segue.kernels.cuda.copying import GroupedCopy  # Triton is not there without CUDA
@@ -32,13 +31,10 @@ class Copies:
             to.copy_(source, non_blocking=True)
 
 
-def warm_up(device: torch.device) -> None:
-    """Compile what commits on a CUDA device run: not in the pause of the first one."""
-    source, target = (torch.zeros(64, dtype=torch.uint8, device=device) for _ in range(2))
-    for start in (0, 8, 4, 2):  # bytes: so an address is aligned
-        Copies([(target[start : start + 32], source[start : start + 32])]).write()
+def is_groupable(to: Tensor, source: Tensor) -> bool:
+    """Whether the one kernel can do this copy."""
+    if not (to.is_cuda and source.device == to.device and to.dtype == source.dtype):
+        return False
+    from segue.kernels.cuda.copying import is_whole
 
-
-def _is_groupable(to: Tensor, source: Tensor) -> bool:
-    on_one_device = to.is_cuda and source.device == to.device
-    return on_one_device and to.dtype == source.dtype and to.is_contiguous() and source.is_contiguous()
+    return is_whole(to) and is_whole(source)

@@ -33,6 +33,9 @@ FOREVER = timedelta(days=1)
 # A trainer that limits its communicator's CTAs writes their number under this key into the group's store:
 # ranks with different numbers build different channels, and hang.
 MAX_CTAS_KEY = "max_ctas"
+# A trainer that announces every bucket when it begins to broadcast it writes this key before its engines are
+# told to receive, and then one for each bucket since the group was made.
+ANNOUNCES_KEY = "announces"
 # Read when an NCCL group is made. Without the watchdog nothing ends the process on an error or a time-out.
 _WITHOUT_WATCHDOG = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
@@ -66,6 +69,9 @@ class JoinedGroup:
         self.engine_device = engine_device
         self.device = engine_device if group.backend == "nccl" else torch.device("cpu")  # of what is received
         self.reason: str | None = None  # why it is dead
+        self.num_buckets = 0  # of the sessions that were received
+        self._num_announced = 0  # buckets known to be
+        self._is_connected = False
         self._store = store
         self._link = link
         self._process_group = process_group
@@ -100,6 +106,30 @@ class JoinedGroup:
         and of another priority than the one of the steps: else a receive would come to be queued there.
         """
         return torch.Stream(self.engine_device), torch.Stream(self.engine_device)
+
+    @cached_property
+    def announces(self) -> bool:
+        """Whether the trainer announces the buckets that it begins to broadcast."""
+        return bool(_prefixed(self._store, self.group).check([ANNOUNCES_KEY]))
+
+    def is_announced(self, bucket: int) -> bool:
+        """Whether this bucket of the session that is received is being broadcast; True if no word will come.
+
+        Raises:
+            RuntimeError: the trainer's store is gone.
+        """
+        number = self.num_buckets + bucket
+        if self.announces and number >= self._num_announced:
+            if not _prefixed(self._store, self.group).check([announcement(number)]):
+                return False
+            self._num_announced = number + 1
+        return True
+
+    def connect(self) -> None:
+        """Build the communicator if the trainer does not wait for a broadcast to build its own; blocks."""
+        if self.announces and not self._is_connected:
+            self._is_connected = True
+            self.process_group.eager_connect_single_device(self.device)  # type: ignore[attr-defined]
 
     @property
     def is_receiving(self) -> bool:
@@ -360,6 +390,11 @@ def _connect(attempt: _Attempt, deadline: float) -> socket.socket:
 
 def _prefixed(store: Store, group: Group) -> Store:
     return PrefixStore(f"{group.name}/", PrefixStore(group.name, store))
+
+
+def announcement(number: int) -> str:
+    """The key that announces a bucket, counted since the group was made."""
+    return f"bucket/{number}"
 
 
 def _nccl(store: Store, group: Group, rank: int) -> ProcessGroup:

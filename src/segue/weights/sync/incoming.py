@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from segue.memory.digest import MASK, digest
 from segue.protocol.weights import Manifest
 from segue.weights.name_table import Slice
+from segue.weights.sync.commit import Copies, is_groupable
 from segue.weights.sync.live import LiveWeights, box_of
 from segue.weights.sync.manifest import bucket_bytes, first, tensors
 from segue.weights.sync.memory import StagingMemory
@@ -63,6 +66,24 @@ class Incoming:
         stream = self._staged.memory.stream
         if stream is not None:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Callable[[], None]:
+        """On CUDA: what takes all of these with few launches, whenever they have landed there."""
+        moved, rest = [], []
+        for name, tensor in tensors:
+            parts = [(view, tensor[source]) for view, source in self._staged.parts(name)]
+            if name in self._checksums or not all(is_groupable(*pair) for pair in parts):
+                rest.append((name, tensor))
+            else:
+                moved += [pair for pair in parts if pair[0].data_ptr() != pair[1].data_ptr()]
+        copies = Copies(moved)
+
+        def take() -> None:
+            copies.write()
+            for name, tensor in rest:
+                self.take(name, tensor)
+
+        return take
 
     def finish(self) -> list[str]:
         """What is wrong with what has arrived, by name. On CUDA the receiving stream is done by now."""

@@ -131,6 +131,7 @@ class Receiver:
                 self._wire = HostWire(self._group, broadcasts, self._sink)
             if self._wire is not None:
                 self._wire.receive(self)
+            self._group.num_buckets += len(self._manifest.buckets)
             if self._num_buckets < len(self._manifest.buckets):  # empty ones at the end
                 self._tell(len(self._manifest.buckets))
             self._end(None)

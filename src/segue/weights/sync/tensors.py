@@ -40,16 +40,35 @@ def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[bool]:
     """Of each tensor whether it has, cast to `dtype`, neither infinities nor NaN."""
     found = [True] * len(tensors)
     on_cuda = [index for index, tensor in enumerate(tensors) if tensor.is_cuda and tensor.numel()]
-    if on_cuda:  # one wait for all
-        bounds = torch.stack([torch.stack(torch.aminmax(tensors[index])).to(dtype) for index in on_cuda])
-        for index, finite in zip(on_cuda, torch.isfinite(bounds).all(1).tolist(), strict=True):
-            found[index] = finite
+    if on_cuda:
+        finite = _are_finite_on_cuda([tensors[index] for index in on_cuda], dtype)
+        for index, is_finite in zip(on_cuda, finite, strict=True):
+            found[index] = is_finite
     for index, tensor in enumerate(tensors):
         if not tensor.is_cuda:
             steps_on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             limit = BLOCK_CUDA if steps_on_cuda else BLOCK
             found[index] = all(_is_finite(block, dtype) for block, _ in _blocks(tensor, tensor, limit=limit))
     return found
+
+
+def warm_up(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile what updates run on a CUDA device: not while a receive is open, nor in a commit's pause."""
+    from segue.kernels.cuda.copying import GroupedCopy
+
+    source, target = (torch.zeros(64, dtype=dtype, device=device) for _ in range(2))
+    GroupedCopy([(target, source)])()
+    are_finite([source], dtype)
+
+
+def _are_finite_on_cuda(tensors: Sequence[Tensor], dtype: torch.dtype) -> Iterator[bool]:
+    """The same for tensors that are not empty; waits for all that one kernel can take at once."""
+    from segue.kernels.cuda import copying  # Triton is not there without CUDA
+
+    by_kernel = [tensor for tensor in tensors if copying.is_searchable(tensor, dtype)]
+    found = iter(copying.are_finite(by_kernel, dtype).tolist() if by_kernel else ())
+    for tensor in tensors:
+        yield next(found) if copying.is_searchable(tensor, dtype) else _is_finite(tensor, dtype)
 
 
 def equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:

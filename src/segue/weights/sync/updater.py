@@ -42,6 +42,7 @@ from segue.weights.sync.memory import StagingMemory
 from segue.weights.sync.payload import decode
 from segue.weights.sync.receiver import Callbacks, Receiver
 from segue.weights.sync.staging import StagedWeights
+from segue.weights.sync.tensors import warm_up
 
 Send = Callable[[RankReply | Received], None]
 Fields = dict[str, Any]
@@ -94,7 +95,7 @@ class WeightUpdater:
         self._groups = Groups(live.device)
         self._memory = StagingMemory(live.device, live.specs, reserved=live.reserved, headroom=live.headroom)
         if live.device.type == "cuda":
-            live.submit(partial(commit.warm_up, live.device)).result()
+            live.submit(partial(warm_up, live.device, live.dtype)).result()
         self._inspector = Inspector(live)
         self._sessions: dict[int, _Session] = {}
         self._freed: list[threading.Event] = []  # of sessions that have ended: their memory is

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -31,7 +32,10 @@ _MARK = torch.tensor([0xC3, 0x5A, 0x91, 0x0E, 0x7D, 0xB6, 0x28, 0xF4], dtype=tor
 
 
 class Sink(Protocol):
-    """Where landed tensors go; called from the receiver's thread, where nothing is allocated on CUDA."""
+    """Where landed tensors go; called from the receiver's thread.
+
+    While a receive is open nothing is allocated on CUDA: by `take`, and by what `prepare` gives.
+    """
 
     def direct(self, name: str) -> Tensor | None:
         """A contiguous CUDA tensor of the wire's dtype and the whole shape, to receive into; or None."""
@@ -42,6 +46,9 @@ class Sink(Protocol):
         ``tensor`` is that of `direct` where there was one; any other is overwritten later: by work on the
         current stream, if it is on CUDA, else when this returns.
         """
+
+    def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Callable[[], None]:
+        """What takes all of these as `take` does, whenever they have landed there."""
 
 
 @dataclass(slots=True)
@@ -67,6 +74,7 @@ class Broadcast:
     num_bytes: int
     pieces: list[Piece]
     direct: Tensor | None  # where it lands, if not in a landing buffer
+    bucket: int  # of which it is part
     num_buckets: int  # that are there when this one is
 
 
@@ -92,12 +100,13 @@ def plan(manifest: Manifest, sink: Sink | None, device: torch.device) -> list[Br
     for index, bucket in enumerate(manifest.buckets):
         pieces = list(_pieces(bucket, manifest.flattened))
         if manifest.flattened:
-            broadcasts.append(Broadcast(sum(piece.num_bytes for piece in pieces), pieces, None, index + 1))
+            num_bytes = sum(piece.num_bytes for piece in pieces)
+            broadcasts.append(Broadcast(num_bytes, pieces, None, index, index + 1))
             continue
         for number, piece in enumerate(pieces, 1):
             direct = sink.direct(piece.name) if sink is not None and device.type == "cuda" else None
             done = index + (number == len(pieces))
-            broadcasts.append(Broadcast(piece.num_bytes, [piece], direct, done))
+            broadcasts.append(Broadcast(piece.num_bytes, [piece], direct, index, done))
     return broadcasts
 
 
@@ -172,52 +181,61 @@ class HostWire:
 class CudaWire:
     """NCCL: one stream receives, one copies; the host looks at events and waits for nothing it cannot leave.
 
-    Everything on the device is taken before the first receive.
+    Everything on the device is taken before the first receive. A trainer that says so announces each bucket
+    (see `JoinedGroup.is_announced`): then no receive is queued before, which would keep processors of the
+    device from the steps for as long as it waits.
     """
 
     def __init__(self, group: JoinedGroup, broadcasts: list[Broadcast], sink: Sink | None) -> None:
         """``sink``: None drops what comes."""
-        self._group, self._broadcasts, self._sink = group, broadcasts, sink
+        self._group, self._broadcasts = group, broadcasts
         device = group.device
         # From the default stream's pool of memory, whichever streams torch gives: the next session finds it.
         default = torch.cuda.default_stream(device)
-        self._landing, self._scratch = _buffers(broadcasts, device)
+        landing, scratch = _buffers(broadcasts, device)
+        turns = cycle((0, 1))
+        self._turns = [None if broadcast.direct is not None else next(turns) for broadcast in broadcasts]
+        self._targets = [
+            _target(broadcast, landing[turn or 0])
+            for broadcast, turn in zip(broadcasts, self._turns, strict=True)
+        ]
+        self._takes = [
+            _prepared(broadcast, target, scratch, sink)
+            for broadcast, target in zip(broadcasts, self._targets, strict=True)
+        ]
         self._wire, self._copies = group.streams
         self._wire.wait_stream(default)
         self._copies.wait_stream(default)
         self._landed = [self._wire.record_event() for _ in range(_AHEAD)]
         self._copied = [self._copies.record_event() for _ in range(_AHEAD)]
         self._under_way: deque[tuple[Broadcast, torch.Event]] = deque()
+        self._is_asking = (
+            False  # the trainer's store; and will look whether the session is over before all else
+        )
 
     def receive(self, session: Session) -> None:
         """Receive all; raises what the group or the sink raises."""
         process_group = self._group.process_group
         last: list[torch.Event | None] = [None, None]  # copies out of each landing buffer
-        turns = count()
+        session.entered()  # said before: a trainer may build its communicator no sooner than it broadcasts
+        self._group.connect()
         for index, broadcast in enumerate(self._broadcasts):
-            if len(self._under_way) == _AHEAD:
-                self._settle(session)
-            session.check()
+            self._settle_until(session, partial(self._may_queue, broadcast))
             landed, copied = self._landed[index % _AHEAD], self._copied[index % _AHEAD]
-            turn = 0 if broadcast.direct is not None else next(turns) % 2
-            target = _target(broadcast, self._landing[turn])
-            if broadcast.direct is None:
+            turn = self._turns[index]
+            if turn is not None:
                 before, last[turn] = last[turn], copied
                 if before is not None:
                     self._wire.wait_event(before)
-            if index == 0:  # said before: a trainer may build its communicator no sooner than it broadcasts
-                session.entered()
             with self._wire:
-                process_group.broadcast([target], _options())
+                process_group.broadcast([self._targets[index]], _options())
                 landed.record(self._wire)
             with self._copies:
                 self._copies.wait_event(landed)
-                if self._sink is not None:
-                    _hand_over(broadcast, target, self._scratch, self._sink)
+                self._takes[index]()
                 copied.record(self._copies)
             self._under_way.append((broadcast, copied))
-        while self._under_way:
-            self._settle(session)
+        self._settle_until(session, lambda: not self._under_way)
 
     def drain(self) -> None:
         """Return when no memory is touched any more: kernels of an aborted communicator end too."""
@@ -226,18 +244,33 @@ class CudaWire:
                 time.sleep(_POLL_S[1])
 
     def abandon(self) -> bool:
-        """Never: what is queued on the device writes until it has ended."""
-        return False
+        """Of a session that is over and a group that is broken: whether its thread touches no memory now.
 
-    def _settle(self, session: Session) -> None:
-        broadcast, copied = self._under_way.popleft()
+        What is queued on the device writes until it has ended; but the trainer's store may never answer.
+        """
+        return self._is_asking and self._wire.query() and self._copies.query()
+
+    def _may_queue(self, broadcast: Broadcast) -> bool:
+        if len(self._under_way) == _AHEAD:
+            return False
+        self._is_asking = True
+        return self._group.is_announced(broadcast.bucket)
+
+    def _settle_until(self, session: Session, condition: Callable[[], bool]) -> None:
+        """Count what has been copied, until something holds."""
         pause_s, longest_s = _POLL_S
-        while not copied.query():
+        while not condition():
             session.check()
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, longest_s)
-        session.landed(broadcast)
-        session.taken(broadcast)
+            if self._under_way and self._under_way[0][1].query():
+                broadcast, _ = self._under_way.popleft()
+                session.landed(broadcast)
+                session.taken(broadcast)
+                pause_s = _POLL_S[0]
+            else:
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, longest_s)
+        session.check()
+        self._is_asking = False
 
 
 def _pieces(bucket: Bucket, flattened: bool) -> Iterator[Piece]:
@@ -290,14 +323,32 @@ def _target(broadcast: Broadcast, landing: Tensor) -> Tensor:
 
 
 def _hand_over(broadcast: Broadcast, received: Tensor, scratch: Tensor, sink: Sink) -> None:
-    if broadcast.direct is not None:
-        sink.take(broadcast.pieces[0].name, broadcast.direct)
-        return
     for piece in broadcast.pieces:
-        part = received[piece.start : piece.start + piece.num_bytes]
+        part = _part(broadcast, piece, received)
         if piece.is_odd:
             part = scratch[: piece.num_bytes].copy_(part)
-        sink.take(piece.name, part.view(piece.dtype).view(piece.shape))
+        sink.take(piece.name, _tensor(part, piece))
+
+
+def _prepared(
+    broadcast: Broadcast, received: Tensor, scratch: Tensor, sink: Sink | None
+) -> Callable[[], None]:
+    """What hands over a broadcast that has landed."""
+    if sink is None:
+        return lambda: None
+    if any(piece.is_odd for piece in broadcast.pieces):
+        return partial(_hand_over, broadcast, received, scratch, sink)
+    return sink.prepare(
+        [(piece.name, _tensor(_part(broadcast, piece, received), piece)) for piece in broadcast.pieces]
+    )
+
+
+def _part(broadcast: Broadcast, piece: Piece, received: Tensor) -> Tensor:
+    return received if broadcast.direct is not None else received[piece.start : piece.start + piece.num_bytes]
+
+
+def _tensor(raw: Tensor, piece: Piece) -> Tensor:
+    return raw.view(piece.dtype).view(piece.shape)
 
 
 def _options() -> dist.BroadcastOptions:
