@@ -12,7 +12,7 @@ import urllib.request
 from multiprocessing.connection import Connection
 from typing import Any
 
-TOKENS = 4000  # of a request: one that is done is followed by the next
+TOKENS = 256  # of a request: one that is done is followed by the next
 START_S = 120.0
 QUIET_S = 30.0  # that the last tokens may take when all is over
 
@@ -91,11 +91,13 @@ def _count(times: list[float], at: float) -> float:
 def _run(url: str, count: int, pipe: Connection) -> None:
     stopped, times, errors = threading.Event(), [[0.0][:0] for _ in range(count)], []
 
-    def stream(mine: list[float]) -> None:
-        params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-        body = json.dumps({"input_ids": list(range(1, 65)), "sampling_params": params, "stream": True})
+    def stream(number: int, mine: list[float]) -> None:
+        length = 1 + TOKENS * number // count  # of the first one: contexts are then of all lengths, always
         try:
             while not stopped.is_set():
+                params = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+                body = json.dumps({"input_ids": [*range(1, 65)], "sampling_params": params, "stream": True})
+                length = TOKENS
                 with urllib.request.urlopen(f"{url}/generate", body.encode()) as response:
                     for line in response:
                         if line.startswith(b"data: {"):
@@ -103,7 +105,7 @@ def _run(url: str, count: int, pipe: Connection) -> None:
         except Exception as error:
             errors.append(repr(error))
 
-    threads = [threading.Thread(target=stream, args=(mine,), daemon=True) for mine in times]
+    threads = [threading.Thread(target=stream, args=each, daemon=True) for each in enumerate(times)]
     for thread in threads:
         thread.start()
     pipe.recv()

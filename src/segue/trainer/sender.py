@@ -84,7 +84,7 @@ class WeightSender:
         group_name: str = DEFAULT_GROUP,
         master_address: str | None = None,
         master_port: int | None = None,
-        max_ctas: int | None = 8,
+        max_ctas: int | None = 16,
         timeout_s: float = 300.0,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:

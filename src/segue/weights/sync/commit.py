@@ -10,10 +10,11 @@ from torch import Tensor
 class Copies:
     """Copies and casts of tensors onto others: prepared, so that the pause for them is short."""
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], *, gently: bool = False) -> None:
         """Each pair's second tensor is to come onto its first; on CUDA the current stream is used.
 
-        On CUDA one kernel does all that is there, contiguous, aligned and needs no cast.
+        On CUDA one kernel does all that is there, contiguous, aligned and needs no cast; ``gently``: slower,
+        beside the steps.
         """
         grouped = [(to, source) for to, source in pairs if is_groupable(to, source)]
         self._rest = [(to, source) for to, source in pairs if not is_groupable(to, source)]
@@ -21,7 +22,7 @@ class Copies:
         if grouped:
             from segue.kernels.cuda.copying import GroupedCopy  # Triton is not there without CUDA
 
-            self._grouped = GroupedCopy(grouped)
+            self._grouped = GroupedCopy(grouped, gently=gently)
 
     def write(self) -> None:
         """Copy; on CUDA as the current stream's next work. No address changes."""

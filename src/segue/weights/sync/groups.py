@@ -116,10 +116,12 @@ class JoinedGroup:
         """Whether this bucket of the session that is received is being broadcast; True if no word will come.
 
         Raises:
-            RuntimeError: the trainer's store is gone.
+            WeightSyncError: the trainer's store is gone.
         """
         number = self.num_buckets + bucket
         if self.announces and number >= self._num_announced:
+            if not self.connected:  # torch would print a stack trace
+                raise WeightSyncError("its store is closed")
             if not _prefixed(self._store, self.group).check([announcement(number)]):
                 return False
             self._num_announced = number + 1

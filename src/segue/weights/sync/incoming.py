@@ -76,7 +76,7 @@ class Incoming:
                 rest.append((name, tensor))
             else:
                 moved += [pair for pair in parts if pair[0].data_ptr() != pair[1].data_ptr()]
-        copies = Copies(moved)
+        copies = Copies(moved, gently=True)
 
         def take() -> None:
             copies.write()
