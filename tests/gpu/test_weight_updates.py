@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from segue.distributed.info import TPInfo
+from segue.errors import OutOfMemoryError
+from segue.memory.arena import TensorSpec
 from segue.protocol.weights import CheckWeights, Commit, Discard, Inspect, Stage, Take
 from segue.weights.sync import updater
 from segue.weights.sync.checksum import checksum
+from segue.weights.sync.memory import StagingMemory
 from tests.weights import tiny
 from tests.weights.sync.test_update import HEAD, NORM, checkpoint
 from tests.weights.sync.updating import Rank, State, Trainer, manifest_of, rank_of, transfer
@@ -64,6 +67,15 @@ def test_device_memory_that_is_missing_is_told_and_the_hosts_is_taken(tmp_path: 
         fields = rank.do(Stage, session=2, manifest=manifest_of(state))
         assert fields["place"] == "host" and "bytes of device memory are missing" in fields["note"]
         del trainer
+
+
+def test_landing_buffers_that_do_not_fit_are_told_wherever_is_staged() -> None:
+    specs = [TensorSpec(name="w", shape=(8,), dtype=torch.bfloat16)]
+    staging = StagingMemory(torch.device(DEVICE), specs, reserved=1 << 20)
+    assert staging.take(None, "auto", 1 << 20).place == "device"
+    for place in ("auto", "device", "host"):
+        with pytest.raises(OutOfMemoryError, match="missing for two landing buffers"):
+            staging.take(None, place, 1 << 50)
 
 
 def test_values_that_are_not_finite_are_named_wherever_they_are_staged(tmp_path: Path) -> None:

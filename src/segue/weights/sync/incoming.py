@@ -12,8 +12,8 @@ from segue.protocol.weights import Manifest
 from segue.weights.name_table import Slice
 from segue.weights.sync.commit import Copies, is_groupable
 from segue.weights.sync.live import LiveWeights, box_of
-from segue.weights.sync.manifest import bucket_bytes, first, tensors
-from segue.weights.sync.memory import StagingMemory
+from segue.weights.sync.manifest import first, landing_bytes, tensors
+from segue.weights.sync.memory import StagingMemory, check_host
 from segue.weights.sync.staging import StagedWeights, not_finite, untied
 from segue.weights.sync.tensors import are_finite, as_sent, copy_into, equal
 
@@ -34,7 +34,10 @@ class Incoming:
         self._device = device
         self._wire = {name: (getattr(torch, dtype), shape) for name, dtype, shape in tensors(manifest)}
         self._digests: dict[str, Tensor] = {}
-        landing = 2 * max(map(bucket_bytes, manifest.buckets), default=0)
+        landing = landing_bytes(manifest)
+        if device.type != staged.memory.device.type:
+            check_host(landing)
+            landing = 0
         staged.add(self._wire, manifest.staging, landing)
         self._warm_up()
 

@@ -53,6 +53,21 @@ def bucket_bytes(bucket: Bucket) -> int:
     )
 
 
+def landing_bytes(manifest: Manifest) -> int:
+    """Bytes of the two buffers that its broadcasts land in."""
+    largest = (
+        bucket_bytes(part)
+        for bucket in manifest.buckets
+        for part in ([bucket] if manifest.flattened else _single(bucket))
+    )
+    return 2 * max(largest, default=0)
+
+
+def _single(bucket: Bucket) -> Iterator[Bucket]:
+    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        yield Bucket(names=[name], dtypes=[dtype], shapes=[shape])
+
+
 def check(manifest: Manifest, table: NameTable) -> list[str]:
     """What is wrong with `manifest`, each problem in words and by name; no more than some twenty.
 

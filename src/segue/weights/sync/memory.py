@@ -75,15 +75,21 @@ class StagingMemory:
             self.stream.synchronize()
 
     def take(self, specs: Sequence[TensorSpec] | None, place: StagingPlace, landing: int) -> Staging:
-        """An arena for `specs`, or for all weights; `landing`: bytes that will be taken besides.
+        """An arena for `specs`, or for all weights; `landing`: bytes of the device to be taken besides.
 
         Raises:
             OutOfMemoryError: there is too little memory; says how many bytes are missing.
         """
         wanted = self._specs if specs is None else specs
         if self.device.type == "cpu":
-            _check_host(_total(wanted) + landing)
+            check_host(_total(wanted) + landing)
             return Staging(arena=Arena.allocate(wanted, "cpu", empty=_mapped), place="device")
+        missing = landing + self._headroom - _free(self.device) if landing else 0
+        if missing > 0:
+            raise OutOfMemoryError(
+                f"{missing} bytes of device memory are missing for two landing buffers ({landing} bytes): "
+                "send smaller buckets, or start with a lower --memory-ratio"
+            )
         reason = ""
         if place != "host":
             kept = self._find("device", wanted)
@@ -103,7 +109,7 @@ class StagingMemory:
         kept = self._find("host", wanted)
         if kept is not None:
             return replace(kept, note=reason)
-        _check_host(_total(wanted))
+        check_host(_total(wanted))
         with torch.cuda.device(self.device):  # a thread begins with device 0
             arena = Arena.allocate(wanted, "cpu", empty=_pinned)
         staging = Staging(arena=arena, place="host", note=reason)
@@ -158,7 +164,8 @@ def _total(specs: Sequence[TensorSpec]) -> int:
     return sum(-(-spec.num_bytes // ALIGNMENT) * ALIGNMENT for spec in specs)
 
 
-def _check_host(num_bytes: int) -> None:
+def check_host(num_bytes: int) -> None:
+    """Raise `OutOfMemoryError`, with what is missing, unless the host has so much free memory."""
     missing = num_bytes - free_cpu_memory()
     if missing > 0:
         raise OutOfMemoryError(
