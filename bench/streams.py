@@ -89,7 +89,8 @@ def _count(times: list[float], at: float) -> float:
 
 
 def _run(url: str, count: int, pipe: Connection) -> None:
-    stopped, times, errors = threading.Event(), [[0.0][:0] for _ in range(count)], []
+    stopped, errors = threading.Event(), []
+    times: list[list[float]] = [[] for _ in range(count)]
 
     def stream(number: int, mine: list[float]) -> None:
         length = 1 + TOKENS * number // count  # of the first one: contexts are then of all lengths, always

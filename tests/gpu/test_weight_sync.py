@@ -1,5 +1,6 @@
 """Weights sent to a server on CUDA over NCCL, by the trainer's side of this library."""
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -57,18 +58,18 @@ def test_a_server_becomes_one_that_was_started_with_the_new_weights(kind: str, t
     with serve("--model", str(tmp_path / "old"), *OPTIONS) as served:
         before, old_checksum = replies(served.url), total(served.url)
         assert before != expected
-        for flattened, dtype in itertools.product((True, False), (torch.bfloat16, torch.float32)):
-            options: dict[str, Any] = {"flattened": flattened, "checksums": dtype == torch.float32}
-            options["buffer_size_mb"] = 0.05
-            with WeightSender([served.url], new.to(DEVICE, dtype), **options) as sender:
-                assert sender.send().num_buckets > 2
-                sender.send()
-            assert total(served.url) == checksum
-            assert replies(served.url) == expected
-            with WeightSender([served.url], old.to(DEVICE, dtype), **options) as sender:
-                sender.send()
-            assert total(served.url) == old_checksum
-            assert replies(served.url) == before
+        for flattened, checksums, dtype in itertools.product(
+            (True, False), (True, False), (torch.bfloat16, torch.float32)
+        ):
+            for model, their_sum, said in ((new, checksum, expected), (old, old_checksum, before)):
+                weights = copy.deepcopy(model).to(DEVICE, dtype)
+                with WeightSender(
+                    [served.url], weights, flattened=flattened, checksums=checksums, buffer_size_mb=0.05
+                ) as sender:
+                    assert sender.send().num_buckets > 2
+                    sender.send()
+                assert total(served.url) == their_sum
+                assert replies(served.url) == said
 
 
 def test_values_that_are_not_finite_are_refused_and_the_old_weights_stay(tmp_path: Path) -> None:

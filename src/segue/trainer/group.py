@@ -17,13 +17,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
-from segue.weights.sync.groups import ANNOUNCES_KEY, MAX_CTAS_KEY, announcement, without_watchdog
+from segue.weights.sync.groups import ANNOUNCED_KEY, MAX_CTAS_KEY, without_watchdog
 
 MARGIN_S = 600.0  # torch's own deadlines lie so far behind ours
 LEAVE_S = 10.0
 STAND_IN_S = 1.0
 CHECK_S = 0.1
-ANNOUNCEMENTS = 64  # kept in the store: no engine is so far behind
 
 
 class Group:
@@ -93,11 +92,11 @@ class Group:
 
     def announce(self) -> None:
         """Say that a bucket is about to be broadcast; with NCCL, before each."""
-        assert self._store is not None
-        self._store.set(announcement(self._num_buckets), "")
-        if self._num_buckets >= ANNOUNCEMENTS:
-            self._store.delete_key(announcement(self._num_buckets - ANNOUNCEMENTS))
+        store = self._store
+        if store is None:
+            raise RuntimeError(f"the group {self.name!r} was left")
         self._num_buckets += 1
+        store.set(ANNOUNCED_KEY, str(self._num_buckets))
 
     def broadcast(self, tensor: Tensor) -> Any:
         """Begin to send a contiguous tensor of :attr:`device`.
@@ -119,6 +118,7 @@ class Group:
                 return
             self._left = True
             group, self._group = self._group, None
+            self._store = None
         work = threading.Thread(target=self._end, args=(group,), name="leave-weight-group", daemon=True)
         work.start()
         work.join(LEAVE_S)
@@ -138,6 +138,7 @@ class Group:
             if not self._left:
                 self._group = group
                 return
+            self._store = None
         _destroy(group)
 
     def _make(self, store: Store) -> Any:
@@ -146,7 +147,7 @@ class Group:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             self._store = PrefixStore(f"{self.name}/", store)
-            self._store.set(ANNOUNCES_KEY, "")
+            self._store.set(ANNOUNCED_KEY, "0")
             if self._max_ctas is not None:
                 options.config.max_ctas = self._max_ctas
                 self._store.set(MAX_CTAS_KEY, str(self._max_ctas))

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from segue.errors import WeightSyncError
 from segue.protocol.weights import Group
-from segue.weights.sync.groups import Groups
+from segue.trainer.group import Group as SendingGroup
+from segue.weights.sync.groups import ANNOUNCED_KEY, Groups, JoinedGroup
 from tests.conftest import WaitUntil
 from tests.weights.sync.conftest import in_thread
 from tests.weights.sync.trainer import host
@@ -208,3 +210,32 @@ def test_joining_and_leaving_leaves_nothing_behind(
         once()
     wait_until(lambda: num_threads() <= threads, what="as many threads as before")
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files, what="as many files as before")
+
+
+def test_buckets_are_announced_by_a_trainer_that_says_so(
+    trainer: Any, groups: Groups, new_group: NewGroup
+) -> None:
+    group = new_group()
+    silent = trainer.meet(groups, group)
+    assert silent.is_announced(7)  # no word will come
+
+    name = group.name
+    sender = object.__new__(SendingGroup)
+    sender.name, sender._num_buckets = name, 0
+    joined = JoinedGroup(group, 1, groups._device, silent._store, silent._link, None)
+    sender._store = PrefixStore(f"{name}/", PrefixStore(name, silent._store))
+    sender._store.set(ANNOUNCED_KEY, "0")
+    assert not joined.is_announced(0)
+    sender.announce()
+    assert joined.is_announced(0) and not joined.is_announced(1)
+    joined.num_buckets += 1  # a session of one bucket has ended
+    assert not joined.is_announced(0)
+    sender.announce()
+    sender.announce()
+    assert joined.is_announced(1) and joined.is_announced(0) and not joined.is_announced(2)
+    trainer.kill()
+    with pytest.raises(WeightSyncError, match="its store is closed"):
+        joined.is_announced(2)
+    sender._store = None
+    with pytest.raises(RuntimeError, match="was left"):
+        sender.announce()

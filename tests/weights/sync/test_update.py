@@ -16,7 +16,7 @@ from segue.layers.norm import RMSNorm
 from segue.memory.arena import ALIGNMENT, Arena
 from segue.models.decoder import Decoder
 from segue.protocol.weights import Commit, Discard, Group, Join, Receive, Stage, Take
-from segue.weights.sync import memory
+from segue.weights.sync import incoming, memory
 from segue.weights.sync.checksum import checksum
 from segue.weights.sync.staging import StagedWeights
 from segue.weights.sync.updater import WeightUpdater
@@ -406,3 +406,31 @@ def test_a_commit_whose_end_is_not_known_has_written(rank: Rank, monkeypatch: py
         rank.do(Take, session=session, payload=payload, load_format=None, copy=True)
         reply = rank.ask(Commit, session=session)
         assert reply.errors == [f"RuntimeError: {where}"] and reply.fields == {"touched": True}
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("tp", [TPInfo(), TPInfo(1, 2)], ids=str)
+def test_tensors_are_taken_at_once_as_one_by_one(
+    kind: str, tp: TPInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where what needs no cast goes by one kernel; here by torch."""
+    monkeypatch.setattr(incoming, "is_groupable", lambda to, source: to.dtype == source.dtype)
+    path, state = checkpoint(kind, tmp_path / "model", 0)
+    state = {
+        name: tensor if index % 3 == 0 else tensor.bfloat16()
+        for index, (name, tensor) in enumerate(state.items())
+    }
+    manifest = manifest_of(state)
+    with rank_of(path, tp) as rank:
+        staged = [
+            StagedWeights(rank.live, memory.StagingMemory(rank.live.device, rank.live.specs))
+            for _ in range(2)
+        ]
+        one_by_one, at_once = (incoming.Incoming(each, manifest, rank.live.device) for each in staged)
+        for name, tensor in state.items():
+            one_by_one.take(name, tensor)
+        take = at_once.prepare(list(state.items()))
+        assert not staged[1].whole.slabs[0].any()
+        take()
+        for one, other in zip(*(each.whole.slabs for each in staged), strict=True):
+            assert torch.equal(one, other)

@@ -33,9 +33,9 @@ FOREVER = timedelta(days=1)
 # A trainer that limits its communicator's CTAs writes their number under this key into the group's store:
 # ranks with different numbers build different channels, and hang.
 MAX_CTAS_KEY = "max_ctas"
-# A trainer that announces every bucket when it begins to broadcast it writes this key before its engines are
-# told to receive, and then one for each bucket since the group was made.
-ANNOUNCES_KEY = "announces"
+# Buckets that the trainer has begun to broadcast since the group was made, if it says so: then the key is
+# there before an engine is told to receive.
+ANNOUNCED_KEY = "announced"
 # Read when an NCCL group is made. Without the watchdog nothing ends the process on an error or a time-out.
 _WITHOUT_WATCHDOG = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
@@ -110,7 +110,7 @@ class JoinedGroup:
     @cached_property
     def announces(self) -> bool:
         """Whether the trainer announces the buckets that it begins to broadcast."""
-        return bool(_prefixed(self._store, self.group).check([ANNOUNCES_KEY]))
+        return bool(_prefixed(self._store, self.group).check([ANNOUNCED_KEY]))
 
     def is_announced(self, bucket: int) -> bool:
         """Whether this bucket of the session that is received is being broadcast; True if no word will come.
@@ -122,10 +122,8 @@ class JoinedGroup:
         if self.announces and number >= self._num_announced:
             if not self.connected:  # torch would print a stack trace
                 raise WeightSyncError("its store is closed")
-            if not _prefixed(self._store, self.group).check([announcement(number)]):
-                return False
-            self._num_announced = number + 1
-        return True
+            self._num_announced = int(_prefixed(self._store, self.group).get(ANNOUNCED_KEY))
+        return not self.announces or number < self._num_announced
 
     def connect(self) -> None:
         """Build the communicator if the trainer does not wait for a broadcast to build its own; blocks."""
@@ -392,11 +390,6 @@ def _connect(attempt: _Attempt, deadline: float) -> socket.socket:
 
 def _prefixed(store: Store, group: Group) -> Store:
     return PrefixStore(f"{group.name}/", PrefixStore(group.name, store))
-
-
-def announcement(number: int) -> str:
-    """The key that announces a bucket, counted since the group was made."""
-    return f"bucket/{number}"
 
 
 def _nccl(store: Store, group: Group, rank: int) -> ProcessGroup:

@@ -23,8 +23,12 @@ _WARM = 1 << 20  # elements
 class Incoming:
     """Takes the tensors of one manifest as they arrive from a sender; one rank's `Sink`."""
 
-    def __init__(self, staged: StagedWeights, manifest: Manifest, device: torch.device) -> None:
+    def __init__(
+        self, staged: StagedWeights, manifest: Manifest, device: torch.device, *, lands: bool = True
+    ) -> None:
         """Take memory for all that `manifest`, a checked one, brings to `device`: the host with gloo.
+
+        `lands`: in buffers of the receiver, for which there must be memory too; else it is there already.
 
         Raises:
             OutOfMemoryError: there is too little memory; says how many bytes are missing.
@@ -34,11 +38,14 @@ class Incoming:
         self._device = device
         self._wire = {name: (getattr(torch, dtype), shape) for name, dtype, shape in tensors(manifest)}
         self._digests: dict[str, Tensor] = {}
-        landing = landing_bytes(manifest)
-        if device.type != staged.memory.device.type:
+        landing = landing_bytes(manifest) if lands else 0
+        if device.type == staged.memory.device.type:
+            staged.add(self._wire, manifest.staging, landing)
+            exact = landing_bytes(manifest, lambda name: self.direct(name) is not None)
+            staged.memory.check_landing(min(landing, exact))
+        else:
             check_host(landing)
-            landing = 0
-        staged.add(self._wire, manifest.staging, landing)
+            staged.add(self._wire, manifest.staging)
         self._warm_up()
 
     def direct(self, name: str) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 
 import msgspec
@@ -53,19 +53,14 @@ def bucket_bytes(bucket: Bucket) -> int:
     )
 
 
-def landing_bytes(manifest: Manifest) -> int:
-    """Bytes of the two buffers that its broadcasts land in."""
-    largest = (
-        bucket_bytes(part)
-        for bucket in manifest.buckets
-        for part in ([bucket] if manifest.flattened else _single(bucket))
+def landing_bytes(manifest: Manifest, is_direct: Callable[[str], bool] = lambda name: False) -> int:
+    """Bytes of the two buffers that broadcasts land in; alone, tensors that are `is_direct` need none."""
+    if manifest.flattened:
+        return 2 * max(map(bucket_bytes, manifest.buckets), default=0)
+    sizes = (
+        prod(shape) * ITEM_SIZES[dtype] for name, dtype, shape in tensors(manifest) if not is_direct(name)
     )
-    return 2 * max(largest, default=0)
-
-
-def _single(bucket: Bucket) -> Iterator[Bucket]:
-    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        yield Bucket(names=[name], dtypes=[dtype], shapes=[shape])
+    return 2 * max(sizes, default=0)
 
 
 def check(manifest: Manifest, table: NameTable) -> list[str]:

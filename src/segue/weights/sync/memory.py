@@ -75,7 +75,7 @@ class StagingMemory:
             self.stream.synchronize()
 
     def take(self, specs: Sequence[TensorSpec] | None, place: StagingPlace, landing: int) -> Staging:
-        """An arena for `specs`, or for all weights; `landing`: bytes of the device to be taken besides.
+        """An arena for `specs`, or for all weights; `landing`: bytes that will be taken besides.
 
         Raises:
             OutOfMemoryError: there is too little memory; says how many bytes are missing.
@@ -84,12 +84,6 @@ class StagingMemory:
         if self.device.type == "cpu":
             check_host(_total(wanted) + landing)
             return Staging(arena=Arena.allocate(wanted, "cpu", empty=_mapped), place="device")
-        missing = landing + self._headroom - _free(self.device) if landing else 0
-        if missing > 0:
-            raise OutOfMemoryError(
-                f"{missing} bytes of device memory are missing for two landing buffers ({landing} bytes): "
-                "send smaller buckets, or start with a lower --memory-ratio"
-            )
         reason = ""
         if place != "host":
             kept = self._find("device", wanted)
@@ -116,6 +110,17 @@ class StagingMemory:
         if specs is None:
             self._kept["host"] = replace(staging, note="")
         return staging
+
+    def check_landing(self, num_bytes: int) -> None:
+        """Raise `OutOfMemoryError` if landing buffers on CUDA would take what steps may need."""
+        if self.device.type == "cpu" or not num_bytes:
+            return
+        missing = num_bytes + self._headroom - _free(self.device)
+        if missing > 0:
+            raise OutOfMemoryError(
+                f"{missing} bytes of device memory are missing for two landing buffers ({num_bytes} bytes): "
+                "send smaller buckets, or start with a lower --memory-ratio"
+            )
 
     def give_back(self, staging: Staging, *, in_use: bool) -> None:
         """Take an arena back; one that is `in_use` still is never given to anybody again."""

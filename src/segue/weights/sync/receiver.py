@@ -28,7 +28,7 @@ _LINK_GRACE_S = 0.5  # what was sent may still be on its way when the trainer's 
 class Callbacks:
     """Called from the receiver's threads or that of `Receiver.cancel`; they must not block."""
 
-    entered: Callable[[], None]  # the thread is inside the first broadcast; or there is none
+    entered: Callable[[], None]  # the trainer may broadcast
     progress: Callable[[int, int], None]  # buckets and bytes; first when the first broadcast has landed
     done: Callable[[str | None], None]  # once, and last; with what went wrong
 

@@ -61,14 +61,20 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     are_finite([source], dtype)
 
 
-def _are_finite_on_cuda(tensors: Sequence[Tensor], dtype: torch.dtype) -> Iterator[bool]:
-    """The same for tensors that are not empty; waits for all that one kernel can take at once."""
+def _are_finite_on_cuda(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[bool]:
+    """The same for tensors that are not empty; waits twice for all."""
     from segue.kernels.cuda import copying  # Triton is not there without CUDA
 
-    by_kernel = [tensor for tensor in tensors if copying.is_searchable(tensor, dtype)]
-    found = iter(copying.are_finite(by_kernel, dtype).tolist() if by_kernel else ())
-    for tensor in tensors:
-        yield next(found) if copying.is_searchable(tensor, dtype) else _is_finite(tensor, dtype)
+    by_kernel = [copying.is_searchable(tensor, dtype) for tensor in tensors]
+    searched = [tensor for tensor, here in zip(tensors, by_kernel, strict=True) if here]
+    rest = [
+        torch.stack(torch.aminmax(tensor)).to(dtype)
+        for tensor, here in zip(tensors, by_kernel, strict=True)
+        if not here
+    ]
+    found = iter(copying.are_finite(searched, dtype).tolist() if searched else ())
+    others = iter(torch.isfinite(torch.stack(rest)).all(1).tolist() if rest else ())
+    return [next(found if here else others) for here in by_kernel]
 
 
 def equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:

@@ -181,7 +181,6 @@ class WeightUpdater:
         return [], {}
 
     def _bring(self, session: _Session, command: Stage | Load | Take) -> list[str]:
-        session.changes = None
         drops = isinstance(command, Stage) and command.manifest.discard
         if session.errors and not drops:
             return session.errors
@@ -189,6 +188,7 @@ class WeightUpdater:
             return ["the session has tensors that were not copied, and takes nothing more: commit it first"]
         if isinstance(command, Stage):
             return self._stage(session, command.manifest)
+        session.changes = None
         bring = (
             partial(self._load, session, command)
             if isinstance(command, Load)
@@ -203,7 +203,7 @@ class WeightUpdater:
         if problems:
             return problems
         manifest = normalised(manifest)
-        session.sink = None  # of a `Stage` that another rank refused
+        session.sink = session.changes = None  # a sink of a `Stage` that another rank refused
         if not manifest.discard:
             session.errors = ["memory could not be taken for all of it"]
             session.sink = Incoming(session.staged, manifest, group.device)
@@ -283,7 +283,7 @@ class WeightUpdater:
             return problems
         session.num_bytes += bucket_bytes(bucket)
         if command.copy or session.staged.parameters or any(t.device != live.device for _, t in tensors):
-            sink = Incoming(session.staged, manifest, live.device)
+            sink = Incoming(session.staged, manifest, live.device, lands=False)
             for name, tensor in tensors:
                 sink.take(name, tensor)
             return sink.finish()
@@ -329,8 +329,8 @@ class WeightUpdater:
 
     def _commit(self, session: _Session, fields: Fields) -> None:
         fields["touched"] = False
-        if session.changes is None:  # nothing has been brought
-            return
+        if session.changes is None:
+            raise WeightSyncError("nothing has been brought that could be committed")
         copies, parameters = session.changes
         fields["touched"] = bool(parameters)
         copies.write()

@@ -85,7 +85,7 @@ class Session(Protocol):
         """Raise if the session is over."""
 
     def entered(self) -> None:
-        """The thread is inside the first broadcast."""
+        """The trainer may broadcast: the first receive is posted, or will be without further ado."""
 
     def landed(self, broadcast: Broadcast) -> None:
         """A broadcast was received."""
@@ -167,8 +167,8 @@ class HostWire:
         self._is_waiting = True
         work.wait()
         self._under_way.popleft()
-        session.check()
         self._is_waiting = False
+        session.check()
         _check_marks(landing, broadcast)
         session.landed(broadcast)
         if self._sink is not None:
@@ -209,15 +209,17 @@ class CudaWire:
         self._landed = [self._wire.record_event() for _ in range(_AHEAD)]
         self._copied = [self._copies.record_event() for _ in range(_AHEAD)]
         self._under_way: deque[tuple[Broadcast, torch.Event]] = deque()
-        self._is_asking = (
-            False  # the trainer's store; and will look whether the session is over before all else
-        )
+        # The thread waits for the trainer, and will look whether the session is over before all else.
+        self._is_asking = False
 
     def receive(self, session: Session) -> None:
         """Receive all; raises what the group or the sink raises."""
         process_group = self._group.process_group
         last: list[torch.Event | None] = [None, None]  # copies out of each landing buffer
-        session.entered()  # said before: a trainer may build its communicator no sooner than it broadcasts
+        # Said before: a trainer may build its communicator no sooner than it broadcasts.
+        session.entered()
+        session.check()
+        self._is_asking = True
         self._group.connect()
         for index, broadcast in enumerate(self._broadcasts):
             self._settle_until(session, partial(self._may_queue, broadcast))
@@ -246,9 +248,15 @@ class CudaWire:
     def abandon(self) -> bool:
         """Of a session that is over and a group that is broken: whether its thread touches no memory now.
 
-        What is queued on the device writes until it has ended; but the trainer's store may never answer.
+        What is queued on the device writes until it has ended; but the trainer may never answer.
         """
-        return self._is_asking and self._wire.query() and self._copies.query()
+        if not (self._is_asking and self._wire.query() and self._copies.query()):
+            return False
+        self._takes.clear()
+        self._targets.clear()
+        for broadcast in self._broadcasts:
+            broadcast.direct = None
+        return True
 
     def _may_queue(self, broadcast: Broadcast) -> bool:
         if len(self._under_way) == _AHEAD:
@@ -259,8 +267,8 @@ class CudaWire:
     def _settle_until(self, session: Session, condition: Callable[[], bool]) -> None:
         """Count what has been copied, until something holds."""
         pause_s, longest_s = _POLL_S
+        session.check()
         while not condition():
-            session.check()
             if self._under_way and self._under_way[0][1].query():
                 broadcast, _ = self._under_way.popleft()
                 session.landed(broadcast)
@@ -269,8 +277,9 @@ class CudaWire:
             else:
                 time.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, longest_s)
-        session.check()
+            session.check()
         self._is_asking = False
+        session.check()
 
 
 def _pieces(bucket: Bucket, flattened: bool) -> Iterator[Piece]:
@@ -336,7 +345,7 @@ def _prepared(
     """What hands over a broadcast that has landed."""
     if sink is None:
         return lambda: None
-    if any(piece.is_odd for piece in broadcast.pieces):
+    if len(broadcast.pieces) == 1 or any(piece.is_odd for piece in broadcast.pieces):
         return partial(_hand_over, broadcast, received, scratch, sink)
     return sink.prepare(
         [(piece.name, _tensor(_part(broadcast, piece, received), piece)) for piece in broadcast.pieces]
