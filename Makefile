@@ -10,8 +10,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 VENV_STAMP := $(VENV)/.stamp-venv
 INSTALL_STAMP := $(VENV)/.stamp-install
 
+shapes = $$($(BIN)/python -c 'from bench.suite import model_dir; print(model_dir("$(1)"))')
+
 .DEFAULT_GOAL := setup
-.PHONY: setup model demo test lint types imports pytest soak bench gpu-test gpu-bench clean help
+.PHONY: setup model demo test lint types imports pytest soak bench gpu-test gpu-bench gpu-sync-bench clean help
 
 setup: $(INSTALL_STAMP) ## create .venv with Segue, its dependencies and the development tools
 
@@ -66,11 +68,18 @@ gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device; with PYTEST_ARG
 gpu-bench: $(INSTALL_STAMP) ## the GPU benchmarks, perhaps with THEIRS="another server"
 	$(BIN)/python -m bench.offline 0.6b
 	$(BIN)/python -m bench.offline 8b
-	$(BIN)/python -m bench.http_compare $$($(BIN)/python -c 'from bench.suite import model_dir; print(model_dir("0.6b"))') $(if $(THEIRS),--theirs "$(THEIRS)")
+	$(BIN)/python -m bench.offline 8b --deterministic=1
+	$(BIN)/python -m bench.pause $(call shapes,8b) --load-format=dummy --max-model-len=17000
+	$(BIN)/python -m bench.http_compare $(call shapes,0.6b) $(if $(THEIRS),--theirs "$(THEIRS)")
+	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --same-gpu --memory-ratio=0.5 --name gpu_weight_ipc
+
+gpu-sync-bench: $(INSTALL_STAMP) ## weight updates between two GPUs, staged on the device and on the host
+	-$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --weight-staging-gb=18 --name gpu_weight_sync
+	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --name gpu_weight_sync_host
 
 clean: ## remove .venv and every cache in this directory (not the models in your user cache)
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
