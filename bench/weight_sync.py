@@ -223,14 +223,18 @@ def killed(url: str, model: Path, weights: dict[str, torch.Tensor], streams: int
 
 
 def stuck_trainer(url: str, model: Path, device: str, pipe: Connection) -> None:
-    """Send two buckets, and nothing further."""
+    """Send two buckets and announce a third: over NCCL it is being received when nothing further comes."""
 
     def stop(progress: Progress) -> None:
+        group = sender._group
+        if group is not None and group.backend == "nccl":
+            group.announce()
         pipe.send(None)
         threading.Event().wait()
 
     weights = weights_of(model, torch.device(device))
-    WeightSender([url], weights, buffer_size_mb=64, on_progress=stop).send()
+    sender = WeightSender([url], weights, buffer_size_mb=64, on_progress=stop)
+    sender.send()
 
 
 def misses(found: dict[str, Any]) -> Iterator[str]:
