@@ -1,16 +1,22 @@
-"""The part of receiving over NCCL that decides when a receive may be queued; no device is asked."""
+"""What receiving over NCCL does in which order, with gloo in its place and streams that are done at once."""
 
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
-from segue.weights.sync.wires import Broadcast, CudaWire
+from segue.weights.sync.groups import ANNOUNCED_KEY, Groups, JoinedGroup
+from segue.weights.sync.wires import Broadcast, CudaWire, plan
 from tests.conftest import WaitUntil
+from tests.weights.sync.test_receiver import BUCKETS, NewGroup, assert_received, manifest
 
 
 class Over(Exception):
@@ -59,11 +65,57 @@ class Store:
         raise AssertionError("a receive was queued")
 
 
-class Stream(nullcontext[None]):
-    """Has nothing to do."""
+class Event:
+    """Has happened."""
+
+    def record(self, stream: object) -> None:
+        pass
 
     def query(self) -> bool:
         return True
+
+
+class Stream(nullcontext[None]):
+    """Has done what it was given."""
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def record_event(self) -> Event:
+        return Event()
+
+
+class Kept:
+    """Keeps copies; the tensors in `PLACES` land where they stay."""
+
+    PLACES = ("scale", "large")
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        shapes = {name: (dtype, shape) for bucket in BUCKETS for name, dtype, shape in bucket}
+        self._places = {
+            name: torch.zeros(shapes[name][1], dtype=getattr(torch, shapes[name][0])) for name in self.PLACES
+        }
+
+    def direct(self, name: str) -> Tensor | None:
+        return self._places.get(name)
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        is_there = name in self._places and tensor.data_ptr() == self._places[name].data_ptr()
+        self.tensors[name] = tensor if is_there else tensor.clone()
+
+    def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Callable[[], None]:
+        def take() -> None:
+            for name, tensor in tensors:
+                self.take(name, tensor)
+
+        return take
 
 
 def wire_of(group: Store, num_buckets: int = 2) -> CudaWire:
@@ -91,6 +143,66 @@ def in_thread(wire: CudaWire, session: Session) -> tuple[threading.Thread, list[
     thread = threading.Thread(target=run)
     thread.start()
     return thread, raised
+
+
+@pytest.fixture
+def joined(trainer: Any, groups: Groups, new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> JoinedGroup:
+    """A group whose broadcasts have landed when they are queued."""
+    found: JoinedGroup = trainer.meet(groups, new_group())
+    gloo: Any = found.process_group
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    monkeypatch.setattr(found, "streams", (Stream(), Stream()), raising=False)
+    monkeypatch.setattr(
+        found,
+        "_process_group",
+        SimpleNamespace(broadcast=lambda *given: gloo.broadcast(*given).wait(), recv=gloo.recv),
+    )
+    monkeypatch.setattr(found, "_is_connected", True)
+    return found
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_all_tensors_arrive(trainer: Any, joined: JoinedGroup, flattened: bool) -> None:
+    sink, session = Kept(), Session()
+    broadcasts = plan(manifest("g", BUCKETS, flattened=flattened), sink, torch.device("cuda"))
+    thread, raised = in_thread(CudaWire(joined, broadcasts, sink), session)
+    trainer.send(joined.group, BUCKETS, flattened=flattened)
+    thread.join(20)
+    assert not raised
+    assert_received(sink.tensors, BUCKETS)
+    assert session.said == ["entered"] + [
+        f"{what} {each.bucket}" for each in broadcasts for what in ("landed", "taken")
+    ]
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_tensors_arrive_as_their_buckets_are_announced(
+    trainer: Any, joined: JoinedGroup, wait_until: WaitUntil, flattened: bool
+) -> None:
+    name = joined.group.name
+    store = PrefixStore(f"{name}/", PrefixStore(name, joined._store))
+    store.set(ANNOUNCED_KEY, "0")
+    announced = 0
+    for _ in range(2):  # sessions
+        sink, session = Kept(), Session()
+        broadcasts = plan(manifest("g", BUCKETS, flattened=flattened), sink, torch.device("cuda"))
+        thread, raised = in_thread(CudaWire(joined, broadcasts, sink), session)
+        trainer.send(joined.group, BUCKETS, flattened=flattened)
+        due: list[str] = []
+        for bucket in BUCKETS:
+            assert list(sink.tensors) == due
+            announced += 1
+            store.set(ANNOUNCED_KEY, str(announced))
+            due += [tensor for tensor, *_ in bucket]
+            wait_until(partial(has_just, sink, due), what=f"{due} and nothing else")
+        thread.join(20)
+        assert not raised and "error" not in trainer.answer()
+        assert_received(sink.tensors, BUCKETS)
+        joined.num_buckets += len(BUCKETS)
+
+
+def has_just(sink: Kept, names: list[str]) -> bool:
+    return list(sink.tensors) == names
 
 
 def test_no_receive_is_queued_before_its_bucket_is_announced() -> None:
