@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from segue.protocol.weights import Bucket, Group, Manifest
-from segue.weights.sync.groups import Groups, JoinedGroup
+from segue.weights.sync.groups import Groups
+from segue.weights.sync.joined import JoinedGroup
 from segue.weights.sync.receiver import Callbacks, Receiver
 
 TRAINER = Path(__file__).resolve().parents[1] / "tests/weights/sync/trainer.py"

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from segue.protocol.weights import Group
-from segue.weights.sync.groups import Groups, JoinedGroup
+from segue.weights.sync.groups import Groups
+from segue.weights.sync.joined import JoinedGroup
 from tests.gpu.ranks import ENVIRONMENT
 from tests.weights.sync.conftest import new_group as new_group
 from tests.weights.sync.conftest import new_trainer as new_trainer

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from segue.protocol.weights import Group
-from segue.weights.sync.groups import Groups, JoinedGroup
+from segue.weights.sync.groups import Groups
+from segue.weights.sync.joined import JoinedGroup
 
 TRAINER = Path(__file__).with_name("trainer.py")
 DEADLINE_S = 30.0

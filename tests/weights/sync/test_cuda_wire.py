@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
-from segue.weights.sync.groups import ANNOUNCED_KEY, Groups, JoinedGroup
+from segue.weights.sync.groups import Groups
+from segue.weights.sync.joined import ANNOUNCED_KEY, JoinedGroup, prefixed
 from segue.weights.sync.wires import Broadcast, CudaWire, plan
 from tests.conftest import WaitUntil
 from tests.weights.sync.test_receiver import BUCKETS, NewGroup, assert_received, manifest
@@ -179,8 +179,7 @@ def test_all_tensors_arrive(trainer: Any, joined: JoinedGroup, flattened: bool) 
 def test_tensors_arrive_as_their_buckets_are_announced(
     trainer: Any, joined: JoinedGroup, wait_until: WaitUntil, flattened: bool
 ) -> None:
-    name = joined.group.name
-    store = PrefixStore(f"{name}/", PrefixStore(name, joined._store))
+    store = prefixed(joined._store, joined.group)
     store.set(ANNOUNCED_KEY, "0")
     announced = 0
     for _ in range(2):  # sessions

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from segue.errors import WeightSyncError
 from segue.protocol.weights import Group
 from segue.trainer.group import Group as SendingGroup
-from segue.weights.sync.groups import ANNOUNCED_KEY, Groups, JoinedGroup
+from segue.weights.sync.groups import Groups
+from segue.weights.sync.joined import ANNOUNCED_KEY, JoinedGroup, prefixed
 from tests.conftest import WaitUntil
 from tests.weights.sync.conftest import in_thread
 from tests.weights.sync.trainer import host
@@ -223,7 +223,7 @@ def test_buckets_are_announced_by_a_trainer_that_says_so(
     sender = object.__new__(SendingGroup)
     sender.name, sender._num_buckets = name, 0
     joined = JoinedGroup(group, 1, groups._device, silent._store, silent._link, None)
-    sender._store = PrefixStore(f"{name}/", PrefixStore(name, silent._store))
+    sender._store = prefixed(silent._store, group)
     sender._store.set(ANNOUNCED_KEY, "0")
     assert not joined.is_announced(0)
     sender.announce()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from segue.protocol.weights import Bucket, Group, Manifest
-from segue.weights.sync.groups import Groups, JoinedGroup
+from segue.weights.sync.groups import Groups
+from segue.weights.sync.joined import JoinedGroup
 from segue.weights.sync.receiver import Callbacks, Receiver
 from tests.conftest import WaitUntil
 from tests.weights.sync.conftest import in_thread

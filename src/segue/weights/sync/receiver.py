@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from segue.protocol.weights import Manifest
-from segue.weights.sync.groups import JoinedGroup
+from segue.weights.sync.joined import JoinedGroup
 from segue.weights.sync.wires import Broadcast, CudaWire, HostWire, Sink, plan
 
 _ABANDON_POLL_S = 0.02

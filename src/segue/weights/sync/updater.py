@@ -33,9 +33,10 @@ from segue.protocol.weights import (
     WeightCommand,
 )
 from segue.weights.sync import commit, disk
-from segue.weights.sync.groups import Groups, JoinedGroup
+from segue.weights.sync.groups import Groups
 from segue.weights.sync.incoming import Borrowed, Incoming
 from segue.weights.sync.inspect import Inspector
+from segue.weights.sync.joined import JoinedGroup
 from segue.weights.sync.live import LiveWeights
 from segue.weights.sync.manifest import bucket_bytes, check, normalised
 from segue.weights.sync.memory import StagingMemory

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from segue.errors import WeightSyncError
 from segue.protocol.weights import Bucket, Manifest
-from segue.weights.sync.groups import JoinedGroup
+from segue.weights.sync.joined import JoinedGroup
 
 # Broadcasts queued on the CUDA stream before the first of them has landed: enough that small tensors do not
 # wait for us to notice, too few to fill the device's queue of launches.
