@@ -132,7 +132,7 @@ class Group:
             store.set_timeout(self._timeout)
             group = self._make(PrefixStore(self.name, store))
         except Exception as error:
-            self._error = error
+            self._error, self._store = error, None
             return
         with self._lock:
             if not self._left:

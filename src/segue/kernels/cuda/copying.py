@@ -71,7 +71,7 @@ class GroupedCopy:
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], *, gently: bool = False) -> None:
         """Note where each pair's second tensor is and its first, to which it goes; on the current stream.
 
-        ``gently``: at a fourth of the speed, with few programs: what else runs finds processors free.
+        ``gently``: slower, with few programs: what else runs finds processors free.
         """
         assert all(is_whole(to) and is_whole(source) and to.nbytes == source.nbytes for to, source in pairs)
         self._pairs = pairs  # is kept

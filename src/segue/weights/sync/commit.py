@@ -16,8 +16,10 @@ class Copies:
         On CUDA one kernel does all that is there, contiguous, aligned and needs no cast; ``gently``: slower,
         beside the steps.
         """
-        grouped = [(to, source) for to, source in pairs if is_groupable(to, source)]
-        self._rest = [(to, source) for to, source in pairs if not is_groupable(to, source)]
+        grouped: list[tuple[Tensor, Tensor]] = []
+        self._rest: list[tuple[Tensor, Tensor]] = []
+        for to, source in pairs:
+            (grouped if is_groupable(to, source) else self._rest).append((to, source))
         self._grouped: Callable[[], None] | None = None
         if grouped:
             from segue.kernels.cuda.copying import GroupedCopy  # Triton is not there without CUDA
