@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+TP ?= 1
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,6 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 VENV_STAMP := $(VENV)/.stamp-venv
 INSTALL_STAMP := $(VENV)/.stamp-install
 
+named_tp = $(if $(filter-out 1,$(TP)),_tp$(TP))
 shapes = $$($(BIN)/python -c 'from bench.suite import model_dir; print(model_dir("$(1)"))')
 
 .DEFAULT_GOAL := setup
@@ -73,9 +75,9 @@ gpu-bench: $(INSTALL_STAMP) ## the GPU benchmarks, perhaps with THEIRS="another 
 	$(BIN)/python -m bench.http_compare $(call shapes,0.6b) $(if $(THEIRS),--theirs "$(THEIRS)")
 	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --same-gpu --memory-ratio=0.5 --name gpu_weight_ipc
 
-gpu-sync-bench: $(INSTALL_STAMP) ## weight updates between two GPUs, staged on the device and on the host
-	-$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --weight-staging-gb=18 --name gpu_weight_sync
-	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --name gpu_weight_sync_host
+gpu-sync-bench: $(INSTALL_STAMP) ## weight updates between two GPUs, staged on the device and on the host; with TP=2 three
+	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --tp=$(TP) --weight-staging-gb=18 --name gpu_weight_sync$(named_tp)
+	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --tp=$(TP) --name gpu_weight_sync_host$(named_tp)
 
 clean: ## remove .venv and every cache in this directory (not the models in your user cache)
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -8,7 +8,8 @@ and weights go over NCCL; else gloo. Made-up weights of the model's shapes are s
 then several times, flattened and one broadcast a tensor, with the server idle and under a load of streams.
 Bars, for Qwen3-8B's shapes between two H200s, warm: flattened at least 150 GB/s, and 0.3 s from prepare to
 complete; one broadcast a tensor at least 60 GB/s; a commit holds generation for at most 20 ms with staging on
-the device (``--weight-staging-gb=18``), 400 ms with staging on the host. Serving loses at most 5 %. With
+the device (``--weight-staging-gb=18``), 400 ms with staging on the host. Serving loses at most 5 % while a
+trainer is waited for; and while bytes arrive, if NCCL has few SMs for them (``--gentle-ctas``). With
 ``--same-gpu`` the server reads this process's memory instead (CUDA IPC): at least 1 TB/s.
 """
 
@@ -47,12 +48,13 @@ STREAMS = 64
 STD = 0.02
 LOAD_S = 3.0  # that the rate without an update is measured
 START_S = 300.0
-MAX_CTAS = 16
+MAX_CTAS, GENTLE_CTAS = 16, 2
 HOST_COMMIT_MS = 400.0  # with staging on the host
 BARS = {
     "flattened": {"GB/s": (">=", 150.0), "wall_s": ("<=", 0.3), "commit_ms": ("<=", 20.0)},
     "per tensor": {"GB/s": (">=", 60.0)},
-    "under load": {"lost_waiting": ("<=", 0.05), "lost_receiving": ("<=", 0.05)},
+    "under load": {"lost_waiting": ("<=", 0.05)},
+    "gently under load": {"lost_waiting": ("<=", 0.05), "lost_receiving": ("<=", 0.05)},
     "trainer killed": {"longest_gap_s": ("<=", 1.0)},
     "on one GPU": {"commit_GB/s": (">=", 1000.0)},
 }
@@ -242,7 +244,7 @@ def misses(found: dict[str, Any]) -> Iterator[str]:
     for part, figures in found.items():
         if part == "options":
             continue
-        for name, (sign, bar) in (BARS[part.partition(",")[0]]).items():
+        for name, (sign, bar) in BARS[part].items():
             if figures.get("staging") == "host":
                 if name != "commit_ms":
                     continue
@@ -260,9 +262,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--buffer-mb", type=int, default=1024)
     parser.add_argument("--streams", type=int, default=STREAMS)
-    parser.add_argument(
-        "--max-ctas", type=int, nargs="+", default=[MAX_CTAS], help="of NCCL, one after the other"
-    )
+    parser.add_argument("--max-ctas", type=int, default=MAX_CTAS, help="of NCCL")
+    parser.add_argument("--gentle-ctas", type=int, default=GENTLE_CTAS, help="the same, to spare who serves")
     parser.add_argument("--same-gpu", action="store_true")
     parser.add_argument("--name", default="weight_sync")
     args, options = parser.parse_known_args()
@@ -283,14 +284,15 @@ def main() -> int:
             if args.device == "cuda":  # not one of the server's
                 device = torch.device("cuda", torch.cuda.device_count() - 1)
             weights = weights_of(args.model, device)
-            for ctas in args.max_ctas:
-                new_sender = partial(
-                    WeightSender, [url], weights, max_ctas=ctas, buffer_size_mb=args.buffer_mb
-                )
-                named = f", {ctas} CTAs" if len(args.max_ctas) > 1 else ""
-                keep("flattened" + named, **sends(new_sender()))
-                keep("per tensor" + named, **sends(new_sender(flattened=False)))
-                keep("under load" + named, **under_load(url, args.streams, new_sender))
+            new_sender = partial(
+                WeightSender, [url], weights, max_ctas=args.max_ctas, buffer_size_mb=args.buffer_mb
+            )
+            keep("flattened", **sends(new_sender()))
+            keep("per tensor", **sends(new_sender(flattened=False)))
+            keep("under load", **under_load(url, args.streams, new_sender))
+            if device.type == "cuda":
+                gently = partial(new_sender, max_ctas=args.gentle_ctas)
+                keep("gently under load", **under_load(url, args.streams, gently))
             keep("trainer killed", **killed(url, args.model, weights, args.streams))
     missed = [] if args.device == "cpu" else list(misses(found))
     print("\n".join(missed) or "all bars hold")

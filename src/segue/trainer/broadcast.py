@@ -14,7 +14,7 @@ from torch import Tensor
 from segue.trainer.buckets import Bucket, as_bytes
 from segue.trainer.group import Group
 
-AHEAD = 2  # buckets in flight on CUDA, each with its landing buffer
+AHEAD = 2  # buckets in flight on CUDA, each with its buffer
 POLL_S = 0.0005  # between two looks at the device
 
 
@@ -44,7 +44,7 @@ class Broadcast:
         self._stopped = False
         is_cuda = group.device.type == "cuda"
         self._given = torch.cuda.current_stream(group.device).record_event() if is_cuda else None
-        self._landing: list[Tensor] = []
+        self._buffers: list[Tensor] = []
         run = self._run_cuda if is_cuda else self._run
         threading.Thread(target=self._guard, args=(run,), name="broadcast-weights", daemon=True).start()
 
@@ -75,7 +75,7 @@ class Broadcast:
         under_way: deque[tuple[Bucket, torch.cuda.Event, list[Tensor]]] = deque()
         with torch.cuda.device(self._group.device):
             for index, bucket in enumerate(self._buckets):
-                if len(under_way) == AHEAD:  # whose landing buffer is the next one's
+                if len(under_way) == AHEAD:  # whose buffer is the next one's
                     self._settle(under_way)
                 with torch.cuda.stream(packing):
                     pieces = list(self._pieces(index, bucket))
@@ -109,12 +109,11 @@ class Broadcast:
             yield as_bytes(tensor.to(self._group.device))
 
     def _flat(self, index: int, bucket: Bucket) -> Iterator[Tensor]:
-        if not self._landing:
+        if not self._buffers:
             size = max(bucket.num_bytes for bucket in self._buckets)
             count = 1 if self._given is None else min(len(self._buckets), AHEAD)
-            device = self._group.device
-            self._landing = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
-        flat = self._landing[index % len(self._landing)][: bucket.num_bytes]
+            self._buffers = self._group.buffers(size, count)
+        flat = self._buffers[index % len(self._buffers)][: bucket.num_bytes]
         start = 0
         for tensor in self._take(bucket):
             part, content = flat[start : start + tensor.nbytes], as_bytes(tensor)

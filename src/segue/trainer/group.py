@@ -17,7 +17,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
-from segue.weights.sync.joined import ANNOUNCED_KEY, MAX_CTAS_KEY, without_watchdog
+from segue.weights.sync.joined import ANNOUNCED_KEY, MAX_CTAS_KEY, REGISTERED_KEY, without_watchdog
+from segue.weights.sync.registered import RegisteredBuffers
 
 MARGIN_S = 600.0  # torch's own deadlines lie so far behind ours
 LEAVE_S = 10.0
@@ -58,6 +59,7 @@ class Group:
         self._num_buckets = 0
         self._timeout = timedelta(seconds=timeout_s + MARGIN_S)
         self._group: Any = None
+        self._buffers: RegisteredBuffers | None = None
         self._error: Exception | None = None
         self._left = False
         self._lock = threading.Lock()
@@ -98,6 +100,23 @@ class Group:
         self._num_buckets += 1
         store.set(ANNOUNCED_KEY, str(self._num_buckets))
 
+    def buffers(self, num_bytes: int, count: int) -> list[Tensor]:
+        """``count`` of at least so many bytes, for flattened buckets; no broadcast may be under way.
+
+        With NCCL they are registered, and kept for as long as the group.
+        """
+        if self.backend != "nccl":
+            return [torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
+        kept = self._buffers
+        if kept is None or kept.num_bytes < num_bytes or len(kept.buffers) < count:
+            if kept is not None:
+                kept.forget()
+            self._buffers = kept = None  # its memory goes before there is more
+            nccl = self._group._get_backend(self.device)
+            self._buffers = kept = RegisteredBuffers(nccl, self.device, num_bytes, count)
+            kept.register()
+        return kept.buffers
+
     def broadcast(self, tensor: Tensor) -> Any:
         """Begin to send a contiguous tensor of :attr:`device`.
 
@@ -118,8 +137,11 @@ class Group:
                 return
             self._left = True
             group, self._group = self._group, None
+            buffers, self._buffers = self._buffers, None
             self._store = None
-        work = threading.Thread(target=self._end, args=(group,), name="leave-weight-group", daemon=True)
+        work = threading.Thread(
+            target=self._end, args=(group, buffers), name="leave-weight-group", daemon=True
+        )
         work.start()
         work.join(LEAVE_S)
 
@@ -148,6 +170,7 @@ class Group:
             options._timeout = self._timeout
             self._store = PrefixStore(f"{self.name}/", store)
             self._store.set(ANNOUNCED_KEY, "0")
+            self._store.set(REGISTERED_KEY, "1")
             if self._max_ctas is not None:
                 options.config.max_ctas = self._max_ctas
                 self._store.set(MAX_CTAS_KEY, str(self._max_ctas))
@@ -168,7 +191,8 @@ class Group:
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
         return group
 
-    def _end(self, group: Any) -> None:
+    def _end(self, group: Any, buffers: RegisteredBuffers | None) -> None:
+        """`buffers` are only held as long as the communicator knows them."""
         if group is not None:
             if self.backend == "nccl":
                 group.abort()

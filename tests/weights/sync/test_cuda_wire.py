@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from segue.errors import WeightSyncError
 from segue.weights.sync.groups import Groups
-from segue.weights.sync.joined import ANNOUNCED_KEY, JoinedGroup, prefixed
+from segue.weights.sync.joined import ANNOUNCED_KEY, REGISTERED_KEY, JoinedGroup, prefixed
 from segue.weights.sync.wires import Broadcast, CudaWire, plan
 from tests.conftest import WaitUntil
 from tests.weights.sync.test_receiver import BUCKETS, NewGroup, assert_received, manifest
@@ -126,7 +127,7 @@ def wire_of(group: Store, num_buckets: int = 2) -> CudaWire:
     wire._turns, wire._takes = [None] * num_buckets, [lambda: None] * num_buckets
     wire._landed = wire._copied = [None] * 32
     wire._wire = wire._copies = Stream()
-    wire._under_way, wire._is_asking = deque(), False
+    wire._under_way, wire._is_asking, wire._registered = deque(), False, None
     found: CudaWire = wire
     return found
 
@@ -252,3 +253,62 @@ def test_what_is_queued_is_not_abandoned() -> None:
     assert not wire.abandon()
     wire._is_asking, wire._copies = True, SimpleNamespace(query=lambda: False)
     assert not wire.abandon()
+
+
+class Registered:
+    """Buffers on the CPU in place of registered ones."""
+
+    made: list["Registered"]
+
+    def __init__(self, nccl: object, device: object, num_bytes: int, count: int) -> None:
+        self.num_bytes, self.said = num_bytes, ["made"]
+        self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(count)]
+        self.made.append(self)
+
+    def register(self) -> None:
+        self.said.append("registered")
+
+    def forget(self) -> None:
+        self.said.append("forgotten")
+
+
+@pytest.fixture
+def registered(joined: JoinedGroup, monkeypatch: pytest.MonkeyPatch) -> type[Registered]:
+    """All that the group has taken, and its trainer says that it registers."""
+    monkeypatch.setattr(Registered, "made", [], raising=False)
+    monkeypatch.setattr("segue.weights.sync.joined.RegisteredBuffers", Registered)
+    prefixed(joined._store, joined.group).set(REGISTERED_KEY, "1")
+    return Registered
+
+
+def test_flattened_buckets_land_in_registered_buffers_that_the_group_keeps(
+    trainer: Any, joined: JoinedGroup, registered: type[Registered]
+) -> None:
+    assert joined.registers and joined.held_bytes == 0
+    for _ in range(2):
+        sink, session = Kept(), Session()
+        broadcasts = plan(manifest("g", BUCKETS, flattened=True), sink, torch.device("cuda"))
+        wire = CudaWire(joined, broadcasts, sink, registered=True)
+        (buffers,) = registered.made
+        assert {target.untyped_storage().data_ptr() for target in wire._targets} == {
+            buffer.data_ptr() for buffer in buffers.buffers
+        }
+        thread, raised = in_thread(wire, session)
+        trainer.send(joined.group, BUCKETS, flattened=True)
+        thread.join(20)
+        assert not raised and "error" not in trainer.answer()
+        assert_received(sink.tensors, BUCKETS)
+    assert buffers.said == ["made", "registered", "registered"]
+    assert joined.held_bytes == 2 * buffers.num_bytes > 0
+
+
+def test_registered_buffers_grow_and_go_with_their_group(
+    joined: JoinedGroup, registered: type[Registered]
+) -> None:
+    first = joined.landing(8)
+    assert joined.landing(5) is first
+    assert joined.landing(9).num_bytes == 9 and first.said == ["made", "forgotten"]
+    joined.mark_dead("for a test")
+    assert joined.held_bytes == 0
+    with pytest.raises(WeightSyncError, match="for a test"):
+        joined.landing(1)

@@ -24,11 +24,18 @@ class Incoming:
     """Takes the tensors of one manifest as they arrive from a sender; one rank's `Sink`."""
 
     def __init__(
-        self, staged: StagedWeights, manifest: Manifest, device: torch.device, *, lands: bool = True
+        self,
+        staged: StagedWeights,
+        manifest: Manifest,
+        device: torch.device,
+        *,
+        lands: bool = True,
+        held: int = 0,
     ) -> None:
         """Take memory for all that `manifest`, a checked one, brings to `device`: the host with gloo.
 
-        `lands`: in buffers of the receiver, for which there must be memory too; else it is there already.
+        `lands`: in buffers of the receiver, for which there must be memory too, beyond the bytes that are
+        `held` for them; else it is there already.
 
         Raises:
             OutOfMemoryError: there is too little memory; says how many bytes are missing.
@@ -38,7 +45,7 @@ class Incoming:
         self._device = device
         self._wire = {name: (getattr(torch, dtype), shape) for name, dtype, shape in tensors(manifest)}
         self._digests: dict[str, Tensor] = {}
-        landing = landing_bytes(manifest) if lands else 0
+        landing = max(0, landing_bytes(manifest) - held) if lands else 0
         if device.type == staged.memory.device.type:
             staged.add(self._wire, manifest.staging, landing)
             exact = landing_bytes(manifest, lambda name: self.direct(name) is not None)

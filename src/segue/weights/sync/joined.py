@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 from segue.errors import WeightSyncError
 from segue.logs import logger
 from segue.protocol.weights import Group
+from segue.weights.sync.registered import RegisteredBuffers
 
 # Of stores and operations: longer than any session lives. Deadlines are kept by whoever waits.
 FOREVER = timedelta(days=1)
@@ -27,6 +28,9 @@ MAX_CTAS_KEY = "max_ctas"
 # Buckets that the trainer has begun to broadcast since the group was made, if it says so: then the key is
 # there before an engine is told to receive.
 ANNOUNCED_KEY = "announced"
+# A trainer that sends flattened buckets from buffers that it has registered with NCCL writes this key before
+# an engine is told to receive: NCCL wants all ranks of a communicator to do so, or none.
+REGISTERED_KEY = "registered"
 # Read when an NCCL group is made. Without the watchdog nothing ends the process on an error or a time-out.
 _WITHOUT_WATCHDOG = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
@@ -61,6 +65,7 @@ class JoinedGroup:
         self.num_buckets = 0  # of the sessions that were received
         self._num_announced = 0  # buckets known to be
         self._is_connected = False
+        self._landing: RegisteredBuffers | None = None
         self._store = store
         self._link = link
         self._process_group = process_group
@@ -120,6 +125,34 @@ class JoinedGroup:
             self._is_connected = True
             self.process_group.eager_connect_single_device(self.device)  # type: ignore[attr-defined]
 
+    @cached_property
+    def registers(self) -> bool:
+        """Whether flattened buckets are to land in registered buffers."""
+        return bool(prefixed(self._store, self.group).check([REGISTERED_KEY]))
+
+    @property
+    def held_bytes(self) -> int:
+        """Of device memory, in the buffers of :meth:`landing`."""
+        return 0 if self._landing is None else 2 * self._landing.num_bytes
+
+    def landing(self, num_bytes: int) -> RegisteredBuffers:
+        """Two buffers of at least `num_bytes`, yet to be registered; no receive may be open.
+
+        Raises:
+            WeightSyncError: the group is dead.
+            torch.OutOfMemoryError: there is too little memory.
+        """
+        process_group = self.process_group
+        landing = self._landing
+        if landing is None or landing.num_bytes < num_bytes:
+            if landing is not None:
+                landing.forget()
+            self._landing = landing = None  # its memory goes before there is more
+            landing = RegisteredBuffers(process_group, self.device, num_bytes, 2)
+            with self._lock:
+                self._landing = landing if self.reason is None else None
+        return landing
+
     @property
     def is_receiving(self) -> bool:
         """Whether a receiver is at it, who looks after the trainer on its own."""
@@ -148,9 +181,10 @@ class JoinedGroup:
                 return
             self.reason = reason
             process_group, self._process_group = self._process_group, None
+            landing, self._landing = self._landing, None
         logger.info("the weight group %r is dead: %s", self.group.name, reason)
         breaking = threading.Thread(
-            target=self._break, args=(process_group,), name="break-weight-group", daemon=True
+            target=self._break, args=(process_group, landing), name="break-weight-group", daemon=True
         )
         breaking.start()
         self._breaking = breaking
@@ -172,7 +206,8 @@ class JoinedGroup:
         for thread in self._threads:
             thread.join(_STUCK_S)
 
-    def _break(self, process_group: ProcessGroup | None) -> None:
+    def _break(self, process_group: ProcessGroup | None, landing: RegisteredBuffers | None) -> None:
+        """`landing` is only held as long as the communicator may know it."""
         if process_group is not None and self.group.backend == "nccl":
             with suppress(Exception):
                 process_group.abort()

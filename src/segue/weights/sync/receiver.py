@@ -126,7 +126,8 @@ class Receiver:
                 self.entered()
             elif device.type == "cuda":
                 torch.cuda.set_device(device)
-                self._wire = CudaWire(self._group, broadcasts, self._sink)
+                registered = self._manifest.flattened and self._group.registers
+                self._wire = CudaWire(self._group, broadcasts, self._sink, registered=registered)
             else:
                 self._wire = HostWire(self._group, broadcasts, self._sink)
             if self._wire is not None:

@@ -207,7 +207,8 @@ class WeightUpdater:
         session.sink = session.changes = None  # a sink of a `Stage` that another rank refused
         if not manifest.discard:
             session.errors = ["memory could not be taken for all of it"]
-            session.sink = Incoming(session.staged, manifest, group.device)
+            held = group.held_bytes if manifest.flattened and group.registers else 0
+            session.sink = Incoming(session.staged, manifest, group.device, held=held)
             session.errors = []
         session.manifest = manifest
         return []

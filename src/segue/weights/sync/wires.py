@@ -186,13 +186,17 @@ class CudaWire:
     device from the steps for as long as it waits.
     """
 
-    def __init__(self, group: JoinedGroup, broadcasts: list[Broadcast], sink: Sink | None) -> None:
-        """``sink``: None drops what comes."""
+    def __init__(
+        self, group: JoinedGroup, broadcasts: list[Broadcast], sink: Sink | None, *, registered: bool = False
+    ) -> None:
+        """``sink``: None drops what comes; ``registered``: the trainer sends all from registered buffers."""
         self._group, self._broadcasts = group, broadcasts
         device = group.device
         # From the default stream's pool of memory, whichever streams torch gives: the next session finds it.
         default = torch.cuda.default_stream(device)
-        landing, scratch = _buffers(broadcasts, device)
+        self._registered = group.landing(_landing_size(broadcasts)) if registered else None
+        kept = None if self._registered is None else self._registered.buffers
+        landing, scratch = _buffers(broadcasts, device, kept=kept)
         turns = cycle((0, 1))
         self._turns = [None if broadcast.direct is not None else next(turns) for broadcast in broadcasts]
         self._targets = [
@@ -221,6 +225,8 @@ class CudaWire:
         session.check()
         self._is_asking = True
         self._group.connect()
+        if self._registered is not None:
+            self._registered.register()
         for index, broadcast in enumerate(self._broadcasts):
             self._settle_until(session, partial(self._may_queue, broadcast))
             landed, copied = self._landed[index % _AHEAD], self._copied[index % _AHEAD]
@@ -254,6 +260,7 @@ class CudaWire:
             return False
         self._takes.clear()
         self._targets.clear()
+        self._registered = None
         for broadcast in self._broadcasts:
             broadcast.direct = None
         return True
@@ -291,17 +298,25 @@ def _pieces(bucket: Bucket, flattened: bool) -> Iterator[Piece]:
         start += num_bytes if flattened else 0
 
 
+def _landing_size(broadcasts: list[Broadcast]) -> int:
+    return max((b.num_bytes for b in broadcasts if b.direct is None), default=0)
+
+
 def _buffers(
-    broadcasts: list[Broadcast], device: torch.device, slack: int = 0, pinned: bool = False
+    broadcasts: list[Broadcast],
+    device: torch.device,
+    slack: int = 0,
+    pinned: bool = False,
+    kept: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Two landing buffers for the largest broadcast, and one for the largest tensor at an odd offset."""
-    landing = max((b.num_bytes for b in broadcasts if b.direct is None), default=0) + slack
+
+    def take(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned and size > 0)
+
+    size = _landing_size(broadcasts) + slack
     odd = max((p.num_bytes for b in broadcasts for p in b.pieces if p.is_odd), default=0)
-    first, second, scratch = (
-        torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned and size > 0)
-        for size in (landing, landing, odd)
-    )
-    return [first, second], scratch
+    return kept or [take(size), take(size)], take(odd)
 
 
 def _mark(landing: Tensor, num_bytes: int) -> None:
