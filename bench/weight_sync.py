@@ -48,7 +48,7 @@ STREAMS = 64
 STD = 0.02
 LOAD_S = 3.0  # that the rate without an update is measured
 START_S = 300.0
-MAX_CTAS, GENTLE_CTAS = 16, 2
+MAX_CTAS, GENTLE_CTAS = 16, 1
 HOST_COMMIT_MS = 400.0  # with staging on the host
 BARS = {
     "flattened": {"GB/s": (">=", 150.0), "wall_s": ("<=", 0.3), "commit_ms": ("<=", 20.0)},

@@ -605,6 +605,21 @@ def test_a_pause_that_waits_goes_on_behind_a_weight_commit(sim: Loop) -> None:
     assert (sim.state()["engine_paused"], sim.state()["pause_mode"]) == (True, "wait")
 
 
+def test_a_pause_is_answered_when_what_it_waits_for_ends_during_a_weight_commit(sim: Loop) -> None:
+    for rid in ("stopped", "aborted"):
+        sim.add(rid, PROMPT, max_new_tokens=20)
+    sim.turns(3)
+    call = sim.pause("wait")
+    sim.begin_commit()
+    sim.until_idle()
+    sim.stop("stopped", 1)
+    assert call not in sim.answers, "one of two has not ended"
+    sim.abort("aborted")
+    assert (sim.paused(call).num_running, sim.paused(call).num_waiting) == (0, 0)
+    sim.end_commit("1")
+    assert (sim.state()["engine_paused"], sim.state()["pause_mode"]) == (True, "wait")
+
+
 def test_a_pause_that_waits_continued_during_a_weight_commit(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=20)
     sim.turns(3)

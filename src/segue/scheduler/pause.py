@@ -139,6 +139,9 @@ class PauseControl:
             self.release("user")
         if self.state is PauseState.PAUSING and not self._awaited():
             self._stand_still(now)
+        elif self.state is PauseState.PAUSED and self._pauses and not self._user_waits():
+            self._asked.clear()  # what was waited for has ended during a weight commit
+            self._answer_pauses(now)
         if self._flushes:
             self._flushes = [flush for flush in self._flushes if not self._try_flush(flush, now)]
         replies, self._replies = self._replies, []
@@ -148,13 +151,17 @@ class PauseControl:
         """Whether a step, or with mode "wait" a request, has to end before a pause takes effect."""
         return bool(self._scheduler.in_flight or (self.mode == "wait" and self._scheduler.has_begun))
 
+    def _user_waits(self) -> bool:
+        """Whether a user waits for requests that have begun, be it behind a weight commit."""
+        return self.holders.get("user") == "wait" and self._scheduler.has_begun
+
     def _stand_still(self, now: float) -> None:
         """The new holds take effect; the others had theirs, and what came since is not theirs to end.
 
         A user who waits for what has begun goes on waiting behind a weight commit.
         """
         self.state, finished, num_retracted = PauseState.PAUSED, list[Finished](), 0
-        waits = self.holders.get("user") == "wait" and self._scheduler.has_begun
+        waits = self._user_waits()
         asked = set(self._asked.values())
         self._asked = {"user": self._asked["user"]} if waits and "user" in self._asked else {}
         if "abort" in asked:

@@ -2,9 +2,11 @@
 
 import gc
 import json
+import multiprocessing
 import os
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,30 +36,16 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.slow  # what other tests of the process leave to be freed would count
-@pytest.mark.parametrize("flattened", [False, True])
-def test_the_peak_is_staging_two_buckets_and_little_more(
-    flattened: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fill(arena: Arena, table: NameTable, seed: int) -> Iterator[int]:
-        for slab in arena.slabs:
-            yield slab.zero_().numel()
+def fill(arena: Arena, table: NameTable, seed: int) -> Iterator[int]:
+    for slab in arena.slabs:
+        yield slab.zero_().numel()
 
-    monkeypatch.setattr(dummy, "fill", fill)
-    with torch.device("meta"):
-        model = tiny.make(
-            "llama",
-            vocab_size=32_000,
-            hidden_size=1024,
-            intermediate_size=4096,
-            num_hidden_layers=3,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            head_dim=64,
-        )
-    (tmp_path / "config.json").write_text(json.dumps(hf_config(model), default=str))
+
+def peak_of_an_update(directory: Path, flattened: bool) -> tuple[int, int]:
+    """Bytes that an update took at its peak, and how many it may take."""
+    dummy.fill = fill
     meter = PeakMeter(torch.device("cpu"))
-    with rank_of(tmp_path, load_format="dummy") as rank:
+    with rank_of(directory, load_format="dummy") as rank:
         table = rank.live.table
         state = {name: torch.full(table.shapes[name], 0.5, dtype=torch.bfloat16) for name in table.names}
         manifest = manifest_of(state, num_buckets=8, flattened=flattened)
@@ -71,9 +59,30 @@ def test_the_peak_is_staging_two_buckets_and_little_more(
         peak = meter.stop()
         staging = rank.live.arena.num_bytes
         assert staging > 180 * MIB
-        bucket = max(map(bucket_bytes, manifest.buckets))
-        assert peak <= staging + 2 * bucket + 64 * MIB
         assert bool((rank.live.arena.view("norm.weight") == 0.5).all())
+        return peak, staging + 2 * max(map(bucket_bytes, manifest.buckets)) + 64 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flattened", [False, True])
+def test_the_peak_is_staging_two_buckets_and_little_more(flattened: bool, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = tiny.make(
+            "llama",
+            vocab_size=32_000,
+            hidden_size=1024,
+            intermediate_size=4096,
+            num_hidden_layers=3,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=64,
+        )
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(model), default=str))
+    # In a process of its own: what other tests leave to be freed would count.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        peak, allowed = alone.submit(peak_of_an_update, tmp_path, flattened).result(timeout=100)
+    print(f"{peak >> 20} of {allowed >> 20} MiB")
+    assert peak <= allowed
 
 
 def test_fifty_updates_leave_nothing_behind(tmp_path: Path, wait_until: WaitUntil) -> None:
