@@ -76,8 +76,8 @@ gpu-bench: $(INSTALL_STAMP) ## the GPU benchmarks, perhaps with THEIRS="another 
 	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --same-gpu --memory-ratio=0.5 --name gpu_weight_ipc
 
 gpu-sync-bench: $(INSTALL_STAMP) ## weight updates between two GPUs, staged on the device and on the host; with TP=2 three
-	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --tp=$(TP) --weight-staging-gb=18 --name gpu_weight_sync$(named_tp)
-	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --tp=$(TP) --name gpu_weight_sync_host$(named_tp)
+	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --tp=$(TP) --weight-staging-gb=18 --name gpu_weight_sync$(named_tp); missed=$$?; \
+	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --tp=$(TP) --name gpu_weight_sync_host$(named_tp) && exit $$missed
 
 clean: ## remove .venv and every cache in this directory (not the models in your user cache)
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -264,9 +264,15 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--max-ctas", type=int, default=MAX_CTAS, help="of NCCL")
     parser.add_argument("--gentle-ctas", type=int, default=GENTLE_CTAS, help="the same, to spare who serves")
+    parser.add_argument("--tp", type=int, default=1, help="of the server; the trainer has a GPU besides")
     parser.add_argument("--same-gpu", action="store_true")
     parser.add_argument("--name", default="weight_sync")
     args, options = parser.parse_known_args()
+    if args.device == "cuda" and not args.same_gpu and torch.cuda.device_count() <= args.tp:
+        parser.error(
+            f"--tp={args.tp} and a trainer take {args.tp + 1} GPUs, and there are {torch.cuda.device_count()}"
+        )
+    options += [f"--tp={args.tp}"]
     found: dict[str, Any] = {"options": options}
 
     def keep(part: str, **figures: Any) -> None:

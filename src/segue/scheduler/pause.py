@@ -161,13 +161,13 @@ class PauseControl:
         A user who waits for what has begun goes on waiting behind a weight commit.
         """
         self.state, finished, num_retracted = PauseState.PAUSED, list[Finished](), 0
-        waits = self._user_waits()
         asked = set(self._asked.values())
-        self._asked = {"user": self._asked["user"]} if waits and "user" in self._asked else {}
         if "abort" in asked:
             finished = self._scheduler.abort_all()
         elif "retract" in asked:
             num_retracted = self._scheduler.retract_all()
+        waits = self._user_waits()
+        self._asked = {"user": self._asked["user"]} if waits and "user" in self._asked else {}
         self._replies.append(self._scheduler.output(finished=finished))
         if not waits:
             self._answer_pauses(now, num_retracted=num_retracted, num_aborted=len(finished))

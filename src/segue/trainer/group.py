@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from segue.weights.sync.joined import ANNOUNCED_KEY, MAX_CTAS_KEY, REGISTERED_KEY, without_watchdog
-from segue.weights.sync.registered import RegisteredBuffers
+from segue.weights.sync.registered import RegisteredBuffers, can_register
 
 MARGIN_S = 600.0  # torch's own deadlines lie so far behind ours
 LEAVE_S = 10.0
@@ -57,9 +57,10 @@ class Group:
         self._store: Store | None = None  # the group's part of it, when it says all that engines are to know
         self._has_store = threading.Event()
         self._num_buckets = 0
+        self._registers = False  # flattened buckets' memory
         self._timeout = timedelta(seconds=timeout_s + MARGIN_S)
         self._group: Any = None
-        self._buffers: RegisteredBuffers | None = None
+        self._buffers: list[RegisteredBuffers] = []
         self._error: Exception | None = None
         self._left = False
         self._lock = threading.Lock()
@@ -95,27 +96,33 @@ class Group:
     def announce(self) -> None:
         """Say that a bucket is about to be broadcast; with NCCL, before each."""
         store = self._store
-        if store is None:
-            raise RuntimeError(f"the group {self.name!r} was left")
+        self._check()
+        assert store is not None
         self._num_buckets += 1
         store.set(ANNOUNCED_KEY, str(self._num_buckets))
 
     def buffers(self, num_bytes: int, count: int) -> list[Tensor]:
-        """``count`` of at least so many bytes, for flattened buckets; no broadcast may be under way.
+        """``count`` of at least so many bytes, for flattened buckets.
 
-        With NCCL they are registered, and kept for as long as the group.
+        Where they are registered they are the same each time, and kept for as long as the group.
+
+        Raises:
+            RuntimeError: the group was left.
+            torch.OutOfMemoryError: there is too little memory.
         """
-        if self.backend != "nccl":
+        if not self._registers:
             return [torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
-        kept = self._buffers
-        if kept is None or kept.num_bytes < num_bytes or len(kept.buffers) < count:
-            if kept is not None:
-                kept.forget()
-            self._buffers = kept = None  # its memory goes before there is more
-            nccl = self._group._get_backend(self.device)
-            self._buffers = kept = RegisteredBuffers(nccl, self.device, num_bytes, count)
-            kept.register()
-        return kept.buffers
+        for kept in self._buffers:
+            if kept.num_bytes >= num_bytes and len(kept.buffers) >= count:
+                return kept.buffers
+        group = self._group
+        self._check()
+        made = RegisteredBuffers(group._get_backend(self.device), self.device, num_bytes, count)
+        with self._lock:  # a communicator that was aborted must not be told
+            self._check()
+            made.register()
+            self._buffers.append(made)
+        return made.buffers
 
     def broadcast(self, tensor: Tensor) -> Any:
         """Begin to send a contiguous tensor of :attr:`device`.
@@ -137,7 +144,7 @@ class Group:
                 return
             self._left = True
             group, self._group = self._group, None
-            buffers, self._buffers = self._buffers, None
+            buffers, self._buffers = self._buffers, []
             self._store = None
         work = threading.Thread(
             target=self._end, args=(group, buffers), name="leave-weight-group", daemon=True
@@ -165,16 +172,15 @@ class Group:
 
     def _make(self, store: Store) -> Any:
         options: Any = None
+        ours = PrefixStore(f"{self.name}/", store)
         if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
-            self._store = PrefixStore(f"{self.name}/", store)
-            self._store.set(ANNOUNCED_KEY, "0")
-            self._store.set(REGISTERED_KEY, "1")
+            self._store = ours
+            ours.set(ANNOUNCED_KEY, "0")
             if self._max_ctas is not None:
                 options.config.max_ctas = self._max_ctas
-                self._store.set(MAX_CTAS_KEY, str(self._max_ctas))
-        self._has_store.set()
+                ours.set(MAX_CTAS_KEY, str(self._max_ctas))
         with without_watchdog() if options is not None else nullcontext(), _without_bound_device():
             group, _ = c10d._new_process_group_helper(
                 self.world_size,
@@ -186,12 +192,22 @@ class Group:
                 backend_options=options,
                 timeout=self._timeout,
             )
+        if options is not None:
+            nccl = group._get_backend(self.device)
+            self._registers = can_register(nccl, self.device)
+            if self._registers:
+                ours.set(REGISTERED_KEY, "1")
+        self._has_store.set()
         if options is not None:  # at once: no broadcast waits for a communicator to be built
-            group._get_backend(self.device).eager_connect_single_device(self.device)
+            nccl.eager_connect_single_device(self.device)
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
         return group
 
-    def _end(self, group: Any, buffers: RegisteredBuffers | None) -> None:
+    def _check(self) -> None:
+        if self._left:
+            raise RuntimeError(f"the group {self.name!r} was left")
+
+    def _end(self, group: Any, buffers: list[RegisteredBuffers]) -> None:
         """`buffers` are only held as long as the communicator knows them."""
         if group is not None:
             if self.backend == "nccl":

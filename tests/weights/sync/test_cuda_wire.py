@@ -1,6 +1,7 @@
 """What receiving over NCCL does in which order, with gloo in its place and streams that are done at once."""
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -8,13 +9,16 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from segue.errors import WeightSyncError
+from segue.trainer import group as trainer_group
 from segue.weights.sync.groups import Groups
 from segue.weights.sync.joined import ANNOUNCED_KEY, REGISTERED_KEY, JoinedGroup, prefixed
+from segue.weights.sync.registered import GRANULARITY
 from segue.weights.sync.wires import Broadcast, CudaWire, plan
 from tests.conftest import WaitUntil
 from tests.weights.sync.test_receiver import BUCKETS, NewGroup, assert_received, manifest
@@ -261,35 +265,40 @@ class Registered:
     made: list["Registered"]
 
     def __init__(self, nccl: object, device: object, num_bytes: int, count: int) -> None:
-        self.num_bytes, self.said = num_bytes, ["made"]
+        self.nccl, self.num_bytes, self.is_registered = nccl, num_bytes, False
         self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(count)]
         self.made.append(self)
 
     def register(self) -> None:
-        self.said.append("registered")
-
-    def forget(self) -> None:
-        self.said.append("forgotten")
+        self.is_registered = True
 
 
 @pytest.fixture
-def registered(joined: JoinedGroup, monkeypatch: pytest.MonkeyPatch) -> type[Registered]:
-    """All that the group has taken, and its trainer says that it registers."""
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[Registered]:
+    """All that were made."""
     monkeypatch.setattr(Registered, "made", [], raising=False)
     monkeypatch.setattr("segue.weights.sync.joined.RegisteredBuffers", Registered)
-    prefixed(joined._store, joined.group).set(REGISTERED_KEY, "1")
-    return Registered
+    monkeypatch.setattr("segue.trainer.group.RegisteredBuffers", Registered)
+    return Registered.made
 
 
 def test_flattened_buckets_land_in_registered_buffers_that_the_group_keeps(
-    trainer: Any, joined: JoinedGroup, registered: type[Registered]
+    trainer: Any, joined: JoinedGroup, registered: list[Registered], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert joined.registers and joined.held_bytes == 0
+    prefixed(joined._store, joined.group).set(REGISTERED_KEY, "1")
+    assert joined.registers
+    connected = []
+
+    def connect(device: torch.device) -> None:
+        connected.append([each.is_registered for each in registered])
+
+    monkeypatch.setattr(joined.process_group, "eager_connect_single_device", connect, raising=False)
+    monkeypatch.setattr(joined, "_is_connected", False)
     for _ in range(2):
         sink, session = Kept(), Session()
         broadcasts = plan(manifest("g", BUCKETS, flattened=True), sink, torch.device("cuda"))
         wire = CudaWire(joined, broadcasts, sink, registered=True)
-        (buffers,) = registered.made
+        (buffers,) = registered
         assert {target.untyped_storage().data_ptr() for target in wire._targets} == {
             buffer.data_ptr() for buffer in buffers.buffers
         }
@@ -298,17 +307,54 @@ def test_flattened_buckets_land_in_registered_buffers_that_the_group_keeps(
         thread.join(20)
         assert not raised and "error" not in trainer.answer()
         assert_received(sink.tensors, BUCKETS)
-    assert buffers.said == ["made", "registered", "registered"]
-    assert joined.held_bytes == 2 * buffers.num_bytes > 0
+        assert buffers.is_registered
+    assert connected == [[False]], "connected once, and before anything was registered"
 
 
-def test_registered_buffers_grow_and_go_with_their_group(
-    joined: JoinedGroup, registered: type[Registered]
+def test_landing_buffers_are_counted_until_they_are_there(joined: JoinedGroup, registered: object) -> None:
+    assert joined.landing_cost(10) == 10  # gloo
+    joined.group = msgspec.structs.replace(joined.group, backend="nccl")
+    assert joined.landing_cost(10) == GRANULARITY
+    assert joined.landing_cost(GRANULARITY + 1) == 2 * GRANULARITY
+    first = joined.landing(5)
+    assert joined.landing(3) is first
+    assert (joined.landing_cost(10), joined.landing_cost(12)) == (0, GRANULARITY)
+    assert joined.landing(6) is not first and joined.landing_cost(12) == 0
+
+
+def test_registered_buffers_are_there_until_the_communicator_has_ended(
+    joined: JoinedGroup, registered: list[Registered], wait_until: WaitUntil
 ) -> None:
-    first = joined.landing(8)
-    assert joined.landing(5) is first
-    assert joined.landing(9).num_bytes == 9 and first.said == ["made", "forgotten"]
+    landing: Any = joined.landing(8)
+    kept, aborted = weakref.ref(landing), []
+    gloo = joined.process_group
+    joined.group = msgspec.structs.replace(joined.group, backend="nccl")
+    gloo.abort = lambda: aborted.append(kept() is not None)
+    registered.clear()
     joined.mark_dead("for a test")
-    assert joined.held_bytes == 0
+    with pytest.raises(WeightSyncError, match="for a test"):
+        joined.register(landing)
+    assert not landing.is_registered
     with pytest.raises(WeightSyncError, match="for a test"):
         joined.landing(1)
+    del landing
+    wait_until(lambda: aborted and kept() is None, what="the buffers gone")
+    assert aborted == [True]
+
+
+def test_a_trainer_keeps_its_registered_buffers_until_it_leaves(registered: list[Registered]) -> None:
+    group = object.__new__(trainer_group.Group)
+    group.name, group.device, group._left = "g", torch.device("cpu"), False
+    group._lock, group._buffers, group._registers = threading.Lock(), [], True
+    group._group = SimpleNamespace(_get_backend=lambda device: "nccl")
+    first = group.buffers(8, 1)
+    assert [each.is_registered for each in registered] == [True] and registered[0].nccl == "nccl"
+    assert group.buffers(5, 1) is first
+    assert len(group.buffers(8, 2)) == 2 and group.buffers(9, 1)[0].numel() == 9
+    assert len(registered) == 3 and len(group._buffers) == 3
+    group._left = True
+    with pytest.raises(RuntimeError, match="was left"):
+        group.buffers(10, 1)
+    assert len(registered) == 3
+    group._registers = False
+    assert group.buffers(10, 2)[0].numel() == 10 and len(registered) == 3

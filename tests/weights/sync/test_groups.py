@@ -221,7 +221,7 @@ def test_buckets_are_announced_by_a_trainer_that_says_so(
 
     name = group.name
     sender = object.__new__(SendingGroup)
-    sender.name, sender._num_buckets = name, 0
+    sender.name, sender._num_buckets, sender._left = name, 0, False
     joined = JoinedGroup(group, 1, groups._device, silent._store, silent._link, None)
     sender._store = prefixed(silent._store, group)
     sender._store.set(ANNOUNCED_KEY, "0")
@@ -236,6 +236,6 @@ def test_buckets_are_announced_by_a_trainer_that_says_so(
     trainer.kill()
     with pytest.raises(WeightSyncError, match="its store is closed"):
         joined.is_announced(2)
-    sender._store = None
+    sender._left = True
     with pytest.raises(RuntimeError, match="was left"):
         sender.announce()

@@ -426,7 +426,9 @@ def test_tensors_are_taken_at_once_as_one_by_one(
             StagedWeights(rank.live, memory.StagingMemory(rank.live.device, rank.live.specs))
             for _ in range(2)
         ]
-        one_by_one, at_once = (incoming.Incoming(each, manifest, rank.live.device) for each in staged)
+        one_by_one, at_once = (
+            incoming.Incoming(each, manifest, rank.live.device, landing=0) for each in staged
+        )
         for name, tensor in state.items():
             one_by_one.take(name, tensor)
         take = at_once.prepare(list(state.items()))

@@ -29,13 +29,11 @@ class Incoming:
         manifest: Manifest,
         device: torch.device,
         *,
-        lands: bool = True,
-        held: int = 0,
+        landing: int,
     ) -> None:
         """Take memory for all that `manifest`, a checked one, brings to `device`: the host with gloo.
 
-        `lands`: in buffers of the receiver, for which there must be memory too, beyond the bytes that are
-        `held` for them; else it is there already.
+        `landing`: bytes that the receiver's buffers take there besides, fewer if tensors are `direct`.
 
         Raises:
             OutOfMemoryError: there is too little memory; says how many bytes are missing.
@@ -45,7 +43,6 @@ class Incoming:
         self._device = device
         self._wire = {name: (getattr(torch, dtype), shape) for name, dtype, shape in tensors(manifest)}
         self._digests: dict[str, Tensor] = {}
-        landing = max(0, landing_bytes(manifest) - held) if lands else 0
         if device.type == staged.memory.device.type:
             staged.add(self._wire, manifest.staging, landing)
             exact = landing_bytes(manifest, lambda name: self.direct(name) is not None)

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 from segue.errors import WeightSyncError
 from segue.logs import logger
 from segue.protocol.weights import Group
-from segue.weights.sync.registered import RegisteredBuffers
+from segue.weights.sync.registered import GRANULARITY, RegisteredBuffers
 
 # Of stores and operations: longer than any session lives. Deadlines are kept by whoever waits.
 FOREVER = timedelta(days=1)
@@ -65,7 +65,7 @@ class JoinedGroup:
         self.num_buckets = 0  # of the sessions that were received
         self._num_announced = 0  # buckets known to be
         self._is_connected = False
-        self._landing: RegisteredBuffers | None = None
+        self._landing: tuple[RegisteredBuffers, ...] = ()
         self._store = store
         self._link = link
         self._process_group = process_group
@@ -121,7 +121,7 @@ class JoinedGroup:
 
     def connect(self) -> None:
         """Build the communicator if the trainer does not wait for a broadcast to build its own; blocks."""
-        if self.announces and not self._is_connected:
+        if (self.announces or self.registers) and not self._is_connected:
             self._is_connected = True
             self.process_group.eager_connect_single_device(self.device)  # type: ignore[attr-defined]
 
@@ -130,28 +130,40 @@ class JoinedGroup:
         """Whether flattened buckets are to land in registered buffers."""
         return bool(prefixed(self._store, self.group).check([REGISTERED_KEY]))
 
-    @property
-    def held_bytes(self) -> int:
-        """Of device memory, in the buffers of :meth:`landing`."""
-        return 0 if self._landing is None else 2 * self._landing.num_bytes
+    def landing_cost(self, num_bytes: int) -> int:
+        """Bytes that a session of flattened buckets takes at most, whose two buffers have so many."""
+        if self.group.backend != "nccl":
+            return num_bytes
+        if any(2 * each.num_bytes >= num_bytes for each in self._landing):
+            return 0
+        return -(-num_bytes // GRANULARITY) * GRANULARITY
 
     def landing(self, num_bytes: int) -> RegisteredBuffers:
-        """Two buffers of at least `num_bytes`, yet to be registered; no receive may be open.
+        """Two buffers of at least `num_bytes` each, to be registered; kept until the group has ended.
 
         Raises:
             WeightSyncError: the group is dead.
             torch.OutOfMemoryError: there is too little memory.
         """
         process_group = self.process_group
-        landing = self._landing
-        if landing is None or landing.num_bytes < num_bytes:
-            if landing is not None:
-                landing.forget()
-            self._landing = landing = None  # its memory goes before there is more
-            landing = RegisteredBuffers(process_group, self.device, num_bytes, 2)
-            with self._lock:
-                self._landing = landing if self.reason is None else None
+        for landing in self._landing:
+            if landing.num_bytes >= num_bytes:
+                return landing
+        landing = RegisteredBuffers(process_group, self.device, num_bytes, 2)
+        with self._lock:
+            self._check()
+            self._landing += (landing,)
         return landing
+
+    def register(self, landing: RegisteredBuffers) -> None:
+        """Tell the communicator, which has to be connected, of `landing`.
+
+        Raises:
+            WeightSyncError: the group is dead.
+        """
+        with self._lock:  # an aborted one must not be told
+            self._check()
+            landing.register()
 
     @property
     def is_receiving(self) -> bool:
@@ -170,8 +182,8 @@ class JoinedGroup:
             with self._lock:
                 self._process_group = made if self.reason is None else None
         process_group = self._process_group
-        if process_group is None:
-            raise WeightSyncError(f"The group {self.group.name!r} is dead: {self.reason}. Join it again.")
+        self._check()
+        assert process_group is not None
         return process_group
 
     def mark_dead(self, reason: str) -> None:
@@ -181,7 +193,7 @@ class JoinedGroup:
                 return
             self.reason = reason
             process_group, self._process_group = self._process_group, None
-            landing, self._landing = self._landing, None
+            landing, self._landing = self._landing, ()
         logger.info("the weight group %r is dead: %s", self.group.name, reason)
         breaking = threading.Thread(
             target=self._break, args=(process_group, landing), name="break-weight-group", daemon=True
@@ -206,7 +218,11 @@ class JoinedGroup:
         for thread in self._threads:
             thread.join(_STUCK_S)
 
-    def _break(self, process_group: ProcessGroup | None, landing: RegisteredBuffers | None) -> None:
+    def _check(self) -> None:
+        if self.reason is not None:
+            raise WeightSyncError(f"The group {self.group.name!r} is dead: {self.reason}. Join it again.")
+
+    def _break(self, process_group: ProcessGroup | None, landing: tuple[RegisteredBuffers, ...]) -> None:
         """`landing` is only held as long as the communicator may know it."""
         if process_group is not None and self.group.backend == "nccl":
             with suppress(Exception):

@@ -38,7 +38,7 @@ from segue.weights.sync.incoming import Borrowed, Incoming
 from segue.weights.sync.inspect import Inspector
 from segue.weights.sync.joined import JoinedGroup
 from segue.weights.sync.live import LiveWeights
-from segue.weights.sync.manifest import bucket_bytes, check, normalised
+from segue.weights.sync.manifest import bucket_bytes, check, landing_bytes, normalised
 from segue.weights.sync.memory import StagingMemory
 from segue.weights.sync.payload import decode
 from segue.weights.sync.receiver import Callbacks, Receiver
@@ -207,8 +207,10 @@ class WeightUpdater:
         session.sink = session.changes = None  # a sink of a `Stage` that another rank refused
         if not manifest.discard:
             session.errors = ["memory could not be taken for all of it"]
-            held = group.held_bytes if manifest.flattened and group.registers else 0
-            session.sink = Incoming(session.staged, manifest, group.device, held=held)
+            landing = landing_bytes(manifest)
+            if manifest.flattened:
+                landing = group.landing_cost(landing)
+            session.sink = Incoming(session.staged, manifest, group.device, landing=landing)
             session.errors = []
         session.manifest = manifest
         return []
@@ -285,7 +287,7 @@ class WeightUpdater:
             return problems
         session.num_bytes += bucket_bytes(bucket)
         if command.copy or session.staged.parameters or any(t.device != live.device for _, t in tensors):
-            sink = Incoming(session.staged, manifest, live.device, lands=False)
+            sink = Incoming(session.staged, manifest, live.device, landing=0)
             for name, tensor in tensors:
                 sink.take(name, tensor)
             return sink.finish()

@@ -226,7 +226,7 @@ class CudaWire:
         self._is_asking = True
         self._group.connect()
         if self._registered is not None:
-            self._registered.register()
+            self._group.register(self._registered)
         for index, broadcast in enumerate(self._broadcasts):
             self._settle_until(session, partial(self._may_queue, broadcast))
             landed, copied = self._landed[index % _AHEAD], self._copied[index % _AHEAD]
