@@ -100,8 +100,8 @@ class WeightSender:
             group_name: of the process group.
             master_address: under which engines reach this process; default: found out.
             master_port: of the store that is hosted here; a free one if it is taken, or not given.
-            max_ctas: SMs that NCCL's kernels take, here and from each engine that serves meanwhile; None:
-                as NCCL thinks best.
+            max_ctas: SMs that NCCL's kernels take, here and from each engine that serves meanwhile. With 1
+                serving loses least, and a transfer takes longest; None: as NCCL thinks best.
             timeout_s: for joining, for a silent transfer, and for an engine to finish receiving.
             on_progress: called behind each bucket, in another thread.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GRANULARITY = 512 << 20  # bytes: NCCL takes whole pieces of it, where a device can multicast
+GRANULARITY = 512 << 20  # bytes: at most what NCCL rounds up to, for devices that multicast to each other
 _ALIGNMENT = 256  # bytes
 
 
