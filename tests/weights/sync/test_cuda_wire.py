@@ -278,6 +278,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[Registered]:
     """All that were made."""
     monkeypatch.setattr(Registered, "made", [], raising=False)
     monkeypatch.setattr("segue.weights.sync.joined.RegisteredBuffers", Registered)
+    monkeypatch.setattr("segue.weights.sync.joined.can_register", lambda nccl, device: True)
     monkeypatch.setattr("segue.trainer.group.RegisteredBuffers", Registered)
     return Registered.made
 
@@ -320,6 +321,14 @@ def test_landing_buffers_are_counted_until_they_are_there(joined: JoinedGroup, r
     assert joined.landing(3) is first
     assert (joined.landing_cost(10), joined.landing_cost(12)) == (0, GRANULARITY)
     assert joined.landing(6) is not first and joined.landing_cost(12) == 0
+
+
+def test_a_device_without_such_memory_says_how_to_do_without(
+    joined: JoinedGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("segue.weights.sync.joined.can_register", lambda nccl, device: False)
+    with pytest.raises(WeightSyncError, match="send with flattened=False"):
+        joined.landing(8)
 
 
 def test_registered_buffers_are_there_until_the_communicator_has_ended(

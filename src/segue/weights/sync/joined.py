@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 from segue.errors import WeightSyncError
 from segue.logs import logger
 from segue.protocol.weights import Group
-from segue.weights.sync.registered import GRANULARITY, RegisteredBuffers
+from segue.weights.sync.registered import GRANULARITY, RegisteredBuffers, can_register
 
 # Of stores and operations: longer than any session lives. Deadlines are kept by whoever waits.
 FOREVER = timedelta(days=1)
@@ -142,10 +142,15 @@ class JoinedGroup:
         """Two buffers of at least `num_bytes` each, to be registered; kept until the group has ended.
 
         Raises:
-            WeightSyncError: the group is dead.
+            WeightSyncError: the group is dead, or the device has no such memory.
             torch.OutOfMemoryError: there is too little memory.
         """
         process_group = self.process_group
+        if not can_register(process_group, self.device):
+            raise WeightSyncError(
+                f"the trainer sends from buffers that are registered with NCCL, and {self.device} has no "
+                "memory that could be (it cannot multicast): let the trainer send with flattened=False"
+            )
         for landing in self._landing:
             if landing.num_bytes >= num_bytes:
                 return landing
