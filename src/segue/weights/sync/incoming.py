@@ -24,12 +24,7 @@ class Incoming:
     """Takes the tensors of one manifest as they arrive from a sender; one rank's `Sink`."""
 
     def __init__(
-        self,
-        staged: StagedWeights,
-        manifest: Manifest,
-        device: torch.device,
-        *,
-        landing: int,
+        self, staged: StagedWeights, manifest: Manifest, device: torch.device, *, landing: int
     ) -> None:
         """Take memory for all that `manifest`, a checked one, brings to `device`: the host with gloo.
 

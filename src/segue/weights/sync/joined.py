@@ -146,14 +146,14 @@ class JoinedGroup:
             torch.OutOfMemoryError: there is too little memory.
         """
         process_group = self.process_group
+        for landing in self._landing:
+            if landing.num_bytes >= num_bytes:
+                return landing
         if not can_register(process_group, self.device):
             raise WeightSyncError(
                 f"the trainer sends from buffers that are registered with NCCL, and {self.device} has no "
                 "memory that could be (it cannot multicast): let the trainer send with flattened=False"
             )
-        for landing in self._landing:
-            if landing.num_bytes >= num_bytes:
-                return landing
         landing = RegisteredBuffers(process_group, self.device, num_bytes, 2)
         with self._lock:
             self._check()
