@@ -8,9 +8,10 @@ and weights go over NCCL; else gloo. Made-up weights of the model's shapes are s
 then several times, flattened and one broadcast a tensor, with the server idle and under a load of streams.
 Bars, for Qwen3-8B's shapes between two H200s, warm: flattened at least 150 GB/s, and 0.3 s from prepare to
 complete; one broadcast a tensor at least 60 GB/s; a commit holds generation for at most 20 ms with staging on
-the device (``--weight-staging-gb=18``), 400 ms with staging on the host. Serving loses at most 5 %,
-with as many SMs for NCCL as by default and with few (``--gentle-ctas``). With ``--same-gpu`` the server reads
-this process's memory instead (CUDA IPC): at least 1 TB/s.
+the device (``--weight-staging-gb=18``), 400 ms with staging on the host. Serving loses at most 5 %
+while an update waits for the trainer and while it is received, from a sender that was told nothing about it;
+what it loses to one that sends at full speed all the same is measured too, and has no bar. With
+``--same-gpu`` the server reads this process's memory instead (CUDA IPC): at least 1 TB/s.
 """
 
 from __future__ import annotations
@@ -48,14 +49,12 @@ STREAMS = 64
 STD = 0.02
 LOAD_S = 3.0  # that the rate without an update is measured
 START_S = 300.0
-MAX_CTAS, GENTLE_CTAS = 16, 1
 HOST_COMMIT_MS = 400.0  # with staging on the host
-LOST = {"lost_waiting": ("<=", 0.05), "lost_receiving": ("<=", 0.05)}
 BARS = {
     "flattened": {"GB/s": (">=", 150.0), "wall_s": ("<=", 0.3), "commit_ms": ("<=", 20.0)},
     "per tensor": {"GB/s": (">=", 60.0)},
-    "under load": LOST,
-    "gently under load": LOST,
+    "under load": {"lost_waiting": ("<=", 0.05), "lost_receiving": ("<=", 0.05)},
+    "under load, at full speed": {},
     "trainer killed": {"longest_gap_s": ("<=", 1.0)},
     "on one GPU": {"commit_GB/s": (">=", 1000.0)},
 }
@@ -263,8 +262,6 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--buffer-mb", type=int, default=1024)
     parser.add_argument("--streams", type=int, default=STREAMS)
-    parser.add_argument("--max-ctas", type=int, default=MAX_CTAS, help="of NCCL")
-    parser.add_argument("--gentle-ctas", type=int, default=GENTLE_CTAS, help="the same, to spare who serves")
     parser.add_argument("--tp", type=int, default=1, help="of the server; the trainer has a GPU besides")
     parser.add_argument("--same-gpu", action="store_true")
     parser.add_argument("--name", default="weight_sync")
@@ -291,15 +288,13 @@ def main() -> int:
             if args.device == "cuda":  # not one of the server's
                 device = torch.device("cuda", torch.cuda.device_count() - 1)
             weights = weights_of(args.model, device)
-            new_sender = partial(
-                WeightSender, [url], weights, max_ctas=args.max_ctas, buffer_size_mb=args.buffer_mb
-            )
+            new_sender = partial(WeightSender, [url], weights, buffer_size_mb=args.buffer_mb)
             keep("flattened", **sends(new_sender()))
             keep("per tensor", **sends(new_sender(flattened=False)))
             keep("under load", **under_load(url, args.streams, new_sender))
             if device.type == "cuda":
-                gently = partial(new_sender, max_ctas=args.gentle_ctas)
-                keep("gently under load", **under_load(url, args.streams, gently))
+                at_full_speed = partial(new_sender, share_while_serving=1.0)
+                keep("under load, at full speed", **under_load(url, args.streams, at_full_speed))
             keep("trainer killed", **killed(url, args.model, weights, args.streams))
     missed = [] if args.device == "cpu" else list(misses(found))
     print("\n".join(missed) or "all bars hold")

@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from segue.trainer import WeightSender, WeightSendError
+from tests.conftest import WaitUntil
 from tests.e2e.served import greedy, serve
 from tests.model_runner import making, tiny
 
@@ -85,3 +88,32 @@ def test_values_that_are_not_finite_are_refused_and_the_old_weights_stay(tmp_pat
             ):
                 sender.send()
         assert total(served.url) == before
+
+
+def test_beside_requests_a_transfer_takes_its_share_of_the_time(
+    tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    model = checkpoint("qwen3", tmp_path, 1.0).to(DEVICE, torch.bfloat16)
+    stopped = threading.Event()
+
+    def generate(url: str) -> None:
+        while not stopped.is_set():
+            body = {"input_ids": making.prompt(9), "sampling_params": greedy(200)}
+            httpx.post(f"{url}/generate", json=body, timeout=60).raise_for_status()
+
+    with (
+        serve("--model", str(tmp_path), *OPTIONS) as served,
+        WeightSender([served.url], model, buffer_size_mb=0.05, share_while_serving=1 / 32) as sender,
+        ThreadPoolExecutor() as pool,
+    ):
+        sender.send()
+        alone = sender.send()
+        streams = [pool.submit(generate, served.url) for _ in range(4)]
+        try:
+            wait_until(lambda: served.state()["running_batch_size"] > 1, what="requests running")
+            beside = sender.send()
+        finally:
+            stopped.set()
+        for stream in streams:
+            stream.result()
+    assert beside.broadcast_seconds > 4 * alone.broadcast_seconds

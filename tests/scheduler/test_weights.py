@@ -176,6 +176,16 @@ def prepare(manifest: Manifest = TWO, **fields: Any) -> Prepare:
     return Prepare(manifest=manifest, **fields)
 
 
+def test_ready_and_status_say_whether_steps_are_run(engine: Engine) -> None:
+    assert engine.reply(prepare()).fields["generating"] is False
+    engine.reply(AbortSession())
+    engine.sim.add("a", [1, 2, 3], max_new_tokens=5)
+    assert engine.reply(prepare()).fields["generating"] is True
+    assert engine.reply(GetUpdateStatus()).fields["generating"] is True
+    engine.pause("in_place")
+    assert engine.reply(GetUpdateStatus()).fields["generating"] is False
+
+
 def test_prepare_receive_complete(engine: Engine) -> None:
     engine.arrives = False
     ready = engine.reply(prepare())

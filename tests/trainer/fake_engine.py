@@ -2,7 +2,7 @@
 
 ``python -m tests.trainer.fake_engine`` prints its URL. ``POST /fault {path: message}`` makes a route fail;
 with the message "hang" it does so once the fault is taken back. A fault "receive"
-ends the receiver at its first broadcast.
+ends the receiver at its first broadcast; with "generating" it says that it generates.
 """
 
 from __future__ import annotations
@@ -46,11 +46,15 @@ class Engine:
         self.receiver = threading.Thread()
         self.joined: dict[str, Any] = {}
 
+    @property
+    def generates(self) -> bool:
+        return "generating" in self.faults
+
     def server_info(self, body: Any) -> dict[str, Any]:
         return {"tp": 1}
 
     def weights_update_status(self, body: Any) -> dict[str, Any]:
-        return {"state": self.state, "session_id": self.session_id}
+        return {"state": self.state, "session_id": self.session_id, "generating": self.generates}
 
     def fault(self, body: Any) -> dict[str, Any]:
         self.faults, self.log = body, []
@@ -94,7 +98,7 @@ class Engine:
         self.staged, self.error = {}, ""
         self.receiver = threading.Thread(target=self._receive, args=(body, self.group), daemon=True)
         self.receiver.start()
-        return {"status": "ready", "message": ""}
+        return {"status": "ready", "message": "", "generating": self.generates}
 
     def _receive(self, body: Any, group: Any) -> None:
         if "receive" in self.faults:

@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from segue.errors import ConfigError
 from segue.trainer import Endpoint, Progress, WeightSender, WeightSendError
+from segue.trainer.broadcast import Broadcast
 from segue.trainer.group import free_port
 from tests.conftest import WaitUntil
 from tests.trainer.conftest import FakeEngine
@@ -254,3 +256,50 @@ def test_an_engine_that_was_started_anew_is_joined_again(engines: list[FakeEngin
         assert engines[1].seen()["log"].count("init_weights_update_group") == 1
         for engine in engines:
             assert_has(engine, weights)
+
+
+@pytest.fixture
+def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[Broadcast]:
+    """All that a sender makes."""
+    made: list[Broadcast] = []
+
+    class Seen(Broadcast):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            made.append(self)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr("segue.trainer.sender.Broadcast", Seen)
+    return made
+
+
+def test_broadcasts_take_their_share_of_the_time_while_an_engine_generates(
+    engines: list[FakeEngine], broadcasts: list[Broadcast], wait_until: WaitUntil
+) -> None:
+    with sender(engines, make_weights()) as sending:
+        sending.send()
+        engines[1].fault(generating="yes")
+        sending.send()
+        assert [each.share for each in broadcasts] == [1.0, 1 / 8]
+        engines[1].fault(receive="hang")
+
+        def send() -> None:
+            with pytest.raises(WeightSendError, match="closed during the send"):
+                sending.send()
+
+        held = threading.Thread(target=send)
+        held.start()
+        wait_until(lambda: len(broadcasts) == 3, what="the broadcast begun")
+        assert broadcasts[2].share == 1.0
+        engines[1].fault(receive="hang", generating="yes")
+        wait_until(lambda: broadcasts[2].share == 1 / 8, what="the engine's requests noticed")
+        engines[1].fault(receive="hang")
+        wait_until(lambda: broadcasts[2].share == 1.0, what="their end noticed")
+        sending.close()
+        held.join(20)
+    assert not held.is_alive()
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
+def test_a_share_of_the_time_is_above_nothing_and_at_most_all(share: float) -> None:
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        WeightSender(["http://127.0.0.1:1"], make_weights(), share_while_serving=share)

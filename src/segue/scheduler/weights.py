@@ -143,6 +143,7 @@ class WeightControl:
             "state": self.state,
             "weight_version": self._scheduler.weight_version,
             "groups": sorted(self.groups),
+            "generating": self._scheduler.has_work,
             "num_committed": self.num_committed,
             "num_failed": self.num_failed,
             "last": self.last,
@@ -330,7 +331,8 @@ class WeightControl:
         if session.phase.value < Phase.PREPARED.value:
             return
         text = f"Every rank receives {len(session.manifest.buckets) if session.manifest else 0} buckets."
-        self._answer(session.preparing, True, text, session_id=session.id, staging=session.staging)
+        fields = {"staging": session.staging, "generating": self._scheduler.has_work}
+        self._answer(session.preparing, True, text, session_id=session.id, **fields)
         session.preparing = []
 
     def _on_received(self, event: Received, now: float) -> None:

@@ -85,6 +85,7 @@ class WeightSender:
         master_address: str | None = None,
         master_port: int | None = None,
         max_ctas: int | None = 16,
+        share_while_serving: float = 1 / 8,
         timeout_s: float = 300.0,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
@@ -100,22 +101,26 @@ class WeightSender:
             group_name: of the process group.
             master_address: under which engines reach this process; default: found out.
             master_port: of the store that is hosted here; a free one if it is taken, or not given.
-            max_ctas: SMs that NCCL's kernels take, here and from each engine that serves meanwhile. With 1
-                serving loses least, and a transfer takes longest; None: as NCCL thinks best.
+            max_ctas: SMs that NCCL's kernels take while they run, here and in each engine; None: as NCCL
+                thinks best.
+            share_while_serving: of the time, that NCCL's kernels run as long as an engine generates: less
+                slows its requests less, and the transfer more. Above 0; 1: always at full speed.
             timeout_s: for joining, for a silent transfer, and for an engine to finish receiving.
             on_progress: called behind each bucket, in another thread.
 
         Raises:
-            ConfigError: there is no endpoint.
+            ConfigError: there is no endpoint, or no such share.
         """
         self._endpoints = [Endpoint(url=each) if isinstance(each, str) else each for each in endpoints]
         if not self._endpoints:
             raise ConfigError("endpoints is empty: give the URL of at least one engine")
+        if not 0 < share_while_serving <= 1:
+            raise ConfigError(f"share_while_serving={share_while_serving}; it must be above 0 and at most 1")
         self._weights = weights
         self._max_bytes = int(buffer_size_mb * (1 << 20))
         self._flattened, self._checksums, self._backend = flattened, checksums, backend
         self._name, self._address, self._port = group_name, master_address, master_port
-        self._max_ctas, self._timeout_s = max_ctas, timeout_s
+        self._max_ctas, self._share, self._timeout_s = max_ctas, share_while_serving, timeout_s
         self._on_progress = on_progress
         self._group: Group | None = None
         self._lock = threading.Lock()
@@ -166,12 +171,12 @@ class WeightSender:
         began = time.perf_counter()
         try:
             manifest = self._manifest(session, buckets, weight_version)
-            self._ask("/prepare_weights_update", manifest, self._timeout_s)
+            answers = self._ask("/prepare_weights_update", manifest, self._timeout_s)
         except WeightSendError as error:
             raise _RefusedError(error.message, error.answers) from None
         self._wait_for(group)
         broadcast_began = time.perf_counter()
-        self._broadcast(group, session, buckets, began)
+        self._broadcast(group, session, buckets, began, self._share_of(answers))
         broadcast_s = time.perf_counter() - broadcast_began
         alone = len(self._endpoints) == 1
         finish = {"group_name": self._name, "session_id": session, "flush_cache": flush_cache}
@@ -262,7 +267,13 @@ class WeightSender:
         except (RuntimeError, TimeoutError) as error:
             raise WeightSendError(str(error)) from error
 
-    def _broadcast(self, group: Group, session: str, buckets: list[Bucket], began: float) -> None:
+    def _share_of(self, answers: list[Answer]) -> float:
+        """Of the time, that broadcasts may take beside engines that say so."""
+        return self._share if any(answer.fields.get("generating") for answer in answers) else 1.0
+
+    def _broadcast(
+        self, group: Group, session: str, buckets: list[Bucket], began: float, share: float
+    ) -> None:
         total_bytes = sum(bucket.num_bytes for bucket in buckets)
 
         def tell(broadcast: Broadcast) -> None:
@@ -279,7 +290,9 @@ class WeightSender:
         source = device_of(self._weights)
         if source.type == "cuda" and group.device.type == "cpu":  # another thread's stream will read them
             torch.cuda.current_stream(source).synchronize()
-        broadcast = Broadcast(group, buckets, tensors(self._weights), flattened=self._flattened, on_sent=tell)
+        broadcast = Broadcast(
+            group, buckets, tensors(self._weights), flattened=self._flattened, on_sent=tell, share=share
+        )
         try:
             self._watch(broadcast, session)
         finally:
@@ -297,6 +310,8 @@ class WeightSender:
             answers = self._statuses(session)
             if not all(answer.success for answer in answers) and not broadcast.finished.is_set():
                 self._fail("an engine gave up during the broadcast", answers)
+            if all("state" in answer.fields for answer in answers):
+                broadcast.share = self._share_of(answers)
         if broadcast.error is not None:
             self._fail(f"the broadcast failed: {broadcast.error}", self._statuses(session))
 
