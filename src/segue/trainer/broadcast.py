@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -32,19 +31,22 @@ class Pace:
     """How long to be silent behind a broadcast, for broadcasts to take a share of the time."""
 
     def __init__(self) -> None:
-        self._s_per_byte = math.inf
+        self._s_per_byte: list[float] = []
 
     def took(self, num_bytes: int, seconds: float) -> None:
-        """From the announcement to the end: engines notice it up to some milliseconds late.
-
-        So the quickest tells how long a broadcast takes there.
-        """
+        """From the announcement of a bucket to its end."""
         if num_bytes:
-            self._s_per_byte = min(self._s_per_byte, seconds / num_bytes)
+            self._s_per_byte.append(seconds / num_bytes)
 
     def rest_s(self, num_bytes: int, share: float) -> float:
-        """Behind so many bytes, of which :meth:`took` was told."""
-        return num_bytes * self._s_per_byte * (1 / share - 1) if num_bytes else 0.0
+        """Behind so many bytes.
+
+        Engines notice an announcement up to some milliseconds late, so the quickest bucket tells how long one
+        takes there. The first alone tells nothing: NCCL connects within it.
+        """
+        if len(self._s_per_byte) < 2:
+            return 0.0
+        return num_bytes * min(self._s_per_byte) * (1 / share - 1)
 
 
 class Broadcast:

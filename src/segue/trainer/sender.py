@@ -85,7 +85,7 @@ class WeightSender:
         master_address: str | None = None,
         master_port: int | None = None,
         max_ctas: int | None = 16,
-        share_while_serving: float = 1 / 8,
+        share_while_serving: float = 0.1,
         timeout_s: float = 300.0,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
@@ -103,8 +103,9 @@ class WeightSender:
             master_port: of the store that is hosted here; a free one if it is taken, or not given.
             max_ctas: SMs that NCCL's kernels take while they run, here and in each engine; None: as NCCL
                 thinks best.
-            share_while_serving: of the time, that NCCL's kernels run as long as an engine generates: less
-                slows its requests less, and the transfer more. Above 0; 1: always at full speed.
+            share_while_serving: of the time, that NCCL's kernels run beside an engine that generates (from
+                the third bucket on): with less, its requests lose less of their speed, and a transfer takes
+                longer. Above 0; 1: always at full speed.
             timeout_s: for joining, for a silent transfer, and for an engine to finish receiving.
             on_progress: called behind each bucket, in another thread.
 
