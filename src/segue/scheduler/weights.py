@@ -1,85 +1,44 @@
-"""Weight updates: who announces what, how far every rank has come, and when it becomes live.
+"""Weight updates: what clients ask for, and what is refused.
 
-    IDLE -> STAGING -> ARMING -> PREPARED -> RECEIVING -> RECEIVED -> COMMITTING -> IDLE
-
-At most one session is open. Until COMMITTING the live weights are not touched, and any end but a commit
-leaves them as they were. What the ranks do is told by their replies; time is passed in, and deadlines are
-kept here. If a commit fails after it has written, the weights are POISONED: nothing is generated until all of
-them have been replaced.
+How an update goes on from there is in `weight_machine.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
-
 from msgspec import structs
 
-from segue.protocol.messages import PauseMode, SchedulerMessage
 from segue.protocol.weights import (
     AbortSession,
     BeginUpdate,
     CheckWeights,
-    Commit,
     CommitSession,
     Complete,
-    Discard,
     EndUpdate,
     GetUpdateStatus,
     GetWeights,
-    Group,
     Inspect,
     Join,
     JoinGroup,
     Leave,
     LeaveGroup,
-    Load,
     Manifest,
     Prepare,
     RankReply,
-    Receive,
-    Received,
     SetVersion,
-    Stage,
-    Take,
     UpdateFromDisk,
     UpdateFromDistributed,
     UpdateFromTensor,
-    WeightAnswer,
     WeightCall,
-    WeightCommand,
-    WeightNotice,
 )
 from segue.scheduler.pause import PauseState
-from segue.scheduler.rank_calls import RankCalls, problems, staging
-from segue.scheduler.weight_session import RECEIVE_S, Kind, Phase, Session
+from segue.scheduler.rank_calls import problems
+from segue.scheduler.weight_machine import WeightMachine
+from segue.scheduler.weight_session import RECEIVE_S, Phase, Session
 from segue.weights.sync.merge import merge
 
-if TYPE_CHECKING:
-    from segue.scheduler.scheduler import Scheduler
 
-HOLDER: Literal["weight_commit"] = "weight_commit"
-
-
-class WeightControl:
-    """The state machine of one engine."""
-
-    def __init__(self, scheduler: Scheduler, num_ranks: int) -> None:
-        self._scheduler = scheduler
-        self._num_ranks = num_ranks
-        self.session: Session | None = None
-        self.poisoned: str | None = None  # why
-        self.groups: dict[str, Group] = {}
-        self.num_committed = self.num_failed = 0
-        self.model_path: str | None = None  # of the last checkpoint that became live
-        self.last: dict[str, Any] = {}  # figures of the last update that was committed
-        self._undone: str | None = None  # why the calls of a group that is not yet ended came to nothing
-        self._ended: tuple[str, str | None, WeightAnswer] | None = None  # (session, group, its last answer)
-        self._num_sessions = 0
-        self._calls = RankCalls(num_ranks)
-        self._answers: list[SchedulerMessage] = []
-
-    # --- what the loop does with it ---
+class WeightControl(WeightMachine):
+    """The calls to one engine's state machine; each is answered once."""
 
     def request(self, message: WeightCall, now: float) -> None:
         """A call of the frontend."""
@@ -109,66 +68,6 @@ class WeightControl:
                 self._set_version(call, request)
             case GetWeights() | CheckWeights():
                 self._inspect(call, request)
-
-    def on_rank(self, event: RankReply | Received, now: float) -> None:
-        """What a rank says."""
-        if isinstance(event, Received):
-            self._on_received(event, now)
-        else:
-            self._calls.hear(event, now)
-
-    @property
-    def next_deadline(self) -> float | None:
-        """When :meth:`advance` has something to do though nothing else happens; None: never."""
-        return None if self.session is None else self.session.deadline
-
-    def advance(self, now: float) -> tuple[list[SchedulerMessage], list[Sequence[WeightCommand]]]:
-        """What is to be sent to the frontend, and to the ranks (each entry: one command a rank), in order.
-
-        To be called behind ``PauseControl.advance``: a commit begins when its hold has taken effect.
-        """
-        session = self.session
-        deadline = self.next_deadline
-        if session is not None and deadline is not None and now >= deadline:
-            self._abort(session, session.lateness(now), now)
-        elif session is not None and session.phase is Phase.COMMITTING:
-            self._write(session, now)
-        answers, self._answers = self._answers, []
-        return answers, self._calls.take()
-
-    def status(self, now: float) -> dict[str, Any]:
-        """``GET /weights_update_status``."""
-        session = self.session
-        state: dict[str, Any] = {
-            "state": self.state,
-            "weight_version": self._scheduler.weight_version,
-            "groups": sorted(self.groups),
-            "generating": self._scheduler.has_work,
-            "num_committed": self.num_committed,
-            "num_failed": self.num_failed,
-            "last": self.last,
-        }
-        if self.poisoned is not None:
-            state["poisoned"] = self.poisoned
-        if session is not None:
-            state |= {
-                "session_id": session.id,
-                "kind": session.kind,
-                "group_name": session.group_name,
-                "num_buckets": 0 if session.manifest is None else len(session.manifest.buckets),
-                "num_buckets_received": session.slowest(session.buckets, self._num_ranks),
-                "num_bytes_received": session.slowest(session.bytes, self._num_ranks),
-                "seconds": now - session.began,
-                "staging": session.staging,
-            }
-        return state
-
-    @property
-    def state(self) -> str:
-        """The session's phase, in lower case; without one ``idle`` or ``poisoned``."""
-        if self.session is not None:
-            return self.session.phase.name.lower()
-        return "idle" if self.poisoned is None else "poisoned"
 
     # --- groups ---
 
@@ -254,122 +153,6 @@ class WeightControl:
         session.preparing.append(call)
         self._stage(session, manifest, now)
 
-    def _refusal(self, manifest: Manifest | None, *, is_partial: bool) -> str | None:
-        """Why an update cannot begin now."""
-        if self.session is not None:
-            session = self.session
-            way = "end it" if session.kind == "group of calls" else "complete or abort it"
-            return f"session {session.id!r} is open ({self.state}); {way} first"
-        if self._undone is not None:
-            return f"the update that was begun has failed ({self._undone}); end it with /end_weight_update"
-        if manifest is not None and (refusal := self._receive_refusal(manifest)):
-            return refusal
-        if self.poisoned is not None and is_partial:
-            return f"the weights are poisoned ({self.poisoned}); send all of them"
-        return None
-
-    def _receive_refusal(self, manifest: Manifest) -> str | None:
-        if manifest.group_name not in self.groups:
-            return self._no_group(manifest.group_name)
-        scheduler = self._scheduler
-        if scheduler.limits.receive_requires_pause and scheduler.control.state is not PauseState.PAUSED:
-            return "generation runs, and --weight-recv-requires-pause is set; POST /pause_generation first"
-        return None
-
-    def _open(self, kind: Kind, now: float, name: str | None = None) -> Session:
-        self._num_sessions += 1
-        self.session = session = Session(
-            number=self._num_sessions,
-            id=name or f"session-{self._num_sessions}",
-            kind=kind,
-            phase=Phase.STAGING,
-            began=now,
-            progress_at=now,
-        )
-        return session
-
-    def _stage(self, session: Session, manifest: Manifest, now: float) -> None:
-        session.manifest = manifest
-        session.is_empty = session.is_empty and not manifest.buckets
-        session.is_partial = session.is_partial and manifest.partial
-        session.bytes_before += session.slowest(session.bytes, self._num_ranks)
-        session.buckets_before += session.slowest(session.buckets, self._num_ranks)
-        session.buckets, session.bytes, session.done = {}, {}, set()
-        self._enter(session, Phase.STAGING, now)
-
-        def staged(replies: list[RankReply], now: float) -> None:
-            if self.session is not session:
-                return
-            if wrong := problems(replies):
-                self._on_unfit(session, manifest, wrong, now)
-                return
-            session.staging = staging(replies)
-            self._enter(session, Phase.ARMING, now)
-            self._calls.tell(lambda _, call: Receive(call=call, session=session.number), armed)
-
-        def armed(replies: list[RankReply], now: float) -> None:
-            if self.session is not session:
-                return
-            if wrong := problems(replies):
-                self._abort(session, wrong, now)
-                return
-            self._enter(session, Phase.PREPARED, now)
-            self._answer_prepared(session)
-            self._see_progress(session, now)
-
-        self._calls.tell(lambda _, call: Stage(call=call, session=session.number, manifest=manifest), staged)
-
-    def _on_unfit(self, session: Session, manifest: Manifest, wrong: str, now: float) -> None:
-        """What was announced cannot be taken; a client of a single call may be sending it all the same."""
-        if session.kind == "session" or manifest.discard:
-            self._abort(session, session.refusal or wrong, now)
-            return
-        session.refusal, session.then = wrong, "refuse"
-        self._stage(session, structs.replace(manifest, discard=True), now)
-
-    def _answer_prepared(self, session: Session) -> None:
-        if session.phase.value < Phase.PREPARED.value:
-            return
-        text = f"Every rank receives {len(session.manifest.buckets) if session.manifest else 0} buckets."
-        fields = {"staging": session.staging, "generating": self._scheduler.has_work}
-        self._answer(session.preparing, True, text, session_id=session.id, **fields)
-        session.preparing = []
-
-    def _on_received(self, event: Received, now: float) -> None:
-        session = self.session
-        if session is None or event.session != session.number or session.phase is Phase.COMMITTING:
-            return
-        if event.error is not None:
-            self._abort(session, f"rank {event.rank}: {event.error}", now)
-            return
-        session.buckets[event.rank], session.bytes[event.rank] = event.num_buckets, event.num_bytes
-        if event.done:
-            session.done.add(event.rank)
-        self._see_progress(session, now)
-
-    def _see_progress(self, session: Session, now: float) -> None:
-        """Told by any rank, from PREPARED on."""
-        if session.phase.value < Phase.PREPARED.value or not (session.bytes or session.done):
-            return
-        if session.phase is not Phase.RECEIVING:
-            session.receiving_at = now
-        self._enter(session, Phase.RECEIVING, now)
-        if len(session.done) == self._num_ranks:
-            session.receive_s += now - session.receiving_at
-            self._enter(session, Phase.RECEIVED, now)
-            self._on_all_there(session, now)
-
-    def _on_all_there(self, session: Session, now: float) -> None:
-        match session.then:
-            case "wait":
-                pass
-            case "answer":
-                self._answer_received(session)
-            case "commit":
-                self._hold(session, now)
-            case "refuse":
-                self._abort(session, session.refusal, now)
-
     def _complete(self, call: int, request: Complete, now: float) -> None:
         session = self._find(call, request.session_id, request.group_name)
         if session is None:
@@ -437,12 +220,6 @@ class WeightControl:
         named = "no session" if session_id is None else f"no session {session_id!r}"
         return f"{named} is open; /prepare_weights_update opens one"
 
-    def _answer_received(self, session: Session) -> None:
-        """Everything is there, and the commit is another call's."""
-        text = "Everything was received; commit it, or call again."
-        self._answer(session.ending, True, text, **self._figures(session))
-        session.ending, session.answer_by, session.then = [], None, "wait"
-
     # --- the older calls ---
 
     def _single(
@@ -486,51 +263,6 @@ class WeightControl:
         session.ending.append(call)
         self._stage(session, structs.replace(manifest, discard=True), now)
 
-    def _load(self, session: Session, request: UpdateFromDisk, now: float) -> None:
-        session.model_path, session.is_partial, session.is_empty = request.model_path, False, False
-        self._enter(session, Phase.ARMING, now)
-        self._calls.tell(
-            lambda _, call: Load(
-                call=call,
-                session=session.number,
-                model_path=request.model_path,
-                load_format=request.load_format,
-            ),
-            lambda replies, now: self._brought(session, replies, now),
-        )
-
-    def _take(self, session: Session, request: UpdateFromTensor, now: float) -> None:
-        if len(request.payloads) not in (1, self._num_ranks):
-            text = (
-                f"serialized_named_tensors has {len(request.payloads)} entries; give one for all ranks, or "
-            )
-            self._abort(session, f"{text}one for each of the {self._num_ranks}", now)
-            return
-        session.is_empty = False
-        self._enter(session, Phase.ARMING, now)
-        self._calls.tell(
-            lambda rank, call: Take(
-                call=call,
-                session=session.number,
-                payload=request.payloads[rank if len(request.payloads) > 1 else 0],
-                load_format=request.load_format,
-                copy=session.kind == "group of calls",
-            ),
-            lambda replies, now: self._brought(session, replies, now),
-        )
-
-    def _brought(self, session: Session, replies: list[RankReply], now: float) -> None:
-        """The ranks have read a checkpoint, or what came with the call."""
-        if self.session is not session:
-            return
-        if wrong := problems(replies):
-            self._abort(session, wrong, now)
-            return
-        session.staging = staging(replies)
-        session.bytes = {reply.rank: reply.fields.get("num_bytes", 0) for reply in replies}
-        self._enter(session, Phase.RECEIVED, now)
-        self._on_all_there(session, now)
-
     def _begin(self, call: int, now: float) -> None:
         refusal = self._refusal(None, is_partial=True)
         if refusal is not None:
@@ -558,55 +290,31 @@ class WeightControl:
             session.ending.append(call)
             self._hold(session, now)
 
-    # --- the commit ---
+    # --- whether an update may begin ---
 
-    def _hold(self, session: Session, now: float) -> None:
-        self._enter(session, Phase.COMMITTING, now)
-        session.answer_by = None
-        session.num_paused = len(self._scheduler.running)
-        mode: PauseMode = "retract" if session.flush_cache else "in_place"
-        self._scheduler.control.hold(HOLDER, "abort" if session.abort_all else mode)
+    def _refusal(self, manifest: Manifest | None, *, is_partial: bool) -> str | None:
+        """Why an update cannot begin now."""
+        if self.session is not None:
+            session = self.session
+            way = "end it" if session.kind == "group of calls" else "complete or abort it"
+            return f"session {session.id!r} is open ({self.state}); {way} first"
+        if self._undone is not None:
+            return f"the update that was begun has failed ({self._undone}); end it with /end_weight_update"
+        if manifest is not None and (refusal := self._receive_refusal(manifest)):
+            return refusal
+        if self.poisoned is not None and is_partial:
+            return f"the weights are poisoned ({self.poisoned}); send all of them"
+        return None
 
-    def _write(self, session: Session, now: float) -> None:
-        """Once nothing runs."""
-        if "WRITING" not in session.times and self._scheduler.control.state is PauseState.PAUSED:
-            session.times["WRITING"] = now
-            self._calls.tell(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
-
-    def _on_committed(self, replies: list[RankReply], now: float) -> None:
-        session = self.session
-        assert session is not None and session.phase is Phase.COMMITTING
+    def _receive_refusal(self, manifest: Manifest) -> str | None:
+        if manifest.group_name not in self.groups:
+            return self._no_group(manifest.group_name)
         scheduler = self._scheduler
-        if wrong := problems(replies):
-            if any(reply.fields.get("touched") or not reply.errors for reply in replies):
-                self._poison(wrong)
-            self._abort(session, wrong, now)
-            scheduler.control.release(HOLDER)
-            return
-        scheduler.set_weight_version(session.weight_version or self._next_version())
-        if not session.is_partial:
-            self.poisoned = scheduler.refuses = None
-        if session.flush_cache:
-            scheduler.forget_cache()
-        self.num_committed += 1
-        session.times["LIVE"] = now
-        self.last = self._figures(session) | {"kind": session.kind}
-        self.model_path = session.model_path or self.model_path
-        scheduler.control.release(HOLDER)
-        self._close(session)
-        self._finish(session, True, "The new weights are live.")
+        if scheduler.limits.receive_requires_pause and scheduler.control.state is not PauseState.PAUSED:
+            return "generation runs, and --weight-recv-requires-pause is set; POST /pause_generation first"
+        return None
 
-    def _poison(self, why: str) -> None:
-        self.poisoned = why
-        self._scheduler.refuses = f"the weights are poisoned ({why}); update all of them, or start again"
-        self._answers.append(
-            self._scheduler.output(finished=self._scheduler.abort_all("the weights are poisoned"))
-        )
-
-    def _next_version(self) -> str:
-        version = self._scheduler.weight_version
-        is_number = version.isascii() and version.isdigit()
-        return str(int(version) + 1) if is_number else str(self._scheduler.kv_epoch + 1)
+    # --- versions, and looking ---
 
     def _set_version(self, call: int, request: SetVersion) -> None:
         scheduler = self._scheduler
@@ -615,41 +323,6 @@ class WeightControl:
         scheduler.rename_weights(request.version)
         self._notify()  # first: who has the answer may ask the frontend
         self._answer([call], True, f"Weight version is {request.version!r}.", new_version=request.version)
-
-    # --- ends ---
-
-    def _abort(self, session: Session, why: str, now: float) -> None:
-        """The one exit of a session that does not become live."""
-        self.num_failed += 1
-        if session.kind == "group of calls":
-            self._undone = why
-        self._close(session)
-        self._calls.tell(lambda _, call: Discard(call=call, session=session.number))
-        self._answer(session.preparing, False, why, session_id=session.id)
-        self._finish(session, False, why)
-
-    def _enter(self, session: Session, phase: Phase, now: float) -> None:
-        """Go on, or show a sign of life."""
-        news, session.phase, session.progress_at = phase is not session.phase, phase, now
-        session.times.setdefault(phase.name, now)
-        if news:
-            self._notify()
-
-    def _close(self, session: Session) -> None:
-        assert self.session is session
-        self.session = None
-        self._notify()
-
-    def _finish(self, session: Session, success: bool, message: str) -> None:
-        figures = self._figures(session)
-        self._answer(session.ending, success, message, **figures)
-        if session.kind == "session":
-            self._ended = (session.id, session.group_name, WeightAnswer(0, success, message, figures))
-
-    def _figures(self, session: Session) -> dict[str, Any]:
-        return session.figures(self._num_ranks) | {"weight_version": self._scheduler.weight_version}
-
-    # --- looking ---
 
     def _inspect(self, call: int, request: GetWeights | CheckWeights) -> None:
         def seen(replies: list[RankReply], now: float) -> None:
@@ -662,23 +335,3 @@ class WeightControl:
             self._answer([call], not differing, text, **fields)
 
         self._calls.tell(lambda _, inner: Inspect(call=inner, request=request), seen)
-
-    # --- sending ---
-
-    def _answer(self, calls: Sequence[int], success: bool, message: str = "", **fields: Any) -> None:
-        self._answers += [WeightAnswer(call, success, message, fields) for call in calls]
-
-    def _notify(self) -> None:
-        self._answers.append(self.notice())
-
-    def notice(self) -> WeightNotice:
-        """What the frontend shows without asking."""
-        return WeightNotice(
-            version=self._scheduler.weight_version,
-            state=self.state,
-            poisoned=self.poisoned,
-            model_path=self.model_path,
-            num_committed=self.num_committed,
-            num_failed=self.num_failed,
-            last=self.last,
-        )
