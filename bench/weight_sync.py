@@ -9,8 +9,8 @@ then several times, flattened and one broadcast a tensor, with the server idle a
 Bars, for Qwen3-8B's shapes between two H200s, warm: flattened at least 150 GB/s, and 0.3 s from prepare to
 complete; one broadcast a tensor at least 60 GB/s; a commit holds generation for at most 20 ms with staging on
 the device (``--weight-staging-gb=18``), 400 ms with staging on the host. Serving loses at most 5 %
-while an update waits for the trainer and while it is received, from a sender that was told nothing about it;
-what it loses to one that sends at full speed all the same is measured too, and has no bar. With
+while an update waits for the trainer and while it is received, with a sender as it is by default; what it
+loses to one that sends at full speed all the same is measured too, and has no bar. With
 ``--same-gpu`` the server reads this process's memory instead (CUDA IPC): at least 1 TB/s.
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import math
 import multiprocessing
 import statistics
 import subprocess
@@ -225,7 +226,7 @@ def killed(url: str, model: Path, weights: dict[str, torch.Tensor], streams: int
 
 
 def stuck_trainer(url: str, model: Path, device: str, pipe: Connection) -> None:
-    """Send two buckets and announce a third: over NCCL it is being received when nothing further comes."""
+    """Send a bucket and announce another: over NCCL it is being received when nothing further comes."""
 
     def stop(progress: Progress) -> None:
         group = sender._group
@@ -293,7 +294,7 @@ def main() -> int:
             keep("per tensor", **sends(new_sender(flattened=False)))
             keep("under load", **under_load(url, args.streams, new_sender))
             if device.type == "cuda":
-                at_full_speed = partial(new_sender, share_while_serving=1.0)
+                at_full_speed = partial(new_sender, gb_per_s_while_serving=math.inf)
                 keep("under load, at full speed", **under_load(url, args.streams, at_full_speed))
             keep("trainer killed", **killed(url, args.model, weights, args.streams))
     missed = [] if args.device == "cpu" else list(misses(found))

@@ -90,9 +90,7 @@ def test_values_that_are_not_finite_are_refused_and_the_old_weights_stay(tmp_pat
         assert total(served.url) == before
 
 
-def test_beside_requests_a_transfer_takes_its_share_of_the_time(
-    tmp_path: Path, wait_until: WaitUntil
-) -> None:
+def test_beside_requests_a_transfer_is_slowed_down(tmp_path: Path, wait_until: WaitUntil) -> None:
     model = checkpoint("qwen3", tmp_path, 1.0).to(DEVICE, torch.bfloat16)
     stopped = threading.Event()
 
@@ -103,7 +101,7 @@ def test_beside_requests_a_transfer_takes_its_share_of_the_time(
 
     with (
         serve("--model", str(tmp_path), *OPTIONS) as served,
-        WeightSender([served.url], model, buffer_size_mb=0.05, share_while_serving=1 / 32) as sender,
+        WeightSender([served.url], model, buffer_size_mb=0.05, gb_per_s_while_serving=1e-3) as sender,
         ThreadPoolExecutor() as pool,
     ):
         sender.send()
@@ -116,4 +114,4 @@ def test_beside_requests_a_transfer_takes_its_share_of_the_time(
             stopped.set()
         for stream in streams:
             stream.result()
-    assert beside.broadcast_seconds > 4 * alone.broadcast_seconds
+    assert beside.broadcast_seconds > 1e-9 * beside.bytes / 1e-3 / 2 > 2 * alone.broadcast_seconds

@@ -1,61 +1,127 @@
-"""The pace of broadcasts that leave an engine most of the time."""
+"""Broadcasts on CUDA with streams that only count time: what is announced when."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
-from types import SimpleNamespace
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
-from segue.trainer.broadcast import Broadcast, Pace
+from segue.trainer.broadcast import Broadcast
+from segue.trainer.buckets import plan, tensors
 
-
-def test_the_quickest_broadcast_tells_how_long_one_takes() -> None:
-    pace = Pace()
-    pace.took(1000, 0.6)
-    pace.took(0, 0.0)
-    assert pace.rest_s(1000, 0.01) == 0.0, "the first may have connected"
-    pace.took(1000, 0.5)
-    assert pace.rest_s(1000, 1.0) == pace.rest_s(0, 0.01) == 0.0
-    assert pace.rest_s(1000, 0.5) == pytest.approx(0.5)
-    assert pace.rest_s(500, 1 / 8) == pytest.approx(7 * 0.25)
-    pace.took(1000, 0.9)
-    assert pace.rest_s(1000, 0.5) == pytest.approx(0.5)
-    pace.took(2000, 0.2)
-    assert pace.rest_s(1000, 0.5) == pytest.approx(0.1)
+COUNT, SIZE = 6, 4000  # buckets, and bytes of each
 
 
-def under_way(num_bytes: int, seconds: float) -> Any:
-    """A bucket that has just been sent."""
-    sent = SimpleNamespace(query=lambda: True)
-    return SimpleNamespace(
-        bucket=SimpleNamespace(num_bytes=num_bytes), began=time.monotonic() - seconds, sent=sent
-    )
+class Event:
+    """Happens at a time."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.at
 
 
-def resting(share: float) -> Any:
+class Stream:
+    """Is busy until a time."""
+
+    def __init__(self) -> None:
+        self.end = 0.0
+
+    def wait_event(self, event: Event) -> None:
+        self.end = max(self.end, event.at)
+
+    def record_event(self) -> Event:
+        return Event(max(self.end, time.monotonic()))
+
+
+class Group:
+    """Takes so long for a broadcast; notes when each bucket was announced."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.streams = [Stream(), Stream()]
+        self.announced: list[float] = []
+
+    def announce(self) -> None:
+        self.announced.append(time.monotonic())
+
+    def broadcast(self, piece: object) -> None:
+        wire = self.streams[1]
+        wire.end = max(wire.end, time.monotonic()) + self.seconds
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in zip(self.announced, self.announced[1:], strict=False)]
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+
+
+def run(group: Group, seconds_a_bucket: float, pack_s: float = 0.0, on_sent: Any = None) -> Broadcast:
+    """Everything sent, at that pace; a bucket is packed in ``pack_s``."""
+    weights = {f"tensor {index}": torch.full((SIZE // 4,), float(index)) for index in range(COUNT)}
+
+    def packed() -> Any:
+        for each in tensors(weights):
+            time.sleep(pack_s)
+            yield each
+
     broadcast: Any = object.__new__(Broadcast)
-    broadcast.share, broadcast._pace, broadcast._stopped = share, Pace(), False
     broadcast.num_buckets = broadcast.num_bytes = 0
-    broadcast._on_sent = lambda broadcast: None
-    return broadcast
+    broadcast._group, broadcast._buckets, broadcast._tensors = group, plan(weights, SIZE), packed()
+    broadcast._pieces, broadcast._on_sent = broadcast._single, on_sent or (lambda broadcast: None)
+    broadcast._stopped, broadcast._given = False, Event(0.0)
+    broadcast.gb_per_s = SIZE / 1e9 / seconds_a_bucket
+    broadcast._run_cuda()
+    assert (broadcast.num_buckets, broadcast.num_bytes) == (COUNT, COUNT * SIZE)
+    found: Broadcast = broadcast
+    return found
 
 
-def test_a_broadcast_is_silent_behind_what_it_has_sent() -> None:
-    broadcast = resting(1 / 4)
+def test_buckets_keep_their_distance() -> None:
+    group = Group(0.001)
+    run(group, 0.04)
+    assert len(group.gaps) == COUNT - 1 and min(group.gaps) >= 0.04
+    assert min(group.gaps) < 0.06, "and no more than that"
+
+
+def test_packing_is_part_of_the_distance() -> None:
+    group = Group(0.001)
+    run(group, 0.04, pack_s=0.03)
+    assert 0.04 <= min(group.gaps) < 0.06
+
+
+def test_a_group_that_is_slower_than_that_sends_without_rest() -> None:
+    group = Group(0.1)
+    run(group, 0.001)
+    assert group.gaps[0] < 0.09, "two are under way"
+    assert min(group.gaps[1:]) < 0.15
+
+
+def test_a_rest_ends_when_the_speed_is_let_go() -> None:
+    group = Group(0.001)
     began = time.monotonic()
-    broadcast._rest(deque())
-    assert time.monotonic() - began < 0.04
-    sent = deque([under_way(100, 0.05), under_way(100, 0.02)])
-    broadcast._rest(sent)
-    assert time.monotonic() - began >= 3 * 2 * 0.02
-    assert not sent and (broadcast.num_buckets, broadcast.num_bytes) == (2, 200)
+
+    def let_go(broadcast: Broadcast) -> None:
+        broadcast.gb_per_s = float("inf")
+
+    run(group, 20.0, on_sent=let_go)
+    assert time.monotonic() - began < 10
 
 
-def test_one_that_is_stopped_rests_no_longer() -> None:
-    broadcast = resting(1e-6)
-    broadcast._on_sent = Broadcast.stop
+def test_what_was_sent_is_told_in_the_rest_behind_it_and_a_stop_ends_it() -> None:
+    group, raised = Group(0.001), threading.Event()
     with pytest.raises(RuntimeError, match="was given up"):
-        broadcast._rest(deque([under_way(100, 1.0), under_way(100, 1.0)]))
+        run(group, 60.0, on_sent=lambda broadcast: (raised.set(), broadcast.stop()))
+    assert raised.is_set() and len(group.announced) == 1

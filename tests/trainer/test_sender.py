@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -15,11 +16,13 @@ import torch.distributed as dist
 from segue.errors import ConfigError
 from segue.trainer import Endpoint, Progress, WeightSender, WeightSendError
 from segue.trainer.broadcast import Broadcast
+from segue.trainer.endpoint import Answer
 from segue.trainer.group import free_port
 from tests.conftest import WaitUntil
 from tests.trainer.conftest import FakeEngine
 from tests.trainer.fake_engine import describe
 
+SAID: list[dict[str, Any]] = [{"generating": True}, {"generating": False}, {}]  # by engines, of themselves
 WHOLE = ["prepare_weights_update", "complete_weights_update", "commit_weights_update"]
 
 
@@ -265,41 +268,71 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[Broadcast]:
 
     class Seen(Broadcast):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            made.append(self)
             super().__init__(*arguments, **options)
+            made.append(self)
 
     monkeypatch.setattr("segue.trainer.sender.Broadcast", Seen)
     return made
 
 
-def test_broadcasts_take_their_share_of_the_time_while_an_engine_generates(
+def send_until_closed(sending: WeightSender) -> threading.Thread:
+    """Another thread, in which a send begins that does not end."""
+
+    def send() -> None:
+        with pytest.raises(WeightSendError, match="closed during the send"):
+            sending.send()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_broadcasts_are_slowed_down_while_an_engine_generates(
     engines: list[FakeEngine], broadcasts: list[Broadcast], wait_until: WaitUntil
 ) -> None:
     with sender(engines, make_weights()) as sending:
         sending.send()
         engines[1].fault(generating="yes")
         sending.send()
-        assert [each.share for each in broadcasts] == [1.0, 0.1]
+        assert [each.gb_per_s for each in broadcasts] == [math.inf, 25.0]
         engines[1].fault(receive="hang")
-
-        def send() -> None:
-            with pytest.raises(WeightSendError, match="closed during the send"):
-                sending.send()
-
-        held = threading.Thread(target=send)
-        held.start()
+        thread = send_until_closed(sending)
         wait_until(lambda: len(broadcasts) == 3, what="the broadcast begun")
-        assert broadcasts[2].share == 1.0
+        assert broadcasts[2].gb_per_s == math.inf
         engines[1].fault(receive="hang", generating="yes")
-        wait_until(lambda: broadcasts[2].share == 0.1, what="the engine's requests noticed")
+        wait_until(lambda: broadcasts[2].gb_per_s == 25.0, what="the engine's requests noticed")
         engines[1].fault(receive="hang")
-        wait_until(lambda: broadcasts[2].share == 1.0, what="their end noticed")
+        wait_until(lambda: broadcasts[2].gb_per_s == math.inf, what="their end noticed")
         sending.close()
-        held.join(20)
-    assert not held.is_alive()
+        thread.join(20)
+    assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
-def test_a_share_of_the_time_is_above_nothing_and_at_most_all(share: float) -> None:
-    with pytest.raises(ConfigError, match="above 0 and at most 1"):
-        WeightSender(["http://127.0.0.1:1"], make_weights(), share_while_serving=share)
+def test_one_engine_that_says_so_slows_down_and_all_of_them_speed_up(
+    engines: list[FakeEngine],
+    broadcasts: list[Broadcast],
+    wait_until: WaitUntil,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy, idle, silent = (Answer(url="", success=True, fields=fields) for fields in SAID)
+    said = [[busy, silent], [idle, silent], [idle, silent], [idle, idle]]
+    seen: list[float] = []
+
+    def statuses(session: str) -> list[Answer]:
+        seen.append(broadcasts[0].gb_per_s)
+        return said[min(len(seen), len(said)) - 1]
+
+    with sender(engines, make_weights()) as sending:
+        monkeypatch.setattr(sending, "_statuses", statuses)
+        engines[1].fault(receive="hang")
+        thread = send_until_closed(sending)
+        wait_until(lambda: len(seen) >= 5, what="five looks")
+        sending.close()
+        thread.join(20)
+    assert seen[:5] == [math.inf, 25.0, 25.0, 25.0, math.inf]
+
+
+@pytest.mark.parametrize("speed", [0.0, -0.5, float("nan")])
+def test_a_speed_is_above_nothing(speed: float) -> None:
+    with pytest.raises(ConfigError, match="above 0"):
+        WeightSender(["http://127.0.0.1:1"], make_weights(), gb_per_s_while_serving=speed)

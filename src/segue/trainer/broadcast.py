@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,35 +18,7 @@ from segue.trainer.group import Group
 AHEAD = 2  # buckets in flight on CUDA, each with its buffer
 POLL_S = 0.0005  # between two looks at the device
 
-
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    bucket: Bucket
-    began: float  # of `time.monotonic`, as it was announced
-    sent: torch.cuda.Event
-    pieces: list[Tensor]  # are kept until then
-
-
-class Pace:
-    """How long to be silent behind a broadcast, for broadcasts to take a share of the time."""
-
-    def __init__(self) -> None:
-        self._s_per_byte: list[float] = []
-
-    def took(self, num_bytes: int, seconds: float) -> None:
-        """From the announcement of a bucket to its end."""
-        if num_bytes:
-            self._s_per_byte.append(seconds / num_bytes)
-
-    def rest_s(self, num_bytes: int, share: float) -> float:
-        """Behind so many bytes.
-
-        Engines notice an announcement up to some milliseconds late, so the quickest bucket tells how long one
-        takes there. The first alone tells nothing: NCCL connects within it.
-        """
-        if len(self._s_per_byte) < 2:
-            return 0.0
-        return num_bytes * min(self._s_per_byte) * (1 / share - 1)
+_UnderWay = deque[tuple[Bucket, torch.cuda.Event, list[Tensor]]]  # the pieces are kept
 
 
 class Broadcast:
@@ -60,11 +32,11 @@ class Broadcast:
         *,
         flattened: bool,
         on_sent: Callable[[Broadcast], None],
-        share: float = 1.0,
+        gb_per_s: float = math.inf,
     ) -> None:
         """``flattened``: one broadcast a bucket, its tensors' bytes end to end; else one a tensor.
 
-        ``share``: of the time, that broadcasts may take on CUDA; may be set meanwhile.
+        ``gb_per_s``: at most, from bucket to bucket, on CUDA; may be set meanwhile.
 
         On CUDA it sees what the caller's current stream has been given so far.
         """
@@ -75,8 +47,7 @@ class Broadcast:
         self._group, self._buckets, self._tensors = group, buckets, tensors
         self._pieces = self._flat if flattened else self._single
         self._on_sent = on_sent
-        self.share = share
-        self._pace = Pace()
+        self.gb_per_s = gb_per_s
         self._stopped = False
         is_cuda = group.device.type == "cuda"
         self._given = torch.cuda.current_stream(group.device).record_event() if is_cuda else None
@@ -108,7 +79,8 @@ class Broadcast:
         assert self._given is not None
         packing, wire = self._group.streams
         packing.wait_event(self._given)
-        under_way: deque[_UnderWay] = deque()
+        under_way: _UnderWay = deque()
+        began, num_bytes = 0.0, 0  # of the last bucket
         with torch.cuda.device(self._group.device):
             for index, bucket in enumerate(self._buckets):
                 if len(under_way) == AHEAD:  # whose buffer is the next one's
@@ -116,36 +88,31 @@ class Broadcast:
                 with torch.cuda.stream(packing):
                     pieces = list(self._pieces(index, bucket))
                 wire.wait_event(packing.record_event())
-                if self.share < 1:
-                    self._rest(under_way)
-                began = time.monotonic()
+                self._rest(under_way, began, num_bytes)
+                began, num_bytes = time.monotonic(), bucket.num_bytes
                 self._group.announce()
                 with torch.cuda.stream(wire):
                     for piece in pieces:
                         self._group.broadcast(piece)
-                under_way.append(_UnderWay(bucket, began, wire.record_event(), pieces))
+                under_way.append((bucket, wire.record_event(), pieces))
             while under_way:
                 self._settle(under_way)
 
-    def _settle(self, under_way: deque[_UnderWay]) -> None:
+    def _settle(self, under_way: _UnderWay) -> None:
         """Wait for the first bucket under way."""
-        first = under_way[0]
-        while not first.sent.query():  # type: ignore[no-untyped-call]
+        while not under_way[0][1].query():  # type: ignore[no-untyped-call]
             self._check()
             time.sleep(POLL_S)
-        self._pace.took(first.bucket.num_bytes, time.monotonic() - first.began)
-        under_way.popleft()
-        self._count(first.bucket)
+        self._count(under_way.popleft()[0])
 
-    def _rest(self, under_way: deque[_UnderWay]) -> None:
-        """Let what is under way end, and be silent for its share of the time."""
-        num_bytes = sum(each.bucket.num_bytes for each in under_way)
-        while under_way:
-            self._settle(under_way)
-        end = time.monotonic() + self._pace.rest_s(num_bytes, self.share)
-        while time.monotonic() < end:
+    def _rest(self, under_way: _UnderWay, began: float, num_bytes: int) -> None:
+        """Announce nothing for as long as so many bytes, announced then, take at `gb_per_s`."""
+        while time.monotonic() < began + num_bytes / (1e9 * self.gb_per_s):
             self._check()
-            time.sleep(POLL_S)
+            if under_way and under_way[0][1].query():  # type: ignore[no-untyped-call]
+                self._settle(under_way)
+            else:
+                time.sleep(POLL_S)
 
     def _check(self) -> None:
         if self._stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
@@ -21,7 +22,7 @@ from segue.trainer.group import Group, bracketed, free_port, own_address
 from segue.weights.sync.checksum import checksum
 
 ASK_S = 10.0  # for what an engine answers at once
-POLL_S = 1.0  # between two looks at how engines fare during a broadcast
+POLL_S = 0.2  # between two looks at how engines fare during a broadcast
 COMMIT_TRIES = 3  # a commit whose answer was lost is asked for again
 DEFAULT_GROUP = "weight_update_group"
 
@@ -85,7 +86,7 @@ class WeightSender:
         master_address: str | None = None,
         master_port: int | None = None,
         max_ctas: int | None = 16,
-        share_while_serving: float = 0.1,
+        gb_per_s_while_serving: float = 25.0,
         timeout_s: float = 300.0,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
@@ -103,25 +104,28 @@ class WeightSender:
             master_port: of the store that is hosted here; a free one if it is taken, or not given.
             max_ctas: SMs that NCCL's kernels take while they run, here and in each engine; None: as NCCL
                 thinks best.
-            share_while_serving: of the time, that NCCL's kernels run beside an engine that generates (from
-                the third bucket on): with less, its requests lose less of their speed, and a transfer takes
-                longer. Above 0; 1: always at full speed.
+            gb_per_s_while_serving: at most, over NCCL and as long as an engine generates: with less, its
+                requests lose less of their speed, and for longer. A bucket has to take much less than
+                ``timeout_s``. ``math.inf``: as fast as it goes.
             timeout_s: for joining, for a silent transfer, and for an engine to finish receiving.
             on_progress: called behind each bucket, in another thread.
 
         Raises:
-            ConfigError: there is no endpoint, or no such share.
+            ConfigError: there is no endpoint, or no such speed.
         """
         self._endpoints = [Endpoint(url=each) if isinstance(each, str) else each for each in endpoints]
         if not self._endpoints:
             raise ConfigError("endpoints is empty: give the URL of at least one engine")
-        if not 0 < share_while_serving <= 1:
-            raise ConfigError(f"share_while_serving={share_while_serving}; it must be above 0 and at most 1")
+        if not gb_per_s_while_serving > 0:
+            raise ConfigError(
+                f"gb_per_s_while_serving={gb_per_s_while_serving}; it must be above 0 (math.inf: no limit)"
+            )
         self._weights = weights
         self._max_bytes = int(buffer_size_mb * (1 << 20))
         self._flattened, self._checksums, self._backend = flattened, checksums, backend
         self._name, self._address, self._port = group_name, master_address, master_port
-        self._max_ctas, self._share, self._timeout_s = max_ctas, share_while_serving, timeout_s
+        self._max_ctas, self._timeout_s = max_ctas, timeout_s
+        self._gb_per_s_while_serving = gb_per_s_while_serving
         self._on_progress = on_progress
         self._group: Group | None = None
         self._lock = threading.Lock()
@@ -177,7 +181,7 @@ class WeightSender:
             raise _RefusedError(error.message, error.answers) from None
         self._wait_for(group)
         broadcast_began = time.perf_counter()
-        self._broadcast(group, session, buckets, began, self._share_of(answers))
+        self._broadcast(group, session, buckets, began, self._limit(answers))
         broadcast_s = time.perf_counter() - broadcast_began
         alone = len(self._endpoints) == 1
         finish = {"group_name": self._name, "session_id": session, "flush_cache": flush_cache}
@@ -268,12 +272,13 @@ class WeightSender:
         except (RuntimeError, TimeoutError) as error:
             raise WeightSendError(str(error)) from error
 
-    def _share_of(self, answers: list[Answer]) -> float:
-        """Of the time, that broadcasts may take beside engines that say so."""
-        return self._share if any(answer.fields.get("generating") for answer in answers) else 1.0
+    def _limit(self, answers: list[Answer]) -> float:
+        """GB/s beside engines that answer so."""
+        is_serving = any(answer.fields.get("generating") for answer in answers)
+        return self._gb_per_s_while_serving if is_serving else math.inf
 
     def _broadcast(
-        self, group: Group, session: str, buckets: list[Bucket], began: float, share: float
+        self, group: Group, session: str, buckets: list[Bucket], began: float, gb_per_s: float
     ) -> None:
         total_bytes = sum(bucket.num_bytes for bucket in buckets)
 
@@ -292,7 +297,12 @@ class WeightSender:
         if source.type == "cuda" and group.device.type == "cpu":  # another thread's stream will read them
             torch.cuda.current_stream(source).synchronize()
         broadcast = Broadcast(
-            group, buckets, tensors(self._weights), flattened=self._flattened, on_sent=tell, share=share
+            group,
+            buckets,
+            tensors(self._weights),
+            flattened=self._flattened,
+            on_sent=tell,
+            gb_per_s=gb_per_s,
         )
         try:
             self._watch(broadcast, session)
@@ -311,8 +321,9 @@ class WeightSender:
             answers = self._statuses(session)
             if not all(answer.success for answer in answers) and not broadcast.finished.is_set():
                 self._fail("an engine gave up during the broadcast", answers)
-            if all("state" in answer.fields for answer in answers):
-                broadcast.share = self._share_of(answers)
+            limit = self._limit(answers)
+            if limit < broadcast.gb_per_s or all("generating" in answer.fields for answer in answers):
+                broadcast.gb_per_s = limit
         if broadcast.error is not None:
             self._fail(f"the broadcast failed: {broadcast.error}", self._statuses(session))
 
