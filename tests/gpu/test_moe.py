@@ -207,7 +207,7 @@ def test_what_pads_a_captured_step_goes_to_no_expert(tmp_path, monkeypatch):
         seen[len(experts)].copy_(experts)
         return entry.run(x, gate_up, down, weights, experts)
 
-    monkeypatch.setattr(moe_backend, "select", lambda name, device: replace(entry, run=run))
+    monkeypatch.setattr(moe_backend, "select", lambda name, device, **_: replace(entry, run=run))
     runner = making.make_runner(tmp_path, device="cuda", page_size=16, max_running_requests=8)
     try:
         planner = Planner(runner)
@@ -224,7 +224,7 @@ def test_a_backend_that_no_graph_can_hold_runs_eagerly(tmp_path, monkeypatch):
     from segue.model_runner.cuda_executor import CUDAExecutor
 
     model = tiny.save_qwen3_moe(tmp_path)
-    monkeypatch.setattr(moe_backend, "select", lambda name, device: select("torch", device))
+    monkeypatch.setattr(moe_backend, "select", lambda name, device, **_: select("torch", device))
     runner = making.make_runner(tmp_path, device="cuda", page_size=16)
     try:
         assert isinstance(runner._executor, CUDAExecutor) and runner._executor.num_graphs == 0

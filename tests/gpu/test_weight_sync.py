@@ -95,19 +95,20 @@ def test_beside_requests_a_transfer_is_slowed_down(tmp_path: Path, wait_until: W
     model = checkpoint("qwen3", tmp_path, 1.0).to(DEVICE, torch.bfloat16)
     stopped = threading.Event()
 
-    def generate(url: str) -> None:
+    def generate(url: str, length: int) -> None:
         while not stopped.is_set():
-            body = {"input_ids": making.prompt(9), "sampling_params": greedy(200)}
+            body = {"input_ids": making.prompt(9), "sampling_params": greedy(length)}
             httpx.post(f"{url}/generate", json=body, timeout=60).raise_for_status()
 
     with (
         serve("--model", str(tmp_path), *OPTIONS) as served,
         WeightSender([served.url], model, buffer_size_mb=0.05, gb_per_s_while_serving=SLOW) as sender,
-        ThreadPoolExecutor() as pool,
+        ThreadPoolExecutor(max_workers=8) as pool,
     ):
         sender.send()
         alone = sender.send()
-        streams = [pool.submit(generate, served.url) for _ in range(4)]
+        lengths = (83, 101, 127, 151, 173, 199)  # so that they never end together
+        streams = [pool.submit(generate, served.url, length) for length in lengths]
         try:
             wait_until(lambda: served.state()["running_batch_size"] > 1, what="requests running")
             beside = sender.send()
