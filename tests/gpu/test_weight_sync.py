@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from segue.trainer import WeightSender, WeightSendError
-from tests.conftest import WaitUntil
 from tests.e2e.served import greedy, serve
 from tests.model_runner import making, tiny
 
@@ -23,7 +20,6 @@ pytestmark = [
 ]
 OPTIONS = ("--device", "cuda", "--dtype", "bfloat16", "--num-kv-tokens", "2048")
 DEVICE = torch.device("cuda", max(torch.cuda.device_count() - 1, 0))  # of the trainer
-SLOW = 2e-4  # GB/s
 SAVE: dict[str, Any] = {
     "llama-tied": lambda path: tiny.save_llama(path, tie_word_embeddings=True),
     "qwen3": tiny.save_qwen3,
@@ -89,31 +85,3 @@ def test_values_that_are_not_finite_are_refused_and_the_old_weights_stay(tmp_pat
             ):
                 sender.send()
         assert total(served.url) == before
-
-
-def test_beside_requests_a_transfer_is_slowed_down(tmp_path: Path, wait_until: WaitUntil) -> None:
-    model = checkpoint("qwen3", tmp_path, 1.0).to(DEVICE, torch.bfloat16)
-    stopped = threading.Event()
-
-    def generate(url: str, length: int) -> None:
-        while not stopped.is_set():
-            body = {"input_ids": making.prompt(9), "sampling_params": greedy(length)}
-            httpx.post(f"{url}/generate", json=body, timeout=60).raise_for_status()
-
-    with (
-        serve("--model", str(tmp_path), *OPTIONS) as served,
-        WeightSender([served.url], model, buffer_size_mb=0.05, gb_per_s_while_serving=SLOW) as sender,
-        ThreadPoolExecutor(max_workers=8) as pool,
-    ):
-        sender.send()
-        alone = sender.send()
-        lengths = (83, 101, 127, 151, 173, 199)  # so that they never end together
-        streams = [pool.submit(generate, served.url, length) for length in lengths]
-        try:
-            wait_until(lambda: served.state()["running_batch_size"] > 1, what="requests running")
-            beside = sender.send()
-        finally:
-            stopped.set()
-        for stream in streams:
-            stream.result()
-    assert beside.broadcast_seconds > beside.bytes / (1e9 * SLOW) / 2 > 2 * alone.broadcast_seconds
