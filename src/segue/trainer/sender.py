@@ -321,7 +321,7 @@ class WeightSender:
             answers = self._statuses(session)
             if not all(answer.success for answer in answers) and not broadcast.finished.is_set():
                 self._fail("an engine gave up during the broadcast", answers)
-            limit = self._limit(answers)
+            limit = self._limit(answers)  # one that does not answer may be generating
             if limit < broadcast.gb_per_s or all("generating" in answer.fields for answer in answers):
                 broadcast.gb_per_s = limit
         if broadcast.error is not None:
