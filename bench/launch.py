@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -52,6 +52,7 @@ def running(
     *,
     start_timeout: float = START_TIMEOUT_S,
     log: Path | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[float]:
     """Start `command` in a process group of its own; yield the seconds until ``/health`` said 200; stop it.
 
@@ -67,6 +68,7 @@ def running(
             stdout=output,
             stderr=output if log else None,
             start_new_session=True,
+            env=env,
         )
     try:
         _wait(process, url, start_timeout)

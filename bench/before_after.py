@@ -1,0 +1,205 @@
+"""Two commits of Segue against each other on this machine: is the later one slower?
+
+    python -m bench.before_after BEFORE [AFTER] [--what host_cost serving_cost load] [--blocks 10]
+
+Both commits are checked out beside each other. Each block measures A B C C B A, where A is BEFORE, B is
+AFTER, and C is BEFORE once more, in processes of its own. A drift of the machine within a block cancels out
+of B / A and of C / A. A figure's change is the median of B / A over the blocks. Its spread is the median over
+the blocks of how far C / A is from 1. The later commit is worse where it loses more than 2 % and more than
+the spread.
+
+`host_cost` is that bench of each commit, in milliseconds per step. `serving_cost` is the served half of that
+bench: tokens per second of 8 concurrent streams. `load` sends short requests at a fixed rate, as
+`bench.serving` does. Every value and ratio is stored in bench/results/before_after.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench import launch, report, serving, workload
+from bench.load import SLO, Clients, Lengths
+from bench.serving_cost import NUM_STREAMS, PROMPT_LEN, served_speed
+
+TOLERATED = 0.02
+ORDER = ("before", "after", "before again", "before again", "after", "before")
+LOAD = Lengths(prompt=(16, 128), output=(8, 32))
+LOAD_RATE, LOAD_SECONDS = 3.0, 12.0  # requests per second; seconds of arrivals
+
+Figures = dict[str, float]
+Measure = Callable[[], Figures]
+
+
+def main() -> int:
+    """Exit code 1 if a figure became worse by more than is tolerated."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", help="a commit")
+    parser.add_argument("after", nargs="?", default="HEAD", help="a commit; default: HEAD")
+    parser.add_argument("--what", nargs="+", choices=sorted(BENCHES), default=sorted(BENCHES))
+    parser.add_argument("--blocks", type=int, default=10)
+    args = parser.parse_args()
+    commits = {"before": _commit(args.before), "after": _commit(args.after)}
+    found: dict[str, Any] = {}
+    with _checked_out(commits["before"]) as before, _checked_out(commits["after"]) as after:
+        trees = {"before": before, "before again": before, "after": after}
+        for what in args.what:
+            blocks = []
+            for number in range(args.blocks):
+                with BENCHES[what](trees) as measures:
+                    blocks.append([(side, measures[side]()) for side in ORDER])
+                print(f"{what}: block {number + 1} of {args.blocks}", flush=True)
+            found[what] = {name: compared(blocks, name) for name in blocks[0][0][1]}
+    rows = [
+        [
+            f"{what}, {name}",
+            f"{each['change']:+.1%}",
+            f"{each['spread']:.1%}",
+            "worse" if each["worse"] else "",
+        ]
+        for what, figures in found.items()
+        for name, each in figures.items()
+    ]
+    report.show("change from before to after, medians", ["", "change", "spread of A against A", ""], rows)
+    print(f"written to {report.save('before_after', {**commits, 'blocks': args.blocks, 'found': found})}")
+    return 1 if any(each["worse"] for figures in found.values() for each in figures.values()) else 0
+
+
+def compared(blocks: list[list[tuple[str, Figures]]], name: str) -> dict[str, Any]:
+    """One figure over all blocks: its values and ratios, the change, the spread and the verdict."""
+    ratios: dict[str, list[float]] = {"after": [], "before again": []}
+    values: dict[str, list[float]] = {side: [] for side in set(ORDER)}
+    for block in blocks:
+        sums = dict.fromkeys(values, 0.0)
+        for side, figures in block:
+            values[side].append(figures[name])
+            sums[side] += figures[name]
+        for side, each in ratios.items():
+            each.append(sums[side] / sums["before"])
+    change = statistics.median(ratios["after"]) - 1
+    spread = statistics.median(abs(ratio - 1) for ratio in ratios["before again"])
+    loss = -change if name.endswith("/s") else change
+    return {
+        "change": change,
+        "spread": spread,
+        "worse": loss > max(TOLERATED, spread),
+        "ratios": ratios,
+        "values": values,
+    }
+
+
+@contextmanager
+def _host_cost(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
+    def measured(tree: Path) -> Figures:
+        command = [sys.executable, "-m", "bench.host_cost"]
+        done = subprocess.run(command, cwd=tree, env=_environment(tree), stdout=subprocess.DEVNULL)
+        if done.returncode not in (0, 1):
+            raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode} in {tree}")
+        record = json.loads((tree / "bench/results/host_cost.json").read_text())
+        return {f"page size {size}, ms": record[f"page size {size}"]["total"] for size in (16, 64)}
+
+    yield {side: lambda tree=tree: measured(tree) for side, tree in trees.items()}  # type: ignore[misc]
+
+
+@contextmanager
+def _serving_cost(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
+    with _servers(trees) as urls:
+        batch = workload.prompts(NUM_STREAMS, PROMPT_LEN, seed=0)
+        measures: dict[str, Measure] = {}
+        for side, url in urls.items():
+            model = serving.model_of(url)
+            served_speed(url, model, batch)  # warms up
+            measures[side] = lambda url=url, model=model: {  # type: ignore[misc]
+                "tokens/s": served_speed(url, model, batch)
+            }
+        yield measures
+
+
+@contextmanager
+def _load(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
+    with _servers(trees) as urls, ExitStack() as stack:
+        measures: dict[str, Measure] = {}
+        for side, url in urls.items():
+            clients = stack.enter_context(Clients(url, serving.model_of(url), 1))
+            measures[side] = lambda clients=clients: _loaded(clients, LOAD_SECONDS)  # type: ignore[misc]
+            _loaded(clients, 3.0)  # warms up
+        yield measures
+
+
+def _loaded(clients: Clients, seconds: float) -> Figures:
+    found = serving.at_rate(
+        clients, LOAD_RATE, seconds=seconds, lengths=LOAD, burstiness=1.0, slo=SLO(), seed=0
+    )
+    if found["failed"] or found["unfinished"]:
+        raise RuntimeError(f"{found['failed']} requests failed, {found['unfinished']} did not end: {found}")
+    return {
+        "first token p50, ms": 1e3 * found["ttft_s"]["p50"],
+        "gap p50, ms": 1e3 * found["gap_s"]["p50"],
+        "whole request p50, ms": 1e3 * found["end_s"]["p50"],
+    }
+
+
+@contextmanager
+def _servers(trees: dict[str, Path]) -> Iterator[dict[str, str]]:
+    """A server per side, each in a fresh process, all of them idle but the one that is being measured."""
+    with ExitStack() as stack:
+        urls = {}
+        for side, tree in trees.items():
+            port = launch.free_port()
+            options = (
+                "--port",
+                str(port),
+                "--dtype",
+                "bfloat16",
+                "--disable-prefix-cache",
+                "--log-level",
+                "error",
+            )
+            urls[side] = f"http://127.0.0.1:{port}"
+            command = [sys.executable, "-m", "segue", "serve", *options]
+            stack.enter_context(launch.running(command, urls[side], env=_environment(tree)))
+        yield urls
+
+
+def _environment(tree: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"}
+
+
+def _commit(name: str) -> str:
+    return _git("rev-parse", "--short=12", f"{name}^{{commit}}")
+
+
+@contextmanager
+def _checked_out(commit: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="segue-before-after-") as directory:
+        tree = Path(directory) / "tree"
+        _git("worktree", "add", "--detach", "--quiet", str(tree), commit)
+        try:
+            yield tree
+        finally:
+            _git("worktree", "remove", "--force", str(tree))
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=report.RESULTS.parent, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"git {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+BENCHES = {"host_cost": _host_cost, "serving_cost": _serving_cost, "load": _load}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
