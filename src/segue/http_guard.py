@@ -27,15 +27,15 @@ _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d*)?")  # of a Host he
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
-Headers = Mapping[bytes, bytes]  # by name in lower case; of a header that came twice, the last
+Headers = Mapping[bytes, bytes]  # names are in lower case; of a header that came twice, the last counts
 
 
 @dataclass(frozen=True, slots=True)
 class HttpGuard:
-    """What a request must fulfil, whatever its route."""
+    """The hosts that a server answers for, and the web pages that may change something on it."""
 
-    hosts: frozenset[str] | None  # names besides this machine's own; None: any
-    origins: frozenset[str]  # of pages that may send what changes something; ``*``: any
+    hosts: frozenset[str] | None  # names besides localhost and loopback addresses; None: any name passes
+    origins: frozenset[str]  # besides the server's own; with ``*`` any origin passes
 
     @classmethod
     def create(cls, host: str, allowed_hosts: str | None = None, cors_origin: str | None = None) -> HttpGuard:
@@ -166,7 +166,7 @@ def install(
     check: Callable[[Scope], None],
     refuse: Callable[[SegueError, Scope], ASGIApp],
 ) -> None:
-    """Put the check before everything else; pages of allowed origins may read the answers."""
+    """Put the check before everything else, and let pages of allowed origins read the answers."""
     if guard.origins:
         app.add_middleware(
             CORSMiddleware,

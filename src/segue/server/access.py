@@ -21,10 +21,10 @@ from segue.server.errors import error_response
 class Access(Enum):
     """What a request needs to reach a route."""
 
-    OPEN = "nothing: not even the host is checked"
-    METRICS = "as OPEN with --open-metrics, else as USER"
-    USER = "with an API key set: that key, or the admin key"
-    ADMIN = "with an admin key set: that key; else as USER"
+    OPEN = "open"  # nothing: not even the host is checked
+    METRICS = "metrics"  # as OPEN with --open-metrics, else as USER
+    USER = "user"  # the API key or the admin key, where an API key is set
+    ADMIN = "admin"  # the admin key, where one is set; else as USER
 
 
 class Gate:
@@ -50,15 +50,15 @@ class Gate:
         if access is Access.OPEN:
             return
         headers = dict(scope["headers"])
-        self.check_client(scope, headers, access)
+        self.check_client(headers, access)
         method = scope["method"]
-        # Reading a control route is not for other pages either: `GET /flush_cache` changes something.
+        # Other pages do not even read control routes, since a few of those change something on GET.
         if method not in READING or (access is Access.ADMIN and method != "OPTIONS"):
             self.guard.check_origin(headers, scope["scheme"])
         if method not in READING:
             check_type(headers)
 
-    def check_client(self, scope: Scope, headers: Headers, access: Access) -> None:
+    def check_client(self, headers: Headers, access: Access) -> None:
         """Check key and host alone; raises as :meth:`check` does."""
         keys = self._admin_keys if access is Access.ADMIN else self._user_keys
         if keys and not _carries(headers, keys):
@@ -67,7 +67,10 @@ class Gate:
 
 
 class GuardedRoute(APIRoute):
-    """A route that its declared level guards, whatever its method; use one of the classes below."""
+    """A route that checks a request before anything of its endpoint runs, whatever the method.
+
+    Routers are made with one of the classes below, which is how a route declares its level.
+    """
 
     access: ClassVar[Access]
 
@@ -77,7 +80,7 @@ class GuardedRoute(APIRoute):
         self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that this route matched, perhaps but for the method."""
+        """Check a request whose path this route matched, then answer it."""
         try:
             scope["app"].state.gate.check(scope, self.access)
         except SegueError as error:
@@ -86,45 +89,45 @@ class GuardedRoute(APIRoute):
         await super().handle(scope, receive, send)
 
     def error_body(self, error: SegueError) -> dict[str, Any] | None:
-        """What a refusal says, where that is not told by the path."""
+        """The body of a refusal; None: the path decides its form."""
         return None
 
 
 class OpenRoute(GuardedRoute):
-    """For probes."""
+    """A route for probes."""
 
     access = Access.OPEN
 
 
 class MetricsRoute(GuardedRoute):
-    """For Prometheus."""
+    """A route for Prometheus."""
 
     access = Access.METRICS
 
 
 class UserRoute(GuardedRoute):
-    """For clients that generate."""
+    """A route for clients that generate."""
 
     access = Access.USER
 
 
 class AdminRoute(GuardedRoute):
-    """For those who control the server."""
+    """A route that controls the server, or shows its state."""
 
     access = Access.ADMIN
 
 
 class Unmatched:
-    """Answers what no route matches: without a key nobody learns which routes there are."""
+    """Answers requests that no route matches; without a key nobody learns which routes there are."""
 
     def __init__(self, gate: Gate, routes: list[BaseRoute]) -> None:
         self._gate = gate
-        self._router = Router(routes)  # redirects a path that has or lacks a slash at its end, else 404
+        self._router = Router(routes)  # redirects where only a slash at the end differs, else answers 404
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request; raises as :meth:`Gate.check` does."""
         if scope["type"] == "http":
-            self._gate.check_client(scope, dict(scope["headers"]), Access.USER)
+            self._gate.check_client(dict(scope["headers"]), Access.USER)
         await self._router(scope, receive, send)
 
 

@@ -38,7 +38,7 @@ def create_app(config: EngineConfig) -> FastAPI:
         version=segue.__version__,
         description="An LLM inference engine.",
         openapi_url=None,  # FastAPI's own routes would declare no level of access
-        redirect_slashes=False,  # `Unmatched` does it, behind the check of the key
+        redirect_slashes=False,  # `Unmatched` redirects, once the key is checked
         exception_handlers={
             SegueError: _on_segue_error,
             HTTPException: _on_http_error,
@@ -50,7 +50,7 @@ def create_app(config: EngineConfig) -> FastAPI:
     app.state.service = Service(config)
     app.state.gate = gate = Gate(config)
     for rooms in (openai_routes, native_routes, control_routes, weight_routes, health, metrics, about_routes):
-        app.router.routes.extend(rooms.router.routes)  # as they are: an included router would match them anew
+        app.router.routes.extend(rooms.router.routes)  # FastAPI would match an included router twice
     app.router.default = Unmatched(gate, app.router.routes)
     require_levels(app.router.routes)
     install(app, gate.guard, check_path, _refusal)
