@@ -68,16 +68,16 @@ def test_a_server_on_loopback_answers_for_no_other_host(host: str) -> None:
 
 
 def test_other_hosts_can_be_named() -> None:
-    guard = HttpGuard.create("127.0.0.1", " GPU-1.lan , [fe80::1]")
+    guard = HttpGuard.create("127.0.0.1", allowed_hosts=" GPU-1.lan , [fe80::1]")
     for host in ("gpu-1.lan:30000", "GPU-1.LAN", "[fe80::1]:1", "localhost"):
         assert host_passes(guard, host)
     assert not host_passes(guard, "gpu-2.lan")
-    assert host_passes(HttpGuard.create("127.0.0.1", "*"), "evil.example")
+    assert host_passes(HttpGuard.create("127.0.0.1", allowed_hosts="*"), "evil.example")
 
 
 def test_a_server_on_the_network_checks_hosts_where_names_are_given() -> None:
     assert host_passes(HttpGuard.create("0.0.0.0"), "anything.example")
-    guard = HttpGuard.create("0.0.0.0", "api.example")
+    guard = HttpGuard.create("0.0.0.0", allowed_hosts="api.example")
     assert host_passes(guard, "api.example") and host_passes(guard, "127.0.0.1")
     assert not host_passes(guard, "evil.example")
 

@@ -246,7 +246,7 @@ def trainer(
     from segue.trainer.trainer import Trainer
 
     configure(log_level)
-    guard = HttpGuard.create(host, allowed_hosts, cors_origin)
+    guard = HttpGuard.create(host, allowed_hosts=allowed_hosts, cors_origin=cors_origin)
     listener = bind(host, port)
     given: dict[str, Any] = {} if cache_dir is None else {"cache_dir": cache_dir}
     trained = TrainedModel(

@@ -38,7 +38,9 @@ class HttpGuard:
     origins: frozenset[str]  # besides the server's own; with ``*`` any origin passes
 
     @classmethod
-    def create(cls, host: str, allowed_hosts: str | None = None, cors_origin: str | None = None) -> HttpGuard:
+    def create(
+        cls, host: str, *, allowed_hosts: str | None = None, cors_origin: str | None = None
+    ) -> HttpGuard:
         """The guard of a server that listens on ``host``, with the options of the same names.
 
         Hosts are checked where the server listens on a loopback address, or where names are given.

@@ -31,7 +31,9 @@ class Gate:
     """The checks of one server, in their order: key, host, origin, type of the body."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.guard = HttpGuard.create(config.host, config.allowed_hosts, config.cors_origin)
+        self.guard = HttpGuard.create(
+            config.host, allowed_hosts=config.allowed_hosts, cors_origin=config.cors_origin
+        )
         admin = [config.admin_api_key.encode()] if config.admin_api_key else []
         self._user_keys = [config.api_key.encode(), *admin] if config.api_key else []
         self._admin_keys = admin or self._user_keys
