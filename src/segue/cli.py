@@ -228,16 +228,25 @@ def trainer(
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.", min=0)] = 1e-5,
     cache_dir: Annotated[str | None, typer.Option(help="Where models are kept.")] = None,
     log_level: Annotated[LogLevel, typer.Option(help="How much is logged.")] = "info",
+    allowed_hosts: Annotated[
+        str | None, typer.Option(help="Names that clients may use for this server, separated by commas.")
+    ] = None,
+    cors_origin: Annotated[
+        str | None,
+        typer.Option(help="Origins of web pages that may use this server, separated by commas."),
+    ] = None,
 ) -> None:
     """Train a model, and send its weights to running servers.
 
     POST /add_inference_endpoint names a server, /sync_inference_weights sends, /train_step trains.
     """
+    from segue.http_guard import HttpGuard
     from segue.trainer.model import TrainedModel
     from segue.trainer.server import bind, run
     from segue.trainer.trainer import Trainer
 
     configure(log_level)
+    guard = HttpGuard.create(host, allowed_hosts=allowed_hosts, cors_origin=cors_origin)
     listener = bind(host, port)
     given: dict[str, Any] = {} if cache_dir is None else {"cache_dir": cache_dir}
     trained = TrainedModel(
@@ -250,7 +259,7 @@ def trainer(
     console = Console(highlight=False)
     url = f"http://{host}:{listener.getsockname()[1]}"
     console.print(f"[bold green]Ready[/bold green] at [bold]{url}[/bold]: {trained.name}", soft_wrap=True)
-    run(Trainer(trained), listener)
+    run(Trainer(trained), listener, guard)
 
 
 @bench_app.command("profile")

@@ -152,6 +152,16 @@ class EngineConfig:
     port: int = _option(30000, "Server", "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
     api_key: str | None = _option(None, "Server", "Key that clients must send as a bearer token.")
     admin_api_key: str | None = _option(None, "Server", "Key that control routes need.")
+    open_metrics: bool = _option(False, "Server", "Answer /metrics without a key, like the health routes.")
+    allowed_hosts: str | None = _option(
+        None,
+        "Server",
+        "Names that clients may use for this server, besides localhost and --host, separated by commas; "
+        "'*': any. Default: any; on a loopback address none.",
+    )
+    cors_origin: str | None = _option(
+        None, "Server", "Origins of web pages that may use this server, separated by commas; '*': any."
+    )
     max_body_mib: int = _option(16, "Server", "Largest request body, in MiB.", minimum=1)
     exit_grace: float = _option(
         5.0, "Server", "Seconds that /health answers 503 after a worker died, before the exit.", minimum=0.0

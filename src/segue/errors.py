@@ -99,6 +99,22 @@ class AuthenticationError(SegueError):
     code = "invalid_api_key"
 
 
+class ForbiddenError(SegueError):
+    """A request that a web page of another origin sent, or for a host that is not this server."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "forbidden"
+
+
+class MediaTypeError(SegueError):
+    """A request body that is not declared as JSON."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
 class OverloadedError(SegueError):
     """The waiting queue is full; the client should retry later."""
 

@@ -312,7 +312,7 @@ def test_more_prompts_than_the_queue_takes_are_refused_by_number(api: Api) -> No
     assert (response.status_code, "at most 4096" in response.text) == (400, True)
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.mark.parametrize(

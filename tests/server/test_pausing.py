@@ -238,7 +238,7 @@ def posted(server: LiveServer, path: str, body: dict[str, Any]) -> Iterator[sock
     host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
         connection.sendall(head.encode() + content)
         yield connection
 

@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from segue.server import weight_routes
+from segue.server.access import Access, GuardedRoute
 from tests.server.live import LiveServer
 
 BUCKET = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
@@ -167,7 +169,6 @@ def test_a_paused_engine_stays_paused(post: Any, server: LiveServer) -> None:
 
 
 def test_the_admin_key_guards_every_weight_route() -> None:
-    from segue.server import weight_routes
-    from segue.server.auth import CONTROL_PATHS
-
-    assert weight_routes.PATHS <= CONTROL_PATHS and len(weight_routes.PATHS) == 19
+    routes = [route for route in weight_routes.router.routes if isinstance(route, GuardedRoute)]
+    assert {route.access for route in routes} == {Access.ADMIN}
+    assert len({route.path for route in routes}) == 19

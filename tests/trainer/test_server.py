@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 
+from segue.http_guard import HttpGuard
 from segue.trainer.group import free_port
 from segue.trainer.model import TrainedModel
 from segue.trainer.server import bind, make_server, run
@@ -65,7 +66,7 @@ def client(directory: Path, tmp_path: Path, wait_until: WaitUntil) -> Iterator[C
     model = TrainedModel(str(directory), **options)
     listener = bind("127.0.0.1", 0)
     trainer = Trainer(model)
-    server = make_server(trainer)
+    server = make_server(trainer, HttpGuard.create("127.0.0.1"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", trainer)
@@ -157,7 +158,7 @@ def test_a_second_interrupt_ends_the_process(wait_until: WaitUntil) -> None:
     interrupting = threading.Thread(target=interrupt)
     interrupting.start()
     try:
-        run(Trainer(None), listener)  # type: ignore[arg-type]
+        run(Trainer(None), listener, HttpGuard.create("127.0.0.1"))  # type: ignore[arg-type]
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
         for each, handler in before.items():
@@ -248,3 +249,38 @@ def test_a_checkpoint_is_the_model(client: Client, tmp_path: Path) -> None:
     expected = client.model.module.state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.state_dict().items())
     assert (tmp_path / "saved" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "word"),
+    [
+        ({"content-type": "text/plain"}, 415, "application/json"),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415, "application/json"),
+        ({"origin": "https://evil.example"}, 403, "--cors-origin"),
+        ({"origin": "null"}, 403, "--cors-origin"),
+        ({"sec-fetch-site": "cross-site"}, 403, "--cors-origin"),
+        ({"host": "evil.example"}, 403, "--allowed-hosts"),
+    ],
+    ids=lambda part: str(part),
+)
+def test_a_web_page_trains_nothing(client: Client, headers: dict[str, str], status: int, word: str) -> None:
+    body = b'{"texts": ["Hello world"]}'
+    for path in ("/train_step", "/save_checkpoint", "/add_inference_endpoint", "/sync_inference_weights"):
+        answer = client.http.post(path, content=body, headers=headers)
+        assert (answer.status_code, answer.json()["success"]) == (status, False)
+        assert word in answer.json()["message"]
+    assert client.get("/health")["num_steps"] == 0
+
+
+def test_a_path_with_a_newline_trains_nothing(client: Client) -> None:
+    answer = client.http.post("/train_step%0A", json={"texts": ["Hello world"]})
+    assert (answer.status_code, answer.json()["success"]) == (400, False)
+    assert client.get("/health")["num_steps"] == 0
+
+
+def test_its_clients_go_on_as_before(client: Client) -> None:
+    own = {"origin": str(client.http.base_url).rstrip("/"), "sec-fetch-site": "same-origin"}
+    for headers in ({}, {"content-type": "application/json; charset=utf-8"}, own):
+        answer = client.http.post("/train_step", content=b'{"texts": ["Hello world"]}', headers=headers)
+        assert answer.status_code == 200
+    assert client.http.get("/health", headers={"origin": "https://evil.example"}).status_code == 200

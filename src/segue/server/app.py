@@ -5,23 +5,40 @@ from __future__ import annotations
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Scope
 
 import segue
 from segue.config import EngineConfig
 from segue.errors import SegueError
-from segue.server import control_routes, health, metrics, native_routes, openai_routes, weight_routes
-from segue.server.auth import KeyMiddleware
+from segue.http_guard import check_path, install
+from segue.server import (
+    about_routes,
+    control_routes,
+    health,
+    metrics,
+    native_routes,
+    openai_routes,
+    weight_routes,
+)
+from segue.server.access import Gate, Unmatched, require_levels
 from segue.server.errors import InternalError, RouteError, error_response
 from segue.server.service import Service
 from segue.server.sse import ClientGoneError
 
 
 def create_app(config: EngineConfig) -> FastAPI:
-    """The application. It answers 503 until ``app.state.service.runtime`` is set."""
+    """The application. It answers 503 until ``app.state.service.runtime`` is set.
+
+    Raises:
+        ConfigError: a host or an origin in the options is none.
+        TypeError: a route declares no level of access.
+    """
     app = FastAPI(
         title="Segue",
         version=segue.__version__,
         description="An LLM inference engine.",
+        openapi_url=None,  # FastAPI's own routes would declare no level of access
+        redirect_slashes=False,  # `Unmatched` redirects, once the key is checked
         exception_handlers={
             SegueError: _on_segue_error,
             HTTPException: _on_http_error,
@@ -31,10 +48,17 @@ def create_app(config: EngineConfig) -> FastAPI:
         },
     )
     app.state.service = Service(config)
-    app.add_middleware(KeyMiddleware, config=config)
-    for rooms in (openai_routes, native_routes, control_routes, weight_routes, health, metrics):
-        app.include_router(rooms.router)
+    app.state.gate = gate = Gate(config)
+    for rooms in (openai_routes, native_routes, control_routes, weight_routes, health, metrics, about_routes):
+        app.router.routes.extend(rooms.router.routes)  # FastAPI would match an included router twice
+    app.router.default = Unmatched(gate, app.router.routes)
+    require_levels(app.router.routes)
+    install(app, gate.guard, check_path, _refusal)
     return app
+
+
+def _refusal(error: SegueError, scope: Scope) -> ASGIApp:
+    return error_response(error, scope["path"])
 
 
 async def _on_segue_error(request: Request, error: Exception) -> Response:

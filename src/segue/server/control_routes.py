@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
-from fastapi.routing import APIRoute
 from msgspec import structs
 
 from segue.protocol.control import AbortRequest, FlushQuery, PauseQuery, PauseRequest
 from segue.protocol.messages import PauseMode
 from segue.protocol.validation import parse
+from segue.server.access import AdminRoute
 from segue.server.body import read_json
 from segue.server.errors import json_response
 from segue.server.schema import body_schema, query_schema
 from segue.server.service import service_of
 
-router = APIRouter(tags=["Control"])
+router = APIRouter(tags=["Control"], route_class=AdminRoute)
 
 VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "in_place"}
 
@@ -86,6 +86,3 @@ async def flush_cache(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """Options, version, what was decided at start, and the scheduler's state."""
     return json_response(await service_of(request).running.server_info())
-
-
-PATHS = frozenset(route.path for route in router.routes if isinstance(route, APIRoute))  # the admin key's

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-import segue
+from segue.server.access import OpenRoute
 from segue.server.errors import json_response
 from segue.server.service import service_of
 
-router = APIRouter(tags=["Health"])
+router = APIRouter(tags=["Health"], route_class=OpenRoute)
 
 
 @router.get("/health")
@@ -26,9 +26,3 @@ async def health(request: Request) -> Response:
     if weights.poisoned is not None:
         return json_response(body | {"status": "poisoned", "message": weights.poisoned}, 503)
     return json_response(body)
-
-
-@router.get("/version")
-async def version() -> Response:
-    """The version of Segue."""
-    return json_response({"version": segue.__version__})

@@ -14,11 +14,12 @@ from prometheus_client.registry import Collector
 from segue.frontend.stats import Histogram
 from segue.protocol.messages import EagerReason, PauseMode
 from segue.protocol.weights import WeightNotice
+from segue.server.access import MetricsRoute
 from segue.server.service import Service, service_of
 
 LABELS = ["model_name"]
 
-router = APIRouter(tags=["Health"])
+router = APIRouter(tags=["Health"], route_class=MetricsRoute)
 
 
 class EngineCollector(Collector):

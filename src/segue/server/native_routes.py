@@ -12,6 +12,7 @@ from segue.frontend.merge import accepted
 from segue.frontend.native import NativeCall, parse_call
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.protocol.native import NativeGenerate
+from segue.server.access import UserRoute
 from segue.server.body import read_json
 from segue.server.errors import json_response, native_body
 from segue.server.openai_routes import ACCEPT_S
@@ -19,7 +20,7 @@ from segue.server.schema import body_schema
 from segue.server.service import service_of
 from segue.server.sse import DONE, EventStream, event, unless_gone
 
-router = APIRouter(tags=["Native"])
+router = APIRouter(tags=["Native"], route_class=UserRoute)
 
 
 @router.post("/generate", openapi_extra=body_schema(NativeGenerate))

@@ -16,6 +16,7 @@ from segue.frontend.runtime import Runtime
 from segue.frontend.stream import Stream
 from segue.protocol import openai
 from segue.protocol.validation import parse
+from segue.server.access import UserRoute
 from segue.server.body import read_json
 from segue.server.errors import json_response, openai_body
 from segue.server.openai_replies import ChatDialect, Chunks, CompletionDialect, Dialect, choice, usage
@@ -26,7 +27,7 @@ from segue.server.sse import DONE, EventStream, unless_gone
 
 ACCEPT_S = 2.0  # how long a stream's status line waits for the scheduler's word
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=UserRoute)
 
 
 @router.post("/v1/chat/completions", openapi_extra=body_schema(openai.ChatCompletionRequest))

@@ -6,16 +6,25 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.routing import APIRoute
 
 from segue.errors import SegueError
 from segue.frontend.weights import CALLS, perform
+from segue.server.access import AdminRoute
 from segue.server.body import read_json
 from segue.server.errors import error_response, json_response
 from segue.server.schema import body_schema, query_schema
 from segue.server.service import service_of
 
-router = APIRouter(tags=["Control"])
+
+class WeightRoute(AdminRoute):
+    """A control route whose failures have the form of its replies."""
+
+    def error_body(self, error: SegueError) -> dict[str, Any]:
+        """What a refusal says."""
+        return _failure(self.path, error)
+
+
+router = APIRouter(tags=["Control"], route_class=WeightRoute)
 
 READING = {
     "weights_update_status": ["GET"],
@@ -54,14 +63,17 @@ def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
                 body = {**request.query_params, **body}
             reply = await perform(name, body, service.manager.ask_weights)
         except SegueError as error:
-            content: dict[str, Any] = {"success": False, "message": error.message}
-            content |= {"status": "error"} if "prepare" in name else {}
-            return error_response(error, request.url.path, content)
+            return error_response(error, request.url.path, _failure(name, error))
         if reply.success and name == "get_weights_by_name":
             return json_response(reply.content["values"])
         return json_response(reply.content, 200 if reply.success or name in IN_THE_REPLY else 400)
 
     return endpoint
+
+
+def _failure(name: str, error: SegueError) -> dict[str, Any]:
+    content: dict[str, Any] = {"success": False, "message": error.message}
+    return content | ({"status": "error"} if "prepare" in name else {})
 
 
 for _name, _call in CALLS.items():
@@ -89,6 +101,3 @@ async def weight_version(request: Request) -> Response:
 async def model_info(request: Request) -> Response:
     """What is served, and which weights are live."""
     return json_response(service_of(request).running.model_info())
-
-
-PATHS = frozenset(route.path for route in router.routes if isinstance(route, APIRoute))  # the admin key's

@@ -14,8 +14,10 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Scope
 
 from segue.errors import ConfigError, InvalidRequestError, SegueError
+from segue.http_guard import HttpGuard, install
 from segue.logs import logger
 from segue.protocol.validation import parse
 from segue.trainer.trainer import Body, EndpointBody, SaveBody, SyncBody, TrainBody, Trainer
@@ -24,8 +26,8 @@ GRACE_S = 1  # for replies to end at a shutdown
 B = TypeVar("B", bound=Body)
 
 
-def create_app(trainer: Trainer) -> FastAPI:
-    """The application: 200 on success, else 400; ``success`` and ``message`` say so too."""
+def create_app(trainer: Trainer, guard: HttpGuard) -> FastAPI:
+    """The application: 200 on success, else mostly 400; ``success`` and ``message`` say so too."""
     handlers: Any = {SegueError: _on_segue_error, HTTPException: _on_http_error}
     app = FastAPI(title="Segue trainer", exception_handlers=handlers)
     _post(app, "/add_inference_endpoint", EndpointBody, trainer.add)
@@ -39,6 +41,7 @@ def create_app(trainer: Trainer) -> FastAPI:
         ("/health", trainer.health),
     ):
         app.add_api_route(path, _getter(answer), methods=["GET"])
+    install(app, guard, guard.check, _refusal)
     return app
 
 
@@ -57,11 +60,11 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def make_server(trainer: Trainer) -> uvicorn.Server:
+def make_server(trainer: Trainer, guard: HttpGuard) -> uvicorn.Server:
     """The HTTP server."""
     return _Server(
         uvicorn.Config(
-            create_app(trainer),
+            create_app(trainer, guard),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -71,9 +74,9 @@ def make_server(trainer: Trainer) -> uvicorn.Server:
     )
 
 
-def run(trainer: Trainer, listener: socket.socket) -> None:
+def run(trainer: Trainer, listener: socket.socket, guard: HttpGuard) -> None:
     """Serve until a signal, then leave the engines' group; a second Ctrl-C ends the process at once."""
-    server = make_server(trainer)
+    server = make_server(trainer, guard)
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -123,6 +126,10 @@ def _getter(answer: Callable[[], dict[str, Any]]) -> Callable[[], Awaitable[Resp
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def _refusal(error: SegueError, scope: Scope) -> ASGIApp:
+    return _json({"success": False, "message": error.message}, error.status)
 
 
 async def _on_segue_error(request: Request, error: SegueError) -> Response:

@@ -1,0 +1,223 @@
+"""What keeps web pages away from a server on the user's machine or network.
+
+A browser sends requests on behalf of any page that it shows, also to a server that only this machine can
+reach. The checks here look at what the browser says of the page: the host it believes to talk to, the page's
+origin, and the type of the body. The HTTP server and the training server share them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from segue.errors import ConfigError, ForbiddenError, InvalidRequestError, MediaTypeError, SegueError
+
+ANY = "*"
+READING = frozenset(("GET", "HEAD", "OPTIONS"))  # methods that change nothing, unless a route says otherwise
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d*)?")  # of a Host header: name, perhaps a port
+_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+
+Headers = Mapping[bytes, bytes]  # names are in lower case; of a header that came twice, the last counts
+
+
+@dataclass(frozen=True, slots=True)
+class HttpGuard:
+    """The hosts that a server answers for, and the web pages that may change something on it."""
+
+    hosts: frozenset[str] | None  # names besides localhost and loopback addresses; None: any name passes
+    origins: frozenset[str]  # besides the server's own; with ``*`` any origin passes
+
+    @classmethod
+    def create(
+        cls, host: str, *, allowed_hosts: str | None = None, cors_origin: str | None = None
+    ) -> HttpGuard:
+        """The guard of a server that listens on ``host``, with the options of the same names.
+
+        Hosts are checked where the server listens on a loopback address, or where names are given.
+
+        Raises:
+            ConfigError: an entry that is no host name, or no origin.
+        """
+        names = _entries(allowed_hosts, "allowed_hosts", _is_host, "a host name without port, like gpu-1.lan")
+        origins = _entries(cors_origin, "cors_origin", _is_origin, "an origin, like https://chat.example")
+        if ANY in names or not (names or _is_loopback(host)):
+            return cls(None, origins)
+        return cls(frozenset(name.strip("[]") for name in names | {host.lower()}), origins)
+
+    def check_host(self, headers: Headers) -> None:
+        """Refuse a name that is not this server's: a page may have had its own name point to this address.
+
+        A request without a Host header passes, since every browser sends one.
+
+        Raises:
+            ForbiddenError: the name is not allowed.
+        """
+        if self.hosts is None or (authority := headers.get(b"host")) is None:
+            return
+        found = _AUTHORITY.fullmatch(authority.decode("latin-1").lower())
+        name = found[1].strip("[]").removesuffix(".") if found else ""
+        if not (name == "localhost" or name in self.hosts or _is_this_machine(name)):
+            raise ForbiddenError(
+                f"this server does not answer for the host {_shown(authority)}; use localhost, or start the "
+                "server with --allowed-hosts and that name"
+            )
+
+    def check_origin(self, headers: Headers, scheme: str) -> None:
+        """Refuse what a page of another origin sends; programs that are no browsers say no origin.
+
+        Raises:
+            ForbiddenError: the origin is neither this server's nor allowed.
+        """
+        origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", b"none")
+        if origin is None and site in (b"none", b"same-origin"):
+            return
+        if ANY in self.origins or (origin is not None and origin.decode("latin-1") in self.origins):
+            return
+        own = b"%s://%s" % (scheme.encode(), headers.get(b"host", b""))
+        if origin in (None, own) and site in (b"none", b"same-origin"):
+            return
+        of = "another site" if origin is None else f"the origin {_shown(origin)}"
+        raise ForbiddenError(
+            f"a web page of {of} may not send this request; if you trust that page, start the server with "
+            "--cors-origin and its origin"
+        )
+
+    def check(self, scope: Scope) -> None:
+        """All checks, for a server of which every GET only reads.
+
+        Raises:
+            SegueError: one of them failed.
+        """
+        check_path(scope)
+        headers = dict(scope["headers"])
+        self.check_host(headers)
+        if scope["method"] not in READING:
+            self.check_origin(headers, scope["scheme"])
+            check_type(headers)
+
+
+def check_path(scope: Scope) -> None:
+    """Refuse control characters, which the patterns of routes might read otherwise than the checks do.
+
+    Raises:
+        InvalidRequestError: the path holds one, as it is or percent-encoded.
+    """
+    if _CONTROL.search(scope["path"]):
+        raise InvalidRequestError(
+            f"the path {scope['path']!r} contains a control character; send the path without it"
+        )
+
+
+def check_type(headers: Headers) -> None:
+    """Refuse a body that is not declared as JSON: a page may send a few other types without asking first.
+
+    Raises:
+        MediaTypeError: the type is not JSON's.
+    """
+    given = headers.get(b"content-type")
+    if not given or given == b"application/json":
+        return
+    kind = given.partition(b";")[0].strip().lower()
+    if kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json")):
+        return
+    has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+    if kind == b"application/octet-stream" and not has_body:  # aiohttp declares this where it sends nothing
+        return
+    raise MediaTypeError(
+        f"Content-Type {_shown(given)}: the body must be JSON; send 'Content-Type: application/json', or none"
+    )
+
+
+class GuardMiddleware:
+    """Answers a request that fails a check, before the application sees it."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        check: Callable[[Scope], None],
+        refuse: Callable[[SegueError, Scope], ASGIApp],
+    ) -> None:
+        self._app = app
+        self._check = check
+        self._refuse = refuse  # the answer in the server's own form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        answer = self._app
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except SegueError as error:
+                answer = self._refuse(error, scope)
+        await answer(scope, receive, send)
+
+
+def install(
+    app: Starlette,
+    guard: HttpGuard,
+    check: Callable[[Scope], None],
+    refuse: Callable[[SegueError, Scope], ASGIApp],
+) -> None:
+    """Put the check before everything else, and let pages of allowed origins read the answers."""
+    if guard.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=sorted(guard.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=[ANY],
+        )
+    app.add_middleware(GuardMiddleware, check=check, refuse=refuse)
+
+
+def _entries(text: str | None, option: str, is_valid: Callable[[str], bool], rule: str) -> frozenset[str]:
+    entries = [] if text is None else [entry.strip().lower() for entry in text.split(",")]
+    for entry in entries:
+        if entry != ANY and not is_valid(entry):
+            raise ConfigError(f"{option}={text!r}: {entry!r} is not {rule}, nor *", param=option)
+    return frozenset(entries)
+
+
+def _is_host(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None or (":" in name and _address(name.strip("[]")) is not None)
+
+
+def _is_origin(origin: str) -> bool:
+    return _ORIGIN.fullmatch(origin) is not None
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether the address that ``bind`` takes for a host can be reached from this machine only."""
+    try:
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError):
+        return False
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _is_this_machine(name: str) -> bool:
+    if name.endswith(".localhost"):
+        return True
+    address = _address(name)
+    return address is not None and address.is_loopback
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def _shown(header: bytes) -> str:
+    text = header.decode("latin-1")
+    return repr(text if len(text) <= 100 else text[:100] + "…")

@@ -1,0 +1,19 @@
+"""Requests as bytes on a socket: what well-behaved clients would not send."""
+
+from __future__ import annotations
+
+import socket
+from http.client import HTTPResponse
+
+from tests.server.live import LiveServer
+
+
+def ask(server: LiveServer, method: str, target: str, *headers: str, version: str = "1.1") -> tuple[int, str]:
+    """Status and body of the answer to a request without a body, on a connection of its own."""
+    host, port = server.url.removeprefix("http://").split(":")
+    lines = [f"{method} {target} HTTP/{version}", *headers, "content-length: 0", "connection: close"]
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall("".join(f"{line}\r\n" for line in [*lines, ""]).encode("latin-1"))
+        response = HTTPResponse(connection, method=method)
+        response.begin()
+        return response.status, response.read().decode()
