@@ -48,7 +48,11 @@ def test_a_moved_file_is_not_converted_again(tmp_path: Path) -> None:
 
 def test_a_file_without_tokenizer_is_converted_without(tmp_path: Path) -> None:
     directory = convert.convert(write(tmp_path, tokenizer=None), tmp_path / "cache")
-    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "generation_config.json"]
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "checksums.json",
+        "config.json",
+        "generation_config.json",
+    ]
 
 
 def test_an_unsupported_architecture_leaves_nothing_behind(tmp_path: Path) -> None:
