@@ -143,14 +143,12 @@ class PrefixCache:
 
         Holders keep what they have locked; the rest is evicted in its turn.
         """
-        path = list(node.path())
-        if not path or path[-1].parent is self._hidden:
-            return
-        top = path[-1]
-        del self._roots[top.epoch].children[top.key]
-        self._num_hidden += 1
-        top.parent, top.key = self._hidden, (self._num_hidden,)
-        self._hidden.children[top.key] = top
+        for top in node.path():
+            if top.parent is not None and top.parent.parent is None and top.parent is not self._hidden:
+                del top.parent.children[top.key]
+                self._num_hidden += 1
+                top.parent, top.key = self._hidden, (self._num_hidden,)
+                self._hidden.children[top.key] = top
 
     def nodes(self) -> Iterator[Node]:
         """Every node that holds a page, for proofs."""
