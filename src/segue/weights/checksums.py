@@ -22,7 +22,7 @@ def write(record: Path, names: Iterable[str]) -> None:
     Raises:
         OSError: a file cannot be read, or `record` not be written.
     """
-    record.write_text(json.dumps({name: _checksums(record.parent / name) for name in names}) + "\n")
+    record.write_text(json.dumps({name: _checksums(record.parent / name) for name in names}))
 
 
 def find_damage(record: Path) -> str | None:
