@@ -5,8 +5,8 @@ weight, then a token within it, each by Gumbel-max. Log-probabilities are of the
 them up in the same order, so a request gets the same bits whatever else its steps have to do.
 
 A row whose logits have NaN or plus infinity, or are all minus infinity, has no token: the host gets
-`NON_FINITE`, and the device, which may have a step planned ahead, goes on with some valid id. The first
-kernel tells the second by a score of NaN or plus infinity, so that nothing more is read or launched.
+`NON_FINITE`, and the device, which may have a step planned ahead, goes on with token 0. The first kernel
+tells the second by a score of NaN or plus infinity, so that nothing more is read or launched.
 
 Tensor-parallel ranks draw from their own blocks of the vocabulary, with the noise of those blocks, and then
 exchange one candidate each. (Of several ranks the plain tail sums up each part for itself.)
@@ -224,7 +224,7 @@ def _choose_token(
     line = tl.load(slot).to(tl.int64) * ring_stride + i
     tl.store(ring + line, tl.where(is_finite, chosen, NONE))
     if WHOLE:
-        tl.store(token_pool + row * pool_stride + position, chosen)
+        tl.store(token_pool + row * pool_stride + position, tl.where(is_finite, chosen, 0))
         if tl.load(num_top + row) >= 0:
             tl.store(logprob_ring + line, logit - total)
     let_next_start(PDL)
@@ -248,7 +248,7 @@ def sample_plain(
 ) -> None:
     """Sample one token for each of B rows; write it to the token pool and to a line of `ring`.
 
-    Where the logits allow none, the ring gets `NON_FINITE` and the token pool some valid id.
+    Where the logits allow none, the ring gets `NON_FINITE` and the token pool 0.
 
     Args:
         logits: float32 `[B, V]`, or the `part` of this rank.
