@@ -172,20 +172,35 @@ class Scheduler:
             error=None if error is None else error.__name__,
         )
 
-    def _end_non_finite(self, request: Request, where: str) -> Finished:
-        """End a request whose logits were not finite. What it computed is shared no further.
+    def _end_non_finite(self, step: Step, result: StepResult) -> list[Finished]:
+        """End the requests whose logits, for an output token or a prompt token, were not finite.
 
-        Nor is what it found in the prefix cache: whoever computed that may have left before it sampled.
+        What such a request computed is shared no further, nor what it found in the prefix cache: whoever
+        computed that may have left before it sampled.
         """
-        assert request.node is not None
-        self.resources.prefix.hide(request.node)
-        self.totals.non_finite_logits += 1
-        text = (
-            f"the model's logits for {where} of request {request.rid} are not finite (NaN or infinite), so "
-            "there is no token to give. Its weights, or the dtype they run in, do not suit this prompt: see "
-            "the server's log"
-        )
-        return self._end(request, "error", message=text, error=NonFiniteLogitsError)
+        spoilt = {
+            request: f"output token {request.num_outputs + 1}"
+            for request, token in zip(step.sampling, result.tokens, strict=True)
+            if token == NON_FINITE
+        } | {
+            request: "a prompt token"
+            for request, count in step.prompt_logprobs
+            if any(isnan(entry.logprob) for entry in result.prompt_logprobs[request.row][:count])
+        }
+        finished = []
+        for request, where in spoilt.items():
+            if request.phase is Phase.FINISHED:
+                continue
+            assert request.node is not None
+            self.resources.prefix.hide(request.node)
+            self.totals.non_finite_logits += 1
+            text = (
+                f"the model's logits for {where} of request {request.rid} are not finite (NaN or infinite), "
+                "so there is no token to give. The weights, or the dtype they run in, do not suit this "
+                "prompt: see the server's log"
+            )
+            finished.append(self._end(request, "error", message=text, error=NonFiniteLogitsError))
+        return finished
 
     def retract_all(self) -> int:
         """Have every started request wait, its KV forgotten; how many. Only with nothing in flight."""
@@ -360,20 +375,15 @@ class Scheduler:
         tokens: list[int] = []
         finished: list[Finished] = []
         logprobs: dict[str, TokenLogprob] = {}
-        prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-        for request, count in step.prompt_logprobs:
-            if request.phase is Phase.FINISHED:
-                continue
-            entries = result.prompt_logprobs[request.row][:count]
-            if any(isnan(entry.logprob) for entry in entries):
-                finished.append(self._end_non_finite(request, "a prompt token"))
-            else:
-                prompt_logprobs[request.rid] = entries
+        if step.prompt_logprobs or NON_FINITE in result.tokens:
+            finished += self._end_non_finite(step, result)
+        prompt_logprobs = {
+            request.rid: result.prompt_logprobs[request.row][:count]
+            for request, count in step.prompt_logprobs
+            if request.phase is not Phase.FINISHED
+        }
         for index, (request, token) in enumerate(zip(step.sampling, result.tokens, strict=True)):
             if request.phase is Phase.FINISHED:
-                continue
-            if token == NON_FINITE:
-                finished.append(self._end_non_finite(request, f"output token {request.num_outputs + 1}"))
                 continue
             request.add_token(token, step.version)
             rids.append(request.rid)
