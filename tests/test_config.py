@@ -61,6 +61,7 @@ def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
         ({"memory_ratio": 2}, "must be at most 1"),
         ({"memory_ratio": float("nan")}, "memory_ratio=nan: must be at least 0.01"),
         ({"model": 5}, "expected str or None"),
+        ({"chunked_prefill_size": 10**9}, "chunked_prefill_size=1000000000: must be at most 1048576"),
         ({"api_key": ""}, "api_key='': must not be empty"),
         (
             {"batch_prefill_batch_sizes": "1,,2"},

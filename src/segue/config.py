@@ -109,7 +109,11 @@ class EngineConfig:
         "Refuse to receive weights while generation runs: for where NCCL cannot do both at once.",
     )
     chunked_prefill_size: int | None = _option(
-        None, "Scheduling", "Prompt tokens a step; default 512 on CPU, 8192 on CUDA.", minimum=1
+        None,
+        "Scheduling",
+        "Prompt tokens a step; default 512 on CPU, 8192 on CUDA.",
+        minimum=1,
+        maximum=1 << 20,
     )
     disable_prefix_cache: bool = _option(
         False, "Scheduling", "Do not share KV between requests with a common prefix."

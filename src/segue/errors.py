@@ -146,6 +146,13 @@ class PoisonedError(SegueError):
     code = "weights_poisoned"
 
 
+class NonFiniteLogitsError(SegueError):
+    """The model gave logits from which no token can be drawn: NaN, plus infinity, or only minus infinity."""
+
+    type = "non_finite_logits"
+    code = "non_finite_logits"
+
+
 class EngineDeadError(SegueError):
     """The engine's worker died; requests in flight are lost."""
 

@@ -36,6 +36,9 @@ def build(prompt_len: int = 10, names: dict[str, str] | None = None, **options: 
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 0.009),
+        ("repetition_penalty", 101),
+        ("repetition_penalty", 1e39),
         ("min_tokens", -1),
         ("max_tokens", 0),
         ("seed", 1 << 63),
@@ -67,6 +70,8 @@ def test_a_value_outside_its_rule_is_an_error_that_names_the_field(field: str, v
         ("logit_bias", {0: -100.0, 49: 100.0}),
         ("stop_token_ids", (0, 49)),
         ("max_tokens", 90),
+        ("repetition_penalty", 0.01),
+        ("repetition_penalty", 100),
     ],
 )
 def test_a_value_at_its_limit_is_accepted(field: str, value: Any) -> None:

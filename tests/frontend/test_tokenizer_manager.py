@@ -12,7 +12,13 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from segue.errors import ContextLengthError, EngineDeadError, InvalidRequestError, OverloadedError
+from segue.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    NonFiniteLogitsError,
+    OverloadedError,
+)
 from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling import SamplingOptions, Vocabulary
 from segue.frontend.stream import Stream
@@ -319,6 +325,31 @@ def test_a_refused_request_gets_the_schedulers_error(bench: Bench) -> None:
         with pytest.raises(OverloadedError, match="4096"):
             await stream.next()
         assert bench.manager.num_requests == 0
+
+    run(work())
+
+
+def test_a_request_that_ends_with_an_error_has_no_reply(bench: Bench) -> None:
+    async def work() -> None:
+        one, other = await bench.manager.submit_batch([request("r"), request("other")])
+        end = Finished(
+            rid="r",
+            reason="error",
+            num_tokens=1,
+            prompt_tokens=1,
+            cached_tokens=0,
+            message="the logits are not finite",
+            error="NonFiniteLogitsError",
+        )
+        bench.step(("r", 70), ("other", 71))
+        bench.step(("other", 72), finished=(end,))
+        with pytest.raises(NonFiniteLogitsError, match="the logits are not finite") as raised:
+            await one.result()
+        assert (raised.value.status, raised.value.code) == (500, "non_finite_logits")
+        assert bench.manager.num_requests == 1
+        bench.step(("other", 73), finished=(ended("other", 3),))
+        assert (await other.result()).token_ids == [71, 72, 73]
+        assert bench.manager.stats.finished["error"] == 1
 
     run(work())
 

@@ -175,32 +175,58 @@ def test_plain_sampling_takes_the_tokens_the_cpu_takes(vocab) -> None:
     assert (logprob_ring[[0, 1, 3]] == 1).all()
 
 
-@pytest.mark.parametrize("vocab", [100, 4096, 5000])
-def test_rows_of_nan_take_valid_tokens_and_leave_the_others_alone(vocab) -> None:
-    from segue.kernels.cuda.sampling import sample_plain
+def _spoil(logits: torch.Tensor) -> int:
+    """Leave the first rows without a token, each temperature in each way; how many they are."""
+    logits[0:4] = torch.nan
+    logits[4:8, 50:60] = torch.nan
+    logits[8:12, -1] = torch.nan
+    logits[12:16, 7] = torch.inf
+    logits[16:20] = -torch.inf
+    logits[20:24, ::2] = -torch.inf  # these have one
+    return 20
 
-    count = 12
+
+@pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.parametrize("vocab", [100, 4096, 5000, 50257])
+def test_rows_that_are_not_finite_have_no_token_and_leave_the_others_alone(vocab, filters) -> None:
+    from segue.kernels.cuda.sampling import choose, sample_plain
+    from segue.protocol.messages import NON_FINITE
+
+    count = 28
+    index = torch.arange(count, dtype=torch.int32, device="cuda")
+    temperatures = torch.tensor([0.0, 0.0, 0.9, 0.9] * 7, device="cuda")
+    columns = {
+        "temperatures": temperatures,
+        "inverse_temperatures": 1 / temperatures.clamp(min=1e-5),
+        "seeds": torch.arange(count, device="cuda"),
+        "filters": None,
+    }
+    if filters:
+        top_k = torch.tensor([0, 5], device="cuda").repeat(14)
+        columns["filters"] = (
+            top_k,
+            torch.full((count,), 0.9, device="cuda"),
+            torch.zeros(count, device="cuda"),
+        )
     taken = []
     for spoilt in (False, True):
         logits = normal(count, vocab)
-        if spoilt:
-            logits[::2] = torch.nan
-            logits[1, 50:60] = torch.nan  # some of a row
-        temperatures = torch.tensor([0.0, 0.0, 0.9, 0.9] * 3, device="cuda")
-        ring = torch.full((1, count), -1, dtype=torch.int32).pin_memory()
+        none = _spoil(logits) if spoilt else 0
+        ring = torch.full((1, count), -7, dtype=torch.int32).pin_memory()
+        pool = torch.full((count, count), -7, dtype=torch.int32, device="cuda")
         sample_plain(
-            logits, torch.arange(count, dtype=torch.int32, device="cuda"),
-            torch.arange(count, dtype=torch.int32, device="cuda"),
-            temperatures=temperatures, inverse_temperatures=1 / temperatures.clamp(min=1e-5),
-            seeds=torch.arange(count, device="cuda"), num_top=torch.full((count,), -1, device="cuda"),
-            logprob_ring=torch.zeros(1, count).pin_memory(),
-            token_pool=torch.zeros((count, count), dtype=torch.int32, device="cuda"), ring=ring,
+            logits, index, index, **columns, num_top=torch.tensor([-1, 0], device="cuda").repeat(14),
+            logprob_ring=torch.zeros(1, count).pin_memory(), token_pool=pool, ring=ring,
             slot=torch.zeros(1, dtype=torch.int32, device="cuda"),
         )  # fmt: skip
+        chosen = choose(logits, index.long(), index.long(), **columns)
         torch.cuda.synchronize()
+        assert chosen.tolist() == ring[0].tolist()
+        assert ring[0, :none].tolist() == [NON_FINITE] * none
+        assert all(0 <= token < vocab for token in ring[0, none:].tolist())
+        assert pool.diagonal().tolist() == ring[0].clamp(min=0).tolist()
         taken.append(ring[0].tolist())
-    assert taken[1][3::2] == taken[0][3::2]
-    assert all(0 <= token < vocab for token in taken[1])
+    assert taken[1][24:] == taken[0][24:]
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])

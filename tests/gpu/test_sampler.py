@@ -7,7 +7,7 @@ import torch
 from segue.kvcache.table import PageTable
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.sampler import Sampler
-from segue.protocol.messages import NewRow, SamplingParams, StepPlan, pack_ids
+from segue.protocol.messages import NON_FINITE, NewRow, SamplingParams, StepPlan, pack_ids
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +38,19 @@ def _sample(device: str, logits: torch.Tensor):
     state.writer.flush()
     assert state.page_table.data[:ROWS, 0].tolist() == rows
     return Sampler(state).sample(logits.to(device), np.array(rows), np.full(ROWS, 20), "full")
+
+
+def test_rows_that_are_not_finite_are_told_as_on_the_cpu():
+    logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
+    spoilt = range(0, ROWS, 5)  # of every kind
+    for row in spoilt:
+        logits[row, row::100] = (torch.nan, torch.inf)[row % 2]
+    expected, found = _sample("cpu", logits.clone()), _sample("cuda", logits.clone())
+    for sampled in (expected, found):
+        assert (sampled.tokens == NON_FINITE).nonzero().flatten().tolist() == list(spoilt)
+        assert sampled.logprobs is not None
+        wanted = [row in spoilt for row in sampled.logprob_indices]
+        assert sampled.logprobs.chosen.isnan().tolist() == wanted
 
 
 def test_tokens_and_logprobs_are_those_of_the_cpu():

@@ -13,6 +13,7 @@ import segue
 from bench import suite
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
+from segue.protocol.messages import NON_FINITE
 from tests.gpu.ranks import free_memory, on_ranks
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
@@ -114,6 +115,7 @@ def _samples(groups: TPGroups, vocab: int) -> list[torch.Tensor]:
     for step in range(5):
         logits = 3 * _random(step, (40, vocab))
         logits[step, 1] = logits[step, -1] = 50.0  # equals, on two ranks
+        logits[30:32, -1], logits[32:34, 0], logits[34:36] = torch.nan, torch.inf, -torch.inf
         rows = torch.randperm(40, generator=torch.Generator().manual_seed(step)).int().cuda()
         positions = torch.arange(step, step + 40, device=device, dtype=torch.int32)
         padded = torch.nn.functional.pad(logits, (0, share * tp.size - vocab))
@@ -128,6 +130,10 @@ def _samples(groups: TPGroups, vocab: int) -> list[torch.Tensor]:
             made.append((pool, ring, logprobs))
         (pool, ring, logprobs), (their_pool, their_ring, their_logprobs) = made
         assert torch.equal(pool, their_pool) and torch.equal(ring, their_ring), (vocab, step)
+        line = step % 4
+        assert (ring[line, 30:36] == NON_FINITE).all() and (ring[line, :30] >= 0).all()
+        for each in (logprobs, their_logprobs):
+            each[line, 30:36] = 0.0  # nobody reads them
         torch.testing.assert_close(logprobs, their_logprobs, atol=1e-5, rtol=1e-5)
         found += made[1]
     return found

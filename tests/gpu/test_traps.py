@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import segue
+from segue.protocol.messages import NON_FINITE
 from tests.gpu.test_runner import sync_debug_mode
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
@@ -217,9 +218,7 @@ TAILS = {
 
 
 @pytest.mark.parametrize("params", TAILS.values(), ids=TAILS)
-def test_a_row_of_nan_gets_a_valid_token_and_disturbs_nobody(
-    planner: Planner, params: dict[str, Any]
-) -> None:
+def test_a_row_of_nan_has_no_token_and_disturbs_nobody(planner: Planner, params: dict[str, Any]) -> None:
     def run(poisoned: bool) -> list[list[int]]:
         sequences = [planner.add(making.prompt(20, seed=i), seed=i, **params) for i in range(3)]
         for sequence in sequences:
@@ -234,7 +233,7 @@ def test_a_row_of_nan_gets_a_valid_token_and_disturbs_nobody(
         return [sequence.output for sequence in sequences]
 
     healthy, poisoned = run(False), run(True)
-    assert all(0 <= token < making.VOCAB for token in poisoned[1])
+    assert poisoned[1] == [healthy[1][0], *[NON_FINITE] * 6]
     assert [poisoned[0], poisoned[2]] == [healthy[0], healthy[2]]
     assert run(False) == healthy  # nothing of it is left
 

@@ -1,9 +1,12 @@
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from segue.distributed.info import TPInfo
+from segue.errors import ModelFileError
 from segue.memory.arena import Arena
 from segue.models.registry import build_model
 from segue.weights.checkpoint import load_weights
@@ -26,6 +29,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(source: ModelSource, device: str, tp: TPInfo, dtype: torch.dtype) -> Arena:
     model = build_model(source.config, dtype=dtype, collectives=tiny.Rank(tp))
     return load_weights(model, source.config, source, tp, device, dtype)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_values_that_are_not_finite_are_refused(directory: Path, tmp_path: Path, device: str) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    name = "model.layers.0.mlp.experts.1.gate_proj.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name][3, 5:7] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = resolve(str(tmp_path), "auto", "/nonexistent")
+    with pytest.raises(ModelFileError, match=f"tensor '{name}' has 2 values that are NaN or infinite"):
+        load(source, device, TPInfo(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])

@@ -120,3 +120,34 @@ def test_discard_frees_a_chain_up_to_what_others_use() -> None:
     cache.unlock(right)
     assert cache.discard(right) == [13, 10]
     assert cache.num_pages == 0 and list(cache.nodes()) == []
+
+
+def test_a_hidden_path_is_matched_no_more() -> None:
+    cache = PrefixCache(1)
+    deep = insert(cache, [1, 2], [10, 11])
+    cache.unlock(insert(cache, [1, 3], [10, 12]))  # behind the same first page
+    cache.unlock(insert(cache, [4], [13]))
+    for _ in range(2):
+        cache.hide(deep)
+        assert cache.pages(cache.match("0", [1, 2, 3], 3)) == cache.pages(cache.match("0", [1, 3], 2)) == []
+        assert cache.pages(cache.match("0", [4, 5], 2)) == [13]
+    assert cache.pages(deep) == [10, 11]  # whoever has it locked goes on
+    assert sorted(node.page for node in cache.nodes()) == [10, 11, 12, 13]
+
+
+def test_what_is_hidden_is_evicted_in_its_turn() -> None:
+    cache = PrefixCache(1)
+    for page in (10, 20):  # twice the same tokens
+        node = insert(cache, [1, 2], [page, page + 1])
+        cache.hide(node)
+        cache.unlock(node)
+    assert cache.num_evictable == 4
+    assert sorted(cache.evict(4)) == [10, 11, 20, 21]
+    assert (cache.num_pages, list(cache.nodes())) == (0, [])
+
+
+def test_the_root_cannot_be_hidden() -> None:
+    cache = PrefixCache(1)
+    cache.hide(cache.root("0"))
+    insert(cache, [1], [10])
+    assert cache.pages(cache.match("0", [1, 2], 2)) == [10]

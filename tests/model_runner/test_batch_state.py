@@ -8,7 +8,7 @@ import torch
 
 from segue.kvcache.table import PageTable
 from segue.model_runner.batch_state import BatchState, PlanError
-from segue.protocol.messages import NewRow, SamplingParams, StepPlan, pack_ids
+from segue.protocol.messages import NON_FINITE, NewRow, SamplingParams, StepPlan, pack_ids
 
 SCRATCH = 99
 
@@ -137,3 +137,9 @@ def test_the_budgets_bytes_cover_the_tensors():
     used += sum(getattr(state.on_device, name).nbytes for name in state.on_device.__dataclass_fields__)
     stated = BatchState.num_bytes(max_running_requests=3, max_seq_len=64, page_size=4)
     assert used <= stated <= 2 * used
+
+
+def test_a_step_planned_ahead_reads_a_valid_id_where_none_was_sampled():
+    state = _state()
+    state.write_tokens(np.array([0, 1]), np.array([3, 3]), torch.tensor([NON_FINITE, 8]))
+    assert state.token_pool.data[:2, 3].tolist() == [0, 8]

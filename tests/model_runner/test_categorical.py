@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from segue.model_runner.categorical import argmax, draw, draw_candidates, largest
+from segue.protocol.messages import NON_FINITE
 
 VOCABS = [1, 7, 128, 331, 4096, 50257]
 
@@ -122,3 +123,38 @@ def test_largest_of_equals_are_different_tokens():
     values, ids = largest(torch.ones(1, 50257), 64)
     assert values.tolist() == [[1.0] * 64]
     assert len(set(ids[0].tolist())) == 64
+
+
+SPOILT = {
+    "NaN": lambda row: row.fill_(torch.nan),
+    "one NaN, the last": lambda row: row[-1:].fill_(torch.nan),
+    "one NaN, the first": lambda row: row[:1].fill_(torch.nan),
+    "one infinity": lambda row: row[len(row) // 2].fill_(torch.inf),
+    "all infinite": lambda row: row.fill_(torch.inf),
+    "infinities of both signs": lambda row: row.fill_(-torch.inf)[:1].fill_(torch.inf),
+    "only minus infinity": lambda row: row.fill_(-torch.inf),
+}
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 128, 331, 4096])
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
+def test_a_row_that_is_not_finite_has_no_token_and_the_others_have_theirs(spoil, vocab):
+    logits = _logits(3, vocab)
+    seeds, positions = torch.arange(3), torch.arange(3)
+    methods = [argmax, lambda each: draw(each, torch.ones(3), seeds, positions)]
+    before = [method(logits).tolist() for method in methods]
+    index = torch.arange(vocab).expand(3, -1)
+    kept = draw_candidates(logits.softmax(-1), index, seeds, positions).tolist()
+    spoil(logits[1])
+    for method, (first, _, last) in zip(methods, before, strict=True):
+        assert method(logits).tolist() == [first, NON_FINITE, last]
+    found = draw_candidates(logits.softmax(-1), index, seeds, positions).tolist()
+    assert found == [kept[0], NON_FINITE, kept[2]]
+
+
+def test_minus_infinity_alone_is_a_token_that_cannot_be():
+    logits = torch.full((1, 300), -torch.inf)
+    logits[0, 299] = -3.0
+    assert argmax(logits).tolist() == [299]
+    seed = position = torch.zeros(1, dtype=torch.int64)
+    assert draw(logits, torch.ones(1), seed, position).tolist() == [299]

@@ -133,3 +133,13 @@ def test_dtype_is_the_checkpoints_but_bfloat16_for_float32_and_gguf(no_cuda, sto
 @pytest.mark.parametrize(("asked", "longest"), [(None, 2048), (100, 100), (5000, 2048)])
 def test_longest_is_the_lesser_of_the_models_and_the_users(no_cuda, asked, longest):
     assert _choose(max_model_len=asked).longest == longest
+
+
+def test_a_chunk_that_is_never_full_is_cut_and_said_so(no_cuda, caplog):
+    caplog.set_level("INFO", "segue")
+    assert _choose(chunked_prefill_size=32768, max_running_requests=16).chunked_prefill_size == 32768
+    assert not caplog.records
+    chosen = _choose(chunked_prefill_size=32769, max_running_requests=16)
+    assert (chosen.chunked_prefill_size, chosen.largest_step) == (32768, 32768)
+    assert "chunked_prefill_size is 32768, not 32769: 16 requests of 2048 tokens never" in caplog.text
+    assert _choose(max_running_requests=4096).largest_step == 4096

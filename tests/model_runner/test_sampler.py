@@ -9,7 +9,7 @@ import torch
 from segue.kvcache.table import PageTable
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.sampler import Sampled, Sampler
-from segue.protocol.messages import NewRow, SamplingParams, StepPlan, pack_ids
+from segue.protocol.messages import NON_FINITE, NewRow, SamplingParams, StepPlan, pack_ids
 
 VOCAB = 700
 PROMPT = [3, 4, 5]
@@ -220,3 +220,43 @@ def test_greedy_rows_leave_the_logits_of_others_alone():
     louder = logits.clone()
     louder[0] *= 3  # row 0 is greedy
     assert Rows(*MIXED).tokens(louder) == plain
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("options", MIXED, ids=str)
+def test_a_row_of_any_kind_that_is_not_finite_has_no_token(options, value):
+    logits, rows = _logits(3), Rows(options, options, options)
+    before = rows.tokens(logits)
+    logits[1, 400] = value
+    found = rows.sample(logits)
+    assert found.tokens.tolist() == [before[0], NON_FINITE, before[2]]
+    if "logprobs" in options:
+        assert found.logprobs is not None
+        assert [bool(chosen.isnan()) for chosen in found.logprobs.chosen] == [False, True, False]
+    if SamplingParams(**{"max_new_tokens": 9, **options}).tail == "filtered":
+        assert rows.tokens(logits, tail="filtered") == [before[0], NON_FINITE, before[2]]
+
+
+EXTREMES = [
+    {"temperature": 1e-45},
+    {"temperature": 1e-30, "seed": 1},
+    {"temperature": 1e38, "seed": 1, "top_p": 0.9},
+    {"temperature": 1e300, "seed": 1, "min_new_tokens": 9, "stop_token_ids": (3, 4)},
+    {"temperature": 1.0, "top_p": 1e-300},
+    {"temperature": 1e-5, "repetition_penalty": 100.0, "logit_bias": {3: -100.0}},
+    {"temperature": 1e-5, "repetition_penalty": 0.01, "presence_penalty": 2.0, "frequency_penalty": 2.0},
+    {"temperature": 0.0, "min_new_tokens": 9, "stop_token_ids": tuple(range(VOCAB))},
+    {"temperature": 1.0, "min_new_tokens": 9, "stop_token_ids": tuple(range(VOCAB))},
+]
+
+
+@pytest.mark.parametrize("options", EXTREMES, ids=lambda options: str(options)[:60])
+def test_no_option_makes_finite_logits_infinite(options):
+    (token,) = Rows(options).tokens(_logits(1) * 1e4)
+    assert 0 <= token < VOCAB
+
+
+def test_what_is_masked_is_not_drawn_at_the_highest_temperature():
+    masked = {"min_new_tokens": 9, "stop_token_ids": tuple(range(1, VOCAB))}
+    rows = Rows(*[{"temperature": 1e300, "seed": seed, **masked} for seed in range(20)])
+    assert rows.tokens(_logits(1).expand(20, -1)) == [0] * 20

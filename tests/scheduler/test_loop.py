@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from segue.protocol.messages import (
+    NON_FINITE,
     Abort,
     AddRequest,
     Continue,
@@ -224,6 +225,23 @@ def test_state_names_what_waits_and_runs(client: Client) -> None:
     assert isinstance(state, State)
     assert (state.call, state.problems, state.state["waiting_queue_rids"]) == (7, [], [])
     assert state.state["memory_usage"] == {"weights": 1}
+
+
+def test_logits_that_are_not_finite_are_logged_once(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    launch = client.runner.forward_batch
+
+    def spoilt(plan: StepPlan) -> Done:
+        client.runner.device.unapplied.clear()  # each has been read before the next request comes
+        done = launch(plan)
+        return Done(msgspec.structs.replace(done.value, tokens=[NON_FINITE] * len(done.value.tokens)))
+
+    client.runner.forward_batch = spoilt  # type: ignore[method-assign]
+    for rid in ("first", "second"):
+        client.send(AddRequest(rid=rid, prompt=pack_ids([1, 2, 3]), params=PARAMS))
+        assert client.collect(rid) == []
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert "not finite (NaN or infinite) for request first " in record.getMessage()
 
 
 def test_a_rejection_is_answered(client: Client) -> None:

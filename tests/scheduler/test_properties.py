@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from segue.protocol.messages import Abort, Finish
+from segue.protocol.messages import NON_FINITE, Abort, Finish
 from tests.scheduler.simulation import VOCAB, Simulation
 
 # Prompts share prefixes, so that requests meet in the prefix cache.
@@ -97,6 +98,15 @@ class SchedulerMachine(StepMachine):
         rid = data.draw(st.sampled_from(sorted(self.sim.scheduler.requests)))
         self.sim.end(self.sim.scheduler.abort(Abort(rid)))
         assert self.sim.finished[rid].reason == "abort"
+
+    @precondition(lambda self: any(result.tokens for result in self.sim.results))
+    @rule(data=st.data())
+    def spoil(self, data: st.DataObject) -> None:
+        """The logits of a sequence in flight are not finite."""
+        at = data.draw(st.sampled_from([i for i, result in enumerate(self.sim.results) if result.tokens]))
+        tokens = list(self.sim.results[at].tokens)
+        tokens[data.draw(st.integers(0, len(tokens) - 1))] = NON_FINITE
+        self.sim.results[at] = msgspec.structs.replace(self.sim.results[at], tokens=tokens)
 
     @rule()
     def abort_all(self) -> None:

@@ -6,7 +6,15 @@ import sys
 import msgspec
 import pytest
 
-from segue.protocol.messages import Abort, AddRequest, Finish, SamplingParams, pack_ids
+from segue.protocol.messages import (
+    NON_FINITE,
+    Abort,
+    AddRequest,
+    Finish,
+    SamplingParams,
+    TokenLogprob,
+    pack_ids,
+)
 from segue.scheduler.report import internal_state
 from tests.scheduler.simulation import Simulation, expected_output, next_token
 
@@ -322,3 +330,85 @@ def test_a_step_has_the_tail_that_its_most_demanding_request_needs():
         seen.append(plan.tail)
         sim.apply()
     assert seen == ["plain", "filtered", "full", "full"]
+
+
+def spoil(sim: Simulation, index: int = 0) -> None:
+    """Let the oldest step in flight have sampled no token for one of its sequences."""
+    tokens = list(sim.results[0].tokens)
+    tokens[index] = NON_FINITE
+    sim.results[0] = msgspec.structs.replace(sim.results[0], tokens=tokens)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_logits_that_are_not_finite_end_their_request_alone(overlap: bool) -> None:
+    sim = Simulation()
+    for index in range(3):
+        sim.add(f"r{index}", [index, 1, 2], max_new_tokens=9)
+    for _ in range(4):
+        sim.overlapped_step() if overlap else sim.step()
+    if not overlap:
+        sim.launch()
+    spoil(sim, 1)
+    output = sim.apply()
+    (end,) = output.finished
+    assert (end.rid, end.reason, end.error) == ("r1", "error", "NonFiniteLogitsError")
+    assert "request r1 are not finite" in (end.message or "")
+    assert output.rids == ["r0", "r2"]
+    assert output.counters.non_finite_logits == 1
+    sim.run(overlap=overlap)
+    assert [sim.finished[rid].reason for rid in ("r0", "r2")] == ["length", "length"]
+
+
+def test_nothing_that_led_to_logits_that_are_not_finite_is_shared() -> None:
+    sim = Simulation(page_size=4, chunked_prefill_size=64)
+    sim.add("left", [1] * 12, max_new_tokens=9)  # computes a page, and is gone before it has sampled
+    sim.launch()
+    sim.end(sim.scheduler.abort(Abort("left")))
+    sim.apply()
+    sim.add("spoilt", [1] * 12)
+    plan = sim.launch()
+    assert plan is not None and plan.starts == [8]
+    spoil(sim)
+    sim.apply()
+    sim.add("next", [1] * 12)
+    sim.run()
+    assert sim.finished["next"].cached_tokens == 0
+    sim.add("last", [1] * 12)
+    sim.run()
+    assert sim.finished["last"].cached_tokens == 8
+
+
+def test_requests_that_read_the_same_pages_go_on() -> None:
+    sim = Simulation(page_size=4, chunked_prefill_size=64)
+    for rid in ("a", "b"):
+        sim.add(rid, [1] * 13, max_new_tokens=20)
+    sim.step()
+    sim.launch()
+    spoil(sim, 0)
+    sim.apply()
+    assert "a" in sim.finished
+    sim.run()
+    assert sim.finished["b"].reason == "length"
+
+
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_prompt_logprobs_that_are_not_finite_end_their_request(chunk: int) -> None:
+    sim = Simulation(chunked_prefill_size=chunk)
+    sim.add("r", [1] * 12, prompt_logprobs_start=0)
+    sim.launch()
+    entries = dict(sim.results[0].prompt_logprobs)
+    (row,) = entries
+    entries[row] = [*entries[row][:-1], TokenLogprob(1, float("nan"))]
+    sim.results[0] = msgspec.structs.replace(sim.results[0], prompt_logprobs=entries)
+    output = sim.apply()
+    assert (output.finished[0].error, output.rids, output.prompt_logprobs) == ("NonFiniteLogitsError", [], {})
+    sim.run()
+
+
+def test_a_prompt_token_that_cannot_be_is_no_fault_of_the_logits() -> None:
+    sim = Simulation()
+    sim.add("r", [1] * 3, prompt_logprobs_start=0)
+    sim.launch()
+    entries = {row: [TokenLogprob(1, float("-inf"))] * 2 for row in sim.results[0].prompt_logprobs}
+    sim.results[0] = msgspec.structs.replace(sim.results[0], prompt_logprobs=entries)
+    assert not sim.apply().finished

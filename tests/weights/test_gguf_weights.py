@@ -164,6 +164,67 @@ def test_a_broken_conversion_is_made_again(size: int, tmp_path: Path, cache_dir:
     tiny.assert_equal(arena, tiny.expected(original, TPInfo()))
 
 
+def overwrite(path: Path, position: int, content: bytes) -> None:
+    """Damage a file without a change of its length or times."""
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("place", ["header", "middle", "end"])
+def test_damaged_weights_are_made_again_and_said_so(
+    place: str, tmp_path: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = model("llama")
+    path = tiny_gguf.write(tmp_path / "model.gguf", original)
+    tiny.load(path, cache_dir=cache_dir)
+    assert not caplog.records
+    (weights,) = cache_dir.rglob("weights-*.safetensors")
+    size = weights.stat().st_size
+    if place == "header":  # two tensors of one shape change places
+        content = weights.read_bytes()
+        names = [b"model.layers.0.mlp.gate_proj.weight", b"model.layers.1.mlp.gate_proj.weight"]
+        spots = [content.index(name) for name in names]
+        for spot, name in zip(spots, names[::-1], strict=True):
+            overwrite(weights, spot, name)
+    else:
+        overwrite(weights, size // 2 if place == "middle" else size - 4096, b"\xff" * 4096)
+    for _ in range(2):
+        _, arena = tiny.load(path, cache_dir=cache_dir)
+        tiny.assert_equal(arena, tiny.expected(original, TPInfo()))
+    (record,) = caplog.records
+    expected = f"{weights.parent} is damaged: {weights.name} differs from what was written; converting {path}"
+    assert expected in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "{}", "[]", '{"weights-float32.safetensors": [1]}', "[" * 100_000]
+)
+def test_a_lost_or_broken_record_of_checksums_is_made_again(
+    content: str | None, tmp_path: Path, cache_dir: Path
+) -> None:
+    original = model("llama")
+    path = tiny_gguf.write(tmp_path / "model.gguf", original)
+    tiny.load(path, cache_dir=cache_dir)
+    (record,) = cache_dir.rglob("weights-*.checksums.json")
+    before = record.read_text()
+    record.unlink() if content is None else record.write_text(content)
+    _, arena = tiny.load(path, cache_dir=cache_dir)
+    tiny.assert_equal(arena, tiny.expected(original, TPInfo()))
+    assert record.read_text() == before
+
+
+def test_values_of_the_file_itself_that_are_not_finite_name_the_file(tmp_path: Path, cache_dir: Path) -> None:
+    original = model("llama")
+    original.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
+    path = tiny_gguf.write(tmp_path / "model.gguf", original)
+    expected = f"{path}: tensor 'model.layers.1.mlp.up_proj.weight' has 1 values that are NaN or infinite"
+    with pytest.raises(ModelFileError, match=expected):
+        tiny.load(path, cache_dir=cache_dir)
+
+
 def test_another_dtype_is_converted_from_the_file(tmp_path: Path, cache_dir: Path) -> None:
     original = model("llama")
     path = tiny_gguf.write(tmp_path / "model.gguf", original)
@@ -222,9 +283,15 @@ print(tiny.load(Path(sys.argv[1]), cache_dir=Path(sys.argv[2]))[1].checksum())
 """
 
 
-def test_processes_that_race_all_succeed(tmp_path: Path, cache_dir: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True], ids=["first", "again"])
+def test_processes_that_race_all_succeed(damaged: bool, tmp_path: Path, cache_dir: Path) -> None:
     original = model("llama")
     path = tiny_gguf.write(tmp_path / "model.gguf", original)
+    if damaged:
+        tiny.load(path, cache_dir=cache_dir)
+        for ours in next(cache_dir.glob("converted/*/*")).iterdir():
+            if ours.suffix != ".lock":
+                overwrite(ours, ours.stat().st_size // 2, b"\xff")
     command = [sys.executable, "-c", RACE, str(path), str(cache_dir)]
 
     def run(_: int) -> str:

@@ -14,6 +14,8 @@ from segue.protocol.validation import shown
 
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
+# Far from what anybody uses (1 to 2), and near enough to 1 that no finite logit overflows.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 SEED_LIMIT = 1 << 63
 
 
@@ -98,7 +100,9 @@ def check_options(options: SamplingOptions, limits: Vocabulary, names: Mapping[s
     fail.outside("top_k", options.top_k, -1, None)
     fail.outside("presence_penalty", options.presence_penalty, -2.0, 2.0)
     fail.outside("frequency_penalty", options.frequency_penalty, -2.0, 2.0)
-    fail.outside("repetition_penalty", options.repetition_penalty, 0.0, None, open_below=True)
+    fail.outside(
+        "repetition_penalty", options.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+    )
     fail.outside("min_tokens", options.min_tokens, 0, None)
     fail.outside("logprobs", options.logprobs, -1, MAX_LOGPROBS)
     if options.max_tokens is not None:

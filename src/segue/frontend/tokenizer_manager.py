@@ -338,8 +338,11 @@ class TokenizerManager:
         state = self._states.pop(finished.rid, None)
         if state is None:
             return
-        end = state.finish(finished)
-        self.stats.finished[end.reason] += 1
+        if finished.error is not None:
+            state.fail(error_of(finished.error, finished.message or ""))
+            self.stats.finished["error"] += 1
+        else:
+            self.stats.finished[state.finish(finished).reason] += 1
         self.stats.request.observe(now - state.created)
         self._ended(state)
 

@@ -42,7 +42,9 @@ class PrefixCache:
         self.page_size = page_size
         self.num_pages = 0
         self._num_locked = 0
+        self._num_hidden = 0  # paths, ever
         self._roots: dict[int, Node] = {}
+        self._hidden = Node(None, (), -1, -1)  # root of what is matched no more
         self._clock = 0
         self._leaves: list[
             tuple[int, int, Node]
@@ -136,9 +138,21 @@ class PrefixCache:
         self.num_pages -= len(pages)  # where it stopped there is no new leaf
         return pages
 
+    def hide(self, node: Node) -> None:
+        """Let no request match the path to ``node`` any more, nor what lies behind its first page.
+
+        Holders keep what they have locked; the rest is evicted in its turn.
+        """
+        for top in node.path():
+            if top.parent is not None and top.parent.parent is None and top.parent is not self._hidden:
+                del top.parent.children[top.key]
+                self._num_hidden += 1
+                top.parent, top.key = self._hidden, (self._num_hidden,)
+                self._hidden.children[top.key] = top
+
     def nodes(self) -> Iterator[Node]:
         """Every node that holds a page, for proofs."""
-        stack = list(self._roots.values())
+        stack = [*self._roots.values(), self._hidden]
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())

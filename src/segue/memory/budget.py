@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from segue.errors import MemoryImbalanceError, OutOfMemoryError
@@ -50,6 +50,10 @@ class Demand:
     local_ranks: int = 1  # that share this memory: 1 on CUDA, all ranks of the host on CPU
     # Bytes, CPU only: the pool takes no more, nor more than all requests at full length need.
     pool_limit: int | None = None
+
+    def without_graphs(self) -> Demand:
+        """The same, but nothing is kept for CUDA graphs."""
+        return replace(self, reserve=replace(self.reserve, graphs=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

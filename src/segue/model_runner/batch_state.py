@@ -15,8 +15,9 @@ from segue.kvcache.table import PageTable, TokenPool
 from segue.model_runner.delta import make_writer, to_device
 from segue.protocol.messages import NewRow, SamplingParams, StepPlan
 
-# Below this a draw is the argmax for any logits that differ at all, and 1 / temperature stays finite.
-_LOWEST_TEMPERATURE = 1e-5
+# Below the first a draw is the argmax for any logits that differ at all; above the second all tokens are
+# equally likely. In between, finite logits stay finite in float32, and what is masked stays impossible.
+_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-5, 1e20
 
 
 class PlanError(RuntimeError):
@@ -122,9 +123,12 @@ class BatchState:
         self._advance(plan)
 
     def write_tokens(self, rows: NDArray[np.int64], positions: NDArray[np.int64], tokens: Tensor) -> None:
-        """Put `tokens` (int64, on the device) at `positions` of `rows`, where the next step reads them."""
+        """Put `tokens` (int64, on the device) at `positions` of `rows`, where the next step reads them.
+
+        A step that was planned ahead reads a valid id where none could be sampled.
+        """
         where = to_device(np.stack([rows, positions]), self.device)
-        self.token_pool.data[where[0], where[1]] = tokens.to(torch.int32)
+        self.token_pool.data[where[0], where[1]] = tokens.clamp(min=0).to(torch.int32)
 
     def _add_rows(self, new_rows: Sequence[NewRow]) -> None:
         for new in new_rows:
@@ -144,8 +148,9 @@ class BatchState:
 
     def _set_columns(self, row: int, prompt_len: int, params: SamplingParams) -> None:
         host = self.host
-        host.temperature[row] = params.temperature
-        host.inverse_temperature[row] = 1.0 / max(params.temperature, _LOWEST_TEMPERATURE)
+        temperature = min(params.temperature, _HIGHEST_TEMPERATURE)
+        host.temperature[row] = temperature
+        host.inverse_temperature[row] = 1.0 / max(temperature, _LOWEST_TEMPERATURE)
         host.top_k[row] = params.top_k
         host.top_p[row] = params.top_p
         host.min_p[row] = params.min_p

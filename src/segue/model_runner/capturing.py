@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,7 +50,7 @@ def keep_for_graphs(
         )
     elif ranks_meet:  # else a warning was given before
         return demand
-    return replace(demand, reserve=replace(demand.reserve, graphs=0))
+    return demand.without_graphs()
 
 
 def grid_of(

@@ -1,6 +1,7 @@
 """Choosing one token a row from logits: the likeliest, or a draw keyed by seed and position.
 
-B rows, V tokens of the vocabulary, N blocks of the vocabulary, K candidates.
+B rows, V tokens of the vocabulary, N blocks of the vocabulary, K candidates. A row that has NaN or plus
+infinity, or nothing but minus infinity, gets `NON_FINITE` in place of a token.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segue.model_runner.noise import gumbel
+from segue.protocol.messages import NON_FINITE
 
 _BLOCK = 128  # divides the vocabulary of most models, so that blocks are a view
 _SMALL_BLOCK = 32
@@ -21,8 +23,8 @@ def argmax(logits: Tensor) -> Tensor:
     Block maxima first: torch's own argmax is ten times slower on a CPU than its amax.
     """
     blocks = _in_blocks(logits, _BLOCK, -torch.inf)
-    block = blocks.amax(-1).argmax(-1)
-    return block * _BLOCK + _pick(blocks, block).argmax(-1)
+    largest, block = blocks.amax(-1).max(-1)  # both propagate NaN
+    return _or_non_finite(block * _BLOCK + _pick(blocks, block).argmax(-1), largest)
 
 
 def draw(logits: Tensor, inverse_temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -45,7 +47,8 @@ def draw(logits: Tensor, inverse_temperatures: Tensor, seeds: Tensor, positions:
     totals = weights.sum(-1).to(torch.float64)
     block = (totals.log() + noise[:, :num_blocks]).argmax(-1)
     within = _pick(weights, block).to(torch.float64)
-    return block * _BLOCK + (within.log() + noise[:, num_blocks:]).argmax(-1)
+    tokens = block * _BLOCK + (within.log() + noise[:, num_blocks:]).argmax(-1)
+    return _or_non_finite(tokens, totals[:, 0])  # one such logit makes every weight of its row NaN
 
 
 def draw_candidates(weights: Tensor, tokens: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -55,7 +58,7 @@ def draw_candidates(weights: Tensor, tokens: Tensor, seeds: Tensor, positions: T
     """
     noise = gumbel(seeds[:, None], positions[:, None], tokens)
     best = (weights.to(torch.float64).log() + noise).argmax(-1, keepdim=True)
-    return tokens.gather(-1, best).squeeze(-1)
+    return _or_non_finite(tokens.gather(-1, best).squeeze(-1), weights[:, 0])
 
 
 def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -72,6 +75,11 @@ def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     found = inside.flatten(1).topk(k, dim=-1)
     ids = block.gather(1, found.indices // _SMALL_BLOCK) * _SMALL_BLOCK + found.indices % _SMALL_BLOCK
     return found.values, ids
+
+
+def _or_non_finite(tokens: Tensor, values: Tensor) -> Tensor:
+    """`tokens`, but `NON_FINITE` where a row's value, float `[B]`, says that its logits were not finite."""
+    return tokens.masked_fill_(~values.isfinite(), NON_FINITE)
 
 
 def _in_blocks(x: Tensor, size: int, filler: float) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, TensorParallelError
+from segue.logs import logger
 from segue.weights.source import ModelSource
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,6 +26,11 @@ class Choices:
     chunked_prefill_size: int
     deterministic: bool  # a row's results depend on nothing else in its batch
     longest: int  # tokens: what the model or --max-model-len allows
+
+    @property
+    def largest_step(self) -> int:
+        """Tokens of a step that every buffer has to hold: a whole chunk, or a token of each request."""
+        return max(self.chunked_prefill_size, self.max_running_requests)
 
 
 def choose(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Choices:
@@ -48,12 +54,20 @@ def choose(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Choices:
     longest = min(model_len, config.max_model_len or model_len)
     max_running = config.max_running_requests or (16 if on_cpu else 256)
     chunk = config.chunked_prefill_size or (512 if on_cpu else 8192)
+    if chunk > max_running * longest:
+        logger.info(
+            "chunked_prefill_size is %d, not %d: %d requests of %d tokens never have more to compute",
+            max_running * longest,
+            chunk,
+            max_running,
+            longest,
+        )
     return Choices(
         device=device,
         dtype=dtype,
         page_size=config.page_size or (16 if on_cpu else 64),
         max_running_requests=max_running,
-        chunked_prefill_size=min(chunk, max_running * longest),  # there is never more to compute at once
+        chunked_prefill_size=min(chunk, max_running * longest),
         deterministic=config.deterministic,
         longest=longest,
     )

@@ -42,7 +42,7 @@ from segue.model_runner.inputs import InputBuilder
 from segue.model_runner.output import ForwardOutput
 from segue.model_runner.sampler import Sampler
 from segue.model_runner.stream import Result, free_garbage, keep_freed_memory, make_stream
-from segue.model_runner.trial import make_pool, measure_activations
+from segue.model_runner.trial import check_sizes, least_activations, make_pool, measure_activations
 from segue.models.config import ModelConfig
 from segue.models.decoder import Decoder
 from segue.models.registry import build_model
@@ -171,6 +171,10 @@ class ModelRunner:
                 progress.num_bytes = _add_one_shot(groups, choices, model_config.hidden_size)
         with progress.step("free memory"):
             free_before = progress.num_bytes = _agree_on_free_memory(groups, choices.device)
+            least = least_activations(model_config, choices)
+            none_yet = {"arena_bytes": 0, "derived": 0, "activations": least}
+            demand = _demand(config, choices, model_config, groups, free_before=free_before, **none_yet)
+            check_sizes(demand.without_graphs(), choices)
         with progress.step("weights"):
             model = build_model(
                 model_config,

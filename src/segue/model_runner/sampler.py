@@ -19,13 +19,15 @@ from segue.model_runner.penalties import penalise
 from segue.protocol.messages import Tail
 
 Indices = NDArray[np.int64]
+# A bias, and finite: a request may mask the whole vocabulary, which is no fault of the model.
+_MASKED = -1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
     """The tokens of a step and, where rows asked for them, log-probabilities."""
 
-    tokens: Tensor  # int64 [B]
+    tokens: Tensor  # int64 [B]; NON_FINITE where the logits allow none
     logprobs: Logprobs | None = None  # of the sequences below
     logprob_indices: Sequence[int] = ()  # into tokens
 
@@ -73,7 +75,8 @@ class Sampler:
         tokens = self._choose(logits, rows, positions, filtered=filtered)
         if not len(asked):
             return Sampled(tokens=tokens)
-        logprobs = logprobs_of(raw, tokens[self._index(asked)], num_top[asked].tolist())
+        chosen = tokens[self._index(asked)].clamp(min=0)  # those of a row without a token are not read
+        logprobs = logprobs_of(raw, chosen, num_top[asked].tolist())
         return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=asked.tolist())
 
     def _filtered(self, rows: Indices) -> NDArray[np.bool_]:
@@ -172,7 +175,7 @@ class Sampler:
             if too_early[i]:
                 which += [i] * len(extras.stop_ids)
                 ids.append(extras.stop_ids)
-                values.append(np.full(len(extras.stop_ids), -np.inf, dtype=np.float32))
+                values.append(np.full(len(extras.stop_ids), _MASKED, dtype=np.float32))
         if which:
             where = (self._index(which), self._index(np.concatenate(ids)))
             change = to_device(np.concatenate(values), logits.device)

@@ -24,7 +24,8 @@ from segue.protocol.weights import (
 
 FIRST_WEIGHT_VERSION = "0"
 BEFORE_PREFILL = "Abort before prefill"  # what is said of a request that was aborted then
-FinishReason = Literal["stop", "length", "abort"]
+NON_FINITE = -1  # in place of a sampled token: its logits were NaN, plus infinity, or only minus infinity
+FinishReason = Literal["stop", "length", "abort", "error"]
 # What a pause does to requests: lets those that run end; leaves all where they are; takes rows and pages back
 # and has them wait; ends them. Each is stronger than the one before it.
 PauseMode = Literal["wait", "in_place", "retract", "abort"]
@@ -139,7 +140,7 @@ RankEvent = Drained | RankReply | Received
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What a step made: one token for each sampling sequence, in plan order."""
+    """What a step made: one token, or ``NON_FINITE``, for each sampling sequence, in plan order."""
 
     step: int
     tokens: list[int]
@@ -265,6 +266,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     matched: int | None = None  # the stop token, where one ended it
     message: str | None = None
     versions: list[tuple[str, int, int]] = []  # (weight version, start, end) over the output tokens
+    error: str | None = None  # the class in ``segue.errors`` of the error that ended it; None: it has a reply
 
 
 class Counters(msgspec.Struct, array_like=True, kw_only=True):
@@ -283,6 +285,7 @@ class Counters(msgspec.Struct, array_like=True, kw_only=True):
     graph_hits: int = 0  # steps that replayed a graph
     eager_steps: dict[EagerReason, int] = {}  # steps that did not, by reason
     padded_tokens: int = 0  # computed to fill graphs
+    non_finite_logits: int = 0  # requests that ended because of them
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 from msgspec import structs
 
+from segue.logs import logger
 from segue.protocol.messages import (
     Abort,
     AddRequest,
@@ -36,6 +37,7 @@ from segue.protocol.messages import (
     SchedulerMessage,
     Shutdown,
     State,
+    StepOutput,
     StepPlan,
     StepResult,
 )
@@ -133,6 +135,7 @@ class SchedulerLoop:
         self._decode_event = msgspec.msgpack.Decoder(RankEvent).decode
         self._throughput = Throughput(time.perf_counter)
         self._speed = StepSpeed()
+        self._warned = False  # of logits that are not finite
         self._running = True
 
     def run(self) -> None:
@@ -162,9 +165,24 @@ class SchedulerLoop:
         result = launched.pending.result()
         self._speed.note(launched, time.monotonic())
         output = self.scheduler.apply(result)
+        if output.counters.non_finite_logits and not self._warned:
+            self._warned = True
+            self._warn_of_non_finite(output)
         self._throughput.add(len(output.tokens))
         self._send(output)
         self._advance()
+
+    def _warn_of_non_finite(self, output: StepOutput) -> None:
+        rids = [finished.rid for finished in output.finished if finished.reason == "error"]
+        logger.error(
+            "logits were not finite (NaN or infinite) for request %s with weights of version %r: it ends "
+            "with the error non_finite_logits. This is logged once; segue:non_finite_logits_total of "
+            "/metrics counts such requests. If they are many, the weights are bad, or too large for the "
+            "dtype: load or send them again, or choose --dtype bfloat16 or float32. If they are few, look "
+            "at their prompts",
+            ", ".join(rids),
+            self.scheduler.weight_version,
+        )
 
     def _wait_for_turn(self, before: Launched) -> None:
         """Take messages until shortly before the end of a long step.

@@ -11,13 +11,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
-from segue.errors import ContextLengthError, InvalidRequestError, OverloadedError, PausedError, PoisonedError
+from segue.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    NonFiniteLogitsError,
+    OverloadedError,
+    PausedError,
+    PoisonedError,
+    SegueError,
+)
 from segue.kvcache.prefix import Node
 from segue.protocol.messages import (
     BEFORE_PREFILL,
     FIRST_WEIGHT_VERSION,
+    NON_FINITE,
     Abort,
     AddRequest,
     Counters,
@@ -139,6 +149,7 @@ class Scheduler:
         num_tokens: int | None = None,
         matched: int | None = None,
         message: str | None = None,
+        error: type[SegueError] | None = None,
     ) -> Finished:
         """The one exit of a request."""
         if request.phase is Phase.WAITING:
@@ -158,7 +169,38 @@ class Scheduler:
             matched=matched,
             message=message,
             versions=[(v, start, min(end, count)) for v, start, end in request.versions if start < count],
+            error=None if error is None else error.__name__,
         )
+
+    def _end_non_finite(self, step: Step, result: StepResult) -> list[Finished]:
+        """End the requests whose logits, for an output token or a prompt token, were not finite.
+
+        What such a request computed is shared no further, nor what it found in the prefix cache: whoever
+        computed that may have left before it sampled.
+        """
+        spoilt = {
+            request: f"output token {request.num_outputs + 1}"
+            for request, token in zip(step.sampling, result.tokens, strict=True)
+            if token == NON_FINITE
+        } | {
+            request: "a prompt token"
+            for request, count in step.prompt_logprobs
+            if any(isnan(entry.logprob) for entry in result.prompt_logprobs[request.row][:count])
+        }
+        finished = []
+        for request, where in spoilt.items():
+            if request.phase is Phase.FINISHED:
+                continue
+            assert request.node is not None
+            self.resources.prefix.hide(request.node)
+            self.totals.non_finite_logits += 1
+            text = (
+                f"the model's logits for {where} of request {request.rid} are not finite (NaN or infinite), "
+                "so there is no token to give. The weights, or the dtype they run in, do not suit this "
+                "prompt: see the server's log"
+            )
+            finished.append(self._end(request, "error", message=text, error=NonFiniteLogitsError))
+        return finished
 
     def retract_all(self) -> int:
         """Have every started request wait, its KV forgotten; how many. Only with nothing in flight."""
@@ -333,6 +375,8 @@ class Scheduler:
         tokens: list[int] = []
         finished: list[Finished] = []
         logprobs: dict[str, TokenLogprob] = {}
+        if step.prompt_logprobs or NON_FINITE in result.tokens:
+            finished += self._end_non_finite(step, result)
         prompt_logprobs = {
             request.rid: result.prompt_logprobs[request.row][:count]
             for request, count in step.prompt_logprobs

@@ -54,6 +54,11 @@ class EngineCollector(Collector):
             ("engine_steps", "Steps planned.", now.num_steps),
             ("graph_hit", "Steps that replayed a CUDA graph.", now.graph_hits),
             ("padded_tokens", "Tokens computed only to fill a CUDA graph.", now.padded_tokens),
+            (
+                "non_finite_logits",
+                "Requests that ended because their logits were NaN or infinite.",
+                now.non_finite_logits,
+            ),
         ):
             yield _filled(CounterMetricFamily(f"segue:{name}", text, labels=LABELS), label, total)
         paused = GaugeMetricFamily(

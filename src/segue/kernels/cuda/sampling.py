@@ -4,6 +4,10 @@ The arithmetic is that of `segue.model_runner.categorical`: a block of 128 token
 weight, then a token within it, each by Gumbel-max. Log-probabilities are of the raw logits; both tails sum
 them up in the same order, so a request gets the same bits whatever else its steps have to do.
 
+A row whose logits have NaN or plus infinity, or are all minus infinity, has no token: the host gets
+`NON_FINITE`, and the device, which may have a step planned ahead, goes on with token 0. The first kernel
+tells the second by a score of NaN or plus infinity, so that nothing more is read or launched.
+
 Tensor-parallel ranks draw from their own blocks of the vocabulary, with the noise of those blocks, and then
 exchange one candidate each. (Of several ranks the plain tail sums up each part for itself.)
 """
@@ -19,6 +23,7 @@ from segue.kernels.cuda.all_reduce import OneShot, best_of_ranks
 from segue.kernels.cuda.filtering import draw_filtered
 from segue.kernels.cuda.launch import begin, launch_options, let_next_start
 from segue.kernels.cuda.sampling_noise import gumbel
+from segue.protocol.messages import NON_FINITE
 
 _BLOCK = 128  # as in segue.model_runner.categorical
 _BLOCKS = 32  # a program; 128 took 229 instead of 141 µs for 256 rows of 151,936
@@ -88,6 +93,12 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 
 
 @triton.jit
+def _larger(a, b):
+    """The maximum of two, NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _choose_block(
     logits,
     rows,
@@ -115,13 +126,13 @@ def _choose_block(
     block = chunk * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
-    largest = tl.max(x, 1)
+    largest = tl.reduce(x, 1, _larger)
     out = i * tl.num_programs(0) + chunk
     if WHOLE:
         if tl.load(num_top + row) >= 0:
             _partial_sum(x, maxima, sums, out)
     if tl.load(temperatures + row) == 0.0:
-        top = tl.max(largest, 0)
+        top = tl.reduce(largest, 0, _larger)
         first = tl.min(tl.min(tl.where(x == top, token, size), 1), 0)
         tl.store(scores + out, top.to(tl.float64))
         tl.store(choices + out, first)
@@ -133,7 +144,8 @@ def _choose_block(
         noise = gumbel(tl.load(seeds + row), position, start // BLOCK + block)
         score = tl.log(total) + shift.to(tl.float64) + noise
         best = tl.max(score, 0)
-        tl.store(scores + out, best)
+        spoilt = tl.max((score != score).to(tl.int32), 0) > 0
+        tl.store(scores + out, tl.where(spoilt, float("inf"), best))
         tl.store(choices + out, tl.min(tl.where(score == best, block, 2147483647), 0))
     let_next_start(PDL)
 
@@ -172,6 +184,7 @@ def _choose_token(
     WHOLE: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    NONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
@@ -182,7 +195,8 @@ def _choose_token(
     here = chunk < num_chunks
     score = tl.load(scores + i * num_chunks + chunk, mask=here, other=float("-inf"))
     choice = tl.load(choices + i * num_chunks + chunk, mask=here, other=2147483647)
-    best = tl.max(score, 0)
+    spoilt = tl.max(((score != score) | (score == float("inf"))).to(tl.int32), 0) > 0
+    best = tl.where(spoilt, float("inf"), tl.max(score, 0))
     chosen = tl.min(tl.where(score == best, choice, 2147483647), 0)
     if tl.load(temperatures + row) > 0.0:
         lane = tl.arange(0, BLOCK)
@@ -191,7 +205,7 @@ def _choose_token(
         x = (x * tl.load(inverse_temperatures + row)).to(tl.float64)
         x += gumbel(tl.load(seeds + row), position, tl.cdiv(vocab_size, BLOCK) + lane)
         chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
-    chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # logits that are all NaN choose nothing
+    chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # a spoilt row chooses nothing
     if FILTERS:
         drawn = tl.load(filtered + i)
         chosen = tl.where(drawn >= 0, drawn, chosen)
@@ -202,14 +216,15 @@ def _choose_token(
             total = _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS)
     if WORLD > 1:
         total = tl.where(size > 0, total, float("-inf"))
-        chosen, logit, total = best_of_ranks(
+        best, chosen, logit, total = best_of_ranks(
             best, start + chosen, logit, total, i, inboxes, epochs, most_rows, RANK, WORLD
         )
         chosen = tl.minimum(chosen, vocab_size - 1)
+    is_finite = (best > float("-inf")) & (best < float("inf"))
     line = tl.load(slot).to(tl.int64) * ring_stride + i
-    tl.store(ring + line, chosen)
+    tl.store(ring + line, tl.where(is_finite, chosen, NONE))
     if WHOLE:
-        tl.store(token_pool + row * pool_stride + position, chosen)
+        tl.store(token_pool + row * pool_stride + position, tl.where(is_finite, chosen, 0))
         if tl.load(num_top + row) >= 0:
             tl.store(logprob_ring + line, logit - total)
     let_next_start(PDL)
@@ -232,6 +247,8 @@ def sample_plain(
     part: VocabPart | None = None,
 ) -> None:
     """Sample one token for each of B rows; write it to the token pool and to a line of `ring`.
+
+    Where the logits allow none, the ring gets `NON_FINITE` and the token pool 0.
 
     Args:
         logits: float32 `[B, V]`, or the `part` of this rank.
@@ -328,5 +345,6 @@ def _launch(
         WHOLE=whole,
         CHUNKS=triton.next_power_of_2(num_chunks),
         BLOCK=_BLOCK,
+        NONE=NON_FINITE,
         **launch_options(1, count),
     )
