@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+ATTACK_ARGS ?= --seconds 120
 TP ?= 1
 
 VENV := .venv
@@ -15,7 +16,7 @@ named_tp = $(if $(filter-out 1,$(TP)),_tp$(TP))
 shapes = $$($(BIN)/python -c 'from bench.suite import model_dir; print(model_dir("$(1)"))')
 
 .DEFAULT_GOAL := setup
-.PHONY: setup model demo test lint types imports pytest soak bench gpu-test gpu-bench gpu-sync-bench clean help
+.PHONY: setup model demo test lint types imports pytest soak attack bench gpu-test gpu-bench gpu-sync-bench clean help
 
 setup: $(INSTALL_STAMP) ## create .venv with Segue, its dependencies and the development tools
 
@@ -56,6 +57,9 @@ pytest: model
 
 soak: model ## the slow proofs: long scheduler properties, five minutes of anything over HTTP, the reference fixture made again
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+attack: model ## two minutes of attacks on a server that it starts; ATTACK_ARGS="URL --seconds 600" on one that runs here
+	$(BIN)/python -m tests.attack $(ATTACK_ARGS)
 
 bench: model ## the CPU benchmarks; results go to bench/results
 	$(BIN)/python -m bench.cpu_vs_transformers

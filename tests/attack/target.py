@@ -7,6 +7,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from urllib.parse import urlsplit
 
@@ -29,6 +30,7 @@ class Target:
     model: str  # the name in /v1/models
     pid: int | None = None  # the server's process, or None where it is not known: then no memory is looked at
     owned: bool = False  # whether the attack started the server, and so may stop and kill its processes
+    log: Path | None = None  # the server's log, or None where the attack did not start it
     headers: dict[str, str] = field(default_factory=dict)  # sent with every request: the API key
     tried: Counter[str] = field(default_factory=Counter)  # what was tried -> how often
 
