@@ -68,8 +68,8 @@ bench: model ## the CPU benchmarks; results go to bench/results
 	$(BIN)/python -m bench.start_time
 	$(BIN)/python -m bench.host_cost
 
-gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device; with PYTEST_ARGS="-m gpu" the slow ones too
-	$(BIN)/python -m pytest -m "gpu and not slow" tests/gpu $(PYTEST_ARGS)
+gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device, perhaps only GPU_TESTS="some files"; PYTEST_ARGS="-m gpu": the slow ones too
+	$(BIN)/python -m bench.gpu_tests $(GPU_TESTS) --pytest-args='$(PYTEST_ARGS)'
 
 gpu-bench: $(INSTALL_STAMP) ## the GPU benchmarks, perhaps with THEIRS="another server"
 	$(BIN)/python -m bench.offline 0.6b

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -70,9 +71,11 @@ async def _run(target: Target, until: float, rng: Random) -> list[Finding]:
                 if found := target.check(where, response.status_code, response.headers, content):
                     findings.append(Finding(what=where, seen=f"{found.seen}; the body: {body[:300]!r}"))
 
-        async def keep_running() -> None:  # a changed body may pause generation for ever
-            while True:
+        async def keep_running() -> None:  # a changed body may pause generation for ever, or ask for much
+            for turn in count():
                 await http.post("/continue_generation", json={})
+                if turn % 10 == 9:
+                    await http.post("/abort_request", json={"abort_all": True})
                 await asyncio.sleep(0.2)
 
         running = asyncio.create_task(keep_running())
