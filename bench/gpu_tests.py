@@ -1,4 +1,4 @@
-"""Runs the GPU tests, each file in a process of its own, and stores the outcome in ``results/gpu_tests.json``.
+"""Runs the GPU tests, each file in a process of its own, and stores how they ended in ``gpu_tests.json``.
 
 A run of some of the files replaces what is stored of these alone, so the whole may be put together from
 several runs, each file with the commit and the device that it holds for::
