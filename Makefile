@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+ATTACK_ARGS ?= --seconds 120
 TP ?= 1
 
 VENV := .venv
@@ -15,7 +16,7 @@ named_tp = $(if $(filter-out 1,$(TP)),_tp$(TP))
 shapes = $$($(BIN)/python -c 'from bench.suite import model_dir; print(model_dir("$(1)"))')
 
 .DEFAULT_GOAL := setup
-.PHONY: setup model demo test lint types imports pytest soak bench gpu-test gpu-bench gpu-sync-bench clean help
+.PHONY: setup model demo test lint types imports pytest soak attack bench gpu-test gpu-bench gpu-sync-bench clean help
 
 setup: $(INSTALL_STAMP) ## create .venv with Segue, its dependencies and the development tools
 
@@ -57,6 +58,9 @@ pytest: model
 soak: model ## the slow proofs: long scheduler properties, five minutes of anything over HTTP, the reference fixture made again
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
+attack: model ## two minutes of attacks on a server that it starts; ATTACK_ARGS="URL --seconds 600" on one that runs here
+	$(BIN)/python -m tests.attack $(ATTACK_ARGS)
+
 bench: model ## the CPU benchmarks; results go to bench/results
 	$(BIN)/python -m bench.cpu_vs_transformers
 	$(BIN)/python -m bench.serving_cost
@@ -64,8 +68,8 @@ bench: model ## the CPU benchmarks; results go to bench/results
 	$(BIN)/python -m bench.start_time
 	$(BIN)/python -m bench.host_cost
 
-gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device; with PYTEST_ARGS="-m gpu" the slow ones too
-	$(BIN)/python -m pytest -m "gpu and not slow" tests/gpu $(PYTEST_ARGS)
+gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device, perhaps only GPU_TESTS="some files"; PYTEST_ARGS="-m gpu": the slow ones too
+	$(BIN)/python -m bench.gpu_tests $(GPU_TESTS) --pytest-args='$(PYTEST_ARGS)'
 
 gpu-bench: $(INSTALL_STAMP) ## the GPU benchmarks, perhaps with THEIRS="another server"
 	$(BIN)/python -m bench.offline 0.6b

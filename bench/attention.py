@@ -98,11 +98,11 @@ def rank(half: str, setting: Setting, steps: list[tuple[int, int, int]]) -> list
 
 
 def main() -> None:
-    """Measure what is installed, print it, and replace this device's part of the table."""
+    """Measure what is installed, print it, and replace the part of the table for this compute capability."""
     device = torch.device("cuda", 0)
     table = json.loads(registry.TABLE.read_text())
     mine: dict[str, dict[str, object]] = {}
-    table[torch.cuda.get_device_name(device)] = mine
+    table[registry.capability(device)] = mine
     for head_dim in HEAD_DIMS:
         shape = AttentionShape(
             num_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=head_dim, scale=head_dim**-0.5

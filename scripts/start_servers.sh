@@ -25,7 +25,7 @@ trap 'exit 143' TERM
 
 healthy() {
   local deadline=$((SECONDS + ${DEADLINE_S:-300}))
-  until curl -fs --max-time 2 -o /dev/null "http://127.0.0.1:$2/health"; do
+  until curl -fs --noproxy 127.0.0.1 --max-time 2 -o /dev/null "http://127.0.0.1:$2/health"; do
     kill -0 "$1" 2>/dev/null || { echo "$3 ended before it was healthy" >&2; exit 1; }
     [ $SECONDS -lt $deadline ] || { echo "$3 was not healthy within ${DEADLINE_S:-300} s" >&2; exit 1; }
     sleep 0.2

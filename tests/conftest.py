@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,12 +16,31 @@ import pytest
 # A user's own settings, or a hub that answers today and not tomorrow, must not decide a test.
 for _name in [name for name in os.environ if name.startswith("SEGUE_") and name != "SEGUE_CACHE_DIR"]:
     del os.environ[_name]
+for _name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):  # the servers of the tests are here
+    os.environ.pop(_name, None)
+    os.environ.pop(_name.upper(), None)
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Subprocesses find this tree, and their packages where we found ours.
 _ROOT = Path(__file__).resolve().parents[1]
 _paths = [str(_ROOT / "src"), str(_ROOT), os.environ.get("PYTHONPATH")]
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _paths if path)
+
+
+def take_default_signals() -> None:
+    """Ends what a caller left behind that ignores or blocks signals, as a shell does for a background job.
+
+    The processes that tests start would inherit it, and some tests interrupt them.
+    """
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+take_default_signals()
 
 
 @pytest.fixture(scope="session")

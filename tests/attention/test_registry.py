@@ -1,6 +1,8 @@
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -40,7 +42,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         entry("elsewhere", Capabilities(**anything, package=("no_such_module", "more"))),
     ]
     monkeypatch.setattr(registry, "_BACKENDS", {each.name: each for each in entries})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Measured")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return monkeypatch
 
@@ -58,7 +59,7 @@ def test_auto_takes_the_cpu_backend_on_a_cpu() -> None:
 def test_auto_takes_for_each_half_and_size_the_fastest_measured_that_fits(cuda, tmp_path) -> None:
     fast = ["elsewhere", "quick", "plain"]
     halves = {"prefill": {"64": ["plain"], "256": fast, "1024": fast}, "decode": ["removed", "plain"]}
-    measured(cuda, tmp_path, {"Measured": {"64": {"16": halves}}})
+    measured(cuda, tmp_path, {"9.0": {"64": {"16": halves}}})
     selection = select("auto", setting("cuda"))
     assert [(most, entry.name) for most, entry in selection.prefill] == [(64, "plain"), (1024, "quick")]
     assert selection.name == "quick (plain up to 64 tokens),plain"
@@ -70,8 +71,24 @@ def test_auto_takes_for_each_half_and_size_the_fastest_measured_that_fits(cuda, 
 
 def test_auto_takes_the_first_that_fits_where_nothing_was_measured(cuda, tmp_path) -> None:
     halves = {"prefill": {"64": ["quick"]}, "decode": ["quick"]}
-    measured(cuda, tmp_path, {"Measured": {"128": {"16": halves}}, "Other": {}})
+    measured(cuda, tmp_path, {"9.0": {"128": {"16": halves}}, "8.0": {"64": {"16": halves}}})
     assert select("auto", setting("cuda")).name == "plain"
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"])
+def test_auto_takes_fa3_for_many_tokens_on_every_device_of_compute_capability_9_0(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    installed = {"flash_attn_3": ModuleType("flash_attn_3"), "flash_attn_3._C": ModuleType("flash_attn_3._C")}
+    for module, stand_in in installed.items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    selection = select("auto", setting("cuda"))
+    assert selection.prefill[-1][1].name == "fa3" and selection.decode.name == "triton"
+    for other in ((8, 0), (8, 9), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, other=other: other)
+        assert select("auto", setting("cuda")).name == "triton"
 
 
 def test_the_stored_table_names_backends_that_exist() -> None:
@@ -85,7 +102,7 @@ def test_the_stored_table_names_backends_that_exist() -> None:
 
 def test_determinism_takes_a_backend_that_has_it_and_refuses_one_that_has_not(cuda, tmp_path) -> None:
     fast = {"prefill": {"64": ["plain"]}, "decode": ["plain"]}
-    measured(cuda, tmp_path, {"Measured": {"64": {"16": fast}}})
+    measured(cuda, tmp_path, {"9.0": {"64": {"16": fast}}})
     same = Capabilities(devices=("cuda",), dtypes=(torch.bfloat16,), deterministic=True)
     cuda.setitem(registry._BACKENDS, "same", entry("same", same))
     wanted = replace(setting("cuda"), deterministic=True)

@@ -33,7 +33,7 @@ def answering(*answers: bytes) -> Iterator[str]:
                     while connection.recv(65536):  # else it is reset
                         pass
 
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=work, daemon=True)  # nobody may come
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread.join(5)
@@ -55,6 +55,22 @@ def answering(*answers: bytes) -> Iterator[str]:
 def test_what_is_no_openai_server_is_an_error_in_words(answer: bytes, words: str) -> None:
     with answering(answer) as url, pytest.raises(RemoteError, match=words):
         RemoteChat(Remote(url, None), {})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_on_this_machine_is_not_asked_through_a_proxy(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    with answering(MODELS) as url:
+        assert RemoteChat(Remote(url.replace("127.0.0.1", host), None), {}).model == "some-model"
+
+
+def test_a_server_elsewhere_is_asked_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(MODELS) as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        assert RemoteChat(Remote("http://models.invalid:30000", None), {}).model == "some-model"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from segue.attention.cpu_invariant import InvariantCPUAttention
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, TensorParallelError
 from segue.layers import moe_backend
@@ -122,12 +123,20 @@ def test_a_retraction_at_any_token_changes_nothing(planner: Planner, params: Any
         assert again.logprobs == logprobs[done:], done
 
 
-def test_the_ordinary_mode_fails_the_same_comparisons(tmp_path: Path) -> None:
-    """What the tests above would find."""
+def test_attention_that_depends_on_the_batch_fails_the_same_comparisons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tests above would find. The ordinary mode may happen to round alike on some CPU."""
+    forward = InvariantCPUAttention.forward
+
+    def depending(self: Any, query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        return forward(self, query, *arguments) * (1.0 if len(query) == 1 else 1.01)
+
     tiny.save_llama(tmp_path)
-    runner = making.make_runner(tmp_path, **OPTIONS)
+    runner = making.make_runner(tmp_path, deterministic=True, **OPTIONS)
     try:
         planner = Planner(runner)
+        monkeypatch.setattr(InvariantCPUAttention, "forward", depending)
         tokens, logprobs, _ = alone(planner, logprobs=3)
         assert among(planner, 16, 7, logprobs=3)[1] != logprobs
         assert retracted(planner, 8, tokens, 512, logprobs=3).logprobs != logprobs[8:]

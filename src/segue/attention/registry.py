@@ -18,8 +18,9 @@ from segue.attention.paired import PairedAttention
 from segue.errors import ConfigError
 from segue.kvcache.pool import KVPool
 
-# Backends from the fastest on, by device, head size, page size and half, prefill by the tokens of the step:
-# made by bench/attention.py.
+# Backends from the fastest on, by compute capability ("9.0"), head size, page size and half, prefill by the
+# tokens of the step: made by bench/attention.py. Devices of one compute capability have the same
+# instructions, so the backend that is faster on the one that was measured is taken on all.
 TABLE = Path(__file__).parent / "measured.json"
 _NOTHING: dict[str, Any] = {"prefill": {1 << 30: []}, "decode": []}  # steps of any size: no ranking
 
@@ -144,12 +145,17 @@ def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry
 
 
 def _measured(setting: Setting) -> dict[str, Any]:
-    """Rankings of the halves; empty where device, head size or page size were not measured."""
+    """Rankings of the halves; empty where compute capability, head size or page size were not measured."""
     if setting.device.type != "cuda":
         return _NOTHING
-    table = json.loads(TABLE.read_text()).get(torch.cuda.get_device_name(setting.device), {})
+    table = json.loads(TABLE.read_text()).get(capability(setting.device), {})
     found: dict[str, Any] = table.get(str(setting.shape.head_dim), {}).get(str(setting.page_size), _NOTHING)
     return found
+
+
+def capability(device: torch.device) -> str:
+    """The compute capability of a CUDA device, as the table names it: `9.0` for Hopper."""
+    return "{}.{}".format(*torch.cuda.get_device_capability(device))
 
 
 def misfits(capabilities: Capabilities, setting: Setting) -> list[str]:

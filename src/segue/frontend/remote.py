@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import urllib.error
 import urllib.request
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
 from typing import Any
+from urllib.parse import urlsplit
 
 from segue.errors import SegueError
 
@@ -27,6 +29,9 @@ class Remote:
         self._headers = {"content-type": "application/json"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
+        # A proxy of the environment would look for this machine's own server on another machine.
+        direct = [urllib.request.ProxyHandler({})] if _is_loopback(self.url) else []
+        self._opener = urllib.request.build_opener(*direct)
 
     def post(self, path: str, body: Any = None, *, timeout: float | None = TIMEOUT_S) -> str:
         """The text of the answer; ``timeout``: seconds of silence that are too long.
@@ -47,7 +52,7 @@ class Remote:
         """
         try:
             request = urllib.request.Request(self.url + path, data, self._headers)
-            return urllib.request.urlopen(request, timeout=timeout)
+            return self._opener.open(request, timeout=timeout)
         except urllib.error.HTTPError as error:
             raise RemoteError(f"{self.url}{path}: {error.code} {_reason(error)}") from None
         except (OSError, HTTPException, ValueError) as error:
@@ -74,6 +79,14 @@ def message_of(content: Any) -> str:
         if isinstance(content, dict):
             content = content.get(name, content)
     return str(content)
+
+
+def _is_loopback(url: str) -> bool:
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -1,0 +1,102 @@
+"""Runs the GPU tests, each file in a process of its own, and stores how they ended in ``gpu_tests.json``.
+
+A run of some of the files replaces what is stored of these alone, so the whole may be put together from
+several runs, each file with the commit and the device that it holds for::
+
+    python -m bench.gpu_tests
+    python -m bench.gpu_tests tests/gpu/test_engine.py tests/gpu/test_tp.py --pytest-args="-m gpu"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import report
+
+ROOT = Path(__file__).resolve().parent.parent
+NAME = "gpu_tests"
+MARKED = "gpu and not slow"
+COUNTS = ("passed", "failed", "skipped")
+OF_A_FILE = ("commit", "date", "device", "driver", "python", "torch", "triton")
+NOTHING_COLLECTED = 5  # pytest's exit code: every test of the file has another marker
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("files", nargs="*", help="default: every file of tests/gpu")
+    parser.add_argument("--pytest-args", default="", help="more arguments of pytest, in one word")
+    given = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("there is no CUDA device, so there is nothing to test or to store", file=sys.stderr)
+        return 2
+    files = given.files or sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/gpu/test_*.py"))
+    ended = run(files, shlex.split(given.pytest_args))
+    rows = [
+        [file, *(str(each[count]) for count in COUNTS), f"{each['seconds']:.1f}"]
+        for file, each in ended.items()
+    ]
+    report.show("GPU tests", ["file", *COUNTS, "seconds"], rows)
+    return 1 if any(each["failed"] for each in ended.values()) else 0
+
+
+def run(files: Sequence[str], arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How each file ended; stored after each, so that a run that is broken off leaves what it has."""
+    ended: dict[str, dict[str, Any]] = {}
+    for file in files:
+        ended[file] = _run(file, arguments)
+        store({file: ended[file]})
+    return ended
+
+
+def store(ended: dict[str, dict[str, Any]]) -> None:
+    """Put these files' results in the place of older ones; those of files that are gone go."""
+    path = report.RESULTS / f"{NAME}.json"
+    stored = json.loads(path.read_text())["files"] if path.exists() else {}
+    merged = {file: each for file, each in sorted((stored | ended).items()) if (ROOT / file).exists()}
+    totals = {count: sum(each[count] for each in merged.values()) for count in (*COUNTS, "seconds")}
+    commits = sorted({each["commit"] for each in merged.values()})
+    report.save(NAME, {"totals": totals, "commits": commits, "files": merged})
+
+
+def _run(file: str, arguments: Sequence[str]) -> dict[str, Any]:
+    found = report.circumstances()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "-m", MARKED, file, f"--junitxml={path}", *arguments]
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        counts = _counts(path) if path.exists() else dict.fromkeys(COUNTS, 0)
+    if code not in (0, NOTHING_COLLECTED):
+        counts["failed"] = max(counts["failed"], 1)  # a process that died tells of no failure
+    circumstances = {name: found[name] for name in OF_A_FILE if name in found}
+    return circumstances | counts | {"exit_code": code, "seconds": round(time.monotonic() - began, 1)}
+
+
+def _counts(junit: Path) -> dict[str, int]:
+    suites = list(ElementTree.parse(junit).getroot().iter("testsuite"))
+    number = {
+        key: sum(int(suite.get(key, 0)) for suite in suites)
+        for key in ("tests", "failures", "errors", "skipped")
+    }
+    failed = number["failures"] + number["errors"]
+    return {
+        "passed": number["tests"] - failed - number["skipped"],
+        "failed": failed,
+        "skipped": number["skipped"],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

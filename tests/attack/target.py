@@ -1,0 +1,88 @@
+"""What a group of attacks is given and hands back: the server, a ledger of what was tried, findings."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from urllib.parse import urlsplit
+
+import httpx
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that the server did and may not do."""
+
+    what: str  # what was sent to it or done to it
+    seen: str  # what it did, beside what it may do
+
+
+@dataclass(slots=True, kw_only=True)
+class Target:
+    """A server on this machine that is attacked, and a ledger of what was tried on it."""
+
+    url: str  # http://127.0.0.1:30000, without a path
+    model: str  # the name in /v1/models
+    pid: int | None = None  # the server's process, or None where it is not known: then no memory is looked at
+    owned: bool = False  # whether the attack started the server, and so may stop and kill its processes
+    log: Path | None = None  # the server's log, or None where the attack did not start it
+    headers: dict[str, str] = field(default_factory=dict)  # sent with every request: the API key
+    tried: Counter[str] = field(default_factory=Counter)  # what was tried -> how often
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, for a socket."""
+        host, port = urlsplit(self.url).hostname, urlsplit(self.url).port
+        assert host is not None and port is not None
+        return host, port
+
+    def client(self, timeout: float = 60.0) -> httpx.AsyncClient:
+        """A client without a bound on connections, and without the proxies of the environment."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+        return httpx.AsyncClient(
+            base_url=self.url, headers=self.headers, timeout=timeout, limits=limits, trust_env=False
+        )
+
+    def check(self, what: str, status: int, headers: httpx.Headers, body: bytes = b"") -> Finding | None:
+        """Notes that ``what`` was tried; a finding where the answer is one that no request may get."""
+        self.tried[what] += 1
+        if status < 500 or is_documented_refusal(status, headers, body):
+            return None
+        return Finding(what=what, seen=f"it answered {status}: {body[:200]!r}; no request may get that")
+
+
+# A group: attacks until the budget in seconds is spent (or sooner), draws everything from the random numbers.
+Group = Callable[[Target, float, Random], list[Finding]]
+
+
+def is_documented_refusal(status: int, headers: httpx.Headers, body: bytes) -> bool:
+    """Whether a 5xx answer is one of those that the server may give on purpose."""
+    if status == 503:
+        return "retry-after" in headers
+    return status == 500 and b"non_finite_logits" in body
+
+
+def loopback_url(url: str) -> str:
+    """The URL by its address, without a path; ValueError unless its host is a loopback one."""
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    if parts.scheme != "http" or parts.hostname is None:
+        raise ValueError(f"{url!r} is not the URL of a server; say http://127.0.0.1:30000")
+    port = parts.port or 30000
+    try:
+        found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"the host of {url!r} is not known: {error}") from None
+    addresses = [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
+    for address in addresses:
+        if not address.is_loopback:
+            raise ValueError(
+                f"{url!r} is {address}, which is not this machine's loopback; the attack tries to break what "
+                "it reaches, so it takes addresses such as http://127.0.0.1:30000 only"
+            )
+    host = str(addresses[0]) if addresses[0].version == 4 else f"[{addresses[0]}]"
+    return f"http://{host}:{port}"

@@ -1,0 +1,74 @@
+"""Asks for ``/health`` again and again, from a process that the load of an attack does not slow down."""
+
+from __future__ import annotations
+
+import http.client
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+from tests.attack.target import Target
+
+EVERY_S = 0.025
+TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One question for ``/health``, on a connection of its own."""
+
+    seconds: float  # until its answer was read, or until it was given up
+    status: int  # 0: there was no answer
+
+
+class Watch:
+    """Asks while the ``with`` block runs."""
+
+    def __init__(self, target: Target) -> None:
+        self.probes: list[Probe] = []
+        host, port = target.address
+        command = [sys.executable, "-m", "tests.attack.watch", host, str(port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._reader = threading.Thread(target=self._read)
+
+    def __enter__(self) -> Watch:
+        self._reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._reader.join()
+        self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                if line.endswith("\n"):
+                    seconds, status = line.split()
+                    self.probes.append(Probe(float(seconds), int(status)))
+
+
+def ask(host: str, port: int) -> Probe:
+    """One question."""
+    began, status = time.monotonic(), 0
+    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        response.read()
+        status = response.status
+    except (OSError, http.client.HTTPException):
+        pass
+    finally:
+        connection.close()
+    return Probe(time.monotonic() - began, status)
+
+
+if __name__ == "__main__":
+    while True:
+        probe = ask(sys.argv[1], int(sys.argv[2]))
+        print(f"{probe.seconds:.6f} {probe.status}", flush=True)
+        time.sleep(EVERY_S)

@@ -1,0 +1,99 @@
+"""Each figure of README's table is that of a stored result, rounded; what it says of `make test` is so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import test_correctness
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+Figures = tuple[list[float], list[float]]  # of Segue, of vLLM
+
+
+def peers(model: str, *names: str) -> Figures:
+    figures = stored(f"gpu_peers_{model}")["figures"]
+    return [figures[name]["ours"] for name in names], [figures[name]["theirs"] for name in names]
+
+
+def http(figure: Callable[[Any], float]) -> Figures:
+    sides = stored("gpu_http")["sides"]
+    return ([figure(sides["ours"]["loads"][load]) for load in ("50%", "80%")]), (
+        [figure(sides["theirs"]["loads"][load]) for load in ("50%", "80%")]
+    )
+
+
+def moe(*tokens: int) -> Figures:
+    layers = {int(layer["tokens"]): layer for layer in stored("gpu_moe")["layers"]}
+    return [layers[n]["segue_us"] for n in tokens], [layers[n]["vllm_us"] for n in tokens]
+
+
+def ready() -> Figures:
+    sides = stored("gpu_http")["sides"]
+    return [sides["ours"]["ready_s"]], [sides["theirs"]["ready_s"]]
+
+
+def stored(name: str) -> Any:
+    return json.loads((ROOT / "bench/results" / f"{name}.json").read_text())
+
+
+DECODE = ("decode bs=1", "decode bs=32", "decode bs=256")
+FIRST = ("first_token prompt=16", "first_token prompt=256", "first_token prompt=1024")
+# By the words that a row begins with, in the order of the rows.
+ROWS: dict[str, Callable[[], Figures]] = {
+    "Qwen3-0.6B, 256 requests": lambda: peers("0.6b", "offline256"),
+    "Qwen3-0.6B, a decode step": lambda: peers("0.6b", *DECODE),
+    "Qwen3-0.6B, first token": lambda: peers("0.6b", *FIRST),
+    "Qwen3-0.6B, prefill": lambda: peers("0.6b", "prefill 64x2048"),
+    "Qwen3-8B, 256 requests": lambda: peers("8b", "offline256"),
+    "Qwen3-8B, a decode step": lambda: peers("8b", *DECODE),
+    "Qwen3-0.6B over HTTP at": lambda: http(lambda load: float(load["ttft_s"]["p50"]) * 1e3),
+    "the same, gaps between tokens": lambda: http(lambda load: float(load["gap_s"]["p99"]) * 1e3),
+    "the same servers, from start to ready": ready,
+    "a layer of 128 experts": lambda: moe(1, 32, 256, 4096),
+}
+
+
+def table() -> list[list[str]]:
+    """The cells of the table's rows."""
+    lines = README.partition("| | Segue | vLLM |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def is_rounding(printed: str, value: float) -> bool:
+    """Whether what is printed is the value, rounded to the digits that are printed."""
+    digits = printed.replace(",", "")
+    if "." in digits:
+        place = 10.0 ** -len(digits.partition(".")[2])
+    else:
+        place = 10.0 ** (len(digits) - len(digits.rstrip("0")))
+    return abs(float(digits) - value) <= place / 2
+
+
+@pytest.mark.parametrize(
+    ("printed", "value", "right"),
+    [("0.85", 0.852, True), ("0.85", 0.856, False), ("26,700", 26749, True), ("26,700", 26760, False)],
+)
+def test_a_rounding_is_told_from_another_figure(printed: str, value: float, right: bool) -> None:
+    assert is_rounding(printed, value) == right
+
+
+@pytest.mark.parametrize(("row", "begins"), list(zip(table(), ROWS, strict=True)), ids=list(ROWS))
+def test_a_row_has_the_stored_figures(row: list[str], begins: str) -> None:
+    words, *cells = row
+    assert words.startswith(begins)
+    for cell, values in zip(cells, ROWS[begins](), strict=True):
+        for printed, value in zip(cell.split(" / "), values, strict=True):
+            assert is_rounding(printed, value), (words, printed, value)
+
+
+def test_readme_says_what_make_test_compares_with_transformers() -> None:
+    short = [each.values[0] for each in test_correctness.shortened() if not each.marks]
+    assert [len(setup.cases) for setup in short] == [30, 20]
+    assert "every token of 30 prompts" in README and "and of 20 of them" in README
+    assert len(test_correctness.SETUPS) == 5 and "five setups" in README
