@@ -62,9 +62,11 @@ class ServerProcess:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_within_two_seconds_and_streams_with_it(tiny_model: Path, number: int) -> None:
-    with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}) as server:
+@pytest.mark.parametrize(("number", "options"), [(signal.SIGINT, {}), (signal.SIGTERM, {"drain_s": 0.0})])
+def test_a_signal_ends_it_within_two_seconds_and_streams_with_it(
+    tiny_model: Path, number: int, options: dict[str, Any]
+) -> None:
+    with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}, **options) as server:
         url = server.ready()
         children = server.children()
         with httpx.stream("POST", f"{url}/v1/completions", json=STREAM) as response:
