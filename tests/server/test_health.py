@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 import segue
+from segue.protocol.messages import AddRequest, FrontendMessage, Rejected
 from segue.protocol.weights import WeightNotice
 from tests.server.conftest import Api
 from tests.server.live import LiveServer
@@ -247,21 +249,21 @@ def test_no_token_is_asked_for_while_paused_or_updating(tiny_model: Path) -> Non
         assert tokens(server) == 0
 
 
-def test_a_full_queue_does_not_fail_the_probe(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any
-) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.4")
-    with (
-        LiveServer(tiny_model, max_running_requests=1, max_queued_requests=1) as server,
-        ThreadPoolExecutor() as pool,
-    ):
-        with generating(server, wait_until, max_new_tokens=4):
-            waits = pool.submit(Api(server.client).generate, "abc", sampling_params={"max_new_tokens": 1})
-            wait_until(lambda: server.runtime.manager.stats.counters.num_waiting == 1)
-            server.runtime.manager.stats.last_step_at -= 1.5  # as if steps were long
-            assert server.client.get("/health_generate").status_code == 200
-            server.client.post("/abort_request", json={"abort_all": True})
-        assert waits.result().status_code == 200
+def test_with_a_full_queue_the_steps_of_others_do(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LiveServer(tiny_model) as server:
+        manager, refused = server.runtime.manager, list[str]()
+
+        def refuse(message: FrontendMessage) -> None:
+            if isinstance(message, AddRequest):
+                refused.append(message.rid)
+                rejected = Rejected(message.rid, "OverloadedError", "4096 requests wait")
+                asyncio.get_running_loop().call_soon(manager.receive, rejected)
+                if len(refused) == 2:
+                    manager.stats.last_step_at = time.monotonic()
+
+        monkeypatch.setattr(manager, "_send", refuse)
+        assert server.client.get("/health_generate").status_code == 200
+        assert len(refused) == 2
 
 
 def test_a_token_that_never_comes_fails_the_probe(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
