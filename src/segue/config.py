@@ -170,6 +170,22 @@ class EngineConfig:
     exit_grace: float = _option(
         5.0, "Server", "Seconds that /health answers 503 after a worker died, before the exit.", minimum=0.0
     )
+    ping_s: float = _option(
+        5.0,
+        "Server",
+        "Seconds without a heartbeat of a worker process after which the engine counts as hung.",
+        minimum=0.1,
+    )
+    stall_s: float = _option(
+        30.0, "Server", "Seconds of one step after which the engine counts as hung.", minimum=0.1
+    )
+    drain_s: float = _option(
+        30.0,
+        "Server",
+        "Seconds that running requests have to end after SIGTERM; 0 ends them at once.",
+        minimum=0.0,
+        maximum=86400.0,
+    )
     log_level: LogLevel = _option("info", "Server", "How much is logged.")
 
     def __post_init__(self) -> None:

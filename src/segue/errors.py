@@ -153,6 +153,20 @@ class NonFiniteLogitsError(SegueError):
     code = "non_finite_logits"
 
 
+class DrainingError(SegueError):
+    """The server is about to end: what runs ends, and nothing new begins."""
+
+    status = 503
+    code = "draining"
+
+
+class EngineHungError(SegueError):
+    """The engine's worker does not answer; requests in flight go on if it recovers."""
+
+    status = 503
+    code = "engine_hung"
+
+
 class EngineDeadError(SegueError):
     """The engine's worker died; requests in flight are lost."""
 

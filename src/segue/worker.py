@@ -25,6 +25,7 @@ from segue.logs import configure, logger
 from segue.memory.heap import settle_heap
 from segue.model_runner.runner import ModelRunner
 from segue.protocol.messages import InitStep, RankEvent, Ready, StartFailed
+from segue.pulse import Pulse, Turn
 from segue.scheduler.loop import SchedulerLoop, follow
 from segue.scheduler.scheduler import Limits, Scheduler
 from segue.weights.source import resolve
@@ -42,6 +43,7 @@ def run_scheduler(
     *,
     size: int = 1,
     embedded: bool = False,
+    turn: Turn | None = None,
 ) -> None:
     """Rank 0: start the engine and serve until ``Shutdown``.
 
@@ -77,6 +79,7 @@ def run_scheduler(
                 events=events,
                 overlap=not config.disable_overlap,
                 spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,
+                turn=turn,
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
             )
             if not embedded:
@@ -182,7 +185,7 @@ class EventSender:
 
 
 def _run_follower(
-    config: EngineConfig, tp: TPInfo, run_dir: Path, address: str, context: zmq.Context[Any]
+    config: EngineConfig, tp: TPInfo, run_dir: Path, address: str, context: zmq.Context[Any], turn: Turn
 ) -> None:
     messages, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     messages.set_hwm(0)
@@ -194,7 +197,7 @@ def _run_follower(
         settle_heap()
         runner, sender = started[0], EventSender(context, run_dir)
         updater = WeightUpdater(runner.live_weights(), sender.send)
-        follow(runner, updater, messages, sender.send, depth=OVERLAP_DEPTH)
+        follow(runner, updater, messages, sender.send, depth=OVERLAP_DEPTH, turn=turn)
 
 
 def _watch_lifeline(run_dir: Path) -> None:
@@ -215,10 +218,11 @@ def main() -> None:
     addresses = (f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
     context: zmq.Context[Any] = zmq.Context()
     try:
-        if tp.rank == 0:
-            run_scheduler(config, run_dir, addresses, context, size=tp.size)
-        else:
-            _run_follower(config, tp, run_dir, addresses[1], context)
+        with Pulse(context, addresses[1], tp.rank, config.ping_s) as pulse:
+            if tp.rank == 0:
+                run_scheduler(config, run_dir, addresses, context, size=tp.size, turn=pulse.turn)
+            else:
+                _run_follower(config, tp, run_dir, addresses[1], context, pulse.turn)
     except Exception:
         if run_dir.exists():
             raise

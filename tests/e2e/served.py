@@ -50,7 +50,8 @@ class Served:
 @contextmanager
 def serve(*options: str, log: IO[str] | None = None) -> Iterator[Served]:
     """A server, until the block is left. Its log goes to ``log``, or to ours."""
-    command = [sys.executable, "-m", "segue", "serve", "--port", "0", "--log-level", "warning", *options]
+    command = [sys.executable, "-m", "segue", "serve", "--port", "0", "--log-level", "warning"]
+    command += ["--drain-s", "0", *options]  # a test that fails leaves requests behind
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None

@@ -20,6 +20,7 @@ import zmq
 
 from segue.config import EngineConfig
 from segue.protocol.messages import Ready, StartFailed, StepPlan, StepResult, TokenLogprob, unpack_ids
+from segue.pulse import Pulse, Turn
 from segue.scheduler.loop import SchedulerLoop
 from segue.scheduler.scheduler import Limits, Scheduler
 from tests.scheduler.updaters import FakeUpdater
@@ -86,7 +87,9 @@ def watch_lifeline(run_dir: str) -> None:
     os._exit(0)
 
 
-def serve(config: EngineConfig, to_scheduler: str, to_frontend: str, context: zmq.Context[Any]) -> None:
+def serve(
+    config: EngineConfig, to_scheduler: str, to_frontend: str, context: zmq.Context[Any], turn: Turn
+) -> None:
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket, address in ((inbox, to_scheduler), (outbox, to_frontend)):
         socket.set_hwm(0)
@@ -142,6 +145,7 @@ def serve(config: EngineConfig, to_scheduler: str, to_frontend: str, context: zm
         events=events,
         overlap=not config.disable_overlap,
         memory_usage={},
+        turn=turn,
     ).run()
     outbox.close(linger=500)
     for socket in (inbox, events, teller):
@@ -153,14 +157,11 @@ def main() -> None:
     run_dir = spec["run_dir"]
     threading.Thread(target=watch_lifeline, args=(run_dir,), daemon=True).start()
     context: zmq.Context[Any] = zmq.Context()
-    if spec["rank"] != 0:
-        threading.Event().wait()
-    serve(
-        EngineConfig(**spec["config"]),
-        f"ipc://{run_dir}/to_scheduler",
-        f"ipc://{run_dir}/to_frontend",
-        context,
-    )
+    config = EngineConfig(**spec["config"])
+    with Pulse(context, f"ipc://{run_dir}/to_frontend", spec["rank"], config.ping_s) as pulse:
+        if spec["rank"] != 0:
+            threading.Event().wait()
+        serve(config, f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend", context, pulse.turn)
     context.term()
 
 

@@ -50,7 +50,6 @@ class PausingSimulation(Simulation):
         self.ends_at: float | None = None  # by itself
         self.committing = False
         self.overtaken: set[int] = set()  # pauses that were ended before they took effect
-        self.continued: set[int] = set()  # those that were continued during a commit, whose hold was left
         self.begun: set[str] = set()  # requests that were admitted once
         self.settled = True  # whether the scheduler has told all that has come to pass
         self.kept: dict[str, tuple[int, list[int], int]] = {}  # rid -> what a pause in place may not touch
@@ -92,8 +91,7 @@ class PausingSimulation(Simulation):
         message = Continue(self._call())
         self.owed[message.call] = message
         self.user = self.ends_at = None
-        if self.committing:
-            self.continued |= {call for call, other in self.owed.items() if isinstance(other, Pause)}
+        self.overtaken |= {call for call, other in self.owed.items() if isinstance(other, Pause)}
         self.control.continue_(message)
         self._after(settle)
         return message.call
@@ -163,7 +161,7 @@ class PausingSimulation(Simulation):
         self.kept = {rid: what for rid, what in self.kept.items() if rid not in self.finished}
         if self.mode in (None, "wait"):
             self.kept = {}
-        if self.mode is None:
+        if self.user is None:
             self.overtaken |= {call for call, message in self.owed.items() if isinstance(message, Pause)}
         self.settled = False
         if settle:
@@ -258,10 +256,10 @@ class PausingSimulation(Simulation):
     def _on_paused(self, question: Pause | Continue | Flush, message: Paused) -> None:
         scheduler = self.scheduler
         if message.call in self.overtaken:
-            assert message.mode is None or (message.call in self.continued and message.mode == "in_place")
+            assert message.mode is None, "a weight commit that still holds is nothing that was asked for"
             return
         assert not self.results, "a pause is acknowledged while a step is in flight"
-        assert message.mode == self.mode
+        assert message.mode == self.user
         assert (message.num_running, message.num_waiting) == (len(scheduler.running), len(scheduler.waiting))
         assert message.drained_ms >= 0
         if message.mode != "in_place":

@@ -556,10 +556,12 @@ def test_a_ttl_does_not_end_a_weight_commit(sim: Loop) -> None:
     sim.turns(2)
     sim.drained("in_place", ttl_s=10)
     sim.begin_commit()
-    sim.pass_time(1000)
     assert sim.state()["engine_paused"]
+    sim.pass_time(1000)
+    assert not sim.state()["engine_paused"], "the user's pause has ended"
+    assert sim.launch() is None, "and the commit goes on"
     sim.end_commit("1")
-    assert not sim.state()["engine_paused"]
+    assert sim.launch() is not None
 
 
 def test_continue_during_a_weight_commit_removes_the_users_hold_only(sim: Loop) -> None:
@@ -568,10 +570,38 @@ def test_continue_during_a_weight_commit_removes_the_users_hold_only(sim: Loop) 
     sim.drained("in_place")
     sim.begin_commit()
     sim.answered(sim.proceed())
-    assert (sim.state()["engine_paused"], sim.state()["pause_mode"]) == (True, "in_place")
-    sim.turns(2)
+    assert (sim.state()["engine_paused"], sim.state()["pause_mode"]) == (False, None)
+    assert sim.launch() is None
     sim.end_commit("1")
-    assert not sim.state()["engine_paused"]
+    assert sim.launch() is not None
+
+
+def test_a_weight_commit_alone_is_no_pause_to_clients(sim: Loop) -> None:
+    sim.add("r", PROMPT, max_new_tokens=20)
+    sim.turns(2)
+    sim.begin_commit()
+    sim.until_idle()
+    counters = sim.scheduler.output().counters
+    assert (counters.paused, counters.is_paused) == (None, False)
+    state = sim.state()
+    assert (state["engine_paused"], state["pause_mode"], state["pause_state"]) == (False, None, "running")
+    assert sim.launch() is None, "though nothing runs"
+    sim.end_commit("1")
+
+
+def test_a_pause_that_waits_is_none_yet_behind_a_weight_commit(sim: Loop) -> None:
+    sim.add("r", PROMPT, max_new_tokens=20)
+    sim.turns(3)
+    call = sim.pause("wait")
+    sim.begin_commit()
+    sim.until_idle()
+    counters = sim.scheduler.output().counters
+    assert (counters.paused, counters.is_paused) == ("wait", False)
+    assert (sim.state()["engine_paused"], sim.state()["pause_state"]) == (False, "pausing")
+    sim.end_commit("1")
+    sim.until_idle()
+    assert sim.paused(call).mode == "wait"
+    assert sim.scheduler.output().counters.is_paused
 
 
 @pytest.mark.parametrize(("mode", "left"), [("retract", ["r"]), ("abort", [])])
@@ -585,7 +615,7 @@ def test_of_a_pause_continued_during_a_weight_commit_only_an_abort_takes_effect(
     sim.begin_commit()
     sim.proceed()
     sim.apply()
-    assert sim.paused(call).mode == "in_place"
+    assert sim.paused(call).mode is None
     assert sim.state()["running_batch_rids"] == left
     sim.end_commit("1")
 

@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +64,11 @@ class ServerProcess:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_within_two_seconds_and_streams_with_it(tiny_model: Path, number: int) -> None:
-    with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}) as server:
+@pytest.mark.parametrize(("number", "options"), [(signal.SIGINT, {}), (signal.SIGTERM, {"drain_s": 0.0})])
+def test_a_signal_ends_it_within_two_seconds_and_streams_with_it(
+    tiny_model: Path, number: int, options: dict[str, Any]
+) -> None:
+    with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}, **options) as server:
         url = server.ready()
         children = server.children()
         with httpx.stream("POST", f"{url}/v1/completions", json=STREAM) as response:
@@ -78,6 +82,126 @@ def test_a_signal_ends_it_within_two_seconds_and_streams_with_it(tiny_model: Pat
         assert (last["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
         assert children
         assert not any(is_alive(child) for child in children)
+
+
+class Asked:
+    """A request in a thread of its own, and another that is streamed; both run when this returns."""
+
+    def __init__(self, url: str, **fields: Any) -> None:
+        self._pool = ThreadPoolExecutor()
+        body = STREAM | fields
+        self.whole = self._pool.submit(
+            httpx.post, f"{url}/v1/completions", json=body | {"stream": False}, timeout=20
+        )
+        self._started = threading.Event()
+        self._stream = self._pool.submit(self._read, url, body)
+        assert self._started.wait(10)
+
+    def reasons(self) -> list[str]:
+        """Why they ended."""
+        reply, (last, done) = self.whole.result(20), self._stream.result(20)
+        assert (reply.status_code, done) == (200, "[DONE]")
+        return [each["choices"][0]["finish_reason"] for each in (reply.json(), last)]
+
+    def _read(self, url: str, body: dict[str, Any]) -> list[Any]:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as response:
+            events = parse_events(response.iter_lines())
+            next(events)
+            self._started.set()
+            return list(events)[-2:]
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the server has not closed it; waits up to ten seconds for that."""
+    connection.settimeout(10)
+    try:
+        return bool(connection.recv(1))
+    except TimeoutError:
+        return True
+
+
+def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(tiny_model: Path) -> None:
+    with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}) as server:
+        url = server.ready()
+        with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as idle:
+            idle.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            while b"version" not in idle.recv(4096):
+                pass
+            asked = Asked(url, max_tokens=100)
+            os.kill(server.process.pid, signal.SIGTERM)
+            assert not is_open(idle), "an idle connection keeps clients from going elsewhere"
+        for path in ("/ready", "/health"):
+            response = httpx.get(url + path)
+            assert (response.status_code, response.json()["status"]) == (503, "draining")
+        refused = httpx.post(f"{url}/v1/completions", json=STREAM)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "draining"
+        assert not asked.whole.done()
+        assert asked.reasons() == ["length", "length"]
+        assert server.process.wait(5) == 0
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_aborts_what_still_runs(tiny_model: Path, second: int) -> None:
+    with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}) as server:
+        url = server.ready()
+        asked = Asked(url)
+        os.kill(server.process.pid, signal.SIGTERM)
+        while httpx.get(f"{url}/ready").status_code != 503:
+            pass
+        began = time.monotonic()
+        os.kill(server.process.pid, second)
+        assert asked.reasons() == ["abort", "abort"]
+        assert server.process.wait(5) == 0
+        assert time.monotonic() - began < 2.0
+
+
+def test_a_drain_ends_in_time_and_aborts_the_rest(tiny_model: Path) -> None:
+    with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}, drain_s=0.5) as server:
+        asked = Asked(server.ready())
+        began = time.monotonic()
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert asked.reasons() == ["abort", "abort"]
+        assert server.process.wait(5) == 0
+        assert 0.5 <= time.monotonic() - began < 3.0
+
+
+def test_a_drain_waits_for_a_paused_engine_to_be_continued(tiny_model: Path) -> None:
+    with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}) as server:
+        url = server.ready()
+        asked = Asked(url, max_tokens=50)
+        assert httpx.post(f"{url}/pause_generation", json={"mode": "retract"}).status_code == 200
+        os.kill(server.process.pid, signal.SIGTERM)
+        while httpx.get(f"{url}/ready").status_code != 503:
+            pass
+        assert httpx.get(f"{url}/is_paused").json() == {"is_paused": True}
+        assert httpx.post(f"{url}/continue_generation").status_code == 200
+        assert asked.reasons() == ["length", "length"]
+        assert server.process.wait(5) == 0
+
+
+def test_a_worker_that_dies_during_a_drain_is_a_failure(tiny_model: Path) -> None:
+    with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}) as server:
+        url = server.ready()
+        asked = Asked(url)
+        os.kill(server.process.pid, signal.SIGTERM)
+        while httpx.get(f"{url}/ready").status_code != 503:
+            pass
+        os.kill(server.children()[0], signal.SIGKILL)
+        assert asked.whole.result(5).status_code == 503
+        assert server.process.wait(5) == 1
+
+
+def test_a_server_that_was_stopped_itself_does_not_blame_its_worker(tiny_model: Path) -> None:
+    with ServerProcess(tiny_model, ping_s=0.5) as server:
+        url = server.ready()
+        assert httpx.get(f"{url}/health").status_code == 200
+        os.kill(server.process.pid, signal.SIGSTOP)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.get(f"{url}/health", timeout=2.0)
+        os.kill(server.process.pid, signal.SIGCONT)
+        with httpx.Client(base_url=url) as client:
+            assert {client.get("/health").status_code for _ in range(200)} == {200}
 
 
 def test_it_answers_503_while_the_model_loads_and_can_be_stopped(tiny_model: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
@@ -20,8 +21,9 @@ from segue.frontend.embedded import EmbeddedScheduler
 from segue.frontend.processes import WORKER_COMMAND, WorkerProcesses, make_run_dir, socket_addresses
 from segue.frontend.tokenizer import Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
+from segue.frontend.vitals import Vitals
 from segue.logs import logger
-from segue.protocol.messages import Ready, SchedulerMessage, Shutdown, StartFailed
+from segue.protocol.messages import Heartbeat, Ready, SchedulerMessage, Shutdown, StartFailed
 from segue.weights.source import ModelSource, resolve
 
 T = TypeVar("T")
@@ -35,7 +37,7 @@ NOT_HERE: dict[str, Any] = {
     "disagg_decode_prealloc_queue_size": 0,
     "disagg_decode_transfer_queue_size": 0,
 }
-DRAIN_S = 0.7  # for requests in flight to end at a shutdown
+ABORT_S = 0.7  # for requests that were aborted to end at a shutdown
 STOP_S = 0.8  # for workers to end, before they are killed
 LAST_WORDS_S = 0.3  # between a worker's exit and the arrival of its last message, at most
 
@@ -52,6 +54,9 @@ class Runtime:
         self.died: asyncio.Future[SegueError] = loop.create_future()  # the reason, once the engine is gone
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._manager: TokenizerManager | None = None
+        self._embedded = embedded
+        self._vitals: Vitals | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._stopping = False
         self._context: zmq.Context[Any] = zmq.Context()
         run_dir = make_run_dir()
@@ -89,6 +94,7 @@ class Runtime:
             runtime._manager = TokenizerManager(tokenizer, ready, runtime._channel.send, source.eos_token_ids)
             if runtime.died.done():
                 raise EngineStartError(runtime.died.result().message)
+            runtime._watch()
         except BaseException:
             await runtime.shutdown()
             raise
@@ -99,6 +105,23 @@ class Runtime:
         """Where requests go."""
         assert self._manager is not None, "the engine is not ready"
         return self._manager
+
+    @property
+    def trouble(self) -> SegueError | None:
+        """Why no request can be served now; None: requests can be. Asks no worker."""
+        self._look()
+        return self.manager.trouble
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether the workers do not answer."""
+        self._look()
+        return self.manager.is_hung
+
+    @property
+    def heartbeat_ages(self) -> list[float]:
+        """Seconds since the last heartbeat of each worker, by rank; none if embedded."""
+        return self._vitals.ages(time.monotonic()) if self._vitals is not None else []
 
     @property
     def name(self) -> str:
@@ -150,8 +173,10 @@ class Runtime:
         if self._stopping:
             return
         self._stopping = True
+        if self._watching is not None:
+            self._watching.cancel()
         if self._manager is not None:
-            await self._drain(self._manager)
+            await self._abort_all(self._manager)
             self._manager.die(EngineDeadError("the engine was shut down"))
         if not self._ready.cancel() and not self._ready.cancelled():
             self._ready.exception()  # seen, or not needed any more
@@ -162,12 +187,37 @@ class Runtime:
         if ended:  # else a scheduler's thread holds sockets, and this would wait for it
             self._context.term()
 
-    async def _drain(self, manager: TokenizerManager) -> None:
+    def _watch(self) -> None:
+        """Judge the workers from now on. An embedded scheduler is of this process, and lives with it."""
+        if self._embedded:
+            return
+        config = self.config
+        self._vitals = Vitals(config.tp, ping_s=config.ping_s, stall_s=config.stall_s, now=time.monotonic())
+        self._watching = self._loop.create_task(self._look_again(self._vitals.period / 2))
+
+    async def _look_again(self, seconds: float) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(seconds)
+
+    def _look(self) -> None:
+        """Have the manager know whether the engine hangs."""
+        if self._vitals is None or self.died.done():
+            return
+        reason = self._vitals.verdict(time.monotonic())
+        if reason is not None and not self.manager.is_hung:
+            logger.error("the engine hangs: %s", reason)
+            self.manager.hang(f"the engine hangs: {reason}; retry later, and if it stays so, restart it")
+        elif reason is None and self.manager.is_hung:
+            logger.warning("the engine goes on")
+            self.manager.recover()
+
+    async def _abort_all(self, manager: TokenizerManager) -> None:
         if self.died.done() or not manager.num_requests:
             return
         manager.abort(abort_all=True, message="the engine is shutting down")
         try:
-            await asyncio.wait_for(manager.wait_idle(), DRAIN_S)
+            await asyncio.wait_for(manager.wait_idle(), ABORT_S)
         except TimeoutError:
             logger.warning("%d requests did not end at shutdown", manager.num_requests)
 
@@ -178,6 +228,9 @@ class Runtime:
                     self._ready.set_result(message)
             elif isinstance(message, StartFailed):
                 self._fail_start(error_of(message.kind, message.message))
+            elif isinstance(message, Heartbeat):
+                if self._vitals is not None:
+                    self._vitals.note(message, time.monotonic())
             elif self.died.done():
                 return
             else:

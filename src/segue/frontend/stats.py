@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -113,6 +114,7 @@ class Stats:
     """Totals since the start."""
 
     counters: Counters = field(default_factory=Counters)  # the scheduler's, of its last message
+    last_step_at: float = -math.inf  # when a step's result last came, by the monotonic clock
     prompt_tokens: int = 0  # of requests that got a first token
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))

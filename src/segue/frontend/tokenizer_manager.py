@@ -10,7 +10,14 @@ from typing import Any, TypeVar
 from msgspec import convert, structs
 
 from segue import errors
-from segue.errors import EngineDeadError, InvalidRequestError, SegueError
+from segue.errors import (
+    DrainingError,
+    EngineDeadError,
+    EngineHungError,
+    InvalidRequestError,
+    PoisonedError,
+    SegueError,
+)
 from segue.frontend.arrival import NO_TOKENIZER, Arrival
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import GenerateRequest, RequestState
@@ -80,6 +87,8 @@ class TokenizerManager:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._dead: SegueError | None = None
+        self._hung: str | None = None  # why
+        self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -98,6 +107,8 @@ class TokenizerManager:
             InvalidRequestError: a value outside its rule, or a rid that is in flight.
             ContextLengthError: a prompt that does not fit.
             EngineDeadError: there is no engine any more.
+            EngineHungError: it does not answer.
+            DrainingError: nothing new begins.
         """
         created = time.monotonic()
         self._check_rids(requests, batch_id)
@@ -218,9 +229,16 @@ class TokenizerManager:
         return await self._ask(lambda call: GetState(call, check), State)
 
     async def _ask(self, message: Callable[[int], FrontendMessage], kind: type[Answer]) -> Answer:
-        """Send the message of a call's number, and wait for the answer that bears it."""
+        """Send the message of a call's number, and wait for the answer that bears it.
+
+        Raises:
+            EngineDeadError: there is no engine any more.
+            EngineHungError: it does not answer; it may yet do what was asked when it recovers.
+        """
         if self._dead is not None:
             raise self._dead
+        if self._hung is not None:
+            raise EngineHungError(self._hung)
         self._num_calls += 1
         call = self._num_calls
         self._calls[call] = asyncio.get_running_loop().create_future()
@@ -253,9 +271,43 @@ class TokenizerManager:
             return self.tokenizer.apply_chat_template(messages)
         return await asyncio.to_thread(self.tokenizer.apply_chat_template, messages)
 
-    def _check_rids(self, requests: Sequence[GenerateRequest], batch_id: str | None) -> None:
+    @property
+    def trouble(self) -> SegueError | None:
+        """Why no request can be served now; None: requests can be."""
         if self._dead is not None:
-            raise self._dead
+            return self._dead
+        if self._draining:
+            return DrainingError("the server is shutting down; send the request to another one")
+        if self._hung is not None:
+            return EngineHungError(self._hung)
+        if self.weights.poisoned is not None:
+            why = self.weights.poisoned
+            return PoisonedError(f"the weights are poisoned ({why}); update all of them, or start again")
+        return None
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those in flight go on."""
+        self._draining = True
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether the engine counts as hung."""
+        return self._hung is not None
+
+    def hang(self, reason: str) -> None:
+        """The engine does not answer: new requests and all questions fail, requests in flight wait."""
+        self._hung = reason
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineHungError(reason))
+
+    def recover(self) -> None:
+        """The engine answers again."""
+        self._hung = None
+
+    def _check_rids(self, requests: Sequence[GenerateRequest], batch_id: str | None) -> None:
+        if (trouble := self.trouble) is not None:
+            raise trouble
         seen: set[str] = set()
         for rid in (request.rid for request in requests):
             if rid in self._states or rid in self._arriving or rid in self._batches or rid in seen:
@@ -310,6 +362,7 @@ class TokenizerManager:
         stats.counters = output.counters
         if output.step_seconds > 0.0:
             stats.step.observe(output.step_seconds)
+            stats.last_step_at = now
         for rid, entries in output.prompt_logprobs.items():
             if (state := states.get(rid)) is not None:
                 state.prompt_logprobs += entries

@@ -255,6 +255,13 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: str
 
 
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A worker process lives; sent by each rank about once per second."""
+
+    rank: int
+    turn_s: float  # seconds that its loop has been at one turn, such as a step; 0: it waits for messages
+
+
 class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A request's end, sent exactly once."""
 
@@ -272,7 +279,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class Counters(msgspec.Struct, array_like=True, kw_only=True):
     """State and running totals that ride on every output, for metrics."""
 
-    paused: PauseMode | None = None  # None: not paused, nor about to be
+    paused: PauseMode | None = None  # what a client has asked for; None: nothing, or to continue
+    is_paused: bool = False  # whether that has taken effect
     num_running: int = 0
     num_waiting: int = 0
     used_pages: int = 0  # pages of live requests and of the prefix cache
@@ -346,6 +354,7 @@ class Flushed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 SchedulerMessage = (
     Ready
     | StartFailed
+    | Heartbeat
     | StepOutput
     | Rejected
     | State

@@ -42,6 +42,7 @@ from segue.protocol.messages import (
     StepResult,
 )
 from segue.protocol.weights import RankReply, Received, WeightCall, WeightCommand
+from segue.pulse import Turn
 from segue.scheduler.report import internal_state
 from segue.scheduler.scheduler import Scheduler
 from segue.scheduler.weights import WeightControl
@@ -99,6 +100,7 @@ class SchedulerLoop:
     ``followers`` one PUSH socket of ``RankMessage`` a further rank, ``events`` a PULL socket of the
     ``RankEvent`` of all ranks, this one included. With ``overlap`` a step is planned and launched before the
     one before it is read. Idle, the loop looks for ``spin`` seconds before it sleeps: being woken takes long.
+    ``turn`` tells another thread how long the loop has been busy with one turn, which is about a step.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class SchedulerLoop:
         overlap: bool,
         spin: float = 0.0,
         memory_usage: dict[str, int],
+        turn: Turn | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
@@ -130,6 +133,7 @@ class SchedulerLoop:
         self._overlap = overlap
         self._spin = spin
         self._memory_usage = memory_usage
+        self._turn = turn or Turn()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FrontendMessage).decode
         self._decode_event = msgspec.msgpack.Decoder(RankEvent).decode
@@ -142,6 +146,7 @@ class SchedulerLoop:
         """Serve until :class:`Shutdown`."""
         before: Launched | None = None
         while self._running:
+            self._turn.begin()
             self._receive(block=before is None and not self.scheduler.has_work)
             if before is not None:
                 self._wait_for_turn(before)
@@ -297,6 +302,14 @@ class SchedulerLoop:
         while time.monotonic() < spun:
             if self._poller.poll(0):
                 return True
+        self._turn.rest()
+        try:
+            return self._sleep()
+        finally:
+            self._turn.begin()
+
+    def _sleep(self) -> bool:
+        """Whether a message has come; returns without one when the scheduler has something to do."""
         deadlines = (self.scheduler.control.next_deadline, self._weights.next_deadline)
         deadline = min((each for each in deadlines if each is not None), default=None)
         if deadline is None:
@@ -378,12 +391,17 @@ def follow(
     send: Callable[[RankEvent], None],
     *,
     depth: int,
+    turn: Turn | None = None,
 ) -> None:
     """The loop of the other ranks: run every plan in order, with at most ``depth`` unread; never returns."""
     decode = msgspec.msgpack.Decoder(RankMessage).decode
     pending: list[Pending] = []
+    turn = turn or Turn()
     while True:
-        match message := decode(messages.recv()):
+        turn.rest()
+        frame = messages.recv()
+        turn.begin()
+        match message := decode(frame):
             case StepPlan():
                 pending.append(runner.forward_batch(message))
                 while len(pending) >= depth:

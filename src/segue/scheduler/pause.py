@@ -67,9 +67,19 @@ class PauseControl:
         return max(self.holders.values(), key=_MODES.index, default=None)
 
     @property
-    def is_asked_for(self) -> bool:
-        """Whether a client has paused: a weight commit holds the engine for a moment, and nobody asked."""
-        return bool(self.holders.keys() - {"weight_commit"})
+    def asked_mode(self) -> PauseMode | None:
+        """The mode of a client's pause: a weight commit holds the engine for a moment, and nobody asked."""
+        modes = (mode for holder, mode in self.holders.items() if holder != "weight_commit")
+        return max(modes, key=_MODES.index, default=None)
+
+    @property
+    def asked_state(self) -> PauseState:
+        """How far a client's pause is; :attr:`state` counts what a weight commit holds too."""
+        if self.asked_mode is None:
+            return PauseState.RUNNING
+        if self.state is PauseState.PAUSED and not self._user_waits():
+            return PauseState.PAUSED
+        return PauseState.PAUSING
 
     @property
     def admits(self) -> bool:
@@ -180,7 +190,7 @@ class PauseControl:
             self._replies.append(
                 Paused(
                     call=call,
-                    mode=self.mode,
+                    mode=self.asked_mode,
                     num_running=len(self._scheduler.running),
                     num_waiting=len(self._scheduler.waiting),
                     num_retracted=num_retracted,

@@ -43,7 +43,7 @@ from segue.protocol.messages import (
     pack_ids,
     unpack_ids,
 )
-from segue.scheduler.pause import PauseControl
+from segue.scheduler.pause import PauseControl, PauseState
 from segue.scheduler.policy import NewTokenRatio, WaitingQueue, choose_victim, expected_tokens
 from segue.scheduler.proof import find_problems
 from segue.scheduler.request import Phase, Request
@@ -101,8 +101,8 @@ class Scheduler:
         if not 1 <= prompt_len < self.limits.max_seq_len:
             rule = f"must have 1 to {self.limits.max_seq_len - 1} tokens, so that one more fits the context"
             return _rejected(message, ContextLengthError, f"the prompt has {prompt_len} tokens, but {rule}")
-        if self.limits.reject_while_paused and self.control.is_asked_for:
-            text = f"generation is paused ({self.control.mode}), and --paused-policy is reject; retry later"
+        if self.limits.reject_while_paused and (mode := self.control.asked_mode) is not None:
+            text = f"generation is paused ({mode}), and --paused-policy is reject; retry later"
             return _rejected(message, PausedError, text)
         if len(self.waiting) >= self.limits.max_queued_requests:
             text = f"{len(self.waiting)} requests wait, the most allowed (--max-queued-requests); retry later"
@@ -441,7 +441,8 @@ class Scheduler:
     def output(self, **columns: Any) -> StepOutput:
         """A message to the frontend with the counters of this moment."""
         totals = self.totals
-        totals.paused = self.control.mode
+        totals.paused = self.control.asked_mode
+        totals.is_paused = self.control.asked_state is PauseState.PAUSED
         totals.num_running, totals.num_waiting = len(self.running), len(self.waiting)
         totals.used_pages = self.limits.num_pages - self.resources.allocator.num_free
         totals.cached_pages = self.resources.prefix.num_pages

@@ -55,9 +55,11 @@ async def resume(request: Request) -> Response:
 
 @router.get("/is_paused")
 async def is_paused(request: Request) -> Response:
-    """Whether generation is paused."""
-    state = await service_of(request).manager.get_state()
-    return json_response({"is_paused": state.state["engine_paused"]})
+    """Whether a client has paused generation, and nothing runs any more."""
+    runtime = service_of(request).running
+    if runtime.died.done():
+        raise runtime.died.result()
+    return json_response({"is_paused": runtime.manager.stats.counters.is_paused})
 
 
 @router.post("/abort_request", openapi_extra=body_schema(AbortRequest, required=False))

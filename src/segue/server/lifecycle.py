@@ -24,6 +24,7 @@ from segue.memory.heap import settle_heap
 from segue.server.app import create_app
 
 GRACE_S = 1  # for replies to end at a shutdown
+POLL_S = 0.02
 BACKLOG = 2048
 MAX_HEAD = 1 << 16  # bytes of a request's line and headers
 _UPGRADE = re.compile(rb"^upgrade(?=:)", re.IGNORECASE | re.MULTILINE)
@@ -73,29 +74,30 @@ async def serve(
 ) -> int:
     """Serve until a signal or the engine's death; returns the exit code.
 
-    While the model loads, requests are answered 503.
+    While the model loads, requests are answered 503. SIGTERM lets running requests end first, for at most
+    ``--drain-s``; SIGINT, and any second signal, ends them at once.
 
     Raises:
         SegueError: the engine cannot start.
     """
     app = create_app(config)
     server = make_server(app, config)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for each in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(each, stop.set)
+    signals = _Signals()
     http = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(Runtime.start(config, command=command))
-    stopping = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(signals.stop.wait())
     runtime: Runtime | None = None
     try:
         await asyncio.wait({starting, stopping, http}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
-            return 0 if stop.is_set() else 1
+            return 0 if signals.stop.is_set() else 1
         runtime = app.state.service.runtime = starting.result()
         settle_heap()
         on_ready(runtime, url_of(listener))
-        return await _serve_until_the_end(runtime, stopping, http, config.exit_grace)
+        code = await _serve_until_the_end(runtime, stopping, http, config.exit_grace)
+        if stopping.done() and not runtime.died.done():
+            await _drain(runtime, server, http, signals.at_once, config.drain_s)
+        return 1 if runtime.died.done() else code
     finally:
         stopping.cancel()
         starting.cancel()
@@ -116,6 +118,53 @@ async def _serve_until_the_end(
     logger.error("the engine is dead; /health answers 503 for %g s, then the server ends", exit_grace)
     await asyncio.wait({stopping, http}, timeout=exit_grace, return_when=asyncio.FIRST_COMPLETED)
     return 1
+
+
+class _Signals:
+    """What signals ask for: ``stop`` to end, ``at_once`` not to wait for running requests."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.at_once = asyncio.Event()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(each, self._on_signal, each)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.stop.is_set() or number == signal.SIGINT:
+            self.at_once.set()
+        self.stop.set()
+
+
+async def _drain(
+    runtime: Runtime,
+    server: uvicorn.Server,
+    http: asyncio.Task[None],
+    at_once: asyncio.Event,
+    seconds: float,
+) -> None:
+    """Take no new requests, and wait until those that there are have ended, or must."""
+    runtime.manager.drain()
+    for connection in list(server.server_state.connections):
+        connection.shutdown()  # idle ones now, the others behind their reply
+    if runtime.manager.num_requests and seconds and not at_once.is_set():
+        logger.info(
+            "%d requests have %g s to end; another signal ends them at once",
+            runtime.manager.num_requests,
+            seconds,
+        )
+    ends: list[asyncio.Future[Any]] = [
+        asyncio.create_task(at_once.wait()),
+        asyncio.create_task(_idle(runtime, server)),
+    ]
+    await asyncio.wait([*ends, http, runtime.died], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for each in ends:
+        each.cancel()
+
+
+async def _idle(runtime: Runtime, server: uvicorn.Server) -> None:
+    """Until no request is in flight and every reply is written."""
+    while runtime.manager.num_requests or server.server_state.tasks:
+        await asyncio.sleep(POLL_S)
 
 
 def make_server(app: FastAPI, config: EngineConfig) -> uvicorn.Server:

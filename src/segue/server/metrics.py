@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from segue.frontend.runtime import Runtime
 from segue.frontend.stats import Histogram
 from segue.protocol.messages import EagerReason, PauseMode
 from segue.protocol.weights import WeightNotice
@@ -67,6 +68,7 @@ class EngineCollector(Collector):
         for mode in get_args(PauseMode):
             paused.add_metric([label, mode], now.paused == mode)
         yield paused
+        yield from _vital_metrics(self._service.runtime, label)
         yield from _weight_metrics(manager.weights, label)
         eager = {reason: now.eager_steps.get(reason, 0) for reason in get_args(EagerReason)}
         for name, text, key, totals in (
@@ -84,6 +86,18 @@ class EngineCollector(Collector):
             ("step_time_seconds", "From a step's launch to its tokens on the host.", stats.step),
         ):
             yield _histogram(name, text, label, histogram)
+
+
+def _vital_metrics(runtime: Runtime, label: str) -> Iterator[Metric]:
+    """Whether the workers answer."""
+    hung = GaugeMetricFamily("segue:engine_hung", "Whether the engine does not answer.", labels=LABELS)
+    yield _filled(hung, label, runtime.is_hung)
+    ages = GaugeMetricFamily(
+        "segue:heartbeat_age_seconds", "Since the last heartbeat of a worker.", labels=[*LABELS, "rank"]
+    )
+    for rank, age in enumerate(runtime.heartbeat_ages):
+        ages.add_metric([label, str(rank)], age)
+    yield ages
 
 
 def _weight_metrics(weights: WeightNotice, label: str) -> Iterator[Metric]:

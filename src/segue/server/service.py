@@ -9,6 +9,7 @@ from fastapi import Request
 
 from segue.config import EngineConfig
 from segue.errors import EngineStartError
+from segue.frontend.probe import Probe
 from segue.frontend.runtime import Runtime
 from segue.frontend.tokenizer_manager import TokenizerManager
 
@@ -20,6 +21,7 @@ class Service:
     config: EngineConfig
     runtime: Runtime | None = None
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
+    _probe: Probe | None = None
 
     @property
     def running(self) -> Runtime:
@@ -31,6 +33,13 @@ class Service:
         if self.runtime is None:
             raise EngineStartError("the engine is starting; retry in a moment")
         return self.runtime
+
+    @property
+    def probe(self) -> Probe:
+        """Generates a token to see that it can; raises as :attr:`running` does."""
+        if self._probe is None:
+            self._probe = Probe(self.running)
+        return self._probe
 
     @property
     def manager(self) -> TokenizerManager:

@@ -1,0 +1,68 @@
+"""The real server with a worker that is stopped, and with a signal while it answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.conftest import WaitUntil
+from tests.e2e.served import STORY, Client, greedy, serve
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    """Of a server with a drain; the last test ends it."""
+    with serve("--dtype", "float32", "--ping-s", "1.5", "--drain-s", "30") as served:
+        client = Client(served)
+        yield client
+        client.close()
+
+
+def test_a_worker_that_is_stopped_shows_and_goes_on_where_it_was(
+    client: Client, wait_until: WaitUntil
+) -> None:
+    whole = client.generate(STORY, greedy(60))
+    (worker,) = client.served.workers()
+    stream = client.stream(STORY, greedy(60))
+    stream.wait(5)
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert client.http.get("/server_info").status_code == 503
+        assert time.monotonic() - began < 1.5 + 1.0
+        for path in ("/health", "/ready", "/ping", "/health_generate"):
+            response = client.http.get(path, timeout=1.0)
+            assert (response.status_code, response.json()["status"]) == (503, "hung")
+        for path in ("/metrics", "/is_paused"):
+            assert client.http.get(path, timeout=1.0).status_code == 200
+        refused = client.http.post("/generate", json={"text": STORY}, timeout=1.0)
+        assert (refused.status_code, "no heartbeat" in refused.text) == (503, True)
+        assert not stream.ended
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert stream.result()["output_ids"] == whole["output_ids"]
+    wait_until(lambda: client.http.get("/health").status_code == 200, 5)
+    assert client.http.get("/health_generate").json() == {"status": "ok"}
+
+
+def test_sigterm_lets_running_answers_end(client: Client) -> None:
+    stream = client.stream(STORY, greedy(60))
+    reply = client.start(STORY, greedy(60))
+    stream.wait(5)
+    client.served.process.send_signal(signal.SIGTERM)
+    while True:
+        response = httpx.get(f"{client.served.url}/ready")
+        if response.status_code == 503:
+            break
+    assert response.json()["status"] == "draining"
+    refused = httpx.post(f"{client.served.url}/generate", json={"text": STORY})
+    assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+    for ended in (stream.result(), reply.result(30)):
+        assert ended["meta_info"]["finish_reason"]["type"] == "length"
+        assert len(ended["output_ids"]) == 60
+    assert client.served.process.wait(5) == 0
