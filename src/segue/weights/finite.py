@@ -1,10 +1,6 @@
 """Weights that have NaN or infinities are refused before anything is computed with them."""
 
-import math
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from segue.errors import ModelFileError
 from segue.memory.arena import Arena
@@ -13,17 +9,14 @@ from segue.weights.sync.tensors import are_finite
 
 
 def check_finite(arena: Arena, table: NameTable, origin: Path) -> None:
-    """Look at all weights in `arena`, loaded from `origin`; 20 ms per 270 MB of bfloat16 on two CPU cores.
+    """Look at all weights in `arena`, loaded from `origin`; 0.3 s per GB on a CPU.
 
     Raises:
         ModelFileError: a value is NaN or infinite; names its tensor, and counts.
     """
     parameters = list(arena.table)
     views = [arena.view(name) for name in parameters]
-    if arena.slabs[0].is_cuda:
-        finite = are_finite(views, views[0].dtype)
-    else:
-        finite = [_is_finite(view) for view in views]
+    finite = are_finite(views, views[0].dtype)
     bad = {name for name, is_finite in zip(parameters, finite, strict=True) if not is_finite}
     if not bad:
         return
@@ -43,8 +36,3 @@ def check_finite(arena: Arena, table: NameTable, origin: Path) -> None:
         f"{others}; with such weights a model answers nothing of use. Get the weights again; if they are "
         "right, they may be too large for this dtype: choose --dtype bfloat16 or float32"
     )
-
-
-def _is_finite(view: Tensor) -> bool:
-    low, high = torch.aminmax(view)  # both propagate NaN
-    return math.isfinite(low.item()) and math.isfinite(high.item())
