@@ -31,5 +31,5 @@ def convert(path: Path, cache_dir: Path) -> Path:
 
 def _fill(directory: Path, file: GGUFFile, config: Mapping[str, Any]) -> None:
     for name, content in (("config", config), ("generation_config", gguf_config.generation_config(file))):
-        (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+        (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     gguf_tokenizer.convert(file, directory)

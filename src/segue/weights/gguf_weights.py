@@ -45,7 +45,9 @@ def convert(path: Path, directory: Path, dtype: torch.dtype, *, progress: bool =
     with cache.exclusive(target):
         if not _is_whole(target):
             file = GGUFFile.read(path)
-            sources = gguf_names.sources(file, json.loads((directory / "config.json").read_text()))
+            sources = gguf_names.sources(
+                file, json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            )
             cache.publish_file(target, lambda temporary: _write(temporary, file, sources, dtype, progress))
     return target
 
