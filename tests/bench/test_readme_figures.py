@@ -12,7 +12,7 @@ import pytest
 from tests.e2e import test_correctness
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 Figures = tuple[list[float], list[float]]  # of Segue, of vLLM
 
 

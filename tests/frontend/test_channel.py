@@ -1,14 +1,25 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 
 from segue.frontend.channel import Addresses, Channel
+from segue.frontend.processes import make_run_dir, socket_addresses
 from segue.protocol.messages import Abort, FrontendMessage, SchedulerMessage, State
+
+
+@pytest.fixture
+def addresses() -> Iterator[Addresses]:
+    """In a directory whose path is short enough for sockets, wherever temporary files are."""
+    run_dir = make_run_dir()
+    yield socket_addresses(run_dir)
+    shutil.rmtree(run_dir)
 
 
 async def until(condition: Any) -> None:
@@ -17,10 +28,9 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.002)
 
 
-def test_messages_sent_before_the_scheduler_connects_arrive_in_order(tmp_path: Path) -> None:
+def test_messages_sent_before_the_scheduler_connects_arrive_in_order(addresses: Addresses) -> None:
     async def work() -> None:
         context: zmq.Context[Any] = zmq.Context()
-        addresses = Addresses(f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b")
         channel = Channel(context, addresses, lambda _: None)
         for number in range(20):
             channel.send(Abort(rid=str(number)))
@@ -36,10 +46,9 @@ def test_messages_sent_before_the_scheduler_connects_arrive_in_order(tmp_path: P
     asyncio.run(work())
 
 
-def test_every_message_of_a_burst_is_received(tmp_path: Path) -> None:
+def test_every_message_of_a_burst_is_received(addresses: Addresses) -> None:
     async def work() -> None:
         context: zmq.Context[Any] = zmq.Context()
-        addresses = Addresses(f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b")
         got: list[SchedulerMessage] = []
         channel = Channel(context, addresses, got.append)
         outbox = context.socket(zmq.PUSH)
@@ -58,10 +67,10 @@ def test_every_message_of_a_burst_is_received(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_a_closed_channel_drops_what_is_sent(tmp_path: Path) -> None:
+def test_a_closed_channel_drops_what_is_sent(addresses: Addresses) -> None:
     async def work() -> None:
         context: zmq.Context[Any] = zmq.Context()
-        channel = Channel(context, Addresses(f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b"), lambda _: None)
+        channel = Channel(context, addresses, lambda _: None)
         channel.close()
         channel.send(Abort())
         channel.close()

@@ -426,7 +426,9 @@ def script(tiny_model: Path, rest: str) -> subprocess.Popen[str]:
 def test_a_script_may_end_without_a_shutdown(tiny_model: Path, transformers_imports_torch: bool) -> None:
     with script(tiny_model, "") as process:
         output, errors = process.communicate(timeout=30)
-    pid, run_dir, text, has_torch = output.split()
+    started, answered = output.splitlines()
+    pid, run_dir = started.split(" ", 1)
+    text, has_torch = answered.split()
     assert (text, process.returncode, errors) == ("abc", 0, "")
     assert has_torch == str(transformers_imports_torch)
     assert not is_alive(int(pid))

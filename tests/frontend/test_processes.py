@@ -139,21 +139,26 @@ def test_cgroup_quotas(tmp_path: Path, files: dict[str, str], cores: float | Non
     assert cgroup_cores(tmp_path) == cores
 
 
+@pytest.mark.parametrize(
+    "name", [b"x" * 75, "\N{SNOWMAN}".encode() * 25]
+)  # as long in bytes, not in characters
 def test_the_run_directory_is_private_and_its_sockets_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import tempfile
 
-    long = tmp_path / ("x" * 120)
+    long = Path(tempfile.mkdtemp(dir="/tmp", prefix="segue-")) / os.fsdecode(name)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     run_dir = make_run_dir()
     try:
         assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
-        assert len(socket_addresses(run_dir).to_scheduler) - len("ipc://") <= 107
+        assert len(os.fsencode(socket_addresses(run_dir).to_scheduler)) - len("ipc://") <= 107
         assert list(long.iterdir()) == []
     finally:
         run_dir.rmdir()
+        long.rmdir()
+        long.parent.rmdir()
 
 
 @pytest.mark.parametrize(

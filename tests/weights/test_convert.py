@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import subprocess
 import sys
@@ -182,6 +183,27 @@ def test_a_sentencepiece_file_without_prefix_space_gets_none(tmp_path: Path) -> 
     pieces = [ours.backend.id_to_token(index) for index in ours.encode("hello wo")]
     assert pieces == ["<s>", "hello", "▁wo"]
     assert ours.decode(ours.encode(" hello")) == " hello"
+
+
+def test_the_locale_does_not_change_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{# \N{LATIN SMALL LETTER E WITH ACUTE} \N{BLACK RIGHT-POINTING TRIANGLE} #}"
+    monkeypatch.setattr(tiny_gguf, "TEMPLATE", template)
+    program = """
+        import sys
+        from pathlib import Path
+        from segue.weights import convert, source
+        directory = convert.convert(Path(sys.argv[1]), Path(sys.argv[2]))
+        source.read_json(directory / "config.json")
+        print(directory)
+    """
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", textwrap.dedent(program), str(write(tmp_path)), str(tmp_path / "cache")]
+    result = subprocess.run(
+        command, env=os.environ | ascii_only, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    written = Path(result.stdout.strip()) / "chat_template.jinja"
+    assert written.read_text(encoding="utf-8") == template
 
 
 def test_a_tokenizer_is_converted_without_transformers_or_torch(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ SOCKET_PATH_MAX = 100  # of 107 bytes that the kernel allows, some for the socke
 def make_run_dir() -> Path:
     """A private directory for the sockets of one engine, with a path short enough for them."""
     directory = tempfile.mkdtemp(prefix="segue-")
-    if len(directory) > SOCKET_PATH_MAX - len("/to_scheduler"):
+    if len(os.fsencode(directory)) > SOCKET_PATH_MAX - len("/to_scheduler"):
         os.rmdir(directory)
         directory = tempfile.mkdtemp(prefix="segue-", dir="/tmp")
     return Path(directory)

@@ -52,6 +52,6 @@ def _replace_files(directory: Path, fill: Callable[[Path], None]) -> None:
 
 def _fill(directory: Path, file: GGUFFile, config: Mapping[str, Any]) -> None:
     for name, content in (("config", config), ("generation_config", gguf_config.generation_config(file))):
-        (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+        (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     gguf_tokenizer.convert(file, directory)
     checksums.write(directory / RECORD, sorted(made.name for made in directory.iterdir()))

@@ -86,10 +86,10 @@ def convert(file: GGUFFile, directory: Path) -> None:
         ) from error
     # tokenizer.json has it all; a class of the model's own would build it anew, in its own way.
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", CONVERTED_KEY: True, **named}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None:
-        (directory / "chat_template.jinja").write_text(template)
+        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def _vocabulary(keys: Keys) -> dict[str, int]:

@@ -52,7 +52,9 @@ def convert(path: Path, directory: Path, dtype: torch.dtype, *, progress: bool =
                     "the cache directory %s is damaged: %s; converting %s again", directory, damage, path
                 )
             file = GGUFFile.read(path)
-            sources = gguf_names.sources(file, json.loads((directory / "config.json").read_text()))
+            sources = gguf_names.sources(
+                file, json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            )
             cache.publish_file(target, lambda temporary: _write(temporary, file, sources, dtype, progress))
             cache.publish_file(record, lambda temporary: checksums.write(temporary, [target.name]))
     return target

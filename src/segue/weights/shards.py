@@ -183,7 +183,7 @@ class Shards:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        content: Any = json.loads(index.read_text())
+        content: Any = json.loads(index.read_text(encoding="utf-8"))
         places = {str(name): str(file) for name, file in content["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFileError(

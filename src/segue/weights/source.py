@@ -143,7 +143,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelFileError: the file is missing, cannot be read, or holds something else.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelFileError(f"model file {path} is missing; a model directory needs it") from error
     except (OSError, ValueError, RecursionError) as error:
