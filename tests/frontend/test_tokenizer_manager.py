@@ -60,7 +60,7 @@ class Bench:
             init_steps=[],
         )
         tokenizer = None if model is None else Tokenizer.load(model)
-        self.manager = TokenizerManager(tokenizer, ready, self.sent.append)
+        self.manager = TokenizerManager(tokenizer, ready, self.sent.append, max_queued_requests=4096)
 
     def step(self, *tokens: tuple[str, int], finished: tuple[Finished, ...] = ()) -> None:
         self.manager.receive(
