@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,14 @@ STREAM = {"model": MODEL, "prompt": "abc", "max_tokens": 400, "ignore_eos": True
 class ServerProcess:
     """The server in a process of its own; killed, at the latest, when the ``with`` block is left."""
 
-    def __init__(self, model: Path, environment: dict[str, str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        environment: dict[str, str] | None = None,
+        *,
+        open_files: tuple[int, int] | None = None,  # soft and hard limit
+        **options: Any,
+    ) -> None:
         given = {"model": str(model), "load_format": "dummy", "port": 0, "log_level": "error", **options}
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM), json.dumps(given)],
@@ -37,6 +46,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=open_files and partial(resource.setrlimit, resource.RLIMIT_NOFILE, open_files),
         )
 
     def __enter__(self) -> ServerProcess:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from segue.errors import InvalidRequestError, OverloadedError, RequestTimeoutError, SegueError
 from segue.server.connections import Connections, Room
@@ -42,8 +42,8 @@ class Backpressure(FlowControl):
         self._connections = connections
         self._is_held = False
         self._paused_at = 0.0
+        self._paused_s = 0.0  # in all, without the present pause
         self.resumed_at = 0.0
-        self.paused_s = 0.0  # in all, pauses that have ended
 
     def pause_reading(self) -> None:
         """Stop reading."""
@@ -55,8 +55,12 @@ class Backpressure(FlowControl):
         """Read on, unless held."""
         if self.read_paused and not self._is_held:
             self.resumed_at = self._connections.now
-            self.paused_s += self.resumed_at - self._paused_at
+            self._paused_s += self.resumed_at - self._paused_at
             super().resume_reading()
+
+    def paused_s(self, now: float) -> float:
+        """Seconds for which it did not read, in all."""
+        return self._paused_s + (now - self._paused_at if self.read_paused else 0.0)
 
     def hold(self) -> None:
         """Stop reading until :meth:`let_go`, whatever the application wants."""
@@ -85,6 +89,7 @@ class Connection(HttpToolsProtocol):
         self._connections = connections
         self._limits = connections.limits
         self._application = cast(ASGIApp, self.app)
+        self._answering: RequestResponseCycle | None = None
         self._room = Room.ORDINARY
         self._phase = Phase.IDLE
         self._since = 0.0  # when the phase began
@@ -93,7 +98,6 @@ class Connection(HttpToolsProtocol):
         self._num_received = 0  # bytes since the head's begin
         self._num_kept = 0  # bytes of requests that are not complete, or not yet taken
         self._num_behind = 0  # bytes behind the last head, body or end
-        self._num_fields = 0
         self._num_requests = 0
         self._unsent: tuple[float, int] | None = None  # since when, how many bytes then
 
@@ -114,6 +118,7 @@ class Connection(HttpToolsProtocol):
         """Forget it; a request in flight ends."""
         self._give_back()
         self._connections.leave(self)
+        self._tell_application()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -146,13 +151,12 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= self._limits.pipelined_requests:
             self._stop_parsing(f"more than {self._limits.pipelined_requests} requests wait behind one")
         super().on_message_begin()
-        self._num_fields = self._num_received = 0
+        self._num_received = 0
         self._enter(Phase.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header, or a trailer."""
-        self._num_fields += 1
-        if self._num_fields > self._limits.head_fields:
+        if len(self.headers) >= self._limits.head_fields:
             self._stop_parsing(f"the request has more than {self._limits.head_fields} headers; send fewer")
         super().on_header(name, value)
 
@@ -162,6 +166,8 @@ class Connection(HttpToolsProtocol):
         self._num_requests += 1
         self.app = cast(Any, self._choose_application())
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answering = self.cycle
         self._enter(Phase.BODY)
 
     def on_body(self, body: bytes) -> None:
@@ -178,6 +184,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """The reply is complete; the rest of a body that nobody read is dropped."""
+        if self.pipeline:
+            self._answering = self.pipeline[-1][0]
         super().on_response_complete()
         self._give_back()
         self._enter(self._phase)
@@ -191,7 +199,7 @@ class Connection(HttpToolsProtocol):
         connections = self._connections
         self._phase = phase
         self._since = connections.now
-        self._paused_before = self.flow.paused_s
+        self._paused_before = self.flow.paused_s(connections.now)
         connections.waiting.pop(self, None)
         if phase is Phase.BODY:
             connections.bodies[self] = None
@@ -230,11 +238,15 @@ class Connection(HttpToolsProtocol):
             headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
             content += [b"%s: %s\r\n" % header for header in headers]
             self.transport.write(b"".join([*content, b"\r\n", bytes(response.body)]))
-        if self._owes_answer:  # the application learns of it at once, and can send nothing any more
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        self._tell_application()
         self._give_back()
         self.transport.close()
+
+    def _tell_application(self) -> None:
+        """The request that is being answered, not always the last that came, has lost its client."""
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
 
     @property
     def _may_answer(self) -> bool:
@@ -307,7 +319,7 @@ class Connection(HttpToolsProtocol):
 
     def waited(self, now: float) -> float:
         """Seconds since its present phase began, those without which the server did not read left out."""
-        return now - self._since - (self.flow.paused_s - self._paused_before)
+        return now - self._since - (self.flow.paused_s(now) - self._paused_before)
 
     def silence(self, now: float) -> float:
         """Seconds for which the client has sent, or taken, nothing of what it owes; 0 if it owes nothing."""

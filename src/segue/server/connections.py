@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum
+from itertools import islice
 from typing import Protocol
 
 from segue.errors import OverloadedError, SegueError
@@ -12,6 +13,7 @@ from segue.server.connection_limits import ConnectionLimits
 
 MAX_TICK_S = 0.5  # by which the clock advances: while the server itself stands still, no client is late
 LOG_EVERY_S = 60.0
+READ_BYTES = 1 << 18  # by which the event loop reads at most from a connection at a time
 CROWDED = "too many request bodies are on their way, and this one comes slowly or came last; retry later"
 
 
@@ -211,11 +213,9 @@ class Connections:
         return next((peer for peer in self.bodies if peer in self._held or peer.is_reading), None)
 
     def _read_on(self) -> None:
-        if self.num_bytes <= self.limits.body_bytes:
-            going = list(self._held)
-        else:
-            leader = self._leader()
-            going = [leader] if leader in self._held and leader is not None else []
-        for peer in going:
+        leader = self._leader()
+        going = [leader] if leader in self._held and leader is not None else []
+        room = (self.limits.body_bytes - self.num_bytes) // READ_BYTES
+        for peer in going or list(islice(self._held, max(0, room))):
             del self._held[peer]
             peer.let_go()
