@@ -340,7 +340,7 @@ def test_the_bytes_of_bodies_follow_from_the_largest_body() -> None:
 def test_half_bodies_are_bounded_in_all_and_fast_ones_get_through(
     start: Callable[..., LiveServer], wait_until: Any
 ) -> None:
-    bound = limits(body_bytes=4 * MIB, crowded_grace_s=0.2, crowded_rate=256.0 * 1024, sweep_s=0.1)
+    bound = limits(body_bytes=4 * MIB, crowded_grace_s=0.2, crowded_rate=float(MIB), sweep_s=0.1)
     server = start(bound)
     connections = server._http._connections
     half = head(b" " * 900_000), b" " * 800_000

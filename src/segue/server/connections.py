@@ -187,16 +187,17 @@ class Connections:
             self._read_on()
 
     def _relieve(self) -> None:
-        """Refuse bodies that come too slowly to keep others waiting, the slowest first."""
+        """Refuse bodies that come too slowly to keep others waiting, the slowest first, to make room."""
         for peer in self._all:
             peer.settle()
         now, limits = self.now, self.limits
-        if self.num_bytes <= limits.body_bytes:
+        enough = limits.body_bytes * 3 // 4
+        if self.num_bytes <= enough:
             return
         rates = [(peer.rate(now), peer) for peer in self._all if peer.waited(now) >= limits.crowded_grace_s]
         slow = sorted((each for each in rates if each[0] < limits.crowded_rate), key=lambda each: each[0])
         for _, peer in slow:
-            if self.num_bytes <= limits.body_bytes:
+            if self.num_bytes <= enough:
                 return
             peer.refuse(OverloadedError(CROWDED))
 
