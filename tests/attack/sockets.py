@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import random
 import resource
 import socket
-import threading
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 MIB = 1 << 20
@@ -27,44 +29,56 @@ PROBE_TIMEOUT_S = 20.0
 
 
 @dataclass(slots=True)
-class Health:
-    """What became of the questions for ``/health``."""
-
-    seconds: list[float] = field(default_factory=list)  # of each
-    failures: Counter[str] = field(default_factory=Counter)  # of what kind, how many
-
-    @property
-    def longest_s(self) -> float:
-        """The longest of them."""
-        return max(self.seconds, default=float("inf"))
-
-
-@dataclass(slots=True)
 class SocketAttack:
     """What an attack did, and what the server did meanwhile."""
 
-    health: Health
     num_opened: Counter[str]  # connections by what they did
     most_open: int  # at one time, as far as this side knows
+    health_s: list[float]  # of each question for ``/health``
+    failures: Counter[str]  # of those questions, by kind
     memory_growth: int  # bytes of the server's resident memory at its highest, above that at the beginning
 
 
 def attack(
     host: str, port: int, seconds: float, seed: int, *, num_sockets: int = 1000, pid: int | None = None
 ) -> SocketAttack:
-    """Hold ``num_sockets`` connections for so long; ``pid``: the server's process, whose memory is read."""
-    _raise_descriptor_limit(num_sockets + 200)
-    health, stop = Health(), threading.Event()
+    """Hold ``num_sockets`` connections for so long; ``pid``: the server's process, whose memory is read.
+
+    The crowd is a process of its own, since what it costs would be measured with the answers.
+    """
+    arguments = [host, str(port), str(seconds), str(seed), str(num_sockets)]
     memory = [resident(pid)] if pid is not None else [0]
-    prober = threading.Thread(target=_ask, args=(host, port, health, stop, pid, memory))
-    prober.start()
-    crowd = _Crowd(host, port, time.monotonic() + seconds, random.Random(seed))
+    health_s: list[float] = []
+    failures: Counter[str] = Counter()
+    with subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True) as crowd:
+        try:
+            while crowd.poll() is None:
+                began = time.monotonic()
+                failure = ask_health(host, port)
+                health_s.append(time.monotonic() - began)
+                if failure is not None:
+                    failures[failure] += 1
+                if pid is not None:
+                    memory.append(resident(pid))
+                time.sleep(PROBE_EVERY_S)
+        finally:
+            crowd.kill()
+        assert crowd.stdout is not None
+        num_opened, most_open = json.loads(crowd.stdout.read())
+    return SocketAttack(Counter(num_opened), most_open, health_s, failures, max(memory) - memory[0])
+
+
+def ask_health(host: str, port: int) -> str | None:
+    """Ask once, on a new connection; what went wrong, if something did."""
+    connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
     try:
-        asyncio.run(crowd.run(num_sockets))
+        connection.request("GET", "/health")
+        status = connection.getresponse().status
+        return None if status == 200 else f"status {status}"
+    except (OSError, http.client.HTTPException) as error:
+        return type(error).__name__
     finally:
-        stop.set()
-        prober.join()
-    return SocketAttack(health, crowd.num_opened, crowd.most_open, max(memory) - memory[0])
+        connection.close()
 
 
 def resident(pid: int) -> int:
@@ -77,26 +91,6 @@ def _raise_descriptor_limit(wanted: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
-
-
-def _ask(
-    host: str, port: int, health: Health, stop: threading.Event, pid: int | None, memory: list[int]
-) -> None:
-    while not stop.wait(PROBE_EVERY_S):
-        began = time.monotonic()
-        connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
-        try:
-            connection.request("GET", "/health")
-            status = connection.getresponse().status
-            if status != 200:
-                health.failures[f"status {status}"] += 1
-        except (OSError, http.client.HTTPException) as error:
-            health.failures[type(error).__name__] += 1
-        finally:
-            connection.close()
-        health.seconds.append(time.monotonic() - began)
-        if pid is not None:
-            memory.append(resident(pid))
 
 
 class _Crowd:
@@ -125,7 +119,8 @@ class _Crowd:
         await asyncio.gather(*clients)
 
     async def _client(self, act: Callable[[_Peer], Awaitable[None]]) -> None:
-        """Do the same again and again, each time on a new connection."""
+        """Begin within a second; do the same again and again, each time on a new connection."""
+        await asyncio.sleep(self._rng.random())
         while (left := self._until - time.monotonic()) > 0:
             with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
                 async with asyncio.timeout(left):
@@ -180,7 +175,7 @@ class _Crowd:
             await asyncio.sleep(0.5)
 
     async def slow_reader(self, peer: _Peer) -> None:
-        await peer.send(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * self._rng.randrange(1, 12))
+        await peer.send(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await peer.forever()
 
     async def slow_stream(self, peer: _Peer) -> None:
@@ -208,3 +203,16 @@ class _Peer:
             await asyncio.sleep(1.0)
             if self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 return
+
+
+def main() -> None:
+    """The crowd alone; prints what it did."""
+    host, port, seconds, seed, num_sockets = sys.argv[1:]
+    _raise_descriptor_limit(int(num_sockets) + 100)
+    crowd = _Crowd(host, int(port), time.monotonic() + float(seconds), random.Random(int(seed)))
+    asyncio.run(crowd.run(int(num_sockets)))
+    print(json.dumps([crowd.num_opened, crowd.most_open]))
+
+
+if __name__ == "__main__":
+    main()

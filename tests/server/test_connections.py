@@ -357,7 +357,7 @@ def test_half_bodies_are_bounded_in_all_and_fast_ones_get_through(
 
 
 def test_many_large_bodies_at_once_wait_for_one_another(start: Callable[..., LiveServer]) -> None:
-    server = start(limits(body_bytes=4 * MIB))
+    server = start(limits(body_bytes=4 * MIB, crowded_rate=1000.0))
     body = json.dumps(COMPLETION | {"user": "x" * 3_000_000}).encode()
     sent = head(body, b"Connection: close\r\n") + body
     with ExitStack() as stack:

@@ -45,7 +45,7 @@ class Peer(Protocol):
         ...
 
     def waited(self, now: float) -> float:
-        """Seconds since its present phase began."""
+        """Seconds since the client has to send what it has to send next."""
         ...
 
     def silence(self, now: float) -> float:
@@ -65,8 +65,8 @@ class Peer(Protocol):
         ...
 
     @property
-    def is_reading(self) -> bool:
-        """Whether its client's bytes are read."""
+    def is_served(self) -> bool:
+        """Whether the body that comes is that of the request which is being answered."""
         ...
 
 
@@ -210,8 +210,8 @@ class Connections:
             peer.hold()
 
     def _leader(self) -> Peer | None:
-        """The oldest body that can be read; it always is, so that one after the other gets through."""
-        return next((peer for peer in self.bodies if peer in self._held or peer.is_reading), None)
+        """The oldest body; it is always read, so that one after the other gets through."""
+        return next((peer for peer in self.bodies if peer.is_served), None)
 
     def _read_on(self) -> None:
         leader = self._leader()
