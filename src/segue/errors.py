@@ -91,6 +91,14 @@ class RequestTooLargeError(SegueError):
     code = "request_too_large"
 
 
+class RequestTimeoutError(SegueError):
+    """A request that did not come whole in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
 class AuthenticationError(SegueError):
     """A missing or wrong API key."""
 

@@ -49,7 +49,9 @@ from segue.protocol.messages import (
 class Bench:
     """A manager whose messages are kept."""
 
-    def __init__(self, model: Path | None, max_seq_len: int = 512) -> None:
+    def __init__(
+        self, model: Path | None, max_seq_len: int = 512, *, max_queued_requests: int = 4096
+    ) -> None:
         self.sent: list[FrontendMessage] = []
         ready = Ready(
             max_seq_len=max_seq_len,
@@ -66,16 +68,22 @@ class Bench:
             init_steps=[],
         )
         tokenizer = None if model is None else Tokenizer.load(model)
-        self.manager = TokenizerManager(tokenizer, ready, self.sent.append)
+        self.manager = TokenizerManager(
+            tokenizer, ready, self.sent.append, max_queued_requests=max_queued_requests
+        )
 
     def step(self, *tokens: tuple[str, int], finished: tuple[Finished, ...] = ()) -> None:
-        self.manager.receive(
-            StepOutput(
-                rids=[rid for rid, _ in tokens],
-                tokens=[token for _, token in tokens],
-                finished=list(finished),
-                counters=Counters(),
-            )
+        self.manager.receive(self.output(Counters(), *tokens, finished=finished))
+
+    @staticmethod
+    def output(
+        counters: Counters, *tokens: tuple[str, int], finished: tuple[Finished, ...] = ()
+    ) -> StepOutput:
+        return StepOutput(
+            rids=[rid for rid, _ in tokens],
+            tokens=[token for _, token in tokens],
+            finished=list(finished),
+            counters=counters,
         )
 
 

@@ -14,6 +14,7 @@ from segue.frontend.loop_thread import LoopThread
 from segue.frontend.runtime import Runtime
 from segue.protocol.messages import State
 from segue.server.app import create_app
+from segue.server.connection_limits import ConnectionLimits
 from segue.server.lifecycle import bind, make_server, url_of
 from tests.frontend.conftest import FAKE_WORKER
 
@@ -21,7 +22,9 @@ from tests.frontend.conftest import FAKE_WORKER
 class LiveServer:
     """Serves until the ``with`` block is left."""
 
-    def __init__(self, model: Path, *, started: bool = True, **options: Any) -> None:
+    def __init__(
+        self, model: Path, *, started: bool = True, limits: ConnectionLimits | None = None, **options: Any
+    ) -> None:
         self.config = EngineConfig(
             model=str(model), load_format="dummy", port=0, log_level="error", **options
         )
@@ -33,7 +36,7 @@ class LiveServer:
             )
         listener = bind(self.config.host, self.config.port)
         self.url = url_of(listener)
-        self._http = make_server(self.app, self.config)
+        self._http = make_server(self.app, self.config, limits)
         self._serving = self._thread.submit(self._http.serve(sockets=[listener]))
         self.client = httpx.Client(base_url=self.url, timeout=20)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,14 @@ STREAM = {"model": MODEL, "prompt": "abc", "max_tokens": 400, "ignore_eos": True
 class ServerProcess:
     """The server in a process of its own; killed, at the latest, when the ``with`` block is left."""
 
-    def __init__(self, model: Path, environment: dict[str, str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        environment: dict[str, str] | None = None,
+        *,
+        open_files: tuple[int, int] | None = None,  # soft and hard limit
+        **options: Any,
+    ) -> None:
         given = {"model": str(model), "load_format": "dummy", "port": 0, "log_level": "error", **options}
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM), json.dumps(given)],
@@ -39,6 +48,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=open_files and partial(resource.setrlimit, resource.RLIMIT_NOFILE, open_files),
         )
 
     def __enter__(self) -> ServerProcess:

@@ -91,7 +91,13 @@ class Runtime:
             runtime._workers.start(runtime._on_exit)
             tokenizer = await _in_thread(lambda: _load_tokenizer(source))
             ready = await runtime._ready
-            runtime._manager = TokenizerManager(tokenizer, ready, runtime._channel.send, source.eos_token_ids)
+            runtime._manager = TokenizerManager(
+                tokenizer,
+                ready,
+                runtime._channel.send,
+                source.eos_token_ids,
+                max_queued_requests=config.max_queued_requests,
+            )
             if runtime.died.done():
                 raise EngineStartError(runtime.died.result().message)
             runtime._watch()

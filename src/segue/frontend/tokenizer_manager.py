@@ -18,6 +18,7 @@ from segue.errors import (
     PoisonedError,
     SegueError,
 )
+from segue.frontend.admission import Admission
 from segue.frontend.arrival import NO_TOKENIZER, Arrival
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import GenerateRequest, RequestState
@@ -67,6 +68,8 @@ class TokenizerManager:
         ready: Ready,
         send: Callable[[FrontendMessage], None],
         eos_ids: Collection[int] = (),
+        *,
+        max_queued_requests: int,
     ) -> None:
         self.tokenizer = tokenizer
         self.ready = ready
@@ -81,6 +84,7 @@ class TokenizerManager:
         eos_ids = {token for token in eos_ids if token < ready.vocab_size}
         self.limits = Vocabulary(max_seq_len=ready.max_seq_len, vocab_size=ready.vocab_size, eos_ids=eos_ids)
         self._send = send
+        self._admission = Admission(max_queued_requests, ready.max_running_requests)
         self._states: dict[str, RequestState] = {}
         self._arriving: dict[str, Arrival] = {}  # rid -> the call it came with, until it has a state
         self._batches: dict[str, set[str]] = {}  # a batch's id -> those of its requests in flight
@@ -106,12 +110,14 @@ class TokenizerManager:
         Raises:
             InvalidRequestError: a value outside its rule, or a rid that is in flight.
             ContextLengthError: a prompt that does not fit.
+            OverloadedError: more requests would wait than may.
             EngineDeadError: there is no engine any more.
             EngineHungError: it does not answer.
             DrainingError: nothing new begins.
         """
         created = time.monotonic()
         self._check_rids(requests, batch_id)
+        self._admission.check(len(requests), len(self._arriving), self.stats.counters)
         arrival = Arrival(len(requests))
         rids = [request.rid for request in requests]
         self._arriving |= dict.fromkeys(rids, arrival)
@@ -159,6 +165,7 @@ class TokenizerManager:
             self._send(
                 AddRequest(rid=request.rid, prompt=pack_ids(ids), params=params, priority=request.priority)
             )
+            self._admission.sent()
             return state
         message = arrival.aborted[request.rid]
         end = Finished(
@@ -326,6 +333,7 @@ class TokenizerManager:
             case StepOutput():
                 self._on_step(message)
             case Rejected():
+                self._admission.rejected()
                 state = self._states.pop(message.rid, None)
                 if state is not None:
                     state.fail(error_of(message.kind, message.message))

@@ -294,6 +294,7 @@ class Counters(msgspec.Struct, array_like=True, kw_only=True):
     eager_steps: dict[EagerReason, int] = {}  # steps that did not, by reason
     padded_tokens: int = 0  # computed to fill graphs
     non_finite_logits: int = 0  # requests that ended because of them
+    num_accepted: int = 0  # requests taken in, whatever has become of them
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):

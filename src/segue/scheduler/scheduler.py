@@ -444,6 +444,7 @@ class Scheduler:
         totals.paused = self.control.asked_mode
         totals.is_paused = self.control.asked_state is PauseState.PAUSED
         totals.num_running, totals.num_waiting = len(self.running), len(self.waiting)
+        totals.num_accepted = self._arrivals
         totals.used_pages = self.limits.num_pages - self.resources.allocator.num_free
         totals.cached_pages = self.resources.prefix.num_pages
         return StepOutput(**({"rids": [], "tokens": [], "finished": []} | columns), counters=totals)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import re
+import math
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from segue.config import EngineConfig
 from segue.errors import ConfigError
@@ -22,12 +23,14 @@ from segue.frontend.runtime import Runtime
 from segue.logs import logger
 from segue.memory.heap import settle_heap
 from segue.server.app import create_app
+from segue.server.backlog import Backlog
+from segue.server.connection import Connection
+from segue.server.connection_limits import ConnectionLimits, raise_descriptor_limit
+from segue.server.connections import Connections
 
 GRACE_S = 1  # for replies to end at a shutdown
 POLL_S = 0.02
 BACKLOG = 2048
-MAX_HEAD = 1 << 16  # bytes of a request's line and headers
-_UPGRADE = re.compile(rb"^upgrade(?=:)", re.IGNORECASE | re.MULTILINE)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -75,11 +78,13 @@ async def serve(
     """Serve until a signal or the engine's death; returns the exit code.
 
     While the model loads, requests are answered 503. SIGTERM lets running requests end first, for at most
-    ``--drain-s``; SIGINT, and any second signal, ends them at once.
+    ``--drain-s``; SIGINT, and any second signal, ends them at once. The soft limit of open files is raised
+    for this process and its workers.
 
     Raises:
         SegueError: the engine cannot start.
     """
+    raise_descriptor_limit()
     app = create_app(config)
     server = make_server(app, config)
     signals = _Signals()
@@ -167,57 +172,50 @@ async def _idle(runtime: Runtime, server: uvicorn.Server) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def make_server(app: FastAPI, config: EngineConfig) -> uvicorn.Server:
-    """The HTTP server of an application."""
+def make_server(app: FastAPI, config: EngineConfig, limits: ConnectionLimits | None = None) -> uvicorn.Server:
+    """The HTTP server of an application; ``limits``: by default those of this process."""
+    limits = limits or ConnectionLimits.of_this_process(config.max_body_mib)
     return _Server(
         uvicorn.Config(
             app,
-            http=_Protocol,
             log_config=None,
             log_level=config.log_level,
             access_log=config.log_level == "debug",
             lifespan="off",
             timeout_graceful_shutdown=GRACE_S,
-            timeout_keep_alive=65,
+            timeout_keep_alive=math.ceil(limits.idle_s),
             server_header=False,
-        )
+        ),
+        Connections(limits),
     )
 
 
-class _Protocol(HttpToolsProtocol):
-    """Does two things that httptools leaves undone: refuses endless headers, and reads behind an Upgrade.
-
-    Java's client offers HTTP/2 with every first request. A server may ignore that, but httptools takes what
-    follows the headers for another protocol, and the body would be lost.
-    """
-
-    _in_head = True
-    _pending = 0  # bytes that came behind the last head, body or end
-
-    def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            head, blank, rest = data.partition(b"\r\n\r\n")
-            data = _UPGRADE.sub(b"X-Upgrade", head) + blank + rest
-        self._pending += len(data)
-        super().data_received(data)
-        if self._pending > MAX_HEAD and not self.transport.is_closing():
-            self.send_400_response(f"The request line and headers exceed {MAX_HEAD} bytes.")
-
-    def on_headers_complete(self) -> None:
-        self._pending, self._in_head = 0, False
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._pending = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self._pending, self._in_head = 0, True
-        super().on_message_complete()
-
-
 class _Server(uvicorn.Server):
-    """Leaves signals to us."""
+    """Leaves signals to us, and looks after its connections."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets=[])
+        protocol = partial(
+            Connection,
+            connections=self._connections,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        loop = asyncio.get_running_loop()
+        for listener in sockets or []:
+            first = Backlog(listener, protocol).first
+            self.servers.append(await loop.create_server(first, sock=listener, backlog=BACKLOG))
+
+    async def on_tick(self, counter: int) -> bool:
+        """Every 0.1 s."""
+        self._connections.tick(time.monotonic())
+        return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from segue.server.schema import body_schema
 from segue.server.service import service_of
 from segue.server.sse import DONE, EventStream, unless_gone
 
-ACCEPT_S = 2.0  # how long a stream's status line waits for the scheduler's word
+ACCEPT_S = 0.5  # for which a stream's status line waits: the scheduler may refuse what the frontend took
 
 router = APIRouter(tags=["OpenAI"], route_class=UserRoute)
 

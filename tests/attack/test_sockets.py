@@ -1,0 +1,31 @@
+"""A thousand sockets that never finish what they began, against a server that may open 1,024 files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.attack.sockets import MIB, attack
+from tests.frontend.tiny_model import write_model
+from tests.server.test_lifecycle import ServerProcess
+
+
+@pytest.mark.parametrize(
+    ("seconds", "hard_limit"),
+    [
+        pytest.param(8.0, 1024, id="short"),
+        pytest.param(60.0, 1024, id="long", marks=pytest.mark.slow),
+        pytest.param(60.0, 4096, id="long, the soft limit may be raised", marks=pytest.mark.slow),
+    ],
+)
+def test_health_is_answered_and_memory_is_bounded(tmp_path: Path, seconds: float, hard_limit: int) -> None:
+    model = write_model(tmp_path / "tiny-model")
+    with ServerProcess(model, {"FAKE_STEP_S": "0.01"}, open_files=(1024, hard_limit)) as server:
+        host, port = server.ready().removeprefix("http://").split(":")
+        seen = attack(host, int(port), seconds, seed=1, pid=server.process.pid)
+        assert seen.most_open >= 900
+        assert len(seen.num_opened) == 8
+        assert seen.failures == {}
+        assert max(seen.health_s) <= 0.5
+        assert seen.memory_growth <= 200 * MIB

@@ -1,0 +1,450 @@
+"""Clients that hold a connection without finishing what they began, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import resource
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+
+from segue.server import connection_limits
+from segue.server.connection_limits import ConnectionLimits
+from segue.server.connections import MAX_TICK_S, Connections
+from tests.server.conftest import MODEL
+from tests.server.live import LiveServer
+
+MIB = 1 << 20
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+COMPLETION = {"model": MODEL, "prompt": "abc", "max_tokens": 3, "ignore_eos": True}
+FAST = ConnectionLimits(
+    max_connections=100,
+    head_s=0.3,
+    idle_s=0.6,
+    body_silence_s=0.3,
+    body_rate=1000.0,
+    body_grace_s=0.4,
+    drain_s=0.3,
+    reply_silence_s=0.4,
+    stream_silence_s=0.6,
+    sweep_s=0.1,
+)
+SLOW = 10.0  # far above every limit here, in seconds
+
+
+def head(body: bytes, more: bytes = b"", *, path: str = "/v1/completions", version: str = "1.1") -> bytes:
+    line = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return line.encode() + b"Content-Length: %d\r\n" % len(body) + more + b"\r\n"
+
+
+def request(more: bytes = b"", *, version: str = "1.1", **fields: Any) -> bytes:
+    body = json.dumps(COMPLETION | fields).encode()
+    return head(body, more, version=version) + body
+
+
+class Client:
+    """One connection that sends what it is told to."""
+
+    def __init__(self, server: LiveServer, *sent: bytes, receive_buffer: int | None = None) -> None:
+        host, port = server.url.removeprefix("http://").split(":")
+        self.socket = socket.socket()
+        if receive_buffer:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(SLOW)
+        self.socket.connect((host, int(port)))
+        for data in sent:
+            self.socket.sendall(data)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def all(self) -> bytes:
+        """What comes until the server closes the connection."""
+        parts = []
+        try:
+            while part := self.socket.recv(1 << 16):
+                parts.append(part)
+        except ConnectionResetError:
+            pass
+        return b"".join(parts)
+
+    def until(self, end: bytes) -> bytes:
+        """What comes up to the given end."""
+        data = b""
+        while not data.endswith(end):
+            part = self.socket.recv(1 << 16)
+            assert part, f"closed after {data!r}"
+            data += part
+        return data
+
+    def is_readable(self, seconds: float) -> bool:
+        """Whether something comes, or the end, within so long."""
+        return bool(select.select([self.socket], [], [], seconds)[0])
+
+    def reply(self) -> tuple[int, dict[bytes, bytes], bytes]:
+        """Status, headers and body of the last answer before the connection's end."""
+        return parse(self.all())
+
+
+def parse(data: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
+    top, _, body = data.partition(b"\r\n\r\n")
+    line, *fields = top.split(b"\r\n")
+    headers = dict(field.lower().split(b": ", 1) for field in fields)
+    return int(line.split()[1]), headers, body
+
+
+def limits(**changes: Any) -> ConnectionLimits:
+    """Those of this process, with changes."""
+    return ConnectionLimits(**({"max_connections": 100} | changes))
+
+
+@pytest.fixture
+def start(tiny_model: Path) -> Iterator[Callable[..., LiveServer]]:
+    with ExitStack() as stack:
+        yield lambda limits, **options: stack.enter_context(LiveServer(tiny_model, limits=limits, **options))
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[LiveServer]:
+    with LiveServer(tiny_model, limits=FAST) as server:
+        yield server
+        server.assert_nothing_left()
+
+
+def total(server: LiveServer) -> int:
+    """Requests answered so far."""
+    return server._http.server_state.total_requests
+
+
+def num_connections(server: LiveServer) -> int:
+    return len(server._http.server_state.connections)
+
+
+# --- deadlines ---
+
+
+def test_a_head_that_is_not_completed_is_answered_408(fast: LiveServer) -> None:
+    with Client(fast, HEAD) as client:
+        status, headers, body = client.reply()
+    assert (status, headers[b"connection"]) == (408, b"close")
+    assert json.loads(body)["error"]["code"] == "request_timeout"
+
+
+def test_a_head_that_comes_header_by_header_has_no_more_time(fast: LiveServer) -> None:
+    with Client(fast, HEAD) as client:
+        began = time.monotonic()
+        while not client.is_readable(0.02):
+            client.send(b"X-Drip: 1\r\n")
+            assert time.monotonic() - began < SLOW
+        assert client.reply()[0] == 408
+
+
+def test_a_connection_without_a_byte_is_closed_unanswered(fast: LiveServer) -> None:
+    with Client(fast) as client:
+        assert client.all() == b""
+
+
+def test_a_connection_between_two_requests_is_kept_longer_than_a_new_one(fast: LiveServer) -> None:
+    with Client(fast, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
+        client.until(b'"ok"}')
+        answered = time.monotonic()
+        assert client.all() == b""
+        assert time.monotonic() - answered > FAST.head_s
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_a_body_that_falls_silent_is_answered_408(fast: LiveServer, path: str) -> None:
+    with Client(fast, head(b"x" * 100_000, path=path), b"{" * 2000) as client:
+        status, headers, body = client.reply()
+    assert (status, headers[b"connection"]) == (408, b"close")
+    error = json.loads(body)
+    assert (error["error"]["code"] if path.startswith("/v1") else error["code"]) in ("request_timeout", 408)
+    assert b"0.3 s" in body
+
+
+def test_a_body_that_drips_is_answered_408(fast: LiveServer) -> None:
+    with Client(fast, head(b"x" * 100_000)) as client:
+        began = time.monotonic()
+        while not client.is_readable(0.02):
+            client.send(b" ")
+            assert time.monotonic() - began < SLOW
+        status, _, body = client.reply()
+    assert (status, b"1000 bytes per second" in body) == (408, True)
+
+
+def test_a_slow_body_above_the_rate_gets_through(fast: LiveServer) -> None:
+    body = json.dumps(COMPLETION | {"user": "x" * 30_000}).encode()
+    with Client(fast, head(body, b"Connection: close\r\n")) as client:
+        for start in range(0, len(body), 1000):
+            assert not client.is_readable(0.02)
+            client.send(body[start : start + 1000])
+        assert client.reply()[0] == 200
+
+
+def test_a_request_that_the_engine_takes_long_to_answer_is_not_late(
+    start: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "0.3")
+    server = start(FAST)
+    with Client(server, request(b"Connection: close\r\n", max_tokens=5)) as client:
+        assert client.reply()[0] == 200
+
+
+def test_the_rest_of_a_body_that_was_answered_unread_has_its_time(start: Callable[..., LiveServer]) -> None:
+    server = start(FAST, api_key="secret")
+    with Client(server, head(b"x" * 10_000_000), b"{" * 2000) as client:
+        data = client.all()
+    assert data.startswith(b"HTTP/1.1 401")
+    assert data.count(b"HTTP/1.1") == 1
+
+
+def test_a_server_that_stands_still_makes_no_client_late() -> None:
+    connections = Connections(FAST)
+    connections.tick(100.0)
+    connections.tick(100.1)
+    connections.tick(700.0)
+    assert connections.now == pytest.approx(0.1 + MAX_TICK_S)
+
+
+# --- replies that nobody reads ---
+
+
+def test_a_finished_reply_that_nobody_takes_is_given_up(fast: LiveServer, wait_until: Any) -> None:
+    get = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    before = total(fast)
+    with Client(fast, receive_buffer=4096) as client:
+        wait_until(lambda: num_connections(fast) == 1)
+        (connection,) = fast._http.server_state.connections
+        for count in range(1, 20_000):
+            client.send(get)
+            wait_until(lambda count=count: total(fast) == before + count)
+            if connection.transport.get_write_buffer_size():
+                break
+        began = time.monotonic()
+        wait_until(lambda: num_connections(fast) == 0, SLOW)
+        assert time.monotonic() - began >= FAST.reply_silence_s
+
+
+def test_a_stream_that_nobody_takes_is_given_up_and_its_request_aborted(
+    start: Callable[..., LiveServer], wait_until: Any
+) -> None:
+    server = start(FAST, max_model_len=100_000, num_kv_tokens=200_000)
+    params = {"max_new_tokens": 90_000, "ignore_eos": True}
+    body = json.dumps({"text": "abc", "sampling_params": params, "stream": True}).encode()
+    with Client(server, head(body, path="/generate") + body, receive_buffer=4096):
+        wait_until(lambda: server.runtime.manager.num_requests == 1)
+        wait_until(lambda: server.runtime.manager.num_requests == 0, 20)
+    assert server.runtime.manager.stats.finished["abort"] == 1
+    server.assert_nothing_left()
+
+
+# --- bounds ---
+
+
+def test_the_connection_that_waits_longest_gives_way(
+    start: Callable[..., LiveServer], wait_until: Any
+) -> None:
+    server = start(limits(max_connections=10, evict_after_s=0.0))
+    with ExitStack() as stack:
+        silent = [stack.enter_context(Client(server)) for _ in range(10)]
+        half = []
+        for _ in range(10):
+            half.append(stack.enter_context(Client(server)))
+            wait_until(lambda: num_connections(server) == 10)
+            half[-1].send(HEAD)
+        assert all(client.all() == b"" for client in silent)
+        last = [stack.enter_context(Client(server)) for _ in range(10)]
+        refused = [client.reply() for client in half]
+        assert {status for status, _, _ in refused} == {503}
+        assert refused[0][1][b"retry-after"] == b"1"
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert sum(client.is_readable(0.0) for client in last) == 1
+
+
+def test_half_bodies_give_way_to_new_connections(start: Callable[..., LiveServer]) -> None:
+    server = start(limits(max_connections=10, spare_connections=2, stalled_after_s=0.0, sweep_s=0.1))
+    with ExitStack() as stack:
+        for _ in range(3):
+            for _ in range(12):
+                stack.enter_context(Client(server, head(b"x" * 100_000), b"{"))
+            deadline = time.monotonic() + SLOW
+            while httpx.post(f"{server.url}/v1/completions", json=COMPLETION).status_code != 200:
+                assert time.monotonic() < deadline
+
+
+def test_where_every_connection_is_at_work_only_health_is_answered(
+    start: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch, wait_until: Any
+) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "0.02")
+    server = start(limits(max_connections=5, spare_connections=2))
+    with ExitStack() as stack:
+        for _ in range(5):
+            stack.enter_context(Client(server, request(stream=True, max_tokens=400)))
+        wait_until(lambda: server.runtime.manager.num_requests == 5)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        refused = httpx.post(f"{server.url}/v1/completions", json=COMPLETION)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert refused.headers["connection"] == "close"
+        assert server.runtime.manager.num_requests == 5
+    wait_until(lambda: server.runtime.manager.num_requests == 0)
+
+
+def test_the_number_of_connections_follows_from_the_limit_of_open_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for soft, most in ((1024, 896), (100, 25), (1 << 20, 8192), (resource.RLIM_INFINITY, 8192)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert ConnectionLimits.of_this_process(16).max_connections == most
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 1024, None),
+        (1024, 4096, 4096),
+        (1024, 1 << 20, 8320),
+        (1024, resource.RLIM_INFINITY, 8320),
+        (20_000, 1 << 20, None),
+    ],
+)
+def test_the_soft_limit_is_raised_as_far_as_needed(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None
+) -> None:
+    was_set = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: was_set.append(both))
+    connection_limits.raise_descriptor_limit()
+    assert was_set == ([] if raised is None else [(raised, hard)])
+
+
+def test_the_bytes_of_bodies_follow_from_the_largest_body() -> None:
+    assert ConnectionLimits.of_this_process(16).body_bytes == 64 * MIB
+    assert ConnectionLimits.of_this_process(100).body_bytes == 400 * MIB
+
+
+def test_half_bodies_are_bounded_in_all_and_fast_ones_get_through(
+    start: Callable[..., LiveServer], wait_until: Any
+) -> None:
+    bound = limits(body_bytes=4 * MIB, crowded_grace_s=0.2, crowded_rate=float(MIB), sweep_s=0.1)
+    server = start(bound)
+    connections = server._http._connections
+    half = head(b" " * 900_000), b" " * 800_000
+    with ExitStack() as stack:
+        halves = [stack.enter_context(Client(server, *half)) for _ in range(8)]
+        body = json.dumps(COMPLETION | {"user": "x" * 2 * MIB}).encode()
+        answer = httpx.post(f"{server.url}/v1/completions", content=body, timeout=SLOW)
+        assert answer.status_code == 200
+        wait_until(lambda: connections.num_bytes <= 4 * MIB)
+        refused = [client.reply() for client in halves if client.is_readable(0.0)]
+        assert {(status, headers[b"retry-after"]) for status, headers, _ in refused} == {(503, b"1")}
+        assert len(refused) >= 3
+    wait_until(lambda: connections.num_bytes == 0)
+
+
+def test_many_large_bodies_at_once_wait_for_one_another(start: Callable[..., LiveServer]) -> None:
+    server = start(limits(body_bytes=4 * MIB, crowded_rate=1000.0))
+    body = json.dumps(COMPLETION | {"user": "x" * 3_000_000}).encode()
+    sent = head(body, b"Connection: close\r\n") + body
+    with ExitStack() as stack:
+        clients = [stack.enter_context(Client(server)) for _ in range(8)]
+        threads = [Thread(target=client.send, args=(sent,)) for client in clients]
+        for thread in threads:
+            thread.start()
+        assert [client.reply()[0] for client in clients] == [200] * 8
+        for thread in threads:
+            thread.join()
+    assert server._http._connections.num_bytes == 0
+
+
+def test_without_a_key_the_body_is_not_kept(start: Callable[..., LiveServer], wait_until: Any) -> None:
+    server = start(limits(), api_key="secret")
+    with ExitStack() as stack:
+        for _ in range(20):
+            client = stack.enter_context(Client(server, head(b"x" * 10_000_000), b"x" * 200_000))
+            assert client.socket.recv(1 << 16).startswith(b"HTTP/1.1 401")
+        wait_until(lambda: server._http._connections.num_bytes == 0)
+
+
+def test_a_request_of_countless_headers_is_refused(fast: LiveServer) -> None:
+    with Client(fast, HEAD + b"a:\r\n" * 200) as client:
+        status, _, body = client.reply()
+    assert (status, b"more than 128 headers" in body) == (400, True)
+
+
+def test_countless_requests_behind_one_another_are_refused(
+    start: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch, wait_until: Any
+) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "0.02")
+    server = start(limits())
+    with Client(server, request(max_tokens=400), b"GET / HTTP/1.1\r\n\r\n" * 10_000) as client:
+        assert client.all() == b""
+    wait_until(lambda: server.runtime.manager.num_requests == 0, 2.0)
+
+
+def test_requests_behind_one_another_are_answered_in_order(fast: LiveServer) -> None:
+    get = b"GET %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
+    paths = [b"/version", b"/health", b"/v1/models"] * 4
+    last = get % (b"/health", b"Connection: close\r\n")
+    with Client(fast, *(get % (path, b"") for path in paths), last) as client:
+        data = client.all()
+    assert data.count(b"HTTP/1.1 200") == 13
+    assert data.index(b'"version"') < data.index(b'"status"') < data.index(b'"object":"list"')
+
+
+# --- HTTP/1.0 and half-closed connections ---
+
+
+def test_a_stream_to_http_1_0_has_no_chunks_and_ends_with_the_connection(fast: LiveServer) -> None:
+    with Client(fast, request(version="1.0", stream=True)) as client:
+        status, headers, body = client.reply()
+    assert (status, headers[b"connection"]) == (200, b"close")
+    assert b"transfer-encoding" not in headers
+    assert body.startswith(b"data: {")
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
+def test_http_1_0_is_closed_unless_it_asks_to_be_kept(fast: LiveServer) -> None:
+    with Client(fast, request(version="1.0")) as client:
+        status, headers, body = client.reply()
+        assert (status, headers[b"connection"], len(body)) == (200, b"close", int(headers[b"content-length"]))
+    with Client(fast) as client:
+        for _ in range(2):
+            client.send(request(b"Connection: keep-alive\r\n", version="1.0"))
+            status, headers, _ = parse(client.until(b"}}"))
+            assert (status, headers[b"connection"]) == (200, b"keep-alive")
+
+
+def test_a_stream_to_http_1_0_is_not_kept_though_asked_to(fast: LiveServer) -> None:
+    with Client(fast, request(b"Connection: keep-alive\r\n", version="1.0", stream=True)) as client:
+        status, headers, body = client.reply()
+    assert (status, headers[b"connection"], body[-8:]) == (200, b"close", b"[DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_sending_side_counts_as_gone(
+    start: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch, wait_until: Any, stream: bool
+) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    server = start(limits())
+    with Client(server, request(stream=stream, max_tokens=400)) as client:
+        wait_until(lambda: server.runtime.manager.num_requests == 1)
+        client.socket.shutdown(socket.SHUT_WR)
+        wait_until(lambda: server.runtime.manager.num_requests == 0, 2.0)
+        client.all()
+    assert server.runtime.manager.stats.finished["abort"] == 1
+    server.assert_nothing_left()
