@@ -118,10 +118,15 @@ class UpdateFromDistributed(_Tagged, frozen=True):
 
 
 class UpdateFromDisk(_Tagged, frozen=True):
-    """Load a whole checkpoint beside the live weights, then commit it."""
+    """Load a whole checkpoint beside the live weights, then commit it.
+
+    It and all its files must be below one of ``roots``, links followed; None: anywhere.
+    """
 
     model_path: str
     load_format: str | None = None
+    roots: list[str] | None = None
+    from_hub: bool = True  # ``model_path`` may be a hub id
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all: bool = False
@@ -253,12 +258,14 @@ class Receive(_Tagged, frozen=True):
 
 
 class Load(_Tagged, frozen=True):
-    """Read a whole checkpoint into memory of its own."""
+    """Read a whole checkpoint into memory of its own; see :class:`UpdateFromDisk`."""
 
     call: int
     session: int
     model_path: str
     load_format: str | None
+    roots: list[str] | None = None
+    from_hub: bool = True
 
 
 class Take(_Tagged, frozen=True):

@@ -203,6 +203,8 @@ class WeightMachine:
                 session=session.number,
                 model_path=request.model_path,
                 load_format=request.load_format,
+                roots=request.roots,
+                from_hub=request.from_hub,
             ),
             lambda replies, now: self._brought(session, replies, now),
         )

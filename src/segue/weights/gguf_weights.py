@@ -18,6 +18,7 @@ from segue.errors import ModelFileError
 from segue.weights import cache, gguf_names
 from segue.weights.gguf_file import GGUFFile
 from segue.weights.gguf_names import Source
+from segue.weights.model_files import check_wanted, open_file
 from segue.weights.safetensors_file import SafetensorsFile, open_writer, read_fully
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -61,7 +62,7 @@ def _is_whole(target: Path) -> bool:
 def _write(target: Path, file: GGUFFile, sources: list[Source], dtype: torch.dtype, progress: bool) -> None:
     shapes = {source.name: (DTYPE_NAMES[dtype], source.shape) for source in sources}
     total = sum(prod(source.shape) for source in sources) * dtype.itemsize
-    handle = os.open(file.path, os.O_RDONLY)
+    handle = open_file(file.path)
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     try:
         with (
@@ -78,6 +79,7 @@ def _write(target: Path, file: GGUFFile, sources: list[Source], dtype: torch.dty
             blocks = (block for source in sources for block in _blocks(source))
             waiting: deque[Future[Tensor]] = deque()
             for source, rows in blocks:
+                check_wanted()
                 waiting.append(pool.submit(_dequantise, file.path, handle, source, rows, dtype))
                 if len(waiting) > 2 * threads:
                     bar.update(output.write(_bytes(waiting.popleft().result())))

@@ -48,6 +48,7 @@ from segue.weights.sync.tensors import warm_up
 Send = Callable[[RankReply | Received], None]
 Fields = dict[str, Any]
 
+_FREED_S, _FREED_POLL_S = 30.0, 0.2
 _QUIET_S = 10.0  # that a receive which was cancelled may take until it leaves its memory alone
 
 
@@ -148,11 +149,12 @@ class WeightUpdater:
     def _add(
         self, session: _Session, command: Stage | Load | Take, freed: list[threading.Event]
     ) -> tuple[list[str], Fields]:
-        for event in freed:  # sessions before this one, whose memory it may get
-            event.wait()
+        errors = _wait_freed(session, freed)
         with session.lock:
             errors = (
-                ["the session was discarded"] if session.cancelled.is_set() else self._bring(session, command)
+                ["the session was discarded"]
+                if session.cancelled.is_set()
+                else errors or self._bring(session, command)
             )
             staged = session.staged
             return errors, {
@@ -269,7 +271,7 @@ class WeightUpdater:
         return group
 
     def _load(self, session: _Session, command: Load) -> list[str]:
-        errors = disk.load(session.staged, command.model_path, command.load_format, session.cancelled.is_set)
+        errors = disk.load(session.staged, command, session.cancelled.is_set)
         session.num_bytes = session.staged.num_bytes
         return errors
 
@@ -432,6 +434,21 @@ class WeightUpdater:
         thread = threading.Thread(target=run, name="segue-weights", daemon=True)
         self._threads.add(thread)
         thread.start()
+
+
+def _wait_freed(session: _Session, freed: list[threading.Event]) -> list[str]:
+    """Wait for the memory of the sessions before this one, which it may get."""
+    deadline = time.monotonic() + _FREED_S
+    for event in freed:
+        while not event.wait(_FREED_POLL_S):
+            if session.cancelled.is_set():
+                return []
+            if time.monotonic() >= deadline:
+                return [
+                    "the update before this one was ended, and has not given its memory back for "
+                    f"{_FREED_S:g} s: something that it reads or waits for does not answer; retry later"
+                ]
+    return []
 
 
 def _caught(work: Callable[[], Sequence[str] | None]) -> list[str]:
