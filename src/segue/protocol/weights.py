@@ -197,6 +197,12 @@ class WeightCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
     sent: float
 
 
+class WithdrawCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nobody waits for the answer to a :class:`WeightCall`; only joining a group ends with that."""
+
+    call: int
+
+
 class WeightAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to :class:`WeightCall`; what ``fields`` has depends on the request."""
 
@@ -230,6 +236,14 @@ class Join(_Tagged, frozen=True):
     call: int
     group: Group
     timeout_s: float
+
+
+class StopJoin(_Tagged, frozen=True):
+    """Give up joining a group, because of ``why``; its :class:`Join` is answered as one that failed."""
+
+    call: int
+    group: Group
+    why: str
 
 
 class Leave(_Tagged, frozen=True):
@@ -302,7 +316,7 @@ class Inspect(_Tagged, frozen=True):
     request: GetWeights | CheckWeights
 
 
-WeightCommand = Join | Leave | Stage | Receive | Load | Take | Commit | Discard | Inspect
+WeightCommand = Join | StopJoin | Leave | Stage | Receive | Load | Take | Commit | Discard | Inspect
 
 
 class RankReply(_Tagged, frozen=True):
