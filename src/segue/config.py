@@ -166,6 +166,20 @@ class EngineConfig:
     cors_origin: str | None = _option(
         None, "Server", "Origins of web pages that may use this server, separated by commas; '*': any."
     )
+    weights_root: str | None = _option(
+        None,
+        "Server",
+        f"Directories, separated by {os.pathsep!r}, below which /update_weights_from_disk may read; default: "
+        "any on a loopback address or with an admin key, else none.",
+    )
+    weights_from_hub: bool = _option(
+        False, "Server", "Let /update_weights_from_disk fetch models from the Hugging Face hub."
+    )
+    weights_master_allow: str | None = _option(
+        None,
+        "Server",
+        "Hosts and networks, separated by commas, that weight update groups may be joined at; default: any.",
+    )
     max_body_mib: int = _option(16, "Server", "Largest request body, in MiB.", minimum=1)
     exit_grace: float = _option(
         5.0, "Server", "Seconds that /health answers 503 after a worker died, before the exit.", minimum=0.0
@@ -198,6 +212,10 @@ class EngineConfig:
         for name in _SIZES:
             if (sizes := getattr(self, name)) is not None:
                 parse_sizes(sizes, name)
+        if self.weights_root is not None:
+            parse_list(self.weights_root, os.pathsep, "weights_root")
+        if self.weights_master_allow is not None:
+            parse_list(self.weights_master_allow, ",", "weights_master_allow")
 
     @classmethod
     def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> EngineConfig:
@@ -243,6 +261,18 @@ def parse_sizes(text: str, name: str) -> list[int]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(f"{name}={text!r}: expected numbers from 1 on, separated by commas", param=name)
     return [int(part) for part in parts]
+
+
+def parse_list(text: str, separator: str, name: str) -> list[str]:
+    """The parts of an option like "/models:/checkpoints".
+
+    Raises:
+        ConfigError: a part is empty, or there is none.
+    """
+    parts = [part.strip() for part in text.split(separator)]
+    if not all(parts):
+        raise ConfigError(f"{name}={text!r}: expected entries separated by {separator!r}", param=name)
+    return parts
 
 
 def parse(text: str, kind: Any, name: str) -> Any:

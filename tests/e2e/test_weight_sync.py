@@ -251,7 +251,8 @@ def test_an_update_under_load(sync: Syncing, checkpoints: list[Path], right: lis
 
 def test_a_bad_checkpoint(sync: Syncing, checkpoints: list[Path], right: list[Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    for path in ("/nowhere", str(tmp_path)):
+    endless = ("/proc/self/pagemap", "/dev/zero")  # read as if they were GGUF files, they never end
+    for path in ("/nowhere", str(tmp_path), *endless, "/a" * 3000, "a" * 300, "a\0b"):
         answer = sync.ask("/update_weights_from_disk", model_path=path)
         assert not answer["success"] and answer["message"]
         assert sync.http.get("/model_info").json()["model_path"] == str(checkpoints[0])

@@ -134,7 +134,7 @@ def test_bytes_after_the_last_tensor_are_corrupt(path: Path) -> None:
 
 
 def test_a_directory_in_place_of_a_file_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match=f"cannot read model file {tmp_path}: Is a directory"):
+    with pytest.raises(ModelFileError, match=f"model file {tmp_path} is no regular file"):
         SafetensorsFile(tmp_path)
 
 

@@ -52,7 +52,7 @@ from segue.protocol.messages import (
     StepOutput,
     pack_ids,
 )
-from segue.protocol.weights import WeightAnswer, WeightCall, WeightNotice, WeightRequest
+from segue.protocol.weights import WeightAnswer, WeightCall, WeightNotice, WeightRequest, WithdrawCall
 
 Answer = TypeVar("Answer", State, Paused, Continued, Flushed, WeightAnswer)
 
@@ -252,6 +252,10 @@ class TokenizerManager:
         try:
             self._send(message(call))
             answer = await self._calls[call]
+        except asyncio.CancelledError:
+            if kind is WeightAnswer and self._dead is None:
+                self._send(WithdrawCall(call))
+            raise
         finally:
             del self._calls[call]
         assert isinstance(answer, kind)

@@ -73,8 +73,15 @@ class Reply:
     content: dict[str, Any]
 
 
-async def perform(name: str, body: Mapping[str, Any], ask: Ask) -> Reply:
+async def perform(
+    name: str,
+    body: Mapping[str, Any],
+    ask: Ask,
+    admit: Callable[[WeightRequest], WeightRequest] = lambda request: request,
+) -> Reply:
     """Check the body of a call and carry it out.
+
+    ``admit``: gives the request as the caller may make it, or raises.
 
     Raises:
         InvalidRequestError: a field of a wrong type or range.
@@ -90,7 +97,7 @@ async def perform(name: str, body: Mapping[str, Any], ask: Ask) -> Reply:
         )
     else:
         request = call.request(checked)
-    answer = await ask(request)
+    answer = await ask(admit(request))
     return Reply(answer.success, call.reply(answer))
 
 

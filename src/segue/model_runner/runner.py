@@ -14,7 +14,7 @@ import torch
 
 from segue.attention import registry as attention
 from segue.attention.base import AttentionBackend, AttentionShape, PagedBackend
-from segue.config import EngineConfig, parse_sizes
+from segue.config import EngineConfig, parse_list, parse_sizes
 from segue.distributed.collectives import GroupCollectives
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
@@ -299,6 +299,7 @@ class ModelRunner:
 
     def live_weights(self) -> LiveWeights:
         """What `WeightUpdater` changes."""
+        allow = self._config.weights_master_allow
         return LiveWeights(
             arena=self.arena,
             table=name_table.build(self._source.config, self.tp),
@@ -310,6 +311,7 @@ class ModelRunner:
             rebuild=self._model.build_derived,
             cache_dir=Path(self._config.cache_dir),
             seed=self._config.seed,
+            master_allow=tuple(parse_list(allow, ",", "weights_master_allow")) if allow else (),
             reserved=_staging_bytes(self._config),
             headroom=self._headroom,
         )

@@ -20,6 +20,7 @@ from segue.protocol.weights import (
     WeightCall,
     WeightCommand,
     WeightNotice,
+    WithdrawCall,
 )
 
 FIRST_WEIGHT_VERSION = "0"
@@ -216,7 +217,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the scheduler loop."""
 
 
-FrontendMessage = AddRequest | Finish | Abort | Pause | Continue | Flush | GetState | Shutdown | WeightCall
+FrontendMessage = (
+    AddRequest | Finish | Abort | Pause | Continue | Flush | GetState | Shutdown | WeightCall | WithdrawCall
+)
 
 
 # --- scheduler -> frontend ---

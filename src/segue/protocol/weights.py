@@ -118,10 +118,15 @@ class UpdateFromDistributed(_Tagged, frozen=True):
 
 
 class UpdateFromDisk(_Tagged, frozen=True):
-    """Load a whole checkpoint beside the live weights, then commit it."""
+    """Load a whole checkpoint beside the live weights, then commit it.
+
+    It and all its files must be below one of ``roots``, links followed; None: anywhere.
+    """
 
     model_path: str
     load_format: str | None = None
+    roots: list[str] | None = None
+    from_hub: bool = True  # ``model_path`` may be a hub id
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all: bool = False
@@ -192,6 +197,12 @@ class WeightCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
     sent: float
 
 
+class WithdrawCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nobody waits for the answer to a :class:`WeightCall`; only joining a group ends with that."""
+
+    call: int
+
+
 class WeightAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to :class:`WeightCall`; what ``fields`` has depends on the request."""
 
@@ -227,6 +238,14 @@ class Join(_Tagged, frozen=True):
     timeout_s: float
 
 
+class StopJoin(_Tagged, frozen=True):
+    """Give up joining a group, because of ``why``; its :class:`Join` is answered as one that failed."""
+
+    call: int
+    group: Group
+    why: str
+
+
 class Leave(_Tagged, frozen=True):
     """Leave a group."""
 
@@ -253,12 +272,14 @@ class Receive(_Tagged, frozen=True):
 
 
 class Load(_Tagged, frozen=True):
-    """Read a whole checkpoint into memory of its own."""
+    """Read a whole checkpoint into memory of its own; see :class:`UpdateFromDisk`."""
 
     call: int
     session: int
     model_path: str
     load_format: str | None
+    roots: list[str] | None = None
+    from_hub: bool = True
 
 
 class Take(_Tagged, frozen=True):
@@ -295,7 +316,7 @@ class Inspect(_Tagged, frozen=True):
     request: GetWeights | CheckWeights
 
 
-WeightCommand = Join | Leave | Stage | Receive | Load | Take | Commit | Discard | Inspect
+WeightCommand = Join | StopJoin | Leave | Stage | Receive | Load | Take | Commit | Discard | Inspect
 
 
 class RankReply(_Tagged, frozen=True):

@@ -41,7 +41,7 @@ from segue.protocol.messages import (
     StepPlan,
     StepResult,
 )
-from segue.protocol.weights import RankReply, Received, WeightCall, WeightCommand
+from segue.protocol.weights import RankReply, Received, WeightCall, WeightCommand, WithdrawCall
 from segue.pulse import Turn
 from segue.scheduler.report import internal_state
 from segue.scheduler.scheduler import Scheduler
@@ -285,6 +285,8 @@ class SchedulerLoop:
                 self.scheduler.control.flush(message, time.monotonic())
             case WeightCall():
                 self._weights.request(message, time.monotonic())
+            case WithdrawCall():
+                self._weights.withdraw(message.call)
             case GetState():
                 self._send_state(message)
             case Shutdown():

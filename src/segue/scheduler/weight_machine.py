@@ -26,6 +26,7 @@ from segue.protocol.weights import (
     Receive,
     Received,
     Stage,
+    StopJoin,
     Take,
     UpdateFromDisk,
     UpdateFromTensor,
@@ -33,6 +34,7 @@ from segue.protocol.weights import (
     WeightCommand,
     WeightNotice,
 )
+from segue.scheduler.group_joins import GroupJoins
 from segue.scheduler.pause import PauseState
 from segue.scheduler.rank_calls import RankCalls, problems, staging
 from segue.scheduler.weight_session import Kind, Phase, Session
@@ -59,6 +61,7 @@ class WeightMachine:
         self._ended: tuple[str, str | None, WeightAnswer] | None = None  # (session, group, its last answer)
         self._num_sessions = 0
         self._calls = RankCalls(num_ranks)
+        self._joins = GroupJoins()
         self._answers: list[SchedulerMessage] = []
 
     def on_rank(self, event: RankReply | Received, now: float) -> None:
@@ -71,21 +74,32 @@ class WeightMachine:
     @property
     def next_deadline(self) -> float | None:
         """When :meth:`advance` has something to do though nothing else happens; None: never."""
-        return None if self.session is None else self.session.deadline
+        deadlines = (self._joins.next_deadline, None if self.session is None else self.session.deadline)
+        return min((each for each in deadlines if each is not None), default=None)
 
     def advance(self, now: float) -> tuple[list[SchedulerMessage], list[Sequence[WeightCommand]]]:
         """What is to be sent to the frontend, and to the ranks (each entry: one command a rank), in order.
 
         To be called behind ``PauseControl.advance``: a commit begins when its hold has taken effect.
         """
+        self._advance_joins(now)
         session = self.session
-        deadline = self.next_deadline
+        deadline = None if session is None else session.deadline
         if session is not None and deadline is not None and now >= deadline:
             self._abort(session, session.lateness(now), now)
         elif session is not None and session.phase is Phase.COMMITTING:
             self._write(session, now)
         answers, self._answers = self._answers, []
         return answers, self._calls.take()
+
+    def _advance_joins(self, now: float) -> None:
+        for call, text in self._joins.expire(now):
+            self._answer([call], False, text)
+        for group in self._joins.stop_unwanted():
+            self._stop_join(group)
+
+    def _stop_join(self, group: Group) -> None:
+        self._calls.tell(lambda _, call: StopJoin(call=call, group=group, why="nobody waits for it any more"))
 
     def status(self, now: float) -> dict[str, Any]:
         """``GET /weights_update_status``."""
@@ -203,6 +217,8 @@ class WeightMachine:
                 session=session.number,
                 model_path=request.model_path,
                 load_format=request.load_format,
+                roots=request.roots,
+                from_hub=request.from_hub,
             ),
             lambda replies, now: self._brought(session, replies, now),
         )

@@ -45,7 +45,7 @@ class WeightControl(WeightMachine):
         call, request = message.call, message.request
         match request:
             case JoinGroup():
-                self._join(call, request)
+                self._join(call, request, now)
             case LeaveGroup():
                 self._leave(call, request, now)
             case Prepare():
@@ -71,16 +71,27 @@ class WeightControl(WeightMachine):
 
     # --- groups ---
 
-    def _join(self, call: int, request: JoinGroup) -> None:
+    def withdraw(self, call: int) -> None:
+        """Nobody waits for the answer to a call: a group that only it asked for is not joined."""
+        self._joins.withdraw(call)
+
+    def _join(self, call: int, request: JoinGroup, now: float) -> None:
         group, size = request.group, self._num_ranks
         if not 1 <= group.rank_offset <= group.world_size - size:
             rule = f"must be 1 to world_size - {size} (rank 0 is the trainer, this engine has {size} ranks)"
             text = f"rank_offset={group.rank_offset} in world_size={group.world_size}: rank_offset {rule}"
             self._answer([call], False, text)
             return
+        refusal = self._joins.refusal(group)
+        if refusal is not None:
+            self._answer([call], False, refusal)
+            return
+        joining = self._joins.wait(call, group, request.timeout_s, now)
+        if joining is None:  # it is being joined already
+            return
 
         def joined(replies: list[RankReply], now: float) -> None:
-            wrong = problems(replies)
+            wrong, calls = problems(replies), self._joins.end(joining)
             for name in {name for reply in replies for name in reply.fields.get("dropped", ())} - {
                 group.name
             }:
@@ -94,10 +105,10 @@ class WeightControl(WeightMachine):
                 if is_new:  # on some ranks only
                     self.groups.pop(group.name, None)
                     self._calls.tell(lambda _, inner: Leave(call=inner, name=group.name))
-                self._answer([call], False, wrong)
+                self._answer(calls, False, wrong)
             else:
                 self.groups[group.name] = group
-                self._answer([call], True, f"Joined group {group.name!r}.")
+                self._answer(calls, True, f"Joined group {group.name!r}.")
 
         self._calls.tell(lambda _, inner: Join(call=inner, group=group, timeout_s=request.timeout_s), joined)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,6 +15,8 @@ from segue.server.body import read_json
 from segue.server.errors import error_response, json_response
 from segue.server.schema import body_schema, query_schema
 from segue.server.service import service_of
+from segue.server.sse import unless_gone
+from segue.server.weight_access import admitted
 
 
 class WeightRoute(AdminRoute):
@@ -61,7 +64,9 @@ def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
             body = await read_json(request, service.config.max_body_mib, lambda body: body)
             if isinstance(body, dict):
                 body = {**request.query_params, **body}
-            reply = await perform(name, body, service.manager.ask_weights)
+            work = perform(name, body, service.manager.ask_weights, partial(admitted, service.config))
+            # Nobody but its client wants a group to be met; all else goes on without one.
+            reply = await (unless_gone(request, work) if name == "init_weights_update_group" else work)
         except SegueError as error:
             return error_response(error, request.url.path, _failure(name, error))
         if reply.success and name == "get_weights_by_name":

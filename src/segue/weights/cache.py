@@ -13,6 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from segue.errors import CacheDirectoryError, ModelFileError
+from segue.weights.model_files import check_wanted, open_file
+
+_HASHED = 1 << 20  # bytes at once
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -124,8 +127,13 @@ def _read_memory(memory: Path) -> dict[str, object] | None:
 
 def _hash(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        with os.fdopen(open_file(path), "rb", buffering=0) as file:
+            digest, left = hashlib.sha256(), os.fstat(file.fileno()).st_size
+            while left and (piece := file.read(min(left, _HASHED))):  # no more than it has now: it may grow
+                digest.update(piece)
+                left -= len(piece)
+                check_wanted()
+            return digest.hexdigest()
     except OSError as error:
         raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
 

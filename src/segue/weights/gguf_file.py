@@ -16,11 +16,14 @@ from typing import Any
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from segue.errors import ModelFileError
+from segue.weights.model_files import open_file
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING = 8
 _ARRAY = 9
 _DEFAULT_ALIGNMENT = 32
+_MAGIC = b"GGUF"
+_MAX_ARRAY = 1 << 24  # items; the largest vocabularies have some 2^18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +68,7 @@ class GGUFFile:
             ModelFileError: the file is missing, no GGUF file, truncated, corrupt, or one part of several.
         """
         try:
-            with path.open("rb") as file:
-                if file.read(4) != b"GGUF":
-                    raise ModelFileError(
-                        f"model file {path} is not a GGUF file: it does not begin with 'GGUF'"
-                    )
+            with os.fdopen(_open(path), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                     metadata, tensors = _read(path, _Cursor(data, 4))
@@ -88,6 +87,34 @@ class GGUFFile:
                     f"file at {size}. Get it again"
                 )
         return cls(path=path, metadata=metadata, tensors=by_name)
+
+
+def check_is_gguf(path: Path) -> None:
+    """Look at the first bytes of `path`, before anybody reads all of it.
+
+    Raises:
+        ModelFileError: it is missing, or is no GGUF file.
+    """
+    try:
+        os.close(_open(path))
+    except OSError as error:
+        raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
+
+
+def _open(path: Path) -> int:
+    """A descriptor of a file that begins as GGUF files do."""
+    descriptor = open_file(path)
+    try:
+        # The size first: files of /proc have none, and may give bytes for ever, or keep who reads waiting.
+        is_gguf = (
+            os.fstat(descriptor).st_size >= len(_MAGIC) and os.pread(descriptor, len(_MAGIC), 0) == _MAGIC
+        )
+        if not is_gguf:
+            raise ModelFileError(f"model file {path} is not a GGUF file: it does not begin with 'GGUF'")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 class _Cursor:
@@ -116,6 +143,8 @@ class _Cursor:
         if kind != _ARRAY:
             return self.take(_SCALARS[kind])[0]
         kind, length = self.take("IQ")
+        if length > _MAX_ARRAY:
+            raise ValueError(f"an array of {length} items")
         if kind != _STRING:
             return self.take(f"{length}{_SCALARS[kind]}")
         return tuple(self.string() for _ in range(length))

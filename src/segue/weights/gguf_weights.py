@@ -19,6 +19,7 @@ from segue.logs import logger
 from segue.weights import cache, checksums, gguf_names
 from segue.weights.gguf_file import GGUFFile
 from segue.weights.gguf_names import Source
+from segue.weights.model_files import check_wanted, open_file
 from segue.weights.safetensors_file import open_writer, read_fully
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -63,7 +64,7 @@ def convert(path: Path, directory: Path, dtype: torch.dtype, *, progress: bool =
 def _write(target: Path, file: GGUFFile, sources: list[Source], dtype: torch.dtype, progress: bool) -> None:
     shapes = {source.name: (DTYPE_NAMES[dtype], source.shape) for source in sources}
     total = sum(prod(source.shape) for source in sources) * dtype.itemsize
-    handle = os.open(file.path, os.O_RDONLY)
+    handle = open_file(file.path)
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     try:
         with (
@@ -80,6 +81,7 @@ def _write(target: Path, file: GGUFFile, sources: list[Source], dtype: torch.dty
             blocks = (block for source in sources for block in _blocks(source))
             waiting: deque[Future[Tensor]] = deque()
             for source, rows in blocks:
+                check_wanted()
                 waiting.append(pool.submit(_dequantise, file.path, handle, source, rows, dtype))
                 if len(waiting) > 2 * threads:
                     bar.update(output.write(_bytes(waiting.popleft().result())))

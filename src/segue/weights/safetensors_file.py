@@ -15,12 +15,15 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from segue.errors import ModelFileError
+from segue.weights.model_files import check_wanted, open_file
 
 ITEM_SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
     "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 
+_PIECE = 8 << 20  # bytes read before it is asked whether more is wanted
+_MAX_DIMS = 64
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -46,7 +49,7 @@ class SafetensorsFile:
         """
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY)
+            self._fd = open_file(path)
         except OSError as error:
             raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
         try:
@@ -87,11 +90,13 @@ def read_fully(path: Path, fd: int, position: int, target: memoryview, tensor: s
 
     Raises:
         ModelFileError: the file cannot be read, or ends too early.
+        WeightSyncError: the reading was cancelled.
     """
     done = 0
     while done < target.nbytes:
+        check_wanted()
         try:
-            count = os.preadv(fd, [target[done:]], position + done)
+            count = os.preadv(fd, [target[done : done + _PIECE]], position + done)
         except OSError as error:
             raise ModelFileError(
                 f"cannot read tensor {tensor!r} of model file {path}: {error.strerror}"
@@ -134,7 +139,11 @@ def _read_table(path: Path, fd: int) -> dict[str, StoredTensor]:
 
 def _stored(name: str, fields: Mapping[str, Any], data_start: int) -> StoredTensor:
     start, end = fields["data_offsets"]
-    shape = tuple(int(size) for size in fields["shape"])
+    shape = tuple(fields["shape"])
+    if len(shape) > _MAX_DIMS or not all(
+        type(number) is int and 0 <= number < 1 << 63 for number in (start, end, *shape)
+    ):
+        raise ValueError(f"tensor {name[:80]!r} has a shape or a place that no tensor has")
     return StoredTensor(
         name=name, dtype=str(fields["dtype"]), shape=shape, start=data_start + start, num_bytes=end - start
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from segue.errors import ModelFileError
 from segue.memory.arena import Arena
+from segue.weights.model_files import read_text
 from segue.weights.name_table import Box, NameTable, Shape, Slice
 from segue.weights.safetensors_file import SafetensorsFile, StoredTensor
 from segue.weights.staging import Staging
@@ -183,7 +184,7 @@ class Shards:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        content: Any = json.loads(index.read_text(encoding="utf-8"))
+        content: Any = json.loads(read_text(index))
         places = {str(name): str(file) for name, file in content["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFileError(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from segue.config import LoadFormat
 from segue.errors import ModelFileError
 from segue.models.config import ModelConfig
-from segue.weights import bundled, convert, hub
+from segue.weights import bundled, convert, gguf_file, hub, model_files
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -49,7 +49,8 @@ def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -
     if model is None:
         name, path = bundled.NAME, bundled.ensure_bundled_model(cache_dir)
     else:
-        name, path = _name(model), _locate(model, load_format)
+        path = _locate(model, load_format)
+        name = _name(model)
     gguf = _gguf_file(path, load_format)
     if gguf is not None:
         if load_format == "safetensors":
@@ -65,18 +66,35 @@ def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -
 
 
 def _locate(model: str, load_format: LoadFormat) -> Path:
+    model_files.check_path(model)
     path = Path(os.path.expanduser(model))
-    if model and path.exists():
+    is_allowed = model_files.may_be_at(path)
+    if model and is_allowed and _exists(path):
         return path.resolve()
-    if path.suffix == ".gguf" or not hub.is_repository_id(model):
+    is_hub_id = path.suffix != ".gguf" and hub.is_repository_id(model)
+    if is_hub_id and model_files.current().hub:
+        return hub.fetch(model, weights=load_format != "dummy")
+    how = "; to fetch it from the hub, start the server with --weights-from-hub" if is_hub_id else ""
+    if not is_allowed:  # said of what exists and of what does not
         raise ModelFileError(
-            f"model {model!r} does not exist: give a directory, a GGUF file or a hub id (owner/name)"
+            f"model {model_files.shown(model)} is not within the directories of --weights-root{how}"
         )
-    return hub.fetch(model, weights=load_format != "dummy")
+    raise ModelFileError(
+        f"model {model_files.shown(model)} does not exist: give a directory, a GGUF file or a hub id "
+        f"(owner/name){how}"
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise ModelFileError(f"cannot open model {model_files.shown(str(path))}: {error.strerror}") from error
 
 
 def _gguf_file(path: Path, load_format: LoadFormat) -> Path | None:
-    if path.is_file():
+    if not path.is_dir():
+        gguf_file.check_is_gguf(path)
         return path
     if load_format != "gguf" and (path / "config.json").exists():
         return None
@@ -143,7 +161,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelFileError: the file is missing, cannot be read, or holds something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(model_files.read_text(path))
     except FileNotFoundError as error:
         raise ModelFileError(f"model file {path} is missing; a model directory needs it") from error
     except (OSError, ValueError, RecursionError) as error:

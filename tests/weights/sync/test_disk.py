@@ -1,5 +1,8 @@
 import json
+import os
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from segue.distributed.info import TPInfo
 from segue.protocol.weights import Commit, Discard, Load
-from segue.weights.sync import disk
-from tests.weights import tiny
+from segue.weights import hub
+from segue.weights.source import resolve
+from segue.weights.sync import disk, updater
+from tests.weights import tiny, tiny_gguf
 from tests.weights.sync.test_update import assert_same, checkpoint
 from tests.weights.sync.updating import Rank, rank_of
 
@@ -106,3 +111,184 @@ def test_what_a_config_says_of_the_dtype_does_not_matter(rank: Rank, tmp_path: P
     rank.do(Load, session=1, model_path=str(half), load_format="safetensors")
     rank.do(Commit, session=1)
     assert_same(rank, half)
+
+
+def refused(rank: Rank, path: object, **options: object) -> str:
+    """What is said of a checkpoint that cannot be read; an update behind it works."""
+    session = rank.calls + 1
+    (error,) = rank.ask(Load, session=session, model_path=str(path), load_format=None, **options).errors
+    rank.do(Discard, session=session)
+    assert len(error) < 600
+    return error
+
+
+@pytest.fixture
+def odd_files(tmp_path: Path) -> Iterator[dict[str, Path]]:
+    """Paths that are there, and are no files that could be read to their end."""
+    pipe, listener = tmp_path / "pipe", socket.socket(socket.AF_UNIX)
+    os.mkfifo(pipe)
+    listener.bind(str(tmp_path / "socket"))
+    with_pipe, with_pipes = tmp_path / "with-pipe", tmp_path / "with-pipes"
+    with_pipe.mkdir()
+    os.mkfifo(with_pipe / "config.json")
+    checkpoint("llama-tied", with_pipes, 1)
+    (with_pipes / "model.safetensors").unlink()
+    os.mkfifo(with_pipes / "model.safetensors")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    (tmp_path / "links").symlink_to(tmp_path / "links")
+    yield {
+        "a file of the kernel": Path("/proc/self/pagemap"),
+        "another": Path("/proc/self/status"),
+        "a device": Path("/dev/zero"),
+        "a link to one": tmp_path / "link",
+        "a link to itself": tmp_path / "links",
+        "a pipe": pipe,
+        "a socket": tmp_path / "socket",
+        "a pipe for a config": with_pipe,
+        "a pipe for weights": with_pipes,
+    }
+    listener.close()
+
+
+def test_what_is_no_regular_model_file_is_refused_at_once(
+    rank: Rank, odd_files: dict[str, Path], tmp_path: Path
+) -> None:
+    for path in odd_files.values():
+        error = refused(rank, path)
+        assert any(said in error for said in ("is no regular file", "not a GGUF file", "does not exist")), (
+            error
+        )
+    new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
+    rank.do(Load, session=99, model_path=str(new), load_format=None)
+    rank.do(Commit, session=99)
+    assert_same(rank, new)
+
+
+@pytest.mark.parametrize("path", ["/a" * 3000, "a" * 300, "a\0b", "\udc00\ud800"])
+def test_paths_that_no_file_system_has_are_named_in_short(path: str, rank: Rank) -> None:
+    error = refused(rank, path)
+    assert "too long" in error or "character that no path may have" in error
+    assert len(error) < 300
+
+
+def test_reading_ends_within_a_second_of_a_discard(rank: Rank, tmp_path: Path) -> None:
+    endless = tmp_path / "endless.gguf"
+    with endless.open("wb") as file:
+        file.write(b"GGUF")
+        file.truncate(1 << 40)  # no disk has so much; it takes half an hour to look through
+    load = rank.send(Load, session=1, model_path=str(endless), load_format=None)
+    discard = rank.send(Discard, session=1)
+    began = time.monotonic()
+    assert rank.reply(load).errors == ["discarded while it was read"]
+    assert time.monotonic() - began < 1
+    assert rank.reply(discard).errors == []
+    new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
+    rank.do(Load, session=2, model_path=str(new), load_format=None)
+    rank.do(Commit, session=2)
+    assert_same(rank, new)
+
+
+def test_an_update_does_not_wait_for_ever_for_the_one_before(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
+    reached, go = threading.Event(), threading.Event()
+
+    def hang(*arguments: object) -> list[str]:
+        reached.set()
+        assert go.wait(20)
+        return ["it was hanging"]
+
+    load = disk.load
+    monkeypatch.setattr(disk, "load", hang)
+    monkeypatch.setattr(updater, "_FREED_S", 0.5)
+    hanging = rank.send(Load, session=1, model_path=str(new), load_format=None)
+    assert reached.wait(20)
+    discard = rank.send(Discard, session=1)
+    monkeypatch.setattr(disk, "load", load)
+    (error,) = rank.ask(Load, session=2, model_path=str(new), load_format=None).errors
+    assert "has not given its memory back for 0.5 s" in error
+    go.set()
+    replies = {rank.messages.get(timeout=20).call for _ in range(2)}  # type: ignore[union-attr]
+    assert replies == {hanging, discard}
+    rank.do(Discard, session=2)
+    rank.do(Load, session=3, model_path=str(new), load_format=None)
+    rank.do(Commit, session=3)
+    assert_same(rank, new)
+
+
+def test_models_outside_of_the_roots_are_not_told_from_those_that_do_not_exist(
+    rank: Rank, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    outside, _ = checkpoint("llama-tied", tmp_path / "outside", 1)
+    (root / "link").symlink_to(outside)
+    (tmp_path / "rootless").mkdir()
+    paths = [
+        outside, tmp_path / "nowhere", root / "link", root / ".." / "outside", root / ".." / "nowhere",
+        tmp_path / "rootless", Path("/etc/passwd"), Path("/root/nowhere"),
+        Path("/proc/self/pagemap"), Path("~root"),
+    ]  # fmt: skip
+    said = {refused(rank, path, roots=[str(root)], from_hub=False).replace(str(path), "…") for path in paths}
+    assert said == {"model '…' is not within the directories of --weights-root"}
+    assert "does not exist" in refused(rank, root / "nowhere", roots=[str(root)], from_hub=False)
+
+
+def test_a_model_within_the_roots_is_read_and_its_links_may_lead_to_another_root(
+    rank: Rank, tmp_path: Path
+) -> None:
+    root, blobs = tmp_path / "root", tmp_path / "blobs"
+    blobs.mkdir()
+    root.mkdir()
+    new, _ = checkpoint("llama-tied", root / "new", 1)
+    (new / "model.safetensors").rename(blobs / "sha")
+    (new / "model.safetensors").symlink_to(blobs / "sha")  # as in a hub's cache
+    assert "leads to a file outside" in refused(rank, new, roots=[str(root)])
+    (tmp_path / "link").symlink_to(root)
+    rank.do(
+        Load, session=9, model_path=str(new), load_format=None, roots=[str(tmp_path / "link"), str(blobs)]
+    )
+    rank.do(Commit, session=9)
+    assert_same(rank, new)
+
+
+def test_a_converted_model_within_the_roots_is_read_through_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    model = tiny_gguf.write(tmp_path / "root" / "a.gguf", tiny.make("llama"))
+    roots = [str(model.parent)]
+    directory = resolve(str(model), "auto", tmp_path / "cache").directory
+    with rank_of(directory, load_format="dummy", cache_dir=tmp_path / "cache") as rank:
+        fields = rank.do(
+            Load, session=1, model_path=str(model), load_format=None, roots=roots, from_hub=False
+        )
+        assert fields["num_bytes"] == sum(spec.num_bytes for spec in rank.live.specs)
+        rank.do(Discard, session=1)
+        assert "not within" in refused(rank, directory, roots=roots, from_hub=False)
+
+
+def test_hub_ids_are_not_fetched_unless_they_may_be(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "fetch", lambda *arguments, **options: pytest.fail("it was fetched"))
+    for roots in (None, ["/models"]):
+        assert "--weights-from-hub" in refused(rank, "owner/name", roots=roots, from_hub=False)
+
+
+def test_a_download_ends_when_it_is_discarded(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "pid"
+    child = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    monkeypatch.setattr(hub, "_CHILD", child)
+    load = rank.send(Load, session=1, model_path="owner/name", load_format=None)
+    deadline = time.monotonic() + 20
+    while not (mark.exists() and mark.read_text()):
+        assert time.monotonic() < deadline
+    discard = rank.send(Discard, session=1)
+    assert rank.reply(load).errors == ["discarded while it was read"]
+    assert rank.reply(discard).errors == []
+    assert not Path(f"/proc/{mark.read_text()}").exists()
+
+
+def test_a_download_that_fails_says_why(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_CHILD", "raise ValueError('no such repository')")
+    assert "(ValueError: no such repository)" in refused(rank, "owner/name")

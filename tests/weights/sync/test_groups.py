@@ -1,18 +1,22 @@
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import structs
 
 from segue.errors import WeightSyncError
 from segue.protocol.weights import Group
 from segue.trainer.group import Group as SendingGroup
-from segue.weights.sync.groups import Groups
+from segue.weights.sync.groups import MAX_ATTEMPTS, Groups
 from segue.weights.sync.joined import ANNOUNCED_KEY, JoinedGroup, prefixed
+from segue.weights.sync.rendezvous import resolve
 from tests.conftest import WaitUntil
 from tests.weights.sync.conftest import in_thread
 from tests.weights.sync.trainer import host
@@ -239,3 +243,174 @@ def test_buckets_are_announced_by_a_trainer_that_says_so(
     sender._left = True
     with pytest.raises(RuntimeError, match="was left"):
         sender.announce()
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """The port of somebody who accepts connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0), backlog=500) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def rude() -> Iterator[int]:
+    """The port of somebody who closes every connection at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def close_all() -> None:
+            with suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
+
+        closing = in_thread(close_all)
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        closing.join(10)
+
+
+@pytest.mark.parametrize("listener", ["silent", "rude"])
+def test_a_listener_that_is_no_store_is_left_at_the_deadline(
+    listener: str,
+    request: pytest.FixtureRequest,
+    groups: Groups,
+    new_group: NewGroup,
+    num_threads: Callable[[], int],
+    wait_until: WaitUntil,
+) -> None:
+    group, before = new_group(master_port=request.getfixturevalue(listener)), num_threads()
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError, match="was not met within 1 s"):
+        groups.join(group, 0, 1.0)
+    assert time.monotonic() - began < 2
+    wait_until(lambda: num_threads() <= before, 15, what="no thread of the attempt left")
+
+
+@pytest.mark.parametrize("case", ["nobody", "silent", "others missing"])
+def test_an_attempt_that_nobody_wants_ends_before_its_deadline(
+    case: str,
+    silent: int,
+    trainer: Any,
+    groups: Groups,
+    new_group: NewGroup,
+    num_threads: Callable[[], int],
+    wait_until: WaitUntil,
+) -> None:
+    before = num_threads()
+    group = new_group(world_size=3, **({"master_port": silent} if case == "silent" else {}))
+    if case == "others missing":
+        trainer.host(group)
+    attempt = groups.start(group, 0, 3600)
+    assert attempt is not None
+    if case != "nobody":
+        wait_until(lambda: attempt.peer is not None, what="somebody who listens")
+    groups.stop(structs.replace(group, rank_offset=2), "it is another")
+    assert not attempt.ended.is_set()
+    groups.stop(group, "its client has gone")
+    with pytest.raises(WeightSyncError, match="was given up: its client has gone"):
+        groups.wait(attempt, 0)
+    wait_until(lambda: num_threads() <= before, 15, what="no thread of the attempt left")
+
+
+def test_attempts_are_few_however_many_are_asked_for(
+    silent: int,
+    groups: Groups,
+    new_group: NewGroup,
+    num_threads: Callable[[], int],
+    wait_until: WaitUntil,
+) -> None:
+    before = num_threads()
+    refusals = []
+    for index in range(400):
+        group = new_group(f"g{index % 100}", master_port=silent, world_size=2 + index // 100)
+        try:
+            groups.start(group, 0, 2.0)
+        except WeightSyncError as error:
+            refusals.append(error.message)
+    assert len(refusals) >= 400 - MAX_ATTEMPTS
+    assert f"127.0.0.1:{silent}" in refusals[0] and len(refusals[0]) < 2000
+    assert num_threads() - before <= MAX_ATTEMPTS + 2
+    groups.close()
+    wait_until(lambda: num_threads() <= before, 15, what="no thread left")
+
+
+def test_giving_up_an_attempt_leaves_other_groups_of_the_same_store_alone(
+    trainer: Any, groups: Groups, new_group: NewGroup, wait_until: WaitUntil
+) -> None:
+    group = new_group()
+    joined = trainer.meet(groups, group)
+    attempt = groups.start(structs.replace(group, name="other"), 0, 3.0)
+    assert attempt is not None
+    wait_until(lambda: attempt.peer is not None, what="somebody who listens")
+    groups.stop(attempt.group, "its client has gone")
+    wait_until(lambda: not groups._trying, 15, what="no attempt left")
+    assert joined.alive
+    received = torch.zeros(4, dtype=torch.uint8)
+    work = joined.process_group.broadcast(received, 0)
+    trainer.send(group, [[["a", "uint8", [4]]]], flattened=False)
+    work.wait()
+    assert trainer.answer().keys() == {"seconds"}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "is_allowed"),
+    [
+        ((), True), (("localhost",), True), (("127.0.0.1",), True), (("127.0.0.0/8",), True),
+        (("::1", "127.0.0.1/32"), True),
+        (("10.0.0.0/8",), False), (("10.0.0.1", "nowhere.invalid"), False), (("127.0.0.2",), False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["127.0.0.1", "::ffff:127.0.0.1"])
+def test_addresses_may_be_limited(
+    allowed: tuple[str, ...], is_allowed: bool, name: str, new_group: NewGroup
+) -> None:
+    group = new_group(master_address=name)
+    if is_allowed:
+        assert resolve(group, allowed) == [(name, group.master_port)]
+    else:
+        with pytest.raises(WeightSyncError, match="is not allowed"):
+            resolve(group, allowed)
+
+
+def test_a_name_is_resolved_once_and_what_was_checked_is_met(
+    trainer: Any, new_group: NewGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name server that gives another address the second time leads nowhere else."""
+    group, asked = new_group(master_address="trainer.example"), []
+
+    def getaddrinfo(host: str, port: int, *args: Any, **options: Any) -> Any:
+        if host == "trainer.example":
+            asked.append(host)
+            host = "127.0.0.1" if len(asked) == 1 else "127.0.0.2"
+        return original(host, port, *args, **options)
+
+    original = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    groups = Groups(torch.device("cpu"), ("127.0.0.1",))
+    try:
+        assert trainer.meet(groups, group).alive
+        assert asked == ["trainer.example"]
+        with pytest.raises(WeightSyncError, match=r"'trainer\.example' is not allowed"):
+            groups.join(new_group("other", master_address="trainer.example"), 0, 5)
+    finally:
+        groups.close()
+
+
+def test_an_address_that_fails_again_and_again_is_left_alone_for_longer(
+    groups: Groups, new_group: NewGroup
+) -> None:
+    group, pauses = new_group(), []
+    for _ in range(12):
+        groups._note(group, failed=True)
+        pauses.append(round(groups._pause_s(group, time.monotonic()), 1))
+    assert pauses[:3] == [0.1, 0.2, 0.4] and pauses[-1] == 5.0
+    assert groups._pause_s(new_group(), time.monotonic()) == 0.0
+    attempt = groups.start(group, 0, 60)
+    assert attempt is not None
+    assert attempt.not_before - time.monotonic() > 3
+    groups.stop(group, "it was enough")
+    assert attempt.ended.wait(0)
+    groups._note(group, failed=False)
+    assert groups._pause_s(group, time.monotonic()) == 0.0
+    for index in range(1000):
+        groups._note(new_group(master_address=f"a{index}", master_port=1), failed=True)
+    assert len(groups._failed) <= 64

@@ -205,7 +205,7 @@ def named(opcodes: bytes) -> bytes:
         ("multiprocessing.resource_sharer", "DupFd", (1,)),
         ("numpy.core.multiarray", "_reconstruct", (1,)),
         ("segue.weights.sync.payload", "pickle.loads", (1,)),
-        ("segue.weights.sync.unpickle", "_Call", (1,)),
+        ("segue.weights.sync.unpickle", "Function", (1,)),
     ],
 )
 def test_nothing_that_is_not_on_the_list_is_called(
@@ -242,8 +242,8 @@ METADATA = b"csglang\nFlattenedTensorMetadata\n"
     ],
 )  # fmt: skip
 def test_opcodes_that_no_pickle_of_tensors_has_are_refused(opcodes: bytes) -> None:
-    assert "has opcode" in refused(named(opcodes))
-    assert "has opcode" in refused(whole(opcodes))
+    for payload in (named(opcodes), whole(opcodes)):
+        assert "has opcode" in (message := refused(payload)) or "'os.system'" in message
 
 
 @pytest.mark.parametrize(
@@ -283,8 +283,8 @@ def test_lengths_beyond_the_payload_are_refused(opcodes: bytes) -> None:
 
 
 def test_pickles_of_very_many_opcodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("segue.weights.sync.unpickle._MAX_OPCODES", 1000)
-    assert "1000 opcodes" in refused(whole(b"]" + b"]a" * 1000))
+    monkeypatch.setattr("segue.weights.sync.pickle_machine._MAX_OPCODES", 1000)
+    assert "1000 opcodes" in refused(whole(b"]" + b"Na" * 1000))
 
 
 def saved(tensor: Tensor) -> bytes:
@@ -318,7 +318,10 @@ def test_a_view_within_its_storage_is_taken() -> None:
     ],
 )  # fmt: skip
 def test_a_view_beyond_its_storage_is_refused(offset: object, size: object, stride: object) -> None:
-    assert "does not lie within" in refused(view(offset, size, stride))
+    message = refused(view(offset, size, stride))
+    assert any(
+        said in message for said in ("does not lie within", "does not fit as argument", "65 items", "keys")
+    )
 
 
 def bucket(flat: Tensor, metadata: object) -> bytes:
@@ -340,7 +343,7 @@ def bucket(flat: Tensor, metadata: object) -> bytes:
 def test_a_piece_beyond_its_bucket_is_refused(shape: Any, dtype: Any, start: Any, end: Any) -> None:
     flat = torch.zeros(16, dtype=torch.uint8)
     message = refused(bucket(flat, [FlattenedTensorMetadata("a", shape, dtype, start, end, 0)]))
-    assert "does not fill" in message or "of dtype" in message or "torch.complex64" in message
+    assert any(said in message for said in ("does not fill", "of dtype", "torch.complex64", "65 items"))
 
 
 def test_pieces_of_a_bucket_need_not_be_aligned() -> None:
@@ -438,14 +441,14 @@ def test_a_storage_must_end_within_mapped_memory(
 def test_mutations_are_refused_or_decoded_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of good payloads changed, dropped, doubled: no other error, and nothing but stand-ins."""
     found: set[type] = set()
-    find_class = unpickle._Unpickler.find_class
+    resolve = unpickle.resolve
 
-    def note(self: Any, module: str, name: str) -> Any:
-        result = find_class(self, module, name)
+    def note(module: str, name: str) -> Any:
+        result = resolve(module, name)
         found.add(type(result))
         return result
 
-    monkeypatch.setattr(unpickle._Unpickler, "find_class", note)
+    monkeypatch.setattr(unpickle, "resolve", note)
     random_ = random.Random(7)
     sent = some_tensors()
     good = [
@@ -463,7 +466,7 @@ def test_mutations_are_refused_or_decoded_and_nothing_else(monkeypatch: pytest.M
         except InvalidRequestError:
             num_refused += 1
     assert 1000 < num_refused < 3000
-    assert found == {unpickle._Call, type, torch.dtype, str}
+    assert found == {unpickle.Function, type, torch.dtype, str}
 
 
 def mutated(payload: bytes, random_: random.Random) -> bytes:

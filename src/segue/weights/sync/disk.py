@@ -10,6 +10,8 @@ from segue.config import LoadFormat
 from segue.errors import InvalidRequestError
 from segue.memory.arena import Arena
 from segue.models.config import ModelConfig
+from segue.protocol.weights import Load
+from segue.weights import hub, model_files
 from segue.weights.checkpoint import read_weights
 from segue.weights.source import resolve
 from segue.weights.staging import STAGING_BYTES
@@ -19,14 +21,19 @@ from segue.weights.sync.staging import StagedWeights
 _STAGING_BYTES = 64 << 10  # on a CPU: what is copied from so small a buffer is no work for several threads
 
 
-def load(
-    staged: StagedWeights, model_path: str, load_format: str | None, is_cancelled: Callable[[], bool]
-) -> list[str]:
-    """Read the checkpoint at `model_path` into `staged`; what is wrong with its values, by name.
+def load(staged: StagedWeights, command: Load, is_cancelled: Callable[[], bool]) -> list[str]:
+    """Read the checkpoint that `command` names into `staged`; what is wrong with its values, by name.
 
     Raises:
-        SegueError: it cannot be found or read, is of another model, or there is too little memory for it.
+        SegueError: it cannot be found or read, is of another model, there is too little memory for it, or it
+            was cancelled.
     """
+    own = [staged.live.cache_dir, *([hub.cache_directory()] if command.from_hub else [])]
+    with model_files.reading(command.roots, own, hub=command.from_hub, is_cancelled=is_cancelled):
+        return _load(staged, command.model_path, command.load_format)
+
+
+def _load(staged: StagedWeights, model_path: str, load_format: str | None) -> list[str]:
     live = staged.live
     if load_format is not None and load_format not in get_args(LoadFormat):
         raise InvalidRequestError(
@@ -37,7 +44,7 @@ def load(
     differences = _differences(live.config, source.config)
     if differences:
         raise InvalidRequestError(
-            f"the model at {model_path} is not the one served: {'; '.join(differences)}. "
+            f"the model at {model_files.shown(model_path)} is not the one served: {'; '.join(differences)}. "
             "Start an engine with it instead",
             param="model_path",
         )
@@ -56,8 +63,7 @@ def load(
         for _ in read_weights(
             source, live.table, make, live.dtype, seed=live.seed, staging_bytes=staging_bytes
         ):
-            if is_cancelled():
-                return ["discarded while it was read"]
+            model_files.check_wanted()
     staged.memory.synchronize()
     return first(staged.problems(names))
 

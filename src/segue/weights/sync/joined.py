@@ -92,6 +92,14 @@ class JoinedGroup:
         except OSError:
             return False
 
+    @property
+    def peer(self) -> tuple[str, int] | None:
+        """The address of the trainer's store; None once it has gone."""
+        try:
+            return cast(tuple[str, int], self._link.getpeername()[:2])
+        except OSError:
+            return None
+
     @cached_property
     def streams(self) -> tuple[torch.Stream, torch.Stream]:
         """Of the engine's CUDA device: one for what comes, one for copies of it.

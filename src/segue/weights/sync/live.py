@@ -40,6 +40,7 @@ class LiveWeights:
     rebuild: Callable[[Collection[str]], object]  # what is derived of these parameters
     cache_dir: Path = Path("/nonexistent")  # for GGUF files
     seed: int = 0  # of dummy weights
+    master_allow: tuple[str, ...] = ()  # hosts and networks where groups may be joined; none: any
     reserved: int = 0  # bytes of device memory kept free for staging
     headroom: int = 0  # bytes of free device memory that the steps may still take
 

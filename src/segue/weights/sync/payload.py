@@ -10,7 +10,7 @@ import ctypes
 import os
 import pickle
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -21,9 +21,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from segue.errors import InvalidRequestError
+from segue.weights.sync.pickle_machine import REMEDY
 from segue.weights.sync.unpickle import (
     DTYPES,
-    REMEDY,
     CudaView,
     EmptyStorage,
     PerRank,
@@ -42,6 +42,9 @@ LOAD_FORMATS = (None, "flattened_bucket")
 # Of torch's CUDA IPC: bytes of an event's handle, and counters in the shared file that says who still reads.
 _EVENT_HANDLE = 64
 _NUM_COUNTERS = 10_000
+_MAX_NAME = 1024  # characters of a tensor's name
+_BYTES_PER_TENSOR = 8  # an honest pickle has more for each, even for one whose memory another has too
+_FREE_TENSORS = 64
 _COUNTER_FILE = re.compile(rb"/torch_[A-Za-z0-9_]{1,64}")
 
 
@@ -73,7 +76,9 @@ def decode(payload: bytes, load_format: str | None, device: torch.device, *, ran
         raise InvalidRequestError(
             f"the payload ({len(payload)} bytes) is neither safetensors nor a pickle; {REMEDY}"
         )
-    builder = _Builder(device=device, rank=rank)
+    builder = _Builder(
+        device=device, rank=rank, max_tensors=len(payload) // _BYTES_PER_TENSOR + _FREE_TENSORS
+    )
     try:
         return builder.tensors(load(payload))
     except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, LookupError) as error:
@@ -141,27 +146,51 @@ def _is_safetensors(payload: bytes) -> bool:
 
 
 class _Builder:
-    """Tensors of descriptions that nobody has checked before."""
+    """Tensors of descriptions whose types are known, and nothing else.
 
-    def __init__(self, device: torch.device, rank: int) -> None:
+    What a payload has once is read, copied and counted once, however often the payload refers to it.
+    """
+
+    def __init__(self, device: torch.device, rank: int, max_tensors: int) -> None:
         self._device = device
         self._rank = rank
-        self._storages: dict[int, tuple[torch.dtype, Tensor]] = {}  # by id: one that is shared is copied once
+        self._max_tensors = max_tensors
+        # By the id of bytes, which are kept with what they are so that the id stays theirs.
+        self._storages: dict[int, tuple[bytes, torch.dtype, Tensor]] = {}
+        self._loaded: dict[int, tuple[bytes, Any]] = {}  # of one rank
 
     def tensors(self, content: Any) -> NamedTensors:
         if isinstance(content, dict) and content.keys() == {"flattened_tensor", "metadata"}:
             return self._unflatten(**content)
         if not isinstance(content, list):
             raise InvalidRequestError(f"the payload is a pickled {type(content).__name__}; {REMEDY}")
+        self._check_number(content)
         return [self._named(pair) for pair in content]
 
     def _named(self, pair: Any) -> tuple[str, Tensor]:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             raise InvalidRequestError(f"the payload is a list, but not one of (name, tensor) alone; {REMEDY}")
         name, what = pair
+        _check_name(name)
         if isinstance(what, PerRank):
-            what = load(_field(what, "values")[self._rank])
+            what = self._of_this_rank(what)
         return name, self._tensor(name, what)
+
+    def _of_this_rank(self, record: PerRank) -> Any:
+        values = _field(record, "values")
+        data = values[self._rank] if type(values) is list else None
+        if type(data) is not bytes:
+            raise InvalidRequestError(f"a tensor for each rank is not pickled into a list of bytes; {REMEDY}")
+        if id(data) not in self._loaded:
+            self._loaded[id(data)] = data, load(data)
+        return self._loaded[id(data)][1]
+
+    def _check_number(self, items: list[Any]) -> None:
+        if len(items) > self._max_tensors:
+            raise InvalidRequestError(
+                f"the payload has {len(items)} tensors, more than so few bytes can describe "
+                f"({self._max_tensors}); {REMEDY}"
+            )
 
     def _tensor(self, name: str, what: Any) -> Tensor:
         if isinstance(what, View):
@@ -179,17 +208,16 @@ class _Builder:
     def _storage(self, what: Any) -> tuple[torch.dtype, Tensor]:
         if isinstance(what, EmptyStorage):
             return torch.uint8, torch.empty(0, dtype=torch.uint8)
-        if not isinstance(what, SavedStorage) or not isinstance(what.data, bytes):
-            raise InvalidRequestError(f"the payload has a tensor without a storage; {REMEDY}")
-        if id(what) not in self._storages:
+        assert isinstance(what, SavedStorage)
+        if id(what.data) not in self._storages:
             dtype, content = read_saved(what.data)
             raw = (
                 torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 if content
                 else torch.empty(0, dtype=torch.uint8)
             )
-            self._storages[id(what)] = dtype, raw
-        return self._storages[id(what)]
+            self._storages[id(what.data)] = what.data, dtype, raw
+        return self._storages[id(what.data)][1:]
 
     def _unflatten(self, flattened_tensor: Any, metadata: Any) -> NamedTensors:
         if not isinstance(metadata, list) or not all(isinstance(item, TensorMetadata) for item in metadata):
@@ -203,8 +231,18 @@ class _Builder:
             raise InvalidRequestError(
                 f"flattened_tensor has shape {list(flat.shape)}; it must be flat, without gaps"
             )
-        raw = flat.view(torch.uint8)
-        return [_piece(raw, item, flat.itemsize) for item in metadata]
+        self._check_number(metadata)
+        raw, pieces, num_bytes = flat.view(torch.uint8), [], 0
+        for item in metadata:
+            name, piece = _piece(raw, item, flat.itemsize)
+            num_bytes += piece.nbytes
+            if num_bytes > raw.numel():  # pieces may be copied, so all of them together are no more than it
+                raise InvalidRequestError(
+                    f"the tensors of the bucket have more than its {raw.numel()} bytes: some overlap. Give "
+                    "each tensor bytes of its own"
+                )
+            pieces.append((name, piece))
+        return pieces
 
     def _in_gpu_memory(self, name: str, what: CudaView) -> Tensor:
         dtype = _dtype(what.dtype)
@@ -228,12 +266,18 @@ class _Builder:
 
 
 def _dtype(dtype: Any) -> torch.dtype:
-    if dtype not in DTYPES.values():
-        raise InvalidRequestError(
-            f"the payload has a tensor of dtype {str(dtype)[:80]}; known: {', '.join(DTYPES)}"
-        )
-    assert isinstance(dtype, torch.dtype)
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        shown = str(dtype) if isinstance(dtype, torch.dtype) else f"a {type(dtype).__name__}"
+        raise InvalidRequestError(f"the payload has a tensor of dtype {shown}; known: {', '.join(DTYPES)}")
     return dtype
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or len(name) > _MAX_NAME:
+        shown = f"{name[:80]!r}, {len(name)} characters" if isinstance(name, str) else type(name).__name__
+        raise InvalidRequestError(
+            f"the payload has a tensor called {shown}; a name is text of at most {_MAX_NAME} characters"
+        )
 
 
 def _field(record: Any, name: str) -> Any:
@@ -249,7 +293,7 @@ def _are_counts(*values: Any) -> bool:
 
 def _is_shape(shape: Any) -> bool:
     return (
-        isinstance(shape, Sequence)
+        type(shape) in (tuple, list)
         and len(shape) <= 64
         and _are_counts(*shape)
         and _are_counts(prod(max(size, 1) for size in shape))
@@ -261,7 +305,7 @@ def _check_view(name: str, view: View | CudaView, num_items: int) -> None:
     size, stride, offset = view.size, view.stride, view.offset
     is_sound = (
         _is_shape(size)
-        and isinstance(stride, Sequence)
+        and type(stride) in (tuple, list)
         and len(size) == len(stride)
         and _are_counts(offset, *stride)
         and prod(size) <= num_items
@@ -280,16 +324,16 @@ def _piece(raw: Tensor, record: TensorMetadata, unit: int) -> tuple[str, Tensor]
         _field(record, field) for field in ("name", "shape", "dtype", "start_idx", "end_idx")
     )
     dtype = _dtype(dtype)
+    _check_name(name)
     is_sound = (
-        isinstance(name, str)
-        and _is_shape(shape)
+        _is_shape(shape)
         and _are_counts(start, end)
         and start <= end <= raw.numel() // unit
         and prod(shape) * dtype.itemsize == (end - start) * unit
     )
     if not is_sound:
         raise InvalidRequestError(
-            f"tensor {str(name)[:80]!r} does not fill the part of the bucket's {raw.numel()} bytes that it "
+            f"tensor {name[:80]!r} does not fill the part of the bucket's {raw.numel()} bytes that it "
             "is said to; make the bucket's metadata and its bytes together"
         )
     values = raw[start * unit : end * unit]

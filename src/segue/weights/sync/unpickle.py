@@ -1,25 +1,27 @@
 """A pickle of tensors read into plain descriptions: nothing that it names is imported or called.
 
-Two locks. The opcodes are looked through first: only those that pickles of tensors consist of, and not many
-of them, so that a few bytes cannot ask for gigabytes. Then globals resolve to nothing but the small classes
-here, by an explicit list; what they describe is checked by who builds tensors of it (`payload.py`).
+Globals resolve to nothing but the small classes here, by an explicit list. What they are called with is
+checked by number and type, so that a description is never larger than a few words; whether it fits its
+storage is checked by who builds tensors of it (`payload.py`).
 """
 
 from __future__ import annotations
 
 import io
-import pickle
-import pickletools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from segue.errors import InvalidRequestError
-
-REMEDY = (
-    "send safetensors bytes, or what SGLang's clients send: a list of (name, tensor), or a flattened bucket, "
-    "whose tensors lie in GPU memory or were pickled by pickle.dumps"
+from segue.weights.sync.pickle_machine import (
+    MAX_ITEMS,
+    REMEDY,
+    Check,
+    Function,
+    PickleError,
+    PickleMachine,
+    Record,
 )
 
 DTYPES = {
@@ -37,30 +39,20 @@ _STORAGES = {
     "BoolStorage": torch.bool,
 }  # fmt: skip
 
-_OPCODES = {
-    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
-    "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "BINBYTES8", "SHORT_BINBYTES",
-    "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_TUPLE", "TUPLE",
-    "TUPLE1", "TUPLE2", "TUPLE3", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL",
-    "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "BINPERSID",
-}  # fmt: skip
-_MAX_OPCODES = 2_000_000  # about 35 a tensor of a bucket
-_MAX_SHOWN = 120  # characters of a refused name
 
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class SavedStorage:
     """A storage as `torch.save` wrote it before it wrote zip files; see :func:`read_saved`."""
 
-    data: Any
+    data: bytes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class EmptyStorage:
     """A storage of no bytes."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class View:
     """A tensor in a storage; ``offset`` and ``stride`` count elements. Nothing is checked yet."""
 
@@ -71,7 +63,7 @@ class View:
     stride: Any
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class CudaView:
     """A tensor in another process's GPU memory, in the order of torch's reduction. Nothing is checked yet."""
 
@@ -92,16 +84,6 @@ class CudaView:
     needs_event: Any
 
 
-class Record:
-    """An object of a data class; ``fields`` is what the pickle says, unchecked."""
-
-    __slots__ = ("fields",)
-    fields: Any
-
-    def __setstate__(self, state: Any) -> None:
-        self.fields = state
-
-
 class TensorMetadata(Record):
     """A tensor's place in a flattened bucket."""
 
@@ -110,16 +92,38 @@ class PerRank(Record):
     """A tensor pickled once for each rank."""
 
 
-class _Call:
-    """What stands for a function, so that a pickle cannot get hold of the function itself."""
+# --- what functions are called with ---
 
-    __slots__ = ("_function",)
 
-    def __init__(self, function: Any) -> None:
-        self._function = function
+def _is(*types: type) -> Check:
+    return lambda value: type(value) in types
 
-    def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
+
+def _is_sizes(value: Any) -> bool:
+    return type(value) in (tuple, list) and len(value) <= MAX_ITEMS and all(type(n) is int for n in value)
+
+
+def _is_storage(value: Any) -> bool:
+    if type(value) is tuple:
+        return len(value) == 2 and _is_bytes_storage(value[0]) and type(value[1]) is torch.dtype
+    return _is_bytes_storage(value)
+
+
+def _is_metadata(value: Any) -> bool:
+    """The offset, size, stride and requires_grad that torch's reduction of a shared tensor has."""
+    return (
+        type(value) is tuple
+        and len(value) == 4
+        and type(value[0]) is int
+        and _is_sizes(value[1])
+        and _is_sizes(value[2])
+        and type(value[3]) is bool
+    )
+
+
+_is_bytes_storage = _is(SavedStorage, EmptyStorage)
+_INT, _BOOL, _TEXT, _HOOKS = _is(int), _is(bool), _is(str), _is(dict, type(None))
+_HANDLE, _MAYBE_INT = _is(bytes, type(None)), _is(int, type(None))
 
 
 def _inline(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> View:
@@ -136,21 +140,40 @@ def _shared(_: Any, storage: Any, metadata: Any) -> View:
 
 _REDUCTIONS = "torch.multiprocessing.reductions"
 
+
+def _function(name: str, make: Any, *kinds: Check, least: int | None = None) -> Function:
+    return Function(name, make, kinds, len(kinds) if least is None else least)
+
+
+_CUDA = _function(
+    "rebuild_cuda_tensor", CudaView,
+    _TEXT, _is_sizes, _is_sizes, _INT, _TEXT, _is(torch.dtype), _is(int, str), _HANDLE, _INT, _INT, _BOOL,
+    _HANDLE, _MAYBE_INT, _HANDLE, _is(bool, type(None)),
+)  # fmt: skip
+
 _CALLS = {
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): dict,
-    ("torch._utils", "_rebuild_tensor_v2"): _inline,
-    ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
-    ("torch.storage", "_load_from_bytes"): SavedStorage,
-    (_REDUCTIONS, "rebuild_tensor"): _shared,
-    (_REDUCTIONS, "rebuild_storage_empty"): lambda _: EmptyStorage(),
-    (_REDUCTIONS, "rebuild_typed_storage"): lambda storage, dtype: (storage, dtype),
-    (_REDUCTIONS, "rebuild_cuda_tensor"): CudaView,
+    ("torch", "Size"): _function("torch.Size", tuple, _is_sizes),
+    ("collections", "OrderedDict"): _function("OrderedDict", dict),
+    ("torch._utils", "_rebuild_tensor_v2"): _function(
+        "_rebuild_tensor_v2", _inline, _is_storage, _INT, _is_sizes, _is_sizes, _BOOL, _HOOKS, _HOOKS, least=4
+    ),
+    ("torch._utils", "_rebuild_parameter"): _function(
+        "_rebuild_parameter", lambda tensor, *_: tensor, _is(View, CudaView), _BOOL, _HOOKS, least=1
+    ),
+    ("torch.storage", "_load_from_bytes"): _function("_load_from_bytes", SavedStorage, _is(bytes)),
+    (_REDUCTIONS, "rebuild_tensor"): _function("rebuild_tensor", _shared, _TEXT, _is_storage, _is_metadata),
+    (_REDUCTIONS, "rebuild_storage_empty"): _function(
+        "rebuild_storage_empty", lambda _: EmptyStorage(), _TEXT
+    ),
+    (_REDUCTIONS, "rebuild_typed_storage"): _function(
+        "rebuild_typed_storage", lambda *both: both, _is_bytes_storage, _is(torch.dtype)
+    ),
+    (_REDUCTIONS, "rebuild_cuda_tensor"): _CUDA,
 }
 
 # Clients have copies of SGLang's code in modules of their own.
 _BY_NAME: dict[str, Any] = {
-    "_rebuild_cuda_tensor_modified": CudaView,
+    "_rebuild_cuda_tensor_modified": _CUDA,
     "FlattenedTensorMetadata": TensorMetadata,
     "LocalSerializedTensor": PerRank,
 }
@@ -165,15 +188,18 @@ _CLASSES = frozenset(
 )
 
 _IN_SHARED_MEMORY = ("rebuild_storage_fd", "rebuild_storage_filename")
+_MAX_SHOWN = 120  # characters of a refused name
 
 
 def load(payload: bytes) -> Any:
     """What ``payload``, one pickle, describes: lists, dicts, numbers, and the classes of this module.
 
+    Only leaves of it are shared; a payload of n bytes takes O(n) time and memory.
+
     Raises:
         InvalidRequestError: it is no pickle, not one of tensors, or too large a one.
     """
-    return _load(io.BytesIO(payload), _Unpickler)
+    return _read(PickleMachine(io.BytesIO(payload), resolve))
 
 
 def read_saved(data: bytes) -> tuple[torch.dtype, memoryview]:
@@ -183,82 +209,68 @@ def read_saved(data: bytes) -> tuple[torch.dtype, memoryview]:
         InvalidRequestError: as :func:`load`, or its parts do not fit together.
     """
     file = io.BytesIO(data)
-    magic, protocol, _, storage, keys = (_load(file, _SavedUnpickler) for _ in range(5))
-    if magic != 0x1950A86A20F9469CFC6C or protocol != 1001:
+    magic, protocol, _, storage, keys = (
+        _read(PickleMachine(file, _resolve_saved, has_persistent_ids=True)) for _ in range(5)
+    )
+    if (type(magic), type(protocol)) != (int, int) or (magic, protocol) != (0x1950A86A20F9469CFC6C, 1001):
         raise InvalidRequestError(f"an inlined storage is not in torch.save's format; {REMEDY}")
-    kind, dtype, key, _, count, view = storage
     content = memoryview(data)[file.tell() :]
-    if (
-        (kind, view, keys) != ("storage", None, [key])
-        or not isinstance(dtype, torch.dtype)
-        or type(count) is not int
-        or int.from_bytes(content[:8], "little") != count
-        or len(content) != 8 + count * dtype.itemsize
-    ):
+    if not _is_whole(storage, keys, content):
         raise InvalidRequestError(
             f"an inlined storage of {len(data)} bytes does not have what its header says; {REMEDY}"
         )
-    return dtype, content[8:]
+    return storage[1], content[8:]
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """What stands for ``module.name`` if it is on the list."""
-        if (module, name) in _CALLS:
-            return _Call(_CALLS[module, name])
-        if name in _BY_NAME:
-            known = _BY_NAME[name]
-            return known if issubclass(known, Record) else _Call(known)
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
-        if (module, name) in _CLASSES:
-            return name
-        if module == _REDUCTIONS and name in _IN_SHARED_MEMORY:
-            raise InvalidRequestError(
-                "the payload's tensors lie in the sender's shared memory, which only its own children can "
-                f"open; {REMEDY}"
-            )
-        shown = f"{module}.{name}"[:_MAX_SHOWN]
-        raise InvalidRequestError(f"the payload's pickle refers to {shown!r}, which is not allowed; {REMEDY}")
+def _is_whole(storage: Any, keys: Any, content: memoryview) -> bool:
+    """Whether the storage is the only one, and ``content`` its number of elements and their bytes."""
+    if type(storage) is not tuple or len(storage) != 6 or type(keys) is not list or len(keys) != 1:
+        return False
+    kind, dtype, key, _, count, view = storage
+    if (type(kind), type(dtype), type(key), type(count)) != (str, torch.dtype, str, int) or view is not None:
+        return False
+    return (
+        (kind, keys[0]) == ("storage", key)
+        and int.from_bytes(content[:8], "little") == count
+        and len(content) == 8 + count * dtype.itemsize
+    )
 
 
-class _SavedUnpickler(_Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """The dtype of a storage class."""
-        return (
-            _STORAGES[name] if module == "torch" and name in _STORAGES else super().find_class(module, name)
+def resolve(module: str, name: str) -> Any:
+    """What stands for ``module.name`` if it is on the list.
+
+    Raises:
+        PickleError: it is not.
+    """
+    if (module, name) in _CALLS:
+        return _CALLS[module, name]
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if module == "torch" and name in DTYPES:
+        return DTYPES[name]
+    if (module, name) in _CLASSES:
+        return name
+    if module == _REDUCTIONS and name in _IN_SHARED_MEMORY:
+        raise PickleError(
+            "the payload's tensors lie in the sender's shared memory, which only its own children can "
+            f"open; {REMEDY}"
         )
-
-    def persistent_load(self, pid: Any) -> Any:
-        """The description that stands for a storage."""
-        return pid
+    shown = f"{module[:_MAX_SHOWN]}.{name}"[:_MAX_SHOWN]
+    raise PickleError(f"the payload's pickle refers to {shown!r}, which is not allowed; {REMEDY}")
 
 
-def _load(file: io.BytesIO, unpickler: type[_Unpickler]) -> Any:
-    start = file.tell()
+def _resolve_saved(module: str, name: str) -> Any:
+    """The same, and the dtype of a storage class."""
+    return _STORAGES[name] if module == "torch" and name in _STORAGES else resolve(module, name)
+
+
+def _read(machine: PickleMachine) -> Any:
     try:
-        _check_opcodes(file)
-        file.seek(start)
-        return unpickler(file).load()
+        return machine.run()
     except InvalidRequestError:
         raise
-    except Exception as error:  # whatever a crafted pickle makes the unpickler stumble over
-        raise InvalidRequestError(
+    except Exception as error:  # whatever broken bytes make pickletools, or the machine, stumble over
+        raise PickleError(
             f"the payload is no pickle of tensors ({type(error).__name__}: {str(error)[:_MAX_SHOWN]}); "
             + REMEDY
         ) from error
-
-
-def _check_opcodes(file: io.BytesIO) -> None:
-    argument: Any
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(file)):
-        if opcode.name not in _OPCODES:
-            raise InvalidRequestError(
-                f"the payload's pickle has opcode {opcode.name}, which is not allowed; {REMEDY}"
-            )
-        if count >= _MAX_OPCODES:
-            raise InvalidRequestError(
-                f"the payload's pickle has more than {_MAX_OPCODES} opcodes; send several smaller ones"
-            )
-        if opcode.name.endswith("PUT") and argument > count:  # the memo is an array, allocated up to here
-            raise InvalidRequestError(f"the payload's pickle skips to memo entry {argument}; {REMEDY}")

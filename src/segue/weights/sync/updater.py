@@ -29,11 +29,12 @@ from segue.protocol.weights import (
     Receive,
     Received,
     Stage,
+    StopJoin,
     Take,
     WeightCommand,
 )
 from segue.weights.sync import commit, disk
-from segue.weights.sync.groups import Groups
+from segue.weights.sync.groups import Attempt, Groups
 from segue.weights.sync.incoming import Borrowed, Incoming
 from segue.weights.sync.inspect import Inspector
 from segue.weights.sync.joined import JoinedGroup
@@ -48,6 +49,7 @@ from segue.weights.sync.tensors import warm_up
 Send = Callable[[RankReply | Received], None]
 Fields = dict[str, Any]
 
+_FREED_S, _FREED_POLL_S = 30.0, 0.2
 _QUIET_S = 10.0  # that a receive which was cancelled may take until it leaves its memory alone
 
 
@@ -93,7 +95,7 @@ class WeightUpdater:
         """
         self._live = live
         self._send = send
-        self._groups = Groups(live.device)
+        self._groups = Groups(live.device, live.master_allow)
         self._memory = StagingMemory(live.device, live.specs, reserved=live.reserved, headroom=live.headroom)
         if live.device.type == "cuda":
             live.submit(partial(warm_up, live.device, live.dtype)).result()
@@ -112,7 +114,9 @@ class WeightUpdater:
             case Receive():
                 self._spawn(partial(self._start_receive, command))
             case Join():
-                self._spawn(partial(self._answer, command.call, partial(self._join, command)))
+                self._start_join(command)
+            case StopJoin():
+                self._answer(command.call, partial(self._stop_join, command))
             case Leave():
                 self._spawn(partial(self._answer, command.call, partial(self._leave, command)))
             case Discard():
@@ -148,11 +152,12 @@ class WeightUpdater:
     def _add(
         self, session: _Session, command: Stage | Load | Take, freed: list[threading.Event]
     ) -> tuple[list[str], Fields]:
-        for event in freed:  # sessions before this one, whose memory it may get
-            event.wait()
+        errors = _wait_freed(session, freed)
         with session.lock:
             errors = (
-                ["the session was discarded"] if session.cancelled.is_set() else self._bring(session, command)
+                ["the session was discarded"]
+                if session.cancelled.is_set()
+                else errors or self._bring(session, command)
             )
             staged = session.staged
             return errors, {
@@ -162,20 +167,34 @@ class WeightUpdater:
                 "note": staged.note,
             }
 
-    def _join(self, command: Join) -> tuple[list[str], Fields]:
+    def _start_join(self, command: Join) -> None:
+        """Begin at once, so that a `StopJoin` behind it finds what it is to stop."""
+        dropped, started = self._groups.drop_dead(), list[Attempt | None]()
+        errors = _caught(
+            lambda: started.append(self._groups.start(command.group, self._live.tp.rank, command.timeout_s))
+        )
+        attempt = started[0] if started else None
+        work = partial(self._join, command, attempt, errors, dropped)
+        if attempt is None:
+            self._answer(command.call, work)
+        else:
+            self._spawn(partial(self._answer, command.call, work))
+
+    def _join(
+        self, command: Join, attempt: Attempt | None, errors: list[str], dropped: list[str]
+    ) -> tuple[list[str], Fields]:
         """`is_new`: this made the group; `kept`: one of its name lives that was there; `dropped`: dead."""
-        is_new = False
-
-        def join() -> None:
-            nonlocal is_new
-            is_new = self._groups.join(command.group, self._live.tp.rank, command.timeout_s)
-
-        dropped = self._groups.drop_dead()
-        errors = _caught(join)
+        if attempt is not None:
+            errors = _caught(partial(self._groups.wait, attempt, command.timeout_s))
         found = self._groups.get(command.group.name)
+        is_new = attempt is not None and not errors
         kept = not is_new and found is not None and found.alive
         dropped = [name for name in dropped if self._groups.get(name) is None]
         return errors, {"is_new": is_new, "kept": kept, "dropped": dropped}
+
+    def _stop_join(self, command: StopJoin) -> tuple[list[str], Fields]:
+        self._groups.stop(command.group, command.why)
+        return [], {}
 
     def _leave(self, command: Leave) -> tuple[list[str], Fields]:
         self._groups.leave(command.name)
@@ -269,7 +288,7 @@ class WeightUpdater:
         return group
 
     def _load(self, session: _Session, command: Load) -> list[str]:
-        errors = disk.load(session.staged, command.model_path, command.load_format, session.cancelled.is_set)
+        errors = disk.load(session.staged, command, session.cancelled.is_set)
         session.num_bytes = session.staged.num_bytes
         return errors
 
@@ -432,6 +451,21 @@ class WeightUpdater:
         thread = threading.Thread(target=run, name="segue-weights", daemon=True)
         self._threads.add(thread)
         thread.start()
+
+
+def _wait_freed(session: _Session, freed: list[threading.Event]) -> list[str]:
+    """Wait for the memory of the sessions before this one, which it may get."""
+    deadline = time.monotonic() + _FREED_S
+    for event in freed:
+        while not event.wait(_FREED_POLL_S):
+            if session.cancelled.is_set():
+                return []
+            if time.monotonic() >= deadline:
+                return [
+                    "the update before this one was ended, and has not given its memory back for "
+                    f"{_FREED_S:g} s: something that it reads or waits for does not answer; retry later"
+                ]
+    return []
 
 
 def _caught(work: Callable[[], Sequence[str] | None]) -> list[str]:

@@ -1,0 +1,154 @@
+"""Opening a model's files: regular files only, within the directories that are allowed, until told to stop.
+
+All readers of model files open them here and ask :func:`check_wanted` while they read. What is allowed is a
+variable of the context, not an argument of every reader, so that no reader can be forgotten. By default, as
+when a server starts, every directory is allowed and nobody stops the reading.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+from segue.errors import ModelFileError, WeightSyncError
+
+MAX_JSON = 256 << 20  # bytes; the index of a model of a million tensors has a tenth of it
+_MAX_PATH, _MAX_NAME = 4096, 255  # bytes, as Linux has it
+_SHOWN = 60  # characters at either end of a long path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Under which rules files are read."""
+
+    roots: tuple[Path, ...] | None = None  # where models may be, links resolved; None: anywhere
+    own: tuple[Path, ...] = ()  # where our own files are, which may be read too
+    hub: bool = True  # whether a model may be fetched
+    is_cancelled: Callable[[], bool] | None = None
+
+
+_reading: ContextVar[Reading] = ContextVar("reading", default=Reading())  # noqa: B039, it is frozen
+
+
+def current() -> Reading:
+    """The rules that hold here."""
+    return _reading.get()
+
+
+@contextmanager
+def reading(
+    roots: Sequence[str] | None, own: Sequence[Path], *, hub: bool, is_cancelled: Callable[[], bool]
+) -> Iterator[None]:
+    """Within it, this thread opens files below ``roots`` and ``own`` only, until ``is_cancelled``."""
+    token = _reading.set(
+        Reading(
+            roots=None if roots is None else tuple(Path(os.path.realpath(root)) for root in roots),
+            own=tuple(Path(os.path.realpath(path)) for path in own),
+            hub=hub,
+            is_cancelled=is_cancelled,
+        )
+    )
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+def check_wanted() -> None:
+    """Go on unless the reading was cancelled.
+
+    Raises:
+        WeightSyncError: it was.
+    """
+    is_cancelled = _reading.get().is_cancelled
+    if is_cancelled is not None and is_cancelled():
+        raise WeightSyncError("discarded while it was read")
+
+
+def may_be_at(path: str | os.PathLike[str]) -> bool:
+    """Whether a model may be at `path`, its links followed."""
+    roots = _reading.get().roots
+    return roots is None or _is_below(Path(os.path.realpath(path)), roots)
+
+
+def check_path(path: str) -> None:
+    """Refuse what no file system has.
+
+    Raises:
+        ModelFileError: `path` is too long, or has a character that no path may have.
+    """
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        name = b"\0"
+    if b"\0" in name:
+        raise ModelFileError(f"model path {shown(path)} has a character that no path may have")
+    if len(name) >= _MAX_PATH or any(len(part) > _MAX_NAME for part in name.split(b"/")):
+        raise ModelFileError(
+            f"model path {shown(path)} is too long: a path has less than {_MAX_PATH} bytes, and each name in "
+            f"it at most {_MAX_NAME}"
+        )
+
+
+def shown(path: str) -> str:
+    """`path` in quotation marks, shortened in the middle if it is long."""
+    if len(path) > 3 * _SHOWN:
+        return f"{path[:_SHOWN]!a}…{path[-_SHOWN:]!a} ({len(path)} characters)"
+    return ascii(path)
+
+
+def open_file(path: Path) -> int:
+    """A descriptor of the regular file at `path`, whatever links lead to it.
+
+    Raises:
+        OSError: there is none, or it cannot be opened.
+        ModelFileError: it is a device, a pipe, a socket or a directory, or is where no model file may be.
+        WeightSyncError: the reading was cancelled.
+    """
+    check_wanted()
+    _check_regular(path, os.stat(path))  # first: a device may do something when it is opened
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _check_regular(path, os.fstat(descriptor))
+        allowed = _reading.get()
+        if allowed.roots is not None:
+            real = Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # what was opened, not what is there now
+            if not _is_below(real, (*allowed.roots, *allowed.own)):
+                raise ModelFileError(
+                    f"model file {path} leads to a file outside of the directories of --weights-root; add "
+                    "that file's directory to them, or copy the file"
+                )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_text(path: Path) -> str:
+    """The text of a small file, JSON most likely.
+
+    Raises:
+        OSError, ModelFileError, WeightSyncError: as :func:`open_file`.
+        ValueError: it is no text, or too long.
+    """
+    with os.fdopen(open_file(path), "rb") as file:
+        content = file.read(MAX_JSON + 1)
+    if len(content) > MAX_JSON:
+        raise ValueError(f"it has more than {MAX_JSON} bytes")
+    return content.decode()
+
+
+def _check_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelFileError(
+            f"model file {path} is no regular file; give a file, not a directory, a device or a pipe"
+        )
+
+
+def _is_below(path: Path, roots: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(root) for root in roots)

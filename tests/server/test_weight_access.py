@@ -1,0 +1,44 @@
+"""What clients may have the server read."""
+
+from pathlib import Path
+
+import pytest
+
+from segue.config import EngineConfig
+from segue.errors import InvalidRequestError
+from segue.protocol.weights import BeginUpdate, UpdateFromDisk
+from segue.server.weight_access import admitted
+from tests.server.live import LiveServer
+
+REQUEST = UpdateFromDisk(model_path="/models/a")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "localhost", "::1", "[::1]"])
+def test_any_directory_may_be_read_on_a_loopback_address(host: str) -> None:
+    request = admitted(EngineConfig(host=host), REQUEST)
+    assert isinstance(request, UpdateFromDisk)
+    assert (request.roots, request.from_hub) == (None, False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com"])
+def test_elsewhere_an_admin_key_or_directories_are_needed(host: str) -> None:
+    with pytest.raises(InvalidRequestError, match="--weights-root") as error:
+        admitted(EngineConfig(host=host, api_key="k"), REQUEST)
+    assert error.value.param == "model_path"
+    with_key = admitted(EngineConfig(host=host, admin_api_key="k"), REQUEST)
+    with_roots = admitted(EngineConfig(host=host, weights_root="/models:/more"), REQUEST)
+    assert isinstance(with_key, UpdateFromDisk) and with_key.roots is None
+    assert isinstance(with_roots, UpdateFromDisk) and with_roots.roots == ["/models", "/more"]
+
+
+def test_the_hub_and_other_calls() -> None:
+    request = admitted(EngineConfig(weights_from_hub=True), REQUEST)
+    assert isinstance(request, UpdateFromDisk) and request.from_hub
+    assert admitted(EngineConfig(host="0.0.0.0"), BeginUpdate()) == BeginUpdate()
+
+
+def test_the_route_refuses(tiny_model: Path) -> None:
+    with LiveServer(tiny_model, host="0.0.0.0") as server:
+        response = server.client.post("/update_weights_from_disk", json={"model_path": "/etc/passwd"})
+    assert response.status_code == 400
+    assert "--weights-root" in response.json()["message"]
