@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from msgspec import convert, structs
 
 from segue import errors
-from segue.errors import EngineDeadError, InvalidRequestError, SegueError
-from segue.frontend.arrival import NO_TOKENIZER, Arrival
+from segue.errors import ContextLengthError, EngineDeadError, InvalidRequestError, SegueError
+from segue.frontend.arrival import NO_TOKENIZER, Arrival, Encoder, prepare_all
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import GenerateRequest, RequestState
-from segue.frontend.sampling import Vocabulary, build_params
+from segue.frontend.sampling import Prepared, Vocabulary
 from segue.frontend.stats import Stats
 from segue.frontend.stream import Stream
+from segue.frontend.text_bound import max_chars_per_token
 from segue.frontend.tokenizer import Tokenizer
+from segue.frontend.workers import Workers
 from segue.protocol.control import FlushResult, PauseResult
 from segue.protocol.messages import (
     BEFORE_PREFILL,
@@ -46,9 +48,13 @@ from segue.protocol.messages import (
 )
 from segue.protocol.weights import WeightAnswer, WeightCall, WeightNotice, WeightRequest
 
+Item = TypeVar("Item")
 Answer = TypeVar("Answer", State, Paused, Continued, Flushed, WeightAnswer)
 
-INLINE_MESSAGES = 64  # of a conversation; longer ones are rendered in a thread
+# Of a conversation that is rendered on the event loop; longer ones are in a thread.
+INLINE_MESSAGES = 64
+INLINE_CHARS = 1 << 16
+SLICE = 128  # requests of a batch that are made ready at a time, before others have their turn
 
 
 class TokenizerManager:
@@ -73,6 +79,10 @@ class TokenizerManager:
         # A small test model may come with a real tokenizer: ids that it has no logit for cannot end anything.
         eos_ids = {token for token in eos_ids if token < ready.vocab_size}
         self.limits = Vocabulary(max_seq_len=ready.max_seq_len, vocab_size=ready.vocab_size, eos_ids=eos_ids)
+        self.workers = Workers()
+        self._chars_per_token = (
+            None if tokenizer is None else max_chars_per_token(tokenizer.backend, self.table.tokens)
+        )
         self._send = send
         self._states: dict[str, RequestState] = {}
         self._arriving: dict[str, Arrival] = {}  # rid -> the call it came with, until it has a state
@@ -108,19 +118,15 @@ class TokenizerManager:
             self._batches[batch_id] = set(rids)
         self._idle.clear()
         try:
-            prompts = await arrival.tokenize(requests, self.tokenizer, self.limits)
+            options = await prepare_all(requests, self.limits, self.workers)
+            prompts = await arrival.tokenize(requests, self._encoder)
+            added = [
+                self._make(request, ids, prepared, batch_id, created, arrival)
+                async for request, ids, prepared in _in_turns(zip(requests, prompts, options, strict=True))
+            ]
             if self._dead is not None:
                 raise self._dead
-            params = [
-                build_params(request.options, len(ids), self.limits, request.names)
-                if request.rid not in arrival.aborted
-                else SamplingParams(max_new_tokens=0)
-                for request, ids in zip(requests, prompts, strict=True)
-            ]
-            streams = [
-                Stream(self._begin(request, ids, param, batch_id, created, arrival), self.discard)
-                for request, ids, param in zip(requests, prompts, params, strict=True)
-            ]
+            streams = [self._begin(state, message, arrival) for state, message in added]
         except BaseException:
             if batch_id is not None:
                 self._batches.pop(batch_id, None)
@@ -131,35 +137,46 @@ class TokenizerManager:
             self._settle()
         return streams
 
-    def _begin(
+    @property
+    def _encoder(self) -> Encoder:
+        return Encoder(self.tokenizer, self.limits, self._chars_per_token, self.workers)
+
+    def _make(
         self,
         request: GenerateRequest,
         ids: Sequence[int],
-        params: SamplingParams,
+        prepared: Prepared,
         batch_id: str | None,
         created: float,
         arrival: Arrival,
-    ) -> RequestState:
-        """Send a request, or end it if it was aborted on its way."""
+    ) -> tuple[RequestState, AddRequest]:
+        """A request's state, and the message that has it run."""
+        if request.rid in arrival.aborted:
+            params = SamplingParams(max_new_tokens=0)
+        else:
+            params = prepared.params(len(ids))
         state = RequestState(request, ids, params, self.table, created)
         state.batch_id = batch_id
-        self._states[request.rid] = state
-        if request.rid not in arrival.aborted:
-            self._send(
-                AddRequest(rid=request.rid, prompt=pack_ids(ids), params=params, priority=request.priority)
-            )
-            return state
-        message = arrival.aborted[request.rid]
+        message = AddRequest(rid=request.rid, prompt=pack_ids(ids), params=params, priority=request.priority)
+        return state, message
+
+    def _begin(self, state: RequestState, message: AddRequest, arrival: Arrival) -> Stream:
+        """Send a request, or end it if it was aborted on its way."""
+        self._states[state.rid] = state
+        if state.rid not in arrival.aborted:
+            self._send(message)
+            return Stream(state, self.discard)
+        reason = arrival.aborted[state.rid]
         end = Finished(
-            rid=request.rid,
+            rid=state.rid,
             reason="abort",
             num_tokens=0,
-            prompt_tokens=len(ids),
+            prompt_tokens=len(state.prompt_ids),
             cached_tokens=0,
-            message=BEFORE_PREFILL if message is None else message,
+            message=BEFORE_PREFILL if reason is None else reason,
         )
         self._finish(end, time.monotonic())
-        return state
+        return Stream(state, self.discard)
 
     def abort(self, rid: str = "", *, abort_all: bool = False, message: str | None = None) -> None:
         """End one request, a batch's, or all; readers get what there is. An unknown rid does nothing."""
@@ -246,12 +263,20 @@ class TokenizerManager:
 
         Raises:
             InvalidRequestError: there is no template, or it refuses them.
+            ContextLengthError: they are more than the context holds, however they are rendered.
         """
         if self.tokenizer is None:
             raise InvalidRequestError(NO_TOKENIZER, param="messages")
-        if len(messages) <= INLINE_MESSAGES:
+        most = self.limits.max_seq_len
+        if len(messages) >= most:
+            text = f"messages has {len(messages)} messages, but this model's context has {most} tokens"
+            raise ContextLengthError(f"{text}; each takes at least one: send fewer", param="messages")
+        num_chars = sum(len(message["content"]) for message in messages)
+        self._encoder.check_num_chars(num_chars, "messages")
+        if len(messages) <= INLINE_MESSAGES and num_chars <= INLINE_CHARS:
             return self.tokenizer.apply_chat_template(messages)
-        return await asyncio.to_thread(self.tokenizer.apply_chat_template, messages)
+        tokenizer = self.tokenizer
+        return await self.workers.run(lambda: tokenizer.apply_chat_template(messages))
 
     def _check_rids(self, requests: Sequence[GenerateRequest], batch_id: str | None) -> None:
         if self._dead is not None:
@@ -292,6 +317,7 @@ class TokenizerManager:
         if self._dead is not None:
             return
         self._dead = error
+        self.workers.close(error)
         self.stats.finished["error"] += len(self._states)
         for state in self._states.values():
             state.fail(error)
@@ -354,6 +380,14 @@ class TokenizerManager:
     def _settle(self) -> None:
         if not self.num_requests:
             self._idle.set()
+
+
+async def _in_turns(items: Iterable[Item]) -> AsyncIterator[Item]:
+    """The items; after each ``SLICE`` of them the event loop has a turn."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % SLICE == 0:
+            await asyncio.sleep(0)
 
 
 def error_of(kind: str, message: str) -> SegueError:

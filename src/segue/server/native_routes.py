@@ -12,6 +12,7 @@ from segue.frontend.merge import accepted
 from segue.frontend.native import NativeCall, parse_call
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.protocol.native import NativeGenerate
+from segue.server import large_body
 from segue.server.body import read_json
 from segue.server.errors import json_response, native_body
 from segue.server.openai_routes import ACCEPT_S
@@ -28,7 +29,7 @@ async def generate(request: Request) -> Response:
     service = service_of(request)
     manager = service.manager
     most = service.config.max_queued_requests
-    call = await read_json(request, service.config.max_body_mib, lambda body: parse_call(body, most))
+    call = await read_json(request, lambda body: parse_call(body, most), large_body.generate)
     if call.stream:
         generation = await unless_gone(request, _begun(manager, call))
         return EventStream(_events(generation), native_body, generation.close)

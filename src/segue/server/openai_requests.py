@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 from segue.errors import InvalidRequestError, ModelNotFoundError
 from segue.frontend.request import GenerateRequest
 from segue.frontend.runtime import Runtime
-from segue.frontend.sampling import SamplingOptions, check_batch
+from segue.frontend.sampling import SamplingOptions, check_batch, check_num_entries, num_entries
 from segue.protocol.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
 from segue.protocol.validation import shown
+
+SLICE = 1024  # messages that are prepared at a time, before other requests have their turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,7 @@ async def chat_call(body: ChatCompletionRequest, runtime: Runtime, rid: str) -> 
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     request = GenerateRequest(
         rid=rid,
-        prompt=await runtime.manager.render(_messages(body.messages)),
+        prompt=await runtime.manager.render(await _messages(body.messages)),
         options=_options(body, max_tokens, logprobs),
         add_special_tokens=False,
         param="messages",
@@ -51,6 +54,7 @@ def completion_call(body: CompletionRequest, runtime: Runtime, rid: str) -> Want
     options = _options(body, body.max_tokens, logprobs)
     prompts = _prompts(body.prompt)
     check_batch(len(prompts), runtime.config.max_queued_requests, "prompt")
+    check_num_entries(num_entries(options), len(prompts))
     is_batch = len(prompts) > 1
     requests = [
         GenerateRequest(rid=f"{rid}-{index}" if is_batch else rid, prompt=prompt, options=options)
@@ -124,10 +128,12 @@ def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
-def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+async def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """As chat templates take them: text parts joined by newlines, ``developer`` is ``system``."""
     rendered = []
     for index, message in enumerate(messages):
+        if index % SLICE == SLICE - 1:
+            await asyncio.sleep(0)
         content = message.content
         if content is None:
             name = f"messages[{index}].content"

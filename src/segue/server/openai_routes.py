@@ -16,6 +16,7 @@ from segue.frontend.runtime import Runtime
 from segue.frontend.stream import Stream
 from segue.protocol import openai
 from segue.protocol.validation import parse
+from segue.server import large_body
 from segue.server.body import read_json
 from segue.server.errors import json_response, openai_body
 from segue.server.openai_replies import ChatDialect, Chunks, CompletionDialect, Dialect, choice, usage
@@ -32,9 +33,8 @@ router = APIRouter(tags=["OpenAI"])
 @router.post("/v1/chat/completions", openapi_extra=body_schema(openai.ChatCompletionRequest))
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
-    service = service_of(request)
-    runtime = service.running
-    call = await read_json(request, service.config.max_body_mib, _parse_chat)
+    runtime = service_of(request).running
+    call = await read_json(request, _parse_chat, large_body.chat)
     dialect = ChatDialect(runtime.manager.table)
     return await _answer(request, runtime, dialect, await chat_call(call, runtime, _new_id(dialect)))
 
@@ -42,9 +42,8 @@ async def chat_completions(request: Request) -> Response:
 @router.post("/v1/completions", openapi_extra=body_schema(openai.CompletionRequest))
 async def completions(request: Request) -> Response:
     """Continue a text, or several."""
-    service = service_of(request)
-    runtime = service.running
-    call = await read_json(request, service.config.max_body_mib, _parse_completion)
+    runtime = service_of(request).running
+    call = await read_json(request, _parse_completion, large_body.completion)
     dialect = CompletionDialect(runtime.manager.table)
     return await _answer(request, runtime, dialect, completion_call(call, runtime, _new_id(dialect)))
 

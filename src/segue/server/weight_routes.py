@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,6 +13,7 @@ from segue.errors import SegueError
 from segue.frontend.weights import CALLS, perform
 from segue.server.body import read_json
 from segue.server.errors import error_response, json_response
+from segue.server.large_body import control
 from segue.server.schema import body_schema, query_schema
 from segue.server.service import service_of
 
@@ -49,7 +51,7 @@ def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         service = service_of(request)
         try:
-            body = await read_json(request, service.config.max_body_mib, lambda body: body)
+            body = await read_json(request, lambda body: body, partial(control, CALLS[name].body))
             if isinstance(body, dict):
                 body = {**request.query_params, **body}
             reply = await perform(name, body, service.manager.ask_weights)
