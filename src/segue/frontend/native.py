@@ -180,6 +180,12 @@ class Reply:
         self._entries += output.logprobs
         self._end = output.end
 
+    @property
+    def num_entries(self) -> int:
+        """See :attr:`segue.frontend.generation.Generation.num_entries`."""
+        prompt = self._stream.prompt_logprobs
+        return 1 + len(self._ids) + sum(1 + len(entry.top) for entry in (*self._entries, *prompt))
+
     def body(self) -> dict[str, Any]:
         """As JSON."""
         return {"text": self._text, "output_ids": self._ids, "meta_info": self._meta_info()}

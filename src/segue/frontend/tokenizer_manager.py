@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from msgspec import convert, structs
@@ -19,7 +19,7 @@ from segue.frontend.stats import Stats
 from segue.frontend.stream import Stream
 from segue.frontend.text_bound import max_chars_per_token
 from segue.frontend.tokenizer import Tokenizer
-from segue.frontend.workers import Workers
+from segue.frontend.workers import Workers, turn
 from segue.protocol.control import FlushResult, PauseResult
 from segue.protocol.messages import (
     BEFORE_PREFILL,
@@ -48,13 +48,11 @@ from segue.protocol.messages import (
 )
 from segue.protocol.weights import WeightAnswer, WeightCall, WeightNotice, WeightRequest
 
-Item = TypeVar("Item")
 Answer = TypeVar("Answer", State, Paused, Continued, Flushed, WeightAnswer)
 
 # Of a conversation that is rendered on the event loop; longer ones are in a thread.
 INLINE_MESSAGES = 64
 INLINE_CHARS = 1 << 16
-SLICE = 128  # requests of a batch that are made ready at a time, before others have their turn
 
 
 class TokenizerManager:
@@ -120,10 +118,10 @@ class TokenizerManager:
         try:
             options = await prepare_all(requests, self.limits, self.workers)
             prompts = await arrival.tokenize(requests, self._encoder)
-            added = [
-                self._make(request, ids, prepared, batch_id, created, arrival)
-                async for request, ids, prepared in _in_turns(zip(requests, prompts, options, strict=True))
-            ]
+            added: list[tuple[RequestState, AddRequest]] = []
+            for request, ids, prepared in zip(requests, prompts, options, strict=True):
+                added.append(self._make(request, ids, prepared, batch_id, created, arrival))
+                await turn(len(added))
             if self._dead is not None:
                 raise self._dead
             streams = [self._begin(state, message, arrival) for state, message in added]
@@ -380,14 +378,6 @@ class TokenizerManager:
     def _settle(self) -> None:
         if not self.num_requests:
             self._idle.set()
-
-
-async def _in_turns(items: Iterable[Item]) -> AsyncIterator[Item]:
-    """The items; after each ``SLICE`` of them the event loop has a turn."""
-    for number, item in enumerate(items, 1):
-        yield item
-        if number % SLICE == 0:
-            await asyncio.sleep(0)
 
 
 def error_of(kind: str, message: str) -> SegueError:

@@ -1,4 +1,4 @@
-"""Threads for work that would hold up the event loop: large bodies, long texts, chat templates."""
+"""Work that would hold up the event loop: done in threads, or in turns with everything else."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from typing import TypeVar
 from segue.errors import SegueError
 
 T = TypeVar("T")
+TURN = 128  # items
+INLINE_ENTRIES = 1024  # of a reply that is built and encoded on the event loop
 NUM_THREADS = 2  # they share one interpreter with the event loop, and more would have it wait longer
 
 
+async def turn(number: int) -> None:
+    """Behind item ``number`` of many: after each ``TURN`` of them, let everything else have its turn."""
+    if number % TURN == TURN - 1:
+        await asyncio.sleep(0)
+
+
 class Workers:
-    """A queue of short pieces of work for a few threads, first come, first served.
+    """A queue of short pieces of work for a few threads, first come, first served: bodies, texts, templates.
 
     Long work comes as one piece after the other, each queued when the one before is done. Nobody has to wait
     for the whole of another's work then, and what is cancelled ends with its present piece. asyncio's own

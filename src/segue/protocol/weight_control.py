@@ -69,7 +69,9 @@ class PrepareWeightsUpdateRequest(_Body):
     session_id: str | None = None
     weight_version: Version | None = None
     load_format: LoadFormat = None
-    checksums: Annotated[dict[str, Checksum], Field(max_length=MAX_TENSORS)] | None = None
+    checksums: Annotated[
+        Annotated[dict[str, Checksum], Field(max_length=MAX_TENSORS)] | None, TAKES_DECODED
+    ] = None
     timeout_s: Seconds = 300.0
     arm_timeout_s: Seconds = 3600.0
     partial: bool = False

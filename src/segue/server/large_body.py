@@ -27,6 +27,7 @@ from segue.server.pieces import PIECE, MisfitError
 
 MAX_STRINGS = 1 << 18  # of a conversation, the names of its messages' fields included
 MAX_BUCKETS = 1 << 15
+MAX_MEMBERS = 1 << 17  # of a body, or of the sampling parameters of all its prompts
 NOTHING_ELSE = object()  # in place of a large value of a field that takes none
 
 Decode = Callable[[bytes], Any]
@@ -38,7 +39,7 @@ _RULES = {  # of fields that may be large and are of one type
     "names": "a list of strings",
     "dtypes": "a list of strings",
     "shapes": "a list of lists of sizes",
-    "checksums": "an object of names and integers",
+    "checksums": "an object of names and integers of 64 bits",
     "serialized_named_tensors": "a list of strings",
 }
 _Dimension = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
@@ -75,6 +76,7 @@ def decode(data: bytes, shape: Shape) -> dict[str, Any]:
         InvalidRequestError: not well-formed, too many items, or a value of a wrong type.
         UnsupportedFieldError: a field that ``shape`` does not know and does not ignore.
     """
+    _check_num_members(data, 1)
     try:
         found = msgspec.json.decode(data, type=shape.kind)
     except msgspec.ValidationError as error:
@@ -226,6 +228,7 @@ def _conversation(data: bytes) -> Decoded:
 
 
 def _params(shape: Shape, most: int, data: bytes) -> dict[str, Any] | list[dict[str, Any]]:
+    _check_num_members(data, 1 if data.startswith(b"{") else 2)
     if data.startswith(b"{"):
         return _fields(msgspec.json.decode(data, type=shape.kind), shape)
     try:
@@ -242,6 +245,13 @@ class _Bucket(msgspec.Struct):
     names: Raw
     dtypes: Raw
     shapes: Raw
+
+
+def _check_num_members(data: bytes, depth: int) -> None:
+    """Raise InvalidRequestError for millions of fields: each costs time, also if all have one name."""
+    if data.count(b":") > MAX_MEMBERS and (count := pieces.count_members(data, depth)) > MAX_MEMBERS:
+        rule = f"at most {MAX_MEMBERS} are allowed"
+        raise InvalidRequestError(f"an object of this request has {count} fields or more; {rule}")
 
 
 def _buckets(data: bytes) -> Decoded:
@@ -271,8 +281,11 @@ def _all_shapes(data: bytes) -> Decoded:
     return Decoded(pieces.small_arrays(data, _shapes, check))
 
 
-def _all_checksums(data: bytes) -> dict[str, int]:
-    return pieces.members(data, _checksums, partial(_check_count, "checksums", MAX_TENSORS))
+def _all_checksums(data: bytes) -> Decoded:
+    found = pieces.members(data, _checksums, partial(_check_count, "checksums", MAX_TENSORS))
+    if any(not 0 <= checksum < 1 << 64 for checksum in found.values()):
+        raise MisfitError
+    return Decoded(found)
 
 
 def _check_count(param: str, most: int, count: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,9 @@ from segue.errors import InvalidRequestError, ModelNotFoundError
 from segue.frontend.request import GenerateRequest
 from segue.frontend.runtime import Runtime
 from segue.frontend.sampling import SamplingOptions, check_batch, check_num_entries, num_entries
+from segue.frontend.workers import turn
 from segue.protocol.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
 from segue.protocol.validation import shown
-
-SLICE = 1024  # messages that are prepared at a time, before other requests have their turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +130,7 @@ async def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """As chat templates take them: text parts joined by newlines, ``developer`` is ``system``."""
     rendered = []
     for index, message in enumerate(messages):
-        if index % SLICE == SLICE - 1:
-            await asyncio.sleep(0)
+        await turn(index)
         content = message.content
         if content is None:
             name = f"messages[{index}].content"

@@ -8,9 +8,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from segue.errors import SegueError
 from segue.frontend.weights import CALLS, perform
+from segue.protocol.validation import parse
 from segue.server.body import read_json
 from segue.server.errors import error_response, json_response
 from segue.server.large_body import control
@@ -51,9 +53,9 @@ def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         service = service_of(request)
         try:
-            body = await read_json(request, lambda body: body, partial(control, CALLS[name].body))
-            if isinstance(body, dict):
-                body = {**request.query_params, **body}
+            model = CALLS[name].body
+            check = partial(_checked, model, dict(request.query_params))
+            body = await read_json(request, check, partial(control, model))
             reply = await perform(name, body, service.manager.ask_weights)
         except SegueError as error:
             content: dict[str, Any] = {"success": False, "message": error.message}
@@ -64,6 +66,10 @@ def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
         return json_response(reply.content, 200 if reply.success or name in IN_THE_REPLY else 400)
 
     return endpoint
+
+
+def _checked(model: type[BaseModel], query: dict[str, str], body: Any) -> BaseModel:
+    return parse(model, {**query, **body} if isinstance(body, dict) else body)
 
 
 for _name, _call in CALLS.items():
