@@ -115,6 +115,7 @@ class TokenizerManager:
         if batch_id is not None:
             self._batches[batch_id] = set(rids)
         self._idle.clear()
+        begun: list[RequestState] = []
         try:
             options = await prepare_all(requests, self.limits, self.workers)
             prompts = await arrival.tokenize(requests, self._encoder)
@@ -122,18 +123,25 @@ class TokenizerManager:
             for request, ids, prepared in zip(requests, prompts, options, strict=True):
                 added.append(self._make(request, ids, prepared, batch_id, created, arrival))
                 await turn(len(added))
-            if self._dead is not None:
-                raise self._dead
-            streams = [self._begin(state, message, arrival) for state, message in added]
+            for state, message in added:
+                if self._dead is not None:
+                    raise self._dead
+                self._begin(state, message, arrival)
+                begun.append(state)
+                await turn(len(begun))
         except BaseException:
             if batch_id is not None:
                 self._batches.pop(batch_id, None)
+            for state in begun:
+                state.batch_id = None
+                self.discard(state)
             raise
         finally:
             for rid in rids:
-                del self._arriving[rid]
+                if self._arriving.get(rid) is arrival:  # else it was sent, and may even have come again
+                    del self._arriving[rid]
             self._settle()
-        return streams
+        return [Stream(state, self.discard) for state in begun]
 
     @property
     def _encoder(self) -> Encoder:
@@ -158,12 +166,13 @@ class TokenizerManager:
         message = AddRequest(rid=request.rid, prompt=pack_ids(ids), params=params, priority=request.priority)
         return state, message
 
-    def _begin(self, state: RequestState, message: AddRequest, arrival: Arrival) -> Stream:
+    def _begin(self, state: RequestState, message: AddRequest, arrival: Arrival) -> None:
         """Send a request, or end it if it was aborted on its way."""
+        del self._arriving[state.rid]
         self._states[state.rid] = state
         if state.rid not in arrival.aborted:
             self._send(message)
-            return Stream(state, self.discard)
+            return
         reason = arrival.aborted[state.rid]
         end = Finished(
             rid=state.rid,
@@ -174,7 +183,6 @@ class TokenizerManager:
             message=BEFORE_PREFILL if reason is None else reason,
         )
         self._finish(end, time.monotonic())
-        return Stream(state, self.discard)
 
     def abort(self, rid: str = "", *, abort_all: bool = False, message: str | None = None) -> None:
         """End one request, a batch's, or all; readers get what there is. An unknown rid does nothing."""

@@ -23,11 +23,13 @@ from segue.protocol.validation import MAX_NAME_CHARS, Decoded, misfit, shown, un
 from segue.protocol.weight_control import MAX_PAYLOADS, MAX_TENSORS
 from segue.protocol.weights import Bucket
 from segue.server import pieces
-from segue.server.pieces import PIECE, MisfitError
+from segue.server.pieces import MisfitError
 
 MAX_STRINGS = 1 << 18  # of a conversation, the names of its messages' fields included
 MAX_BUCKETS = 1 << 15
 MAX_MEMBERS = 1 << 17  # of a body, or of the sampling parameters of all its prompts
+SMALL = pieces.PIECE  # bytes of a value that is decoded at once, whatever it is
+MAX_OTHER = pieces.PIECE  # bytes of a value of any field that is not made for large ones
 NOTHING_ELSE = object()  # in place of a large value of a field that takes none
 
 Decode = Callable[[bytes], Any]
@@ -149,13 +151,13 @@ def _fields(found: msgspec.Struct, shape: Shape, prefix: str = "") -> dict[str, 
         if raw is UNSET or name in shape.skipped:
             continue
         size = memoryview(raw).nbytes
-        if size > PIECE and name in shape.refused:
+        if size > SMALL and name in shape.refused:
             fields[name] = NOTHING_ELSE
             continue
         try:
             fields[name] = _value(raw, size, shape.large.get(name), prefix + name)
         except (MisfitError, msgspec.DecodeError) as error:
-            if size <= PIECE:
+            if size <= SMALL:
                 raise not_json(error) from None
             rule = shape.rules.get(name, "another type of value")
             raise InvalidRequestError(f"{prefix}{name}: expected {rule}", param=prefix + name) from None
@@ -168,12 +170,12 @@ def _fields(found: msgspec.Struct, shape: Shape, prefix: str = "") -> dict[str, 
 
 
 def _value(raw: Raw, size: int, large: Decode | None, param: str) -> Any:
-    if size <= PIECE:
-        return _plain.decode(raw)
-    if large is None:
-        text = f"{param} has {size} bytes of JSON; at most {PIECE} are allowed"
+    if size > SMALL and large is not None:
+        return large(bytes(raw))
+    if size > MAX_OTHER:
+        text = f"{param} has {size} bytes of JSON; at most {MAX_OTHER} are allowed"
         raise InvalidRequestError(text, param=param)
-    return large(bytes(raw))
+    return _plain.decode(raw)
 
 
 def _sampling(bounds: Bounds, most_biases: int | None) -> dict[str, Decode]:

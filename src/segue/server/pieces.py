@@ -58,8 +58,12 @@ def token_ids(data: bytes, check: TooMany) -> array[int]:
         OverflowError: one that needs more than 32 bits.
     """
     ids = array("i")
+    if not data.startswith(b"["):
+        raise MisfitError
     inner = _inner(data)
     if inner:
+        if inner[:1] not in b"-0123456789":
+            raise MisfitError
         check(inner.count(b",") + 1)
         for piece in _split(inner):
             ids.extend(_ids.decode(b"[%b]" % piece))
@@ -158,7 +162,8 @@ def _split(inner: bytes) -> Iterator[bytes]:
 def _arrays(data: bytes) -> Iterator[tuple[int, int]]:
     """Where each inner array begins and ends."""
     opening = _OPEN.match(data)
-    assert opening is not None
+    if opening is None or not data.startswith(b"["):
+        raise MisfitError
     position, count = opening.end(), 0
     while True:
         between = _BETWEEN.match(data, position)
