@@ -120,15 +120,15 @@ class TokenizerManager:
             options = await prepare_all(requests, self.limits, self.workers)
             prompts = await arrival.tokenize(requests, self._encoder)
             added: list[tuple[RequestState, AddRequest]] = []
-            for request, ids, prepared in zip(requests, prompts, options, strict=True):
-                added.append(self._make(request, ids, prepared, batch_id, created, arrival))
-                await turn(len(added))
-            for state, message in added:
+            for number, parts in enumerate(zip(requests, prompts, options, strict=True)):
+                added.append(self._make(*parts, batch_id, created, arrival))
+                await turn(number)
+            for number, (state, message) in enumerate(added):
                 if self._dead is not None:
                     raise self._dead
                 self._begin(state, message, arrival)
                 begun.append(state)
-                await turn(len(begun))
+                await turn(number)
         except BaseException:
             if batch_id is not None:
                 self._batches.pop(batch_id, None)

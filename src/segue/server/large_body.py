@@ -251,14 +251,14 @@ class _Bucket(msgspec.Struct):
 
 def _check_num_members(data: bytes, depth: int) -> None:
     """Raise InvalidRequestError for millions of fields: each costs time, also if all have one name."""
-    if data.count(b":") > MAX_MEMBERS and (count := pieces.count_members(data, depth)) > MAX_MEMBERS:
+    if pieces.count(data, b":") > MAX_MEMBERS and (count := pieces.count_members(data, depth)) > MAX_MEMBERS:
         rule = f"at most {MAX_MEMBERS} are allowed"
         raise InvalidRequestError(f"an object of this request has {count} fields or more; {rule}")
 
 
 def _buckets(data: bytes) -> Decoded:
     most = 2 * MAX_TENSORS + 3 * MAX_BUCKETS
-    if (count := data.count(b'"') // 2) > most:
+    if (count := pieces.count(data, b'"') // 2) > most:
         raise _too_many("buckets", count, most, "strings, the names of fields included")
     try:
         found = msgspec.json.decode(data, type=list[_Bucket])
