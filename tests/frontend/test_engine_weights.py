@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
 from segue.errors import InvalidRequestError
+from segue.frontend import weights
 from segue.frontend.weights import CALLS
+from segue.protocol.weight_control import UpdateWeightsFromTensorRequest
+from segue.protocol.weights import UpdateFromTensor
 from tests.frontend.conftest import FakeEngine
 
 BUCKET = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
@@ -64,3 +69,20 @@ def test_wrong_arguments(engine: FakeEngine, tmp_path: Path) -> None:
         engine.init_weights_update_group(**{**GROUP, "master_port": 0})
     with pytest.raises(InvalidRequestError, match="model_path"):
         engine.update_weights_from_disk("")
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 29, 30, 31, 59, 60, 61, 200])
+def test_base64_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "BASE64_PIECE", 40)
+    payload = random.Random(size).randbytes(size)
+    body = UpdateWeightsFromTensorRequest(serialized_named_tensors=[base64.b64encode(payload).decode()])
+    request = weights.CALLS["update_weights_from_tensor"].request(body)
+    assert isinstance(request, UpdateFromTensor) and request.payloads == [payload]
+
+
+@pytest.mark.parametrize("text", ["%", "abc", "A" * 37 + "A==" + "A" * 40, "A" * 40 + "="])
+def test_what_is_not_base64_is_refused_in_any_piece(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "BASE64_PIECE", 40)
+    body = UpdateWeightsFromTensorRequest(serialized_named_tensors=[text])
+    with pytest.raises(InvalidRequestError, match="base64"):
+        weights.CALLS["update_weights_from_tensor"].request(body)

@@ -312,6 +312,30 @@ def test_more_prompts_than_the_queue_takes_are_refused_by_number(api: Api) -> No
     assert (response.status_code, "at most 4096" in response.text) == (400, True)
 
 
+def test_a_bias_is_for_300_tokens_at_most(api: Api) -> None:
+    bias = {str(token): 1 for token in range(301)}
+    for response in (api.chat(logit_bias=bias), api.complete(logit_bias=bias)):
+        error = error_of(response)
+        assert (error["param"], "301 entries; at most 300" in error["message"]) == ("logit_bias", True)
+    del bias["300"]
+    assert api.chat(logit_bias=bias).status_code == api.complete(logit_bias=bias).status_code == 200
+    native = api.generate(sampling_params={"max_new_tokens": 2, "logit_bias": bias | {"300": 1}})
+    assert native.status_code == 200
+
+
+def test_entries_of_options_times_prompts_are_bounded(api: Api) -> None:
+    bias = {str(token): 1 for token in range(300)}
+    stops = list(range(300))
+    prompts = ["a"] * 1000
+    error = error_of(api.complete(prompts, logit_bias=bias))
+    assert "300 entries for 1000 prompts, 300000 in all; at most 262144" in error["message"]
+    assert error_of(api.complete(prompts, stop_token_ids=stops))["param"] == "logit_bias"
+    params = {"max_new_tokens": 1, "logit_bias": bias}
+    for each in (params, [params] * 1000):
+        response = api.generate(prompts, sampling_params=each)
+        assert (response.status_code, "at most 262144" in response.text) == (400, True)
+
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 

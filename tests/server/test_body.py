@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import asyncio
-import gc
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
-from segue.errors import InvalidRequestError, RequestTooLargeError
+from segue.config import EngineConfig
+from segue.errors import RequestTooLargeError
+from segue.frontend.sampling import Vocabulary
+from segue.frontend.workers import Workers
 from segue.server.body import read_json
+from segue.server.large_body import Bounds, generate
 
 MIB = 1 << 20
 
@@ -21,19 +26,26 @@ def request(*chunks: bytes, length: int | None = None) -> Request:
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
 
     headers = [] if length is None else [(b"content-length", str(length).encode())]
-    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
+    service = SimpleNamespace(
+        config=EngineConfig(max_body_mib=1),
+        manager=SimpleNamespace(workers=Workers()),
+        bounds=Bounds(vocabulary=Vocabulary(max_seq_len=100, vocab_size=50, eos_ids=()), max_prompts=10),
+    )
+    app = SimpleNamespace(state=SimpleNamespace(service=service))
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "app": app}
+    return Request(scope, receive)
 
 
-def read(given: Request, check: Any = lambda body: body) -> Any:
-    return asyncio.run(read_json(given, 1, check))
+def read(given: Request) -> Any:
+    return asyncio.run(read_json(given, lambda body: (body, threading.current_thread()), generate))
 
 
 def test_chunks_are_joined_and_parsed() -> None:
-    assert read(request(b'{"a":', b" [1]}")) == {"a": [1]}
+    assert read(request(b'{"a":', b" [1]}"))[0] == {"a": [1]}
 
 
 def test_an_empty_body_is_an_empty_object() -> None:
-    assert read(request(b"")) == {}
+    assert read(request(b""))[0] == {}
 
 
 def test_an_announced_size_above_the_limit_is_refused_unread() -> None:
@@ -46,9 +58,9 @@ def test_reading_stops_at_the_limit() -> None:
         read(request(b"x" * MIB, b"x"))
 
 
-def test_the_collector_rests_while_a_body_is_parsed_and_checked() -> None:
-    assert read(request(b"{}"), lambda _: gc.isenabled()) is False
-    assert gc.isenabled()
-    with pytest.raises(InvalidRequestError):
-        read(request(b"{"))
-    assert gc.isenabled()
+@pytest.mark.parametrize(("size", "here"), [(1 << 14, True), ((1 << 14) + 1, False)])
+def test_a_large_body_is_decoded_and_checked_in_a_thread(size: int, here: bool) -> None:
+    begin = b'{"text": "'
+    body, thread = read(request(begin + b"a" * (size - len(begin) - 2) + b'"}'))
+    assert len(body["text"]) == size - len(begin) - 2
+    assert (thread is threading.main_thread()) == here

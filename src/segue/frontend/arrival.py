@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from segue.errors import InvalidRequestError
 from segue.frontend.request import GenerateRequest
-from segue.frontend.sampling import Vocabulary, check_prompt_len, check_token_ids
+from segue.frontend.sampling import (
+    Prepared,
+    SamplingOptions,
+    Vocabulary,
+    check_prompt_len,
+    check_token_ids,
+    num_entries,
+    prepare,
+)
 from segue.frontend.tokenizer import Tokenizer
+from segue.frontend.workers import Workers
 
-INLINE_CHARS = 4096  # of a call's texts; more are tokenized in a thread
-PROBE_CHARS_PER_TOKEN = 16  # texts longer than this a token of context are judged by their beginning
-PROBE_SLACK = 256  # tokens by which the beginning of a text may exceed the whole
+INLINE_COST = 4096  # of a call's prompts, in characters of text, that are tokenized on the event loop
+IDS_PER_CHAR = 8  # token ids that are checked in the time in which one character is tokenized
+PIECE_COST = 1 << 16  # what a worker does in one piece, in characters of text: some 20 ms
+PIECE_REQUESTS = 256
+INLINE_REQUESTS = 64
+INLINE_ENTRIES = 1024  # of the options' `logit_bias` and `stop_token_ids`
+PROBE_CHARS_PER_TOKEN = 16  # texts longer than this per token of context are judged in parts before the whole
+PROBE_SLACK = 256  # tokens by which a part of a text may exceed its share of the whole
 NO_TOKENIZER = "this model has no tokenizer; give the prompt as token ids"
 
 
@@ -41,47 +57,133 @@ class Arrival:
         if not self._over.done():
             self._over.set_result(None)
 
-    async def tokenize(
-        self, requests: Sequence[GenerateRequest], tokenizer: Tokenizer | None, limits: Vocabulary
-    ) -> list[Sequence[int]]:
+    async def tokenize(self, requests: Sequence[GenerateRequest], encoder: Encoder) -> list[Sequence[int]]:
         """Their prompts; empty ones, at once, if none of them is to run any more.
 
         Raises:
             InvalidRequestError: a token id outside the vocabulary, or a text without a tokenizer.
             ContextLengthError: a prompt that does not fit.
         """
-
-        def work() -> list[Sequence[int]]:
-            return [_tokenize(request, tokenizer, limits) for request in requests]
-
-        if sum(len(each.prompt) for each in requests if isinstance(each.prompt, str)) <= INLINE_CHARS:
-            return work()
-        thread = asyncio.ensure_future(asyncio.to_thread(work))
+        if sum(map(_cost, requests)) <= INLINE_COST and len(requests) <= INLINE_REQUESTS:
+            return encoder.encode_all(requests)
+        work = asyncio.ensure_future(_encode_in_pieces(requests, encoder))
         try:
-            either: set[asyncio.Future[Any]] = {thread, self._over}
+            either: set[asyncio.Future[Any]] = {work, self._over}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            return thread.result() if thread.done() else [() for _ in requests]
+            return [() for _ in requests] if self._over.done() else work.result()
         finally:
-            thread.cancel()
+            work.cancel()
 
 
-def _tokenize(request: GenerateRequest, tokenizer: Tokenizer | None, limits: Vocabulary) -> Sequence[int]:
-    prompt = request.prompt
-    if isinstance(prompt, str):
-        if tokenizer is None:
+class Encoder:
+    """Makes token ids of prompts, and refuses prompts that do not fit as early as possible."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, limits: Vocabulary, chars_per_token: int | None, workers: Workers
+    ) -> None:
+        """``chars_per_token``: at most so many characters become one token; None: nobody knows."""
+        self.workers = workers
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._chars_per_token = chars_per_token
+
+    def encode(self, request: GenerateRequest) -> Sequence[int]:
+        """One prompt; raises what :meth:`Arrival.tokenize` does."""
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            self.check_num_chars(len(prompt), request.param)
+            prompt = self._ids(prompt, request, special=request.add_special_tokens)
+        check_prompt_len(len(prompt), self._limits, request.param)
+        check_token_ids(prompt, self._limits, request.param)
+        return prompt if isinstance(prompt, array) else array("i", prompt)
+
+    def encode_all(self, requests: Sequence[GenerateRequest]) -> list[Sequence[int]]:
+        """Several prompts."""
+        return [self.encode(request) for request in requests]
+
+    def check_num_chars(self, count: int, param: str) -> None:
+        """Raise ContextLengthError if a text of so many characters is too long, whichever they are."""
+        if self._chars_per_token is None:
+            return
+        least = -(-count // self._chars_per_token)
+        if least >= self._limits.max_seq_len:
+            check_prompt_len(least, self._limits, param, at_least=True)
+
+    async def check_parts(self, request: GenerateRequest) -> None:
+        """Raise ContextLengthError if parts of a long text alone are more than the context holds.
+
+        The whole is tokenized in one go, which nothing can interrupt. Parts are soon done.
+        """
+        text = request.prompt
+        if not isinstance(text, str) or len(text) <= PROBE_CHARS_PER_TOKEN * self._limits.max_seq_len:
+            return
+        self.check_num_chars(len(text), request.param)
+        count = 0
+        for start in range(0, len(text), PIECE_COST):
+            part = text[start : start + PIECE_COST]
+            count += len(await self.workers.run(partial(self._ids, part, request, special=False)))
+            count -= PROBE_SLACK
+            if count >= self._limits.max_seq_len:
+                check_prompt_len(count, self._limits, request.param, at_least=True)
+
+    def _ids(self, text: str, request: GenerateRequest, *, special: bool) -> list[int]:
+        if self._tokenizer is None:
             raise InvalidRequestError(NO_TOKENIZER, param=request.param)
-        prompt = _encode(prompt, request, tokenizer, limits)
-    check_prompt_len(len(prompt), limits, request.param)
-    check_token_ids(prompt, limits, request.param)
-    return prompt
+        return self._tokenizer.encode(text, add_special_tokens=special)
 
 
-def _encode(text: str, request: GenerateRequest, tokenizer: Tokenizer, limits: Vocabulary) -> list[int]:
-    """Tokenize; megabytes only if their beginning could fit the context."""
-    special = request.add_special_tokens
-    size = PROBE_CHARS_PER_TOKEN * limits.max_seq_len
-    if len(text) > size:
-        count = len(tokenizer.encode(text[:size], add_special_tokens=special)) - PROBE_SLACK
-        if count >= limits.max_seq_len:
-            check_prompt_len(count, limits, request.param, at_least=True)
-    return tokenizer.encode(text, add_special_tokens=special)
+async def prepare_all(
+    requests: Sequence[GenerateRequest], limits: Vocabulary, workers: Workers
+) -> list[Prepared]:
+    """The checked options of requests; those that share one object are checked once.
+
+    Raises:
+        InvalidRequestError: a value outside its rule.
+    """
+    different: dict[int, GenerateRequest] = {id(request.options): request for request in requests}
+    prepared: dict[int, Prepared] = {}
+
+    def work(part: Sequence[GenerateRequest]) -> None:
+        for request in part:
+            prepared[id(request.options)] = prepare(request.options, limits, request.names)
+
+    owners = list(different.values())
+    if len(owners) <= INLINE_REQUESTS and sum(_entries(owner.options) for owner in owners) <= INLINE_ENTRIES:
+        work(owners)
+    else:
+        for start in range(0, len(owners), PIECE_REQUESTS):
+            part = owners[start : start + PIECE_REQUESTS]
+            await workers.run(partial(work, part))
+    return [prepared[id(request.options)] for request in requests]
+
+
+def _entries(options: SamplingOptions) -> int:
+    return num_entries(options) + len(options.stop)
+
+
+async def _encode_in_pieces(requests: Sequence[GenerateRequest], encoder: Encoder) -> list[Sequence[int]]:
+    prompts: list[Sequence[int]] = []
+    for part in _parts(requests):
+        if len(part) == 1:
+            await encoder.check_parts(part[0])
+        prompts += await encoder.workers.run(partial(encoder.encode_all, part))
+    return prompts
+
+
+def _parts(requests: Sequence[GenerateRequest]) -> Iterator[list[GenerateRequest]]:
+    """Neighbours that together cost no more than one piece of work, and longer ones alone."""
+    part: list[GenerateRequest] = []
+    cost = 0
+    for request in requests:
+        if part and (cost + _cost(request) > PIECE_COST or len(part) == PIECE_REQUESTS):
+            yield part
+            part, cost = [], 0
+        part.append(request)
+        cost += _cost(request)
+    yield part
+
+
+def _cost(request: GenerateRequest) -> int:
+    """In characters of text."""
+    prompt = request.prompt
+    return len(prompt) if isinstance(prompt, str) else len(prompt) // IDS_PER_CHAR

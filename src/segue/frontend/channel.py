@@ -13,6 +13,7 @@ import zmq
 from segue.protocol.messages import FrontendMessage, SchedulerMessage
 
 RETRY_S = 0.01
+MAX_PER_TURN = 64  # messages that are taken before everything else on the event loop has its turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +71,15 @@ class Channel:
             self._unsent.popleft()
 
     def _drain(self) -> None:
-        while not self._pull.closed:
+        for _ in range(MAX_PER_TURN):
+            if self._pull.closed:
+                return
             try:
                 frame = self._pull.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._receive(self._decoder.decode(frame))
+        self._loop.call_soon(self._drain)
 
 
 def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:

@@ -93,7 +93,7 @@ def _rule(tokenizer: Tokenizer) -> Callable[[str], bytes]:
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse", "ByteFallback", "Replace"}:
         # The latter two are of SentencePiece; some versions of transformers add them to what GGUF files give.
         # They find nothing to do in a vocabulary that writes every byte as a character of its own.
-        alphabet = _byte_alphabet()
+        alphabet = byte_alphabet()
         return lambda text: _from_alphabet(text, alphabet)
     if kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         return _from_sentencepiece
@@ -116,8 +116,8 @@ def _from_sentencepiece(text: str) -> bytes:
     return text.replace(_SPACE, " ").encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and up."""
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable ones of Latin-1 are themselves, the others U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}

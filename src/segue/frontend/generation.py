@@ -10,12 +10,14 @@ from segue.frontend.merge import merged, results
 from segue.frontend.native import NativeCall, Reply
 from segue.frontend.stream import Stream
 from segue.frontend.tokenizer_manager import TokenizerManager
+from segue.frontend.workers import INLINE_ENTRIES
 
 
 class Generation:
     """The streams of a call. Leaving the ``with`` block aborts those that have not ended."""
 
     def __init__(self, manager: TokenizerManager, call: NativeCall, streams: list[Stream]) -> None:
+        self._manager = manager
         self._call = call
         self._streams = streams
         self._replies = [
@@ -55,8 +57,19 @@ class Generation:
         """The finished reply; a list for a batch."""
         for reply, output in zip(self._replies, await results(self._streams), strict=True):
             reply.add(output)
-        bodies = [reply.body() for reply in self._replies]
+        if self.num_entries <= INLINE_ENTRIES:
+            bodies = self._bodies()
+        else:
+            bodies = await self._manager.workers.run(self._bodies)
         return bodies if self._call.batch_id is not None else bodies[0]
+
+    @property
+    def num_entries(self) -> int:
+        """How much the replies have: a unit for each, for each token, and for each log-probability."""
+        return sum(reply.num_entries for reply in self._replies)
+
+    def _bodies(self) -> list[dict[str, Any]]:
+        return [reply.body() for reply in self._replies]
 
     async def updates(self) -> AsyncIterator[dict[str, Any]]:
         """The reply as it grows; in a batch each update has its prompt's ``index``."""

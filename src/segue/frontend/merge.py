@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 from segue.errors import SegueError
 from segue.frontend.request import Output
 from segue.frontend.stream import Stream
+from segue.frontend.workers import turn
 
 
 async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output], None]:
@@ -27,9 +29,15 @@ async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output]
             await streams[index].changed()
         ready.put_nowait(index)
 
-    watchers = {index: asyncio.create_task(watch(index)) for index in range(len(streams))}
+    watchers: dict[int, asyncio.Task[None]] = {}
     try:
-        while watchers:
+        for index in range(len(streams)):
+            watchers[index] = asyncio.create_task(watch(index))
+            await turn(index)
+        for number in count():
+            if not watchers:
+                break
+            await turn(number)
             index = await ready.get()
             output = await streams[index].next()
             if output.end is None:
@@ -45,8 +53,11 @@ async def results(streams: Sequence[Stream]) -> list[Output]:
     """All of each, once every one has ended; the first error ends it, without waiting for the others."""
     if len(streams) == 1:
         return [await streams[0].result()]
-    tasks = [asyncio.create_task(stream.result()) for stream in streams]
+    tasks: list[asyncio.Task[Output]] = []
     try:
+        for index, stream in enumerate(streams):
+            tasks.append(asyncio.create_task(stream.result()))
+            await turn(index)
         return await asyncio.gather(*tasks)
     finally:
         await _end(tasks)
@@ -60,8 +71,11 @@ async def accepted(streams: Sequence[Stream], patience_s: float) -> None:
     Raises:
         SegueError: one was refused, or has failed.
     """
-    waits = [asyncio.create_task(stream.changed()) for stream in streams]
+    waits: list[asyncio.Task[None]] = []
     try:
+        for index, stream in enumerate(streams):
+            waits.append(asyncio.create_task(stream.changed()))
+            await turn(index)
         done, _ = await asyncio.wait(waits, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from segue.errors import InvalidRequestError, UnsupportedFieldError
 from segue.frontend.request import LOWEST_LOGPROB, End, GenerateRequest, Output
-from segue.frontend.sampling import SamplingOptions, check_batch
+from segue.frontend.sampling import SamplingOptions, check_batch, check_num_entries, num_entries
 from segue.frontend.stream import Stream
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.protocol.messages import TokenLogprob
@@ -53,8 +53,7 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
     prompts, batched = _prompts(call)
     check_batch(len(prompts), max_prompts, param)
     rids, batch_id = _rids(call.rid, len(prompts), batched)
-    params = _per_prompt(call.sampling_params, len(prompts))
-    options = [_options(each, call) for each in params]
+    options = _all_options(call, len(prompts))
     for rid in rids:
         check_rid(rid)
     if abs(call.priority) > MAX_PRIORITY:
@@ -78,8 +77,10 @@ def check_rid(rid: str) -> None:
     if len(rid) > MAX_RID_CHARS:
         text = f"rid={shown(rid)} has {len(rid)} characters; at most {MAX_RID_CHARS} are allowed"
         raise InvalidRequestError(text, param="rid")
-    if any("\ud800" <= char <= "\udfff" for char in rid):
-        raise InvalidRequestError(f"rid={shown(rid)}: must be valid Unicode", param="rid")
+    try:
+        rid.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"rid={shown(rid)}: must be valid Unicode", param="rid") from None
 
 
 def _prompts(call: NativeGenerate) -> tuple[Sequence[str | list[int]], bool]:
@@ -87,7 +88,7 @@ def _prompts(call: NativeGenerate) -> tuple[Sequence[str | list[int]], bool]:
         return ([call.text], False) if isinstance(call.text, str) else (call.text, True)
     ids = call.input_ids
     assert ids is not None
-    if ids and isinstance(ids[0], list):
+    if ids and not isinstance(ids[0], int):
         return ids, True
     return [cast(list[int], ids)], False
 
@@ -103,13 +104,24 @@ def _rids(rid: str | list[str] | None, count: int, batched: bool) -> tuple[list[
     return ([f"{base}_{index}" for index in range(count)], base) if batched else ([base], None)
 
 
-def _per_prompt(params: dict[str, Any] | list[dict[str, Any]] | None, count: int) -> list[dict[str, Any]]:
-    if isinstance(params, list):
-        if len(params) != count:
-            text = f"sampling_params has {len(params)} objects for {count} prompts; give one, or one each"
-            raise InvalidRequestError(text, param="sampling_params")
-        return params
-    return [params or {}] * count
+def _all_options(call: NativeGenerate, count: int) -> list[SamplingOptions]:
+    """Those of each prompt: one object for all, unless the call has one for each."""
+    params = call.sampling_params
+    if not isinstance(params, list):
+        options = _options(params or {}, call)
+        check_num_entries(num_entries(options), count)
+        return [options] * count
+    if len(params) != count:
+        text = f"sampling_params has {len(params)} objects for {count} prompts; give one, or one each"
+        raise InvalidRequestError(text, param="sampling_params")
+    defaults = _options({}, call)
+    each_options, entries = [], 0
+    for each in params:
+        options = _options(each, call) if each else defaults
+        entries += num_entries(options)
+        check_num_entries(entries)
+        each_options.append(options)
+    return each_options
 
 
 def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
@@ -167,6 +179,12 @@ class Reply:
         self._ids = self._ids + output.token_ids  # a new list: the caller may have kept the last one
         self._entries += output.logprobs
         self._end = output.end
+
+    @property
+    def num_entries(self) -> int:
+        """See :attr:`segue.frontend.generation.Generation.num_entries`."""
+        prompt = self._stream.prompt_logprobs
+        return 1 + len(self._ids) + sum(1 + len(entry.top) for entry in (*self._entries, *prompt))
 
     def body(self) -> dict[str, Any]:
         """As JSON."""

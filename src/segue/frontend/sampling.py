@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from segue.errors import ContextLengthError, InvalidRequestError
 from segue.protocol.messages import SamplingParams
 from segue.protocol.validation import shown
@@ -17,6 +19,9 @@ MAX_LOGPROBS = 20
 # Far from what anybody uses (1 to 2), and near enough to 1 that no finite logit overflows.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 SEED_LIMIT = 1 << 63
+MAX_ENTRIES = (
+    1 << 18
+)  # of `logit_bias` and `stop_token_ids` in one call, counted for each prompt they are for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,38 +62,65 @@ class Vocabulary:
     eos_ids: Collection[int]
 
 
-def build_params(
-    options: SamplingOptions, prompt_len: int, limits: Vocabulary, names: Mapping[str, str]
-) -> SamplingParams:
-    """Validate; work out the token limit, the stop ids and the seed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Checked options, for any number of prompts: what does not depend on the prompt is shared."""
+
+    options: SamplingOptions
+    limits: Vocabulary
+    names: Mapping[str, str]
+    shared: SamplingParams  # complete but for the token limits, the seed and the start of prompt logprobs
+
+    def params(self, prompt_len: int) -> SamplingParams:
+        """Work out the token limit and the seed of one prompt.
+
+        Raises:
+            ContextLengthError: the prompt, or the prompt and ``max_tokens``, do not fit the context.
+        """
+        options = self.options
+        max_new_tokens = _max_new_tokens(options, prompt_len, self.limits, self.names)
+        return structs.replace(
+            self.shared,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min(options.min_tokens, max_new_tokens),
+            seed=secrets.randbits(63) if options.seed is None else options.seed % SEED_LIMIT,
+            prompt_logprobs_start=min(options.prompt_logprobs_start, prompt_len),
+        )
+
+
+def prepare(options: SamplingOptions, limits: Vocabulary, names: Mapping[str, str]) -> Prepared:
+    """Validate options, and work out the stop ids.
 
     ``names`` maps OpenAI's field names to those of the API in use, for error messages.
 
     Raises:
-        ContextLengthError: the prompt, or the prompt and ``max_tokens``, do not fit the context.
         InvalidRequestError: a value outside its rule.
     """
     check_options(options, limits, names)
-    max_new_tokens = _max_new_tokens(options, prompt_len, limits, names)
     stop_ids = set(options.stop_token_ids)
     if not options.ignore_eos:
         stop_ids.update(limits.eos_ids)
-    return SamplingParams(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min(options.min_tokens, max_new_tokens),
+    shared = SamplingParams(
+        max_new_tokens=0,
         temperature=float(options.temperature),
         top_k=options.top_k if 0 < options.top_k < limits.vocab_size else 0,
         top_p=float(options.top_p),
         min_p=float(options.min_p),
-        seed=secrets.randbits(63) if options.seed is None else options.seed % SEED_LIMIT,
         presence_penalty=float(options.presence_penalty),
         frequency_penalty=float(options.frequency_penalty),
         repetition_penalty=float(options.repetition_penalty),
         logit_bias={int(token): float(bias) for token, bias in options.logit_bias.items()},
         stop_token_ids=tuple(sorted(stop_ids)),
         logprobs=options.logprobs,
-        prompt_logprobs_start=min(options.prompt_logprobs_start, prompt_len),
     )
+    return Prepared(options=options, limits=limits, names=names, shared=shared)
+
+
+def build_params(
+    options: SamplingOptions, prompt_len: int, limits: Vocabulary, names: Mapping[str, str]
+) -> SamplingParams:
+    """Options for one prompt; raises what :func:`prepare` and :meth:`Prepared.params` do."""
+    return prepare(options, limits, names).params(prompt_len)
 
 
 def check_options(options: SamplingOptions, limits: Vocabulary, names: Mapping[str, str]) -> None:
@@ -130,6 +162,22 @@ def check_batch(count: int, most: int, param: str) -> None:
     if count > most:
         rule = f"at most {most} (--max-queued-requests) go in one call"
         raise InvalidRequestError(f"{param} has {count} prompts; {rule}", param=param)
+
+
+def num_entries(options: SamplingOptions) -> int:
+    """Entries of ``logit_bias`` and ``stop_token_ids``."""
+    return len(options.logit_bias) + len(options.stop_token_ids)
+
+
+def check_num_entries(count: int, num_prompts: int = 1) -> None:
+    """Raise InvalidRequestError if so many entries of options, for so many prompts, are too many."""
+    if count * num_prompts > MAX_ENTRIES:
+        product = f" for {num_prompts} prompts, {count * num_prompts} in all" if num_prompts > 1 else ""
+        raise InvalidRequestError(
+            f"logit_bias and stop_token_ids have {count} entries{product}; at most {MAX_ENTRIES} are "
+            "allowed in one call: give fewer entries, or send the prompts in several calls",
+            param="logit_bias",
+        )
 
 
 def check_token_ids(ids: Collection[int], limits: Vocabulary, param: str) -> None:

@@ -11,6 +11,7 @@ from msgspec import convert, structs
 
 from segue import errors
 from segue.errors import (
+    ContextLengthError,
     DrainingError,
     EngineDeadError,
     EngineHungError,
@@ -19,13 +20,15 @@ from segue.errors import (
     SegueError,
 )
 from segue.frontend.admission import Admission
-from segue.frontend.arrival import NO_TOKENIZER, Arrival
+from segue.frontend.arrival import NO_TOKENIZER, Arrival, Encoder, prepare_all
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import GenerateRequest, RequestState
-from segue.frontend.sampling import Vocabulary, build_params
+from segue.frontend.sampling import Prepared, Vocabulary
 from segue.frontend.stats import Stats
 from segue.frontend.stream import Stream
+from segue.frontend.text_bound import max_chars_per_token
 from segue.frontend.tokenizer import Tokenizer
+from segue.frontend.workers import Workers, turn
 from segue.protocol.control import FlushResult, PauseResult
 from segue.protocol.messages import (
     BEFORE_PREFILL,
@@ -56,7 +59,9 @@ from segue.protocol.weights import WeightAnswer, WeightCall, WeightNotice, Weigh
 
 Answer = TypeVar("Answer", State, Paused, Continued, Flushed, WeightAnswer)
 
-INLINE_MESSAGES = 64  # of a conversation; longer ones are rendered in a thread
+# Of a conversation that is rendered on the event loop; longer ones are in a thread.
+INLINE_MESSAGES = 64
+INLINE_CHARS = 1 << 16
 
 
 class TokenizerManager:
@@ -83,6 +88,10 @@ class TokenizerManager:
         # A small test model may come with a real tokenizer: ids that it has no logit for cannot end anything.
         eos_ids = {token for token in eos_ids if token < ready.vocab_size}
         self.limits = Vocabulary(max_seq_len=ready.max_seq_len, vocab_size=ready.vocab_size, eos_ids=eos_ids)
+        self.workers = Workers()
+        self._chars_per_token = (
+            None if tokenizer is None else max_chars_per_token(tokenizer.backend, self.table.tokens)
+        )
         self._send = send
         self._admission = Admission(max_queued_requests, ready.max_running_requests)
         self._states: dict[str, RequestState] = {}
@@ -124,60 +133,75 @@ class TokenizerManager:
         if batch_id is not None:
             self._batches[batch_id] = set(rids)
         self._idle.clear()
+        begun: list[RequestState] = []
         try:
-            prompts = await arrival.tokenize(requests, self.tokenizer, self.limits)
-            if self._dead is not None:
-                raise self._dead
-            params = [
-                build_params(request.options, len(ids), self.limits, request.names)
-                if request.rid not in arrival.aborted
-                else SamplingParams(max_new_tokens=0)
-                for request, ids in zip(requests, prompts, strict=True)
-            ]
-            streams = [
-                Stream(self._begin(request, ids, param, batch_id, created, arrival), self.discard)
-                for request, ids, param in zip(requests, prompts, params, strict=True)
-            ]
+            options = await prepare_all(requests, self.limits, self.workers)
+            prompts = await arrival.tokenize(requests, self._encoder)
+            added: list[tuple[RequestState, AddRequest]] = []
+            for number, parts in enumerate(zip(requests, prompts, options, strict=True)):
+                added.append(self._make(*parts, batch_id, created, arrival))
+                await turn(number)
+            for number, (state, message) in enumerate(added):
+                if self._dead is not None:
+                    raise self._dead
+                self._begin(state, message, arrival)
+                begun.append(state)
+                await turn(number)
         except BaseException:
             if batch_id is not None:
                 self._batches.pop(batch_id, None)
+            for state in begun:
+                state.batch_id = None
+                self.discard(state)
             raise
         finally:
             for rid in rids:
-                del self._arriving[rid]
+                if self._arriving.get(rid) is arrival:  # else it was sent, and may even have come again
+                    del self._arriving[rid]
             self._settle()
-        return streams
+        return [Stream(state, self.discard) for state in begun]
 
-    def _begin(
+    @property
+    def _encoder(self) -> Encoder:
+        return Encoder(self.tokenizer, self.limits, self._chars_per_token, self.workers)
+
+    def _make(
         self,
         request: GenerateRequest,
         ids: Sequence[int],
-        params: SamplingParams,
+        prepared: Prepared,
         batch_id: str | None,
         created: float,
         arrival: Arrival,
-    ) -> RequestState:
-        """Send a request, or end it if it was aborted on its way."""
+    ) -> tuple[RequestState, AddRequest]:
+        """A request's state, and the message that has it run."""
+        if request.rid in arrival.aborted:
+            params = SamplingParams(max_new_tokens=0)
+        else:
+            params = prepared.params(len(ids))
         state = RequestState(request, ids, params, self.table, created)
         state.batch_id = batch_id
-        self._states[request.rid] = state
-        if request.rid not in arrival.aborted:
-            self._send(
-                AddRequest(rid=request.rid, prompt=pack_ids(ids), params=params, priority=request.priority)
-            )
+        message = AddRequest(rid=request.rid, prompt=pack_ids(ids), params=params, priority=request.priority)
+        return state, message
+
+    def _begin(self, state: RequestState, message: AddRequest, arrival: Arrival) -> None:
+        """Send a request, or end it if it was aborted on its way."""
+        del self._arriving[state.rid]
+        self._states[state.rid] = state
+        if state.rid not in arrival.aborted:
+            self._send(message)
             self._admission.sent()
-            return state
-        message = arrival.aborted[request.rid]
+            return
+        reason = arrival.aborted[state.rid]
         end = Finished(
-            rid=request.rid,
+            rid=state.rid,
             reason="abort",
             num_tokens=0,
-            prompt_tokens=len(ids),
+            prompt_tokens=len(state.prompt_ids),
             cached_tokens=0,
-            message=BEFORE_PREFILL if message is None else message,
+            message=BEFORE_PREFILL if reason is None else reason,
         )
         self._finish(end, time.monotonic())
-        return state
 
     def abort(self, rid: str = "", *, abort_all: bool = False, message: str | None = None) -> None:
         """End one request, a batch's, or all; readers get what there is. An unknown rid does nothing."""
@@ -275,12 +299,20 @@ class TokenizerManager:
 
         Raises:
             InvalidRequestError: there is no template, or it refuses them.
+            ContextLengthError: they are more than the context holds, however they are rendered.
         """
         if self.tokenizer is None:
             raise InvalidRequestError(NO_TOKENIZER, param="messages")
-        if len(messages) <= INLINE_MESSAGES:
+        most = self.limits.max_seq_len
+        if len(messages) >= most:
+            text = f"messages has {len(messages)} messages, but this model's context has {most} tokens"
+            raise ContextLengthError(f"{text}; each takes at least one: send fewer", param="messages")
+        num_chars = sum(len(message["content"]) for message in messages)
+        self._encoder.check_num_chars(num_chars, "messages")
+        if len(messages) <= INLINE_MESSAGES and num_chars <= INLINE_CHARS:
             return self.tokenizer.apply_chat_template(messages)
-        return await asyncio.to_thread(self.tokenizer.apply_chat_template, messages)
+        tokenizer = self.tokenizer
+        return await self.workers.run(lambda: tokenizer.apply_chat_template(messages))
 
     @property
     def trouble(self) -> SegueError | None:
@@ -356,6 +388,7 @@ class TokenizerManager:
         if self._dead is not None:
             return
         self._dead = error
+        self.workers.close(error)
         self.stats.finished["error"] += len(self._states)
         for state in self._states.values():
             state.fail(error)

@@ -54,6 +54,7 @@ from segue.protocol.weights import (
 
 Ask = Callable[[WeightRequest], Awaitable[WeightAnswer]]
 MOST_INLINE = 1 << 20  # characters of base64 decoded on the event loop
+BASE64_PIECE = 1 << 20  # characters, a multiple of four
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,11 @@ class Reply:
 
 async def perform(
     name: str,
-    body: Mapping[str, Any],
+    body: Mapping[str, Any] | BaseModel,
     ask: Ask,
     admit: Callable[[WeightRequest], WeightRequest] = lambda request: request,
 ) -> Reply:
-    """Check the body of a call and carry it out.
+    """Check the body of a call, unless it is the checked one, and carry it out.
 
     ``admit``: gives the request as the caller may make it, or raises.
 
@@ -88,7 +89,7 @@ async def perform(
         EngineDeadError: there is no engine any more.
     """
     call = CALLS[name]
-    checked = parse(call.body, body)
+    checked = body if isinstance(body, BaseModel) else parse(call.body, body)
     request: WeightRequest
     if isinstance(checked, UpdateWeightsFromTensorRequest):
         size = sum(map(len, checked.serialized_named_tensors))
@@ -175,7 +176,7 @@ def _from_disk(body: UpdateWeightsFromDiskRequest) -> UpdateFromDisk:
 
 def _from_tensor(body: UpdateWeightsFromTensorRequest) -> UpdateFromTensor:
     try:
-        payloads = [base64.b64decode(text, validate=True) for text in body.serialized_named_tensors]
+        payloads = [_decoded(text) for text in body.serialized_named_tensors]
     except (binascii.Error, ValueError) as error:
         raise InvalidRequestError(
             f"serialized_named_tensors: every entry must be base64 ({error})",
@@ -188,6 +189,17 @@ def _from_tensor(body: UpdateWeightsFromTensorRequest) -> UpdateFromTensor:
         flush_cache=body.flush_cache,
         abort_all=body.abort_all_requests,
     )
+
+
+def _decoded(text: str) -> bytes:
+    """Base64, a piece at a time: one call into C would hold up everything else for as long as it takes."""
+    payload = bytearray()
+    for start in range(0, len(text), BASE64_PIECE):
+        piece = base64.b64decode(text[start : start + BASE64_PIECE], validate=True)
+        if len(piece) < BASE64_PIECE // 4 * 3 and start + BASE64_PIECE < len(text):
+            raise ValueError("padding before the end")
+        payload += piece
+    return bytes(payload)
 
 
 def _plain(answer: WeightAnswer) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict
 
 from segue.errors import UnsupportedFieldError
-from segue.protocol.validation import FastList, LogitBias
+from segue.protocol.validation import TAKES_DECODED, FastList, LogitBias
 
 RULES = {
     "text": "a string or a list of strings",
@@ -58,7 +58,7 @@ class NativeSampling(_Body):
     repetition_penalty: float = 1.0
     logit_bias: LogitBias | None = None
     stop: str | FastList[str] | None = None
-    stop_token_ids: FastList[int] | None = None
+    stop_token_ids: Annotated[FastList[int] | None, TAKES_DECODED] = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
@@ -69,7 +69,7 @@ class NativeGenerate(_Body):
     """``POST /generate``; lists are batches."""
 
     text: str | FastList[str] | None = None
-    input_ids: FastList[int] | FastList[FastList[int]] | None = None
+    input_ids: Annotated[FastList[int] | FastList[FastList[int]] | None, TAKES_DECODED] = None
     sampling_params: dict[str, Any] | FastList[dict[str, Any]] | None = None
     stream: bool = False
     return_logprob: bool = False

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+import msgspec
+from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from segue.errors import InvalidRequestError, UnsupportedFieldError
-from segue.protocol.validation import FastList, LogitBias, StrictBody
+from segue.protocol.validation import (
+    BIAS_SCHEMA,
+    TAKES_DECODED,
+    Decoded,
+    FastList,
+    StrictBody,
+    inlined,
+    misfit,
+    token_biases,
+)
+
+MAX_BIASES = 300  # entries of ``logit_bias``: the limit of OpenAI's own API
 
 # Accepted because they cannot change the output.
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
@@ -65,6 +77,20 @@ class StreamOptions(_Body):
     include_usage: bool | None = None
 
 
+def _few_biases(value: Any) -> dict[int, float]:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(too_many_biases(len(value)))
+    return token_biases(value)
+
+
+def too_many_biases(count: int) -> str:
+    """The rule that so many entries of ``logit_bias`` break."""
+    return f"it has {count} entries; at most {MAX_BIASES} are allowed"
+
+
+_FewBiases = Annotated[dict[int, float], PlainValidator(_few_biases), BIAS_SCHEMA]
+
+
 class _Sampling(_Body):
     """What chat and completions have in common; None is the default."""
 
@@ -75,43 +101,70 @@ class _Sampling(_Body):
     min_p: float | None = None
     seed: int | None = None
     stop: str | FastList[str] | None = None
-    stop_token_ids: FastList[int] | None = None
+    stop_token_ids: Annotated[FastList[int] | None, TAKES_DECODED] = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: LogitBias | None = None
+    logit_bias: _FewBiases | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
 
-class TextPart(_Body):
+class _Struct(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Without the collector's bookkeeping: a body may have tens of thousands of these, and no cycles."""
+
+
+class TextPart(_Struct, frozen=True, gc=False):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Body):
-    """One message. The last four fields are empty in replies that clients send back."""
+_Nothing = Annotated[list[None], msgspec.Meta(max_length=0)]
+
+
+class ChatMessage(_Struct, frozen=True, gc=False):
+    """One message. The last five fields are empty in replies that clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | FastList[TextPart] | None = None
+    content: str | list[TextPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: _Nothing | None = None
+    annotations: _Nothing | None = None
+
+
+def _messages(value: Any) -> list[ChatMessage]:
+    if isinstance(value, Decoded):
+        messages: list[ChatMessage] = value.value
+    else:
+        try:
+            messages = msgspec.convert(value, list[ChatMessage])
+        except msgspec.ValidationError as error:
+            raise misfit(error, "messages", RULES) from None
+    if not messages:
+        raise ValueError("must have at least one message")
+    return messages
+
+
+def _messages_schema() -> dict[str, Any]:
+    (schema,), definitions = msgspec.json.schema_components(
+        [list[ChatMessage]], ref_template="#/$defs/{name}"
+    )
+    return inlined({**schema, "$defs": definitions, "minItems": 1})
 
 
 class ChatCompletionRequest(_Sampling):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[FastList[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], PlainValidator(_messages), WithJsonSchema(_messages_schema())]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -120,7 +173,7 @@ class ChatCompletionRequest(_Sampling):
 class CompletionRequest(_Sampling):
     """``POST /v1/completions``."""
 
-    prompt: str | FastList[str] | FastList[int] | FastList[FastList[int]]
+    prompt: Annotated[str | FastList[str] | FastList[int] | FastList[FastList[int]], TAKES_DECODED]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field, PlainValidator, ValidationError, WithJsonSchema, model_validator
+import msgspec
+from pydantic import (
+    BaseModel,
+    Field,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from segue.errors import InvalidRequestError, UnsupportedFieldError
@@ -15,12 +26,27 @@ Model = TypeVar("Model", bound=BaseModel)
 Item = TypeVar("Item")
 UNKNOWN_FIELD = "unknown_field"
 MAX_NAME_CHARS = 80  # of a field's name, in an error
+MAX_MESSAGE_CHARS = 200  # of what a decoder says
 MAX_ID_DIGITS = 18
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 # A list that is given up at its first wrong item: a report of millions takes a minute and gigabytes.
 FastList = Annotated[list[Item], Field(fail_fast=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A value that was checked while it was decoded from JSON, so that no model has to go through it."""
+
+    value: Any
+
+
+def _unless_decoded(value: Any, check: Callable[[Any], Any]) -> Any:
+    return value.value if isinstance(value, Decoded) else check(value)
+
+
+TAKES_DECODED = WrapValidator(_unless_decoded)  # annotates a field of a model
 
 
 def parse(
@@ -60,7 +86,49 @@ def shown(value: Any) -> str:
     return _SHORT.repr(value)
 
 
-def _token_biases(value: Any) -> dict[int, float]:
+def misfit(error: msgspec.ValidationError, param: str, rules: Mapping[str, str]) -> InvalidRequestError:
+    """What msgspec found wrong inside the field ``param``, in this API's words."""
+    message, _, path = str(error).partition(" - at `$")
+    steps: list[int | str] = [
+        int(index) if index else name for index, name in re.findall(r"\[(\d+)\]|\.(\w+)", path)
+    ]
+    if field := re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", message, re.DOTALL):
+        steps.append(field[2])
+    location, rule = _cut([param, *steps], rules)
+    where = _path(location, "")
+    if rule is not None:
+        return InvalidRequestError(f"{where}: expected {rule}", param=where)
+    if field is None:
+        return InvalidRequestError(
+            f"{where}: {message[0].lower()}{message[1:MAX_MESSAGE_CHARS]}", param=where
+        )
+    if field[1] == "missing required":
+        return InvalidRequestError(f"{where}: this field is required", param=where)
+    return unknown_field(where)
+
+
+def unknown_field(param: str) -> UnsupportedFieldError:
+    """The error for a field that the API does not have."""
+    return UnsupportedFieldError(f"{param}: this field is not known here; leave it out", param=param)
+
+
+def inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema with what each ``$ref`` refers to in its place; our models do not recurse."""
+    definitions = schema.pop("$defs", {})
+
+    def resolve(node: Any) -> Any:
+        if isinstance(node, dict):
+            reference = node.get("$ref")
+            if isinstance(reference, str):
+                return resolve(definitions[reference.rsplit("/", 1)[-1]])
+            return {key: resolve(value) for key, value in node.items()}
+        return [resolve(each) for each in node] if isinstance(node, list) else node
+
+    resolved: dict[str, Any] = resolve(schema)
+    return resolved
+
+
+def token_biases(value: Any) -> dict[int, float]:
     """``logit_bias``, whose keys are strings in JSON."""
     if not isinstance(value, dict):
         raise ValueError("must be an object of token ids and numbers")
@@ -74,10 +142,11 @@ def _token_biases(value: Any) -> dict[int, float]:
     return biases
 
 
+BIAS_SCHEMA = WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})
 LogitBias = Annotated[
     dict[int, float],
-    PlainValidator(_token_biases),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+    PlainValidator(token_biases),
+    BIAS_SCHEMA,
 ]
 
 
@@ -88,7 +157,7 @@ def _field_error(invalid: ValidationError, rules: Mapping[str, str], prefix: str
         location, rule = [*location, error["ctx"]["name"]], None
     param = _path(location, prefix)
     if error["type"] == UNKNOWN_FIELD:
-        return UnsupportedFieldError(f"{param}: this field is not known here; leave it out", param=param)
+        return unknown_field(param)
     if error["type"] == "missing":
         return InvalidRequestError(f"{param}: this field is required", param=param)
     if rule is not None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from segue.protocol.validation import FastList
+from segue.protocol.validation import TAKES_DECODED, FastList
 from segue.protocol.weights import Backend, StagingPlace
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
@@ -15,6 +15,11 @@ Version = Annotated[str, Field(min_length=1, max_length=256)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Size = Annotated[int, Field(ge=0, lt=1 << 48)]
 Checksum = Annotated[int, Field(ge=0, lt=1 << 64)]
+MAX_TENSORS = 1 << 17  # named in one call; the largest mixtures of experts have some 100,000
+MAX_PAYLOADS = 1024  # one for each rank
+# Lists with an item for each tensor, or each bucket of tensors.
+Names = Annotated[FastList[str], Field(max_length=MAX_TENSORS), TAKES_DECODED]
+Shapes = Annotated[FastList[list[Size]], Field(max_length=MAX_TENSORS), TAKES_DECODED]
 LoadFormat = Annotated[
     Literal["flattened_bucket"] | None,
     BeforeValidator(lambda name: None if name in ("", "auto", "direct") else name),
@@ -50,21 +55,23 @@ class DestroyWeightsUpdateGroupRequest(_Body):
 class BucketMetadata(_Body):
     """Tensors sent together: three lists of one length."""
 
-    names: FastList[str]
-    dtypes: FastList[str]
-    shapes: FastList[list[Size]]
+    names: Names
+    dtypes: Names
+    shapes: Shapes
 
 
 class PrepareWeightsUpdateRequest(_Body):
     """``POST /prepare_weights_update``: everything that is going to be broadcast, in order."""
 
     num_buckets: Count
-    buckets: FastList[BucketMetadata]
+    buckets: Annotated[FastList[BucketMetadata], Field(max_length=MAX_TENSORS), TAKES_DECODED]
     group_name: str
     session_id: str | None = None
     weight_version: Version | None = None
     load_format: LoadFormat = None
-    checksums: dict[str, Checksum] | None = None
+    checksums: Annotated[
+        Annotated[dict[str, Checksum], Field(max_length=MAX_TENSORS)] | None, TAKES_DECODED
+    ] = None
     timeout_s: Seconds = 300.0
     arm_timeout_s: Seconds = 3600.0
     partial: bool = False
@@ -102,9 +109,9 @@ class _Update(_Body):
 class UpdateWeightsFromDistributedRequest(_Update):
     """``POST /update_weights_from_distributed``: one bucket, in one call."""
 
-    names: FastList[str]
-    dtypes: FastList[str]
-    shapes: FastList[list[Size]]
+    names: Names
+    dtypes: Names
+    shapes: Shapes
     group_name: str = "weight_update_group"
     load_format: LoadFormat = None
 
@@ -119,7 +126,7 @@ class UpdateWeightsFromDiskRequest(_Update):
 class UpdateWeightsFromTensorRequest(_Update):
     """``POST /update_weights_from_tensor``: base64, one entry a rank, or one for all."""
 
-    serialized_named_tensors: Annotated[FastList[str], Field(min_length=1)]
+    serialized_named_tensors: Annotated[FastList[str], Field(min_length=1, max_length=MAX_PAYLOADS)]
     load_format: str | None = None
 
 

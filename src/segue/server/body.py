@@ -1,31 +1,38 @@
-"""Request bodies: read up to a limit, parsed as JSON, checked."""
+"""Request bodies: read up to a limit, decoded from JSON, checked."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from segue.config import MIB
-from segue.errors import InvalidRequestError, RequestTooLargeError
+from segue.errors import RequestTooLargeError
+from segue.server.large_body import Bounds, Shape, decode, not_json
+from segue.server.service import service_of
 
 T = TypeVar("T")
+INLINE_BYTES = 1 << 14  # of a body that is decoded at once, on the event loop
 
 
-async def read_json(request: Request, limit_mib: int, check: Callable[[Any], T]) -> T:
-    """What ``check`` makes of the parsed body; an empty one is ``{}``.
+async def read_json(request: Request, check: Callable[[Any], T], shape: Callable[[Bounds], Shape]) -> T:
+    """What ``check`` makes of the decoded body; an empty one is ``{}``.
+
+    A body of more than ``INLINE_BYTES`` is decoded by its ``shape``, and checked, in a thread.
 
     Raises:
+        EngineStartError: the engine is still starting; nothing was read.
         RequestTooLargeError: more than the limit, found out without reading it.
-        InvalidRequestError: not JSON.
+        InvalidRequestError: not JSON, or more than ``shape`` allows.
     """
-    data = await read_bytes(request, limit_mib)
-    with _collector_paused():
+    service = service_of(request)
+    manager, bounds = service.manager, service.bounds
+    data = await read_bytes(request, service.config.max_body_mib)
+    if len(data) <= INLINE_BYTES:
         return check(_parse(data))
+    return await manager.workers.run(lambda: check(decode(data, shape(bounds))))
 
 
 def _parse(data: bytes) -> Any:
@@ -34,19 +41,7 @@ def _parse(data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """No garbage collection, which would go through a body of millions of lists again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+        raise not_json(error) from None
 
 
 async def read_bytes(request: Request, limit_mib: int) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter, Request, Response
 from msgspec import structs
 
@@ -11,6 +13,7 @@ from segue.protocol.validation import parse
 from segue.server.access import AdminRoute
 from segue.server.body import read_json
 from segue.server.errors import json_response
+from segue.server.large_body import control
 from segue.server.schema import body_schema, query_schema
 from segue.server.service import service_of
 
@@ -22,9 +25,8 @@ VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "i
 @router.post("/pause_generation", openapi_extra=body_schema(PauseRequest, required=False))
 async def pause_generation(request: Request) -> Response:
     """Stop generating; answers once nothing runs, with what became of the requests."""
-    service = service_of(request)
-    manager = service.manager
-    body = await read_json(request, service.config.max_body_mib, lambda body: parse(PauseRequest, body))
+    manager = service_of(request).manager
+    body = await read_json(request, partial(parse, PauseRequest), partial(control, PauseRequest))
     result = await manager.pause_generation(body.mode, body.ttl_s)
     said = {"message": "Generation paused successfully.", "status": "ok"}
     return json_response(said | structs.asdict(result))
@@ -65,9 +67,9 @@ async def is_paused(request: Request) -> Response:
 @router.post("/abort_request", openapi_extra=body_schema(AbortRequest, required=False))
 async def abort_request(request: Request) -> Response:
     """End a request, a batch, or all; an unknown rid does nothing."""
-    service = service_of(request)
-    body = await read_json(request, service.config.max_body_mib, lambda body: parse(AbortRequest, body))
-    service.manager.abort(body.rid or "", abort_all=body.abort_all, message=body.aborted_message)
+    manager = service_of(request).manager
+    body = await read_json(request, partial(parse, AbortRequest), partial(control, AbortRequest))
+    manager.abort(body.rid or "", abort_all=body.abort_all, message=body.aborted_message)
     return Response()
 
 

@@ -12,9 +12,11 @@ from segue.frontend.merge import accepted
 from segue.frontend.native import NativeCall, parse_call
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.protocol.native import NativeGenerate
+from segue.server import large_body
 from segue.server.access import UserRoute
 from segue.server.body import read_json
-from segue.server.errors import json_response, native_body
+from segue.server.errors import native_body
+from segue.server.large_reply import reply_response
 from segue.server.openai_routes import ACCEPT_S
 from segue.server.schema import body_schema
 from segue.server.service import service_of
@@ -29,11 +31,12 @@ async def generate(request: Request) -> Response:
     service = service_of(request)
     manager = service.manager
     most = service.config.max_queued_requests
-    call = await read_json(request, service.config.max_body_mib, lambda body: parse_call(body, most))
+    call = await read_json(request, lambda body: parse_call(body, most), large_body.generate)
     if call.stream:
         generation = await unless_gone(request, _begun(manager, call))
         return EventStream(_events(generation), native_body, generation.close)
-    return json_response(await unless_gone(request, _result(manager, call)))
+    reply, num_entries = await unless_gone(request, _result(manager, call))
+    return await reply_response(reply, num_entries, manager.workers)
 
 
 async def _begun(manager: TokenizerManager, call: NativeCall) -> Generation:
@@ -46,9 +49,9 @@ async def _begun(manager: TokenizerManager, call: NativeCall) -> Generation:
     return generation
 
 
-async def _result(manager: TokenizerManager, call: NativeCall) -> Any:
+async def _result(manager: TokenizerManager, call: NativeCall) -> tuple[Any, int]:
     with await Generation.start(manager, call) as generation:
-        return await generation.result()
+        return await generation.result(), generation.num_entries
 
 
 async def _events(generation: Generation) -> AsyncGenerator[bytes, None]:

@@ -9,7 +9,8 @@ from typing import Any
 from segue.errors import InvalidRequestError, ModelNotFoundError
 from segue.frontend.request import GenerateRequest
 from segue.frontend.runtime import Runtime
-from segue.frontend.sampling import SamplingOptions, check_batch
+from segue.frontend.sampling import SamplingOptions, check_batch, check_num_entries, num_entries
+from segue.frontend.workers import turn
 from segue.protocol.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
 from segue.protocol.validation import shown
 
@@ -35,7 +36,7 @@ async def chat_call(body: ChatCompletionRequest, runtime: Runtime, rid: str) -> 
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     request = GenerateRequest(
         rid=rid,
-        prompt=await runtime.manager.render(_messages(body.messages)),
+        prompt=await runtime.manager.render(await _messages(body.messages)),
         options=_options(body, max_tokens, logprobs),
         add_special_tokens=False,
         param="messages",
@@ -51,6 +52,7 @@ def completion_call(body: CompletionRequest, runtime: Runtime, rid: str) -> Want
     options = _options(body, body.max_tokens, logprobs)
     prompts = _prompts(body.prompt)
     check_batch(len(prompts), runtime.config.max_queued_requests, "prompt")
+    check_num_entries(num_entries(options), len(prompts))
     is_batch = len(prompts) > 1
     requests = [
         GenerateRequest(rid=f"{rid}-{index}" if is_batch else rid, prompt=prompt, options=options)
@@ -124,10 +126,11 @@ def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
-def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+async def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """As chat templates take them: text parts joined by newlines, ``developer`` is ``system``."""
     rendered = []
     for index, message in enumerate(messages):
+        await turn(index)
         content = message.content
         if content is None:
             name = f"messages[{index}].content"

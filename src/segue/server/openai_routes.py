@@ -14,11 +14,14 @@ from segue.frontend.merge import accepted, merged, results
 from segue.frontend.request import Output
 from segue.frontend.runtime import Runtime
 from segue.frontend.stream import Stream
+from segue.frontend.workers import INLINE_ENTRIES
 from segue.protocol import openai
 from segue.protocol.validation import parse
+from segue.server import large_body
 from segue.server.access import UserRoute
 from segue.server.body import read_json
 from segue.server.errors import json_response, openai_body
+from segue.server.large_reply import reply_response
 from segue.server.openai_replies import ChatDialect, Chunks, CompletionDialect, Dialect, choice, usage
 from segue.server.openai_requests import Wanted, chat_call, check_model, completion_call
 from segue.server.schema import body_schema
@@ -33,9 +36,8 @@ router = APIRouter(tags=["OpenAI"], route_class=UserRoute)
 @router.post("/v1/chat/completions", openapi_extra=body_schema(openai.ChatCompletionRequest))
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
-    service = service_of(request)
-    runtime = service.running
-    call = await read_json(request, service.config.max_body_mib, _parse_chat)
+    runtime = service_of(request).running
+    call = await read_json(request, _parse_chat, large_body.chat)
     dialect = ChatDialect(runtime.manager.table)
     return await _answer(request, runtime, dialect, await chat_call(call, runtime, _new_id(dialect)))
 
@@ -43,9 +45,8 @@ async def chat_completions(request: Request) -> Response:
 @router.post("/v1/completions", openapi_extra=body_schema(openai.CompletionRequest))
 async def completions(request: Request) -> Response:
     """Continue a text, or several."""
-    service = service_of(request)
-    runtime = service.running
-    call = await read_json(request, service.config.max_body_mib, _parse_completion)
+    runtime = service_of(request).running
+    call = await read_json(request, _parse_completion, large_body.completion)
     dialect = CompletionDialect(runtime.manager.table)
     return await _answer(request, runtime, dialect, completion_call(call, runtime, _new_id(dialect)))
 
@@ -101,17 +102,21 @@ async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: 
         return EventStream(_events(chunks, streams), openai_body, stack.close)
     outputs = await unless_gone(request, _results(runtime, wanted))
     ends = [output.end for output in outputs if output.end is not None]
+    num_entries = len(outputs) + sum(1 + len(entry.top) for output in outputs for entry in output.logprobs)
+
+    def choices() -> list[dict[str, Any]]:
+        return [choice(dialect, index, output, wanted.logprobs >= 0) for index, output in enumerate(outputs)]
+
+    workers = runtime.manager.workers
     reply = {
         "id": wanted.id,
         "object": dialect.object,
         "created": created,
         "model": runtime.name,
-        "choices": [
-            choice(dialect, index, output, wanted.logprobs >= 0) for index, output in enumerate(outputs)
-        ],
+        "choices": choices() if num_entries <= INLINE_ENTRIES else await workers.run(choices),
         "usage": usage(ends),
     }
-    return json_response(reply)
+    return await reply_response(reply, num_entries, workers)
 
 
 async def _submit(runtime: Runtime, wanted: Wanted) -> tuple[list[Stream], ExitStack]:

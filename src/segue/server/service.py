@@ -12,6 +12,7 @@ from segue.errors import EngineStartError
 from segue.frontend.probe import Probe
 from segue.frontend.runtime import Runtime
 from segue.frontend.tokenizer_manager import TokenizerManager
+from segue.server.large_body import Bounds
 
 
 @dataclass(slots=True)
@@ -45,6 +46,11 @@ class Service:
     def manager(self) -> TokenizerManager:
         """Where requests go; raises as :attr:`running` does."""
         return self.running.manager
+
+    @property
+    def bounds(self) -> Bounds:
+        """How much a body may ask for; raises as :attr:`running` does."""
+        return Bounds(vocabulary=self.manager.limits, max_prompts=self.config.max_queued_requests)
 
 
 def service_of(request: Request) -> Service:

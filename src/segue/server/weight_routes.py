@@ -7,12 +7,15 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 
 from segue.errors import SegueError
 from segue.frontend.weights import CALLS, perform
+from segue.protocol.validation import parse
 from segue.server.access import AdminRoute
 from segue.server.body import read_json
 from segue.server.errors import error_response, json_response
+from segue.server.large_body import control
 from segue.server.schema import body_schema, query_schema
 from segue.server.service import service_of
 from segue.server.sse import unless_gone
@@ -61,9 +64,9 @@ def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         service = service_of(request)
         try:
-            body = await read_json(request, service.config.max_body_mib, lambda body: body)
-            if isinstance(body, dict):
-                body = {**request.query_params, **body}
+            model = CALLS[name].body
+            check = partial(_checked, model, dict(request.query_params))
+            body = await read_json(request, check, partial(control, model))
             work = perform(name, body, service.manager.ask_weights, partial(admitted, service.config))
             # Nobody but its client wants a group to be met; all else goes on without one.
             reply = await (unless_gone(request, work) if name == "init_weights_update_group" else work)
@@ -79,6 +82,10 @@ def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
 def _failure(name: str, error: SegueError) -> dict[str, Any]:
     content: dict[str, Any] = {"success": False, "message": error.message}
     return content | ({"status": "error"} if "prepare" in name else {})
+
+
+def _checked(model: type[BaseModel], query: dict[str, str], body: Any) -> BaseModel:
+    return parse(model, {**query, **body} if isinstance(body, dict) else body)
 
 
 for _name, _call in CALLS.items():

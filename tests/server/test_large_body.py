@@ -1,0 +1,345 @@
+"""Bodies that are decoded in pieces: the same as when they are decoded at once, but for what is refused."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from segue.errors import ContextLengthError, InvalidRequestError, SegueError, UnsupportedFieldError
+from segue.frontend.native import parse_call
+from segue.frontend.sampling import MAX_ENTRIES, Vocabulary
+from segue.frontend.weights import CALLS
+from segue.protocol.native import NativeGenerate
+from segue.protocol.openai import CHAT_NOT_YET, HARMLESS, ChatCompletionRequest, CompletionRequest
+from segue.protocol.validation import Decoded, parse
+from segue.server import large_body, pieces
+from segue.server.large_body import Bounds, Shape, chat, completion, control, decode, generate
+from segue.server.openai_routes import _parse_chat, _parse_completion
+
+MAX_PROMPTS = 6
+BOUNDS = Bounds(vocabulary=Vocabulary(max_seq_len=40, vocab_size=1000, eos_ids=()), max_prompts=MAX_PROMPTS)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 2000)
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=12)
+    | st.sampled_from(['"', "\\", '\\"', "],[", '","', "{}", ",", ":", "\n", "é🙂", "a" * 40])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "1", "2"]) | st.text(max_size=4),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=10,
+)
+IDS = st.lists(st.integers(0, 999), max_size=30)
+TEXTS = st.text(max_size=30)
+STRINGS = st.lists(TEXTS, max_size=MAX_PROMPTS)
+BIAS = st.dictionaries(
+    st.integers(0, 999).map(str), st.integers(-100, 100) | st.floats(-100, 100), max_size=9
+)
+PART = st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS})
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "developer"]), "content": TEXTS | st.lists(PART, max_size=4)},
+    optional={"name": TEXTS, "tool_calls": st.just([]) | st.none(), "refusal": st.none()},
+)
+OPTIONS = {
+    "logit_bias": BIAS,
+    "stop_token_ids": IDS,
+    "stop": TEXTS | st.lists(TEXTS, max_size=5),
+    "temperature": st.floats(0, 2),
+}
+PARAMS = st.fixed_dictionaries({}, optional=OPTIONS | {"max_new_tokens": st.integers(1, 9)})
+NAMES = st.lists(st.text(max_size=12).filter(lambda name: "," not in name), max_size=5)
+BUCKET = st.fixed_dictionaries(
+    {
+        "names": NAMES,
+        "dtypes": NAMES,
+        "shapes": st.lists(st.lists(st.integers(0, 2**40), max_size=4), max_size=6),
+    }
+)
+
+
+def fields(required: dict[str, Any], optional: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Right bodies, and bodies of which one field is anything, in JSON with and without spaces."""
+    right = st.fixed_dictionaries(required, optional=optional)
+    names = st.sampled_from([*required, *optional])
+    return right | st.builds(lambda body, name, value: {**body, name: value}, right, names, VALUES)
+
+
+CHAT = fields(
+    {"model": st.just("m"), "messages": st.lists(MESSAGE, min_size=1, max_size=5)},
+    OPTIONS | {"user": VALUES, "tools": VALUES, "n": st.just(1), "other": VALUES},
+)
+COMPLETION = fields(
+    {"model": st.just("m"), "prompt": TEXTS | STRINGS | IDS | st.lists(IDS, max_size=MAX_PROMPTS)},
+    OPTIONS | {"metadata": VALUES, "suffix": VALUES, "stream": st.booleans()},
+)
+GENERATE = fields(
+    {"sampling_params": PARAMS | st.lists(PARAMS, max_size=MAX_PROMPTS)},
+    {
+        "text": TEXTS | STRINGS,
+        "input_ids": IDS | st.lists(IDS, max_size=MAX_PROMPTS),
+        "rid": TEXTS | STRINGS,
+        "extra": VALUES,
+        "image_data": VALUES,
+    },
+)
+PREPARE = fields(
+    {"num_buckets": st.integers(0, 3), "buckets": st.lists(BUCKET, max_size=4), "group_name": TEXTS},
+    {
+        "checksums": st.dictionaries(st.sampled_from(["a", "b.c", "d"]), st.integers(0, 2**64 - 1)),
+        "extra": VALUES,
+    },
+)
+DISTRIBUTED = BUCKET.flatmap(lambda bucket: fields({n: st.just(v) for n, v in bucket.items()}, {}))
+TENSOR = fields({"serialized_named_tensors": STRINGS}, {"load_format": TEXTS})
+
+
+def native(body: Any) -> Any:
+    call = parse_call(body, MAX_PROMPTS)
+    return [(request.prompt, request.options) for request in call.requests]
+
+
+def weights(name: str) -> tuple[Callable[[Any], Any], Callable[[Bounds], Shape]]:
+    model: type[BaseModel] = CALLS[name].body
+    return partial(parse, model), partial(control, model)
+
+
+FAMILIES: list[tuple[Any, Callable[[Any], Any], Callable[[Bounds], Shape]]] = [
+    (CHAT, _parse_chat, chat),
+    (COMPLETION, _parse_completion, completion),
+    (GENERATE, native, generate),
+    (PREPARE, *weights("prepare_weights_update")),
+    (DISTRIBUTED, *weights("update_weights_from_distributed")),
+    (TENSOR, *weights("update_weights_from_tensor")),
+]
+NAMES_OF_FAMILIES = ["chat", "completion", "generate", "prepare", "distributed", "tensor"]
+
+
+@pytest.fixture(params=[5, 20])
+def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_body, "SMALL", request.param)
+    monkeypatch.setattr(pieces, "PIECE", 100)
+
+
+REFUSED = "refused"
+
+
+def outcome(check: Callable[[], Any]) -> Any:
+    try:
+        return plain(check())
+    except SegueError:
+        return REFUSED
+
+
+def plain(value: Any) -> Any:
+    """Comparable: the same numbers are the same in a list and in an array."""
+    if isinstance(value, array):
+        return value.tolist()
+    if isinstance(value, BaseModel):
+        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(("bodies", "check", "shape"), FAMILIES, ids=NAMES_OF_FAMILIES)
+def test_pieces_and_the_whole_are_the_same(bodies: Any, check: Any, shape: Any) -> None:
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(body=bodies, indent=st.sampled_from([None, 1]), escape=st.booleans())
+    def compare(body: dict[str, Any], indent: int | None, escape: bool) -> None:
+        data = json.dumps(body, indent=indent, ensure_ascii=escape).encode("utf-8", "replace")
+        whole = outcome(lambda: check(msgspec.json.decode(data)))
+        in_pieces = outcome(lambda: check(decode(data, shape(BOUNDS))))
+        assert in_pieces == whole
+
+    compare()
+
+
+def right(shape: Callable[[Bounds], Shape], body: bytes) -> dict[str, Any]:
+    return decode(body, shape(BOUNDS))
+
+
+def many(item: str, count: int) -> bytes:
+    return ("[" + ",".join([item] * count) + "]").encode()
+
+
+LARGE = 20_000  # items, more than one piece of each kind
+
+
+@pytest.mark.parametrize(
+    ("shape", "field", "value", "words"),
+    [
+        (completion, "prompt", many("[1]", LARGE), f"{LARGE} prompts; at most 6"),
+        (completion, "prompt", many('"a"', LARGE), f"{LARGE} prompts; at most 6"),
+        (completion, "prompt", many("1", LARGE), f"{LARGE} tokens"),
+        (completion, "prompt", b"[" + many("1", LARGE) + b"]", f"{LARGE} tokens"),
+        (completion, "prompt", many("9e307", LARGE), "tokens"),
+        (completion, "prompt", many("{}", LARGE), "expected a string, a list of strings"),
+        (completion, "prompt", b'{"a":' + many("1", LARGE) + b"}", "expected a string, a list of strings"),
+        (completion, "prompt", b'["a",' + many("1", LARGE) + b"]", "expected a string, a list of strings"),
+        (completion, "prompt", b"[[1]," + many('"a"', LARGE)[1:], "expected a string"),
+        (completion, "stop", many('"a"', LARGE), "at most 64"),
+        (completion, "stop", many("1", LARGE), "stop: expected a string or a list of strings"),
+        (completion, "stop_token_ids", many("1", MAX_ENTRIES + 1), f"at most {MAX_ENTRIES}"),
+        (completion, "stop_token_ids", many("[]", LARGE), "stop_token_ids: expected a list of token ids"),
+        (completion, "logit_bias", b'{"a":' + many("{}", LARGE) + b"}", "logit_bias: expected an object"),
+        (completion, "temperature", many("1", LARGE), "temperature has 40001 bytes of JSON"),
+        (chat, "messages", many('{"role":"user","content":""}', LARGE * 8), "640000 strings"),
+        (chat, "messages", many("{}", LARGE), r"messages\[0\].role: this field is required"),
+        (chat, "messages", many("1", LARGE), r"messages\[0\]: expected"),
+        (
+            chat,
+            "messages",
+            b'[{"role":"user","content":' + many("{}", LARGE) + b"}]",
+            r"messages\[0\].content",
+        ),
+        (generate, "text", many("1", LARGE), "text: expected a string or a list of strings"),
+        (generate, "input_ids", many('"a"', LARGE), "input_ids: expected a list of token ids"),
+        (generate, "rid", many('"a"', LARGE), "at most 6"),
+        (generate, "sampling_params", many("{}", LARGE), "at most 6"),
+        (generate, "sampling_params", many("1", LARGE), "sampling_params: expected an object"),
+        (generate, "priority", b"1" * LARGE, "priority has 20000 bytes"),
+    ],
+)
+def test_too_many_items_and_wrong_ones_are_refused_by_name(
+    shape: Callable[[Bounds], Shape], field: str, value: bytes, words: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as refused:
+        right(shape, b'{"%b": %b}' % (field.encode(), value))
+    assert (refused.value.param or "").startswith((field, "logit_bias"))
+    assert len(refused.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("buckets", many('{"names":[],"dtypes":[],"shapes":[]}', 200_000), "at most"),
+        (
+            "buckets",
+            many('{"names":[],"dtypes":[],"shapes":[]}', large_body.MAX_BUCKETS + 1),
+            "32769 buckets",
+        ),
+        ("buckets", many("{}", LARGE), r"buckets\[0\].names: this field is required"),
+        ("buckets", b'[{"names":' + many("1", LARGE) + b',"dtypes":[],"shapes":[]}]', "a list of buckets"),
+        ("checksums", b'{"a":' + many("1", LARGE) + b"}", "checksums: expected an object of names"),
+        (
+            "checksums",
+            b'{"a":%d,%b}' % (1 << 64, b",".join(b'"%d":1' % each for each in range(LARGE))),
+            "checksums: expected an object of names",
+        ),
+    ],
+)
+def test_too_many_tensors_and_wrong_ones_are_refused_by_name(field: str, value: bytes, words: str) -> None:
+    _, shape = weights("prepare_weights_update")
+    with pytest.raises(InvalidRequestError, match=words):
+        right(shape, b'{"%b": %b}' % (field.encode(), value))
+
+
+def test_shapes_by_the_million_are_refused_by_their_number() -> None:
+    _, shape = weights("update_weights_from_distributed")
+    with pytest.raises(InvalidRequestError, match="1000000 items"):
+        right(shape, b'{"shapes": %b}' % many("[]", 1_000_000))
+    with pytest.raises(InvalidRequestError, match="expected a list of lists of sizes"):
+        right(shape, b'{"shapes": [%b]}' % many("1", LARGE))
+
+
+def test_a_number_of_more_than_32_bits_is_no_token_id() -> None:
+    with pytest.raises(InvalidRequestError, match="32 bits"):
+        right(
+            generate,
+            b'{"input_ids": [%b]}' % (b"[1,2]," * 5 + b"[" + b"0," * 10 + b"5000000000]" + b" " * LARGE),
+        )
+
+
+def test_what_is_dropped_or_ignored_is_not_decoded() -> None:
+    numbers = many("9e307", 1_000_000)  # ten seconds, if they were
+    assert right(chat, b'{"user": %b, "model": "m"}' % numbers) == {"model": "m"}
+    assert right(generate, b'{"extra": %b, "text": "a"}' % numbers) == {"text": "a"}
+
+
+def test_a_large_value_of_a_field_that_is_not_supported_is_refused_as_a_small_one() -> None:
+    tools = many('{"type":"function"}', LARGE)
+    with pytest.raises(UnsupportedFieldError, match="tools is not supported"):
+        _parse_chat(right(chat, b'{"model": "m", "messages": [], "tools": %b}' % tools))
+    with pytest.raises(UnsupportedFieldError, match="image_data is not supported"):
+        native(right(generate, b'{"text": "a", "image_data": %b}' % tools))
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b"[]", b'{"text": "\xff' + b"a" * LARGE + b'"}', b'{"text": 01}', b"[" * LARGE]
+)
+def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
+    for shape in (chat, completion, generate):
+        with pytest.raises(InvalidRequestError):
+            right(shape, body)
+
+
+def test_fields_by_the_million_are_refused_by_their_number() -> None:
+    same = b"{" + b'"seed":0,' * 500_000 + b'"model":"m"}'
+    with pytest.raises(InvalidRequestError, match="500001 fields"):
+        right(completion, same)
+    with pytest.raises(InvalidRequestError, match="500001 fields"):
+        right(generate, b'{"text":"a","sampling_params":[%b]}' % same.replace(b"seed", b"stop"))
+
+
+def test_many_colons_that_are_not_of_fields_are_fine() -> None:
+    assert len(right(generate, b'{"text":"%b"}' % (rb"\":{,\\" * 300_000))["text"]) == 5 * 300_000
+
+
+@settings(max_examples=300, deadline=None)
+@given(value=VALUES, size=st.integers(1, 30))
+def test_members_are_counted_in_slices_of_any_size(value: Any, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "SLICE", size)
+        for depth in (1, 2, 3):
+            data = json.dumps({"x": value, "y": 1}).encode()
+            assert pieces.count_members(data, depth) == 1 + commas({"x": value, "y": 1}, depth)
+
+
+def commas(value: Any, depth: int) -> int:
+    if not isinstance(value, (list, dict)):
+        return 0
+    items = list(value.values()) if isinstance(value, dict) else value
+    return max(0, len(items) - 1) * (depth == 1) + sum(commas(item, depth - 1) for item in items)
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts=st.lists(st.text(st.sampled_from('a\\"'), max_size=6), max_size=30))
+def test_strings_are_counted_to_within_one_half(texts: list[str]) -> None:
+    count = pieces.count_strings(json.dumps(texts).encode())
+    assert count <= len(texts) <= 2 * count + 1
+
+
+def test_every_field_of_a_model_is_known_to_its_shape() -> None:
+    for shape, model, others in (
+        (chat, ChatCompletionRequest, {*HARMLESS, *CHAT_NOT_YET}),
+        (completion, CompletionRequest, HARMLESS),
+        (generate, NativeGenerate, set[str]()),
+    ):
+        assert {*model.model_fields, *others} <= {*shape(BOUNDS).kind.__struct_fields__}
+
+
+def test_prompts_become_compact_arrays() -> None:
+    body = right(generate, b'{"input_ids": [[1, 2], [3]%b]}' % (b" " * LARGE))
+    assert body == {"input_ids": Decoded([array("i", [1, 2]), array("i", [3])])}
+    with pytest.raises(ContextLengthError):
+        right(generate, b'{"input_ids": [[1, 2], %b]}' % many("1", LARGE))
