@@ -16,7 +16,7 @@ LEAVING = 0.6  # the share of requests whose client leaves before it has its ans
 ANSWER_S = 60.0  # a request whose client stays has its answer by then
 MAX_TOKENS = 16
 WORDS = ("the", "river", "seven", "geese", "was", "crossed", "\N{SNOWMAN}", "of", "\n", "lighthouse", "42")
-MODES = ("retract", "retract", "in_place", "in_place", "abort", "wait")
+MODES = (*("retract", "in_place") * 5, "abort", "wait")
 
 
 def run(target: Target, budget_s: float, rng: Random) -> list[Finding]:
@@ -35,7 +35,7 @@ class _Storm:
 
     async def run(self, until: float) -> list[Finding]:
         async with self._target.client(timeout=ANSWER_S) as http:
-            controllers = (self._pause, self._abort, self._flush, self._announce, self._look)
+            controllers = (self._pause, self._pause, self._abort, self._flush, self._announce, self._look)
             controlling = [self._repeat(http, each, until) for each in controllers]
             asking = [self._repeat(http, self._ask, until) for _ in range(NUM_CLIENTS)]
             clients = asyncio.gather(*asking)
@@ -89,7 +89,7 @@ class _Storm:
             body = {"mode": rng.choice(MODES), "ttl_s": rng.uniform(0.01, 0.5)}
             await self._post(http, "/pause_generation", body)
         else:
-            await self._post(http, f"/pause?mode={rng.choice(['abort', 'wait', 'keep'])}", {})
+            await self._post(http, f"/pause?mode={rng.choice(['abort', 'keep', 'keep'])}", {})
         await asyncio.sleep(rng.choice([0, rng.uniform(0, 0.1)]))
         await self._post(http, rng.choice(["/continue_generation", "/resume"]), {})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import WaitUntil
 from tests.e2e.syncing import GREEDY, PROMPTS, Syncing, cut, syncing, tensors_of, write_checkpoints
 from tests.weights.sync.conftest import trainer_address as trainer_address
 
@@ -257,6 +260,33 @@ def test_a_bad_checkpoint(sync: Syncing, checkpoints: list[Path], right: list[An
         assert not answer["success"] and answer["message"]
         assert sync.http.get("/model_info").json()["model_path"] == str(checkpoints[0])
     assert sync.replies() == right[0]
+
+
+def test_groups_that_clients_leave_are_not_joined(
+    sync: Syncing, checkpoints: list[Path], right: list[Any], wait_until: WaitUntil
+) -> None:
+    [worker] = sync.servers[0].workers()
+
+    def num_threads() -> int:
+        return len(list(Path(f"/proc/{worker}/task").iterdir()))
+
+    before, host = num_threads(), sync.http.base_url
+    with socket.create_server(("127.0.0.1", 0), backlog=500) as silent:
+        body = {"master_address": "127.0.0.1", "master_port": silent.getsockname()[1], "rank_offset": 1}
+        body |= {"world_size": 2, "backend": "gloo", "timeout_s": 86400}
+        most = 0
+        for index in range(100):
+            content = json.dumps(body | {"group_name": f"left{index}"}).encode()
+            head = f"POST /init_weights_update_group HTTP/1.1\r\nhost: {host.host}\r\n"
+            head += f"content-length: {len(content)}\r\n\r\n"
+            with socket.create_connection((host.host, host.port)) as client:
+                client.sendall(head.encode() + content)
+            most = max(most, num_threads())
+        assert most <= before + 20
+        assert sync.http.get("/health").status_code == 200
+        wait_until(lambda: num_threads() <= before + 1, 30, what="no thread of an attempt left")
+    assert sync.update(checkpoints[1])["success"]
+    assert sync.replies() == right[1]
 
 
 def test_empty_sessions_and_buckets(sync: Syncing, checkpoints: list[Path], right: list[Any]) -> None:

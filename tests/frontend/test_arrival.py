@@ -307,15 +307,21 @@ def test_the_engines_death_while_a_batch_is_sent_ends_it(bench: Bench) -> None:
 
 
 def test_a_request_that_ended_while_its_batch_was_sent_may_come_again(bench: Bench) -> None:
+    tokenizer = HeldTokenizer()
+    bench.manager.tokenizer = cast(Any, tokenizer)
+
     async def work() -> None:
         again: list[asyncio.Task[Any]] = []
 
         def end() -> None:
             bench.step(finished=(ended("r0", 0),))
-            again.append(asyncio.create_task(bench.manager.submit(request("r0"))))
+            again.append(asyncio.create_task(bench.manager.submit(request("r0", "a" * 5000))))
 
         on_sent(bench, TURN, end)
         await bench.manager.submit_batch(batch(3 * TURN), "batch")
+        with pytest.raises(InvalidRequestError, match="'r0' is in flight"):  # it is being tokenized
+            await bench.manager.submit(request("r0"))
+        tokenizer.go_on.set()
         await again[0]
         assert sent(bench, AddRequest).count("r0") == 2
 

@@ -44,6 +44,7 @@ from segue.protocol.messages import (
     StepOutput,
     unpack_ids,
 )
+from segue.protocol.weights import BeginUpdate, WeightCall, WithdrawCall
 
 
 class Bench:
@@ -497,3 +498,23 @@ def test_a_model_without_a_tokenizer_takes_ids_only() -> None:
 def test_errors_are_known_by_name() -> None:
     assert type(error_of("ContextLengthError", "x")) is ContextLengthError
     assert type(error_of("ZeroDivisionError", "x")) is EngineDeadError
+
+
+def test_a_weight_call_that_is_cancelled_is_withdrawn(bench: Bench) -> None:
+    async def work() -> None:
+        asking = asyncio.create_task(bench.manager.ask_weights(BeginUpdate()))
+        await asyncio.sleep(0)
+        (call,) = bench.sent
+        assert isinstance(call, WeightCall)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert bench.sent[1:] == [WithdrawCall(call.call)]
+        pausing = asyncio.create_task(bench.manager.continue_generation())
+        await asyncio.sleep(0)
+        pausing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pausing
+        assert len(bench.sent) == 3, "no other call is"
+
+    run(work())

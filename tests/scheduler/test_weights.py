@@ -800,3 +800,89 @@ def test_the_frontend_hears_of_every_change(engine: Engine) -> None:
     engine.reply(Complete())
     states = [other.state for other in engine.others if isinstance(other, WeightNotice)]
     assert states == ["arming", "prepared", "receiving", "received", "committing", "idle"]
+
+
+# --- joining groups ---
+
+
+def other(name: str, **fields: Any) -> JoinGroup:
+    return JoinGroup(group=structs.replace(GROUP, name=name, **fields), timeout_s=10.0)
+
+
+def give_up(engine: Engine) -> None:
+    """The ranks answer the joins that they are busy with, as they do when they are stopped."""
+    engine.broken = {(rank, Join): ["it was given up"] for rank in (0, 1)}
+    engine.silent.clear()
+    engine.tick(0.0)
+    engine.broken = {}
+
+
+def test_calls_for_one_group_share_one_attempt(engine: Engine) -> None:
+    engine.silent = {Join}
+    calls = [engine.ask(other("h")) for _ in range(400)]
+    assert engine.kinds() == ["Join"]
+    assert not any(call in engine.answers for call in calls)
+    engine.silent.clear()
+    engine.tick(0.0)
+    assert all(engine.answer(call).success for call in calls)
+    assert "h" in engine.weights.groups
+
+
+def test_a_few_groups_are_joined_at_a_time(engine: Engine) -> None:
+    engine.silent = {Join}
+    for index in range(4):
+        engine.ask(other(f"h{index}"))
+    for _ in range(400):
+        answer = engine.reply(other("h4", master_port=7))
+        assert not answer.success and "the limit is 4" in answer.message
+        assert all(f"'h{index}' at localhost:1" in answer.message for index in range(4))
+    assert engine.kinds() == ["Join"] * 4
+    engine.ask(other("h0"))  # shared
+    engine.ask(other("h1", master_port=7))  # given up by the ranks for this one
+    assert engine.kinds() == ["Join"]
+    give_up(engine)
+    assert engine.reply(other("h4")).success
+
+
+def test_a_group_that_nobody_waits_for_any_more_is_not_joined(engine: Engine) -> None:
+    engine.silent = {Join}
+    first, second = engine.ask(other("h")), engine.ask(other("h"))
+    engine.weights.withdraw(first)
+    engine.weights.withdraw(12345)
+    engine.tick(0.0)
+    assert engine.kinds() == ["Join"]
+    engine.weights.withdraw(second)
+    engine.tick(0.0)
+    assert engine.kinds() == ["StopJoin"]
+    engine.tick(0.0)
+    assert engine.kinds() == [], "once"
+    again = engine.ask(other("h"))
+    assert engine.kinds() == ["Join"], "an attempt of its own"
+    give_up(engine)
+    assert not engine.answer(again).success
+    assert first not in engine.answers and second not in engine.answers
+    assert "h" not in engine.weights.groups
+
+
+def test_a_call_ends_at_its_own_deadline(engine: Engine) -> None:
+    engine.silent = {Join}
+    long, short = engine.ask(other("h")), engine.ask(structs.replace(other("h"), timeout_s=2.0))
+    assert engine.weights.next_deadline is not None
+    engine.tick(3.1)
+    assert "within 2 s" in engine.answer(short).message
+    assert long not in engine.answers and engine.kinds() == ["Join"]
+    engine.tick(8.0)
+    assert "within 10 s" in engine.answer(long).message
+    assert engine.kinds() == ["StopJoin"]
+    assert engine.weights.next_deadline is None
+    give_up(engine)
+
+
+def test_a_group_that_was_met_when_its_client_left_is_kept(engine: Engine) -> None:
+    engine.silent = {Join}
+    engine.weights.withdraw(engine.ask(other("h")))
+    engine.tick(0.0)
+    engine.silent.clear()
+    engine.tick(0.0)
+    assert "h" in engine.weights.groups
+    assert engine.reply(other("h")).success

@@ -91,7 +91,6 @@ class Encoder:
         """One prompt; raises what :meth:`Arrival.tokenize` does."""
         prompt = request.prompt
         if isinstance(prompt, str):
-            self.check_num_chars(len(prompt), request.param)
             prompt = self._ids(prompt, request, special=request.add_special_tokens)
         check_prompt_len(len(prompt), self._limits, request.param)
         check_token_ids(prompt, self._limits, request.param)

@@ -265,10 +265,14 @@ class Stage(_Tagged, frozen=True):
 
 
 class Receive(_Tagged, frozen=True):
-    """Receive what was staged; the reply says that a thread has entered the first broadcast."""
+    """Receive what was staged; the reply says that a thread has entered the first broadcast.
+
+    ``longest_s``: what may be left of a receive that nobody can end any more ends by itself after so long.
+    """
 
     call: int
     session: int
+    longest_s: float | None = None
 
 
 class Load(_Tagged, frozen=True):

@@ -170,6 +170,8 @@ class WeightMachine:
         session.buckets, session.bytes, session.done = {}, {}, set()
         self._enter(session, Phase.STAGING, now)
 
+        longest_s = session.longest_s
+
         def staged(replies: list[RankReply], now: float) -> None:
             if self.session is not session:
                 return
@@ -178,7 +180,9 @@ class WeightMachine:
                 return
             session.staging = staging(replies)
             self._enter(session, Phase.ARMING, now)
-            self._calls.tell(lambda _, call: Receive(call=call, session=session.number), armed)
+            self._calls.tell(
+                lambda _, call: Receive(call=call, session=session.number, longest_s=longest_s), armed
+            )
 
         def armed(replies: list[RankReply], now: float) -> None:
             if self.session is not session:

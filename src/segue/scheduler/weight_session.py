@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from segue.protocol.weights import Manifest
 
+COPY_S = 600.0
 RECEIVE_S, ARMED_S = 300.0, 3600.0  # how long a session waits: after the first byte, before it
 
 
@@ -73,6 +74,11 @@ class Session:
             return None
         silence = self.progress_at + (self.timeout_s if self.phase is Phase.RECEIVING else self.arm_timeout_s)
         return silence if self.answer_by is None else min(silence, self.answer_by)
+
+    @property
+    def longest_s(self) -> float:
+        """What no broadcast takes: silence before the first and behind it, and time to copy the last."""
+        return self.arm_timeout_s + 2 * self.timeout_s + COPY_S
 
     def lateness(self, now: float) -> str:
         """Why it was given up at ``now``."""

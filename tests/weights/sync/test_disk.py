@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from segue.protocol.weights import Commit, Discard, Load
 from segue.weights import hub
 from segue.weights.source import resolve
 from segue.weights.sync import disk, updater
+from tests.conftest import WaitUntil
 from tests.weights import tiny, tiny_gguf
 from tests.weights.sync.test_update import assert_same, checkpoint
 from tests.weights.sync.updating import Rank, rank_of
@@ -171,12 +173,22 @@ def test_paths_that_no_file_system_has_are_named_in_short(path: str, rank: Rank)
     assert len(error) < 300
 
 
-def test_reading_ends_within_a_second_of_a_discard(rank: Rank, tmp_path: Path) -> None:
+def read_of(path: Path) -> int:
+    """How far this process has read a file that it has open."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if descriptor.readlink() == path:
+                return int(Path(f"/proc/self/fdinfo/{descriptor.name}").read_text().split()[1])
+    return 0
+
+
+def test_reading_ends_within_a_second_of_a_discard(rank: Rank, tmp_path: Path, wait_until: WaitUntil) -> None:
     endless = tmp_path / "endless.gguf"
     with endless.open("wb") as file:
         file.write(b"GGUF")
         file.truncate(1 << 40)  # no disk has so much; it takes half an hour to look through
     load = rank.send(Load, session=1, model_path=str(endless), load_format=None)
+    wait_until(lambda: read_of(endless) > 4 << 20, what="a reader in the middle of the file")
     discard = rank.send(Discard, session=1)
     began = time.monotonic()
     assert rank.reply(load).errors == ["discarded while it was read"]

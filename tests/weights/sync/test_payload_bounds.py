@@ -233,3 +233,22 @@ def test_a_bomb_costs_no_more_than_its_size(name: str) -> None:
         ("one storage", "one pickle")
     )  # they are read once, however often they are used
     assert (assert_cheap(bombs()[name]) == "") == is_sound
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [b"]\x94" + get(0), b"}\x94" + get(0), b"N\x85\x85\x94" + get(0), b"]\x85\x94" + get(0)],
+    ids=["list", "dict", "nested tuple", "tuple with a list"],
+)
+def test_only_leaves_may_be_used_twice(opcodes: bytes) -> None:
+    assert "twice (memo entry 0)" in assert_cheap(whole(listed(opcodes)))
+
+
+def test_tuples_are_short() -> None:
+    content = pair(b"ctorch\nSize\n((" + b"K\x01" * 65 + b"ttR")
+    assert "a tuple of 65 items; the limit is 64" in assert_cheap(whole(listed(content)))
+
+
+def test_keys_are_short_text() -> None:
+    for key in (value("a" * 65), value(b"a"), value(1), value(("a",))):
+        assert "whose keys are not text" in assert_cheap(whole(b"}" + key + b"Ns"))

@@ -52,7 +52,7 @@ class Session:
         self.progress: list[tuple[int, int]] = []
         self.done: list[str | None] = []
         self._ended = threading.Event()
-        timeouts = {k: options.pop(k) for k in ("arm_timeout_s", "timeout_s") if k in options}
+        timeouts = {k: options.pop(k) for k in ("arm_timeout_s", "timeout_s", "longest_s") if k in options}
         self.receiver = Receiver(
             group,
             manifest(group.group.name, buckets, **options),
@@ -202,7 +202,7 @@ def test_silence_behind_the_first_broadcast_ends_at_the_timeout(trainer: Any, jo
 
 @pytest.mark.parametrize("flattened", [False, True])
 def test_a_trainer_killed_in_a_broadcast_is_missed_and_the_next_one_met(
-    new_trainer: Any, groups: Groups, new_group: NewGroup, flattened: bool
+    new_trainer: Any, groups: Groups, new_group: NewGroup, flattened: bool, wait_until: WaitUntil
 ) -> None:
     group = new_group()
     first = new_trainer()
@@ -218,13 +218,18 @@ def test_a_trainer_killed_in_a_broadcast_is_missed_and_the_next_one_met(
             killed.append(time.monotonic())
             super().take(name, tensor)
 
-    session = Session(joined, large, Kills(), flattened=flattened)
+    session = Session(joined, large, Kills(), flattened=flattened, longest_s=3.0)
     error = session.end(5)
     assert error is not None
     assert error.startswith("the connection to the trainer was lost")
     assert time.monotonic() - killed[0] < 1.5
     assert not joined.alive
     assert list(session.sink.tensors) == ["first"]
+    wait_until(
+        lambda: not any(thread.name.startswith("receive-weights") for thread in threading.enumerate()),
+        15,
+        what="no thread of the receive left",
+    )
 
     second = new_trainer()
     joined = second.meet(groups, group)

@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 
 from segue.protocol.weights import Manifest
-from segue.weights.sync.joined import JoinedGroup
+from segue.weights.sync.joined import FOREVER, JoinedGroup
 from segue.weights.sync.wires import Broadcast, CudaWire, HostWire, Sink, plan
 
 _ABANDON_POLL_S = 0.02
@@ -49,14 +50,17 @@ class Receiver:
         *,
         arm_timeout_s: float = math.inf,
         timeout_s: float = math.inf,
+        longest_s: float | None = None,
     ) -> None:
         """``sink``: None, as ``manifest.discard``, drops what comes.
 
         ``arm_timeout_s``: of silence before the first broadcast has landed, ``timeout_s``: behind it.
+        ``longest_s``: after which gloo gives up a broadcast itself; later than any deadline of the session.
         """
         self.quiet = threading.Event()  # no memory, also of the sink, is touched any more
         self._group, self._manifest, self._callbacks = group, manifest, callbacks
         self._sink = None if manifest.discard else sink
+        self._longest = FOREVER if longest_s is None else timedelta(seconds=longest_s)
         self._timeouts_s = (arm_timeout_s, timeout_s)
         self._changed = threading.Condition()
         self._wire: HostWire | CudaWire | None = None
@@ -129,7 +133,7 @@ class Receiver:
                 registered = self._manifest.flattened and self._group.registers
                 self._wire = CudaWire(self._group, broadcasts, self._sink, registered=registered)
             else:
-                self._wire = HostWire(self._group, broadcasts, self._sink)
+                self._wire = HostWire(self._group, broadcasts, self._sink, self._longest)
             if self._wire is not None:
                 self._wire.receive(self)
             self._group.num_buckets += len(self._manifest.buckets)

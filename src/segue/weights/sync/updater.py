@@ -271,7 +271,9 @@ class WeightUpdater:
                 raise WeightSyncError("the session was discarded")
             session.manifest = session.sink = None
             session.is_receiving = True
-            session.receiver = Receiver(group, manifest, takes, Callbacks(entered, progress, done))
+            session.receiver = Receiver(
+                group, manifest, takes, Callbacks(entered, progress, done), longest_s=command.longest_s
+            )
 
     def _group(self, manifest: Manifest) -> JoinedGroup:
         group = self._groups.get(manifest.group_name)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import cycle
 from typing import Protocol
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from segue.errors import WeightSyncError
 from segue.protocol.weights import Bucket, Manifest
-from segue.weights.sync.joined import JoinedGroup
+from segue.weights.sync.joined import FOREVER, JoinedGroup
 
 # Broadcasts queued on the CUDA stream before the first of them has landed: enough that small tensors do not
 # wait for us to notice, too few to fill the device's queue of launches.
@@ -113,9 +114,12 @@ def plan(manifest: Manifest, sink: Sink | None, device: torch.device) -> list[Br
 class HostWire:
     """gloo: the next broadcast is on its way while the last one is taken."""
 
-    def __init__(self, group: JoinedGroup, broadcasts: list[Broadcast], sink: Sink | None) -> None:
-        """``sink``: None drops what comes."""
+    def __init__(
+        self, group: JoinedGroup, broadcasts: list[Broadcast], sink: Sink | None, longest: timedelta = FOREVER
+    ) -> None:
+        """``sink``: None drops what comes; ``longest``: that gloo waits for a broadcast once it is posted."""
         self._group, self._broadcasts, self._sink = group, broadcasts, sink
+        self._longest = longest
         device = group.engine_device
         pinned = device.type == "cuda"
         self._stream = group.streams[1] if pinned else None
@@ -138,7 +142,8 @@ class HostWire:
                 landing = self._landing[index % 2]
                 target = landing if self._is_leaf else landing[: broadcast.num_bytes]
                 _mark(landing, broadcast.num_bytes)
-                self._under_way.append((broadcast, landing, process_group.broadcast([target], _options())))
+                work = process_group.broadcast([target], _options(self._longest))
+                self._under_way.append((broadcast, landing, work))
                 if index == 0:
                     session.entered()
             while self._under_way:
@@ -375,8 +380,9 @@ def _tensor(raw: Tensor, piece: Piece) -> Tensor:
     return raw.view(piece.dtype).view(piece.shape)
 
 
-def _options() -> dist.BroadcastOptions:
+def _options(longest: timedelta = FOREVER) -> dist.BroadcastOptions:
     options = dist.BroadcastOptions()
+    options.timeout = longest
     options.rootRank = 0
     options.asyncOp = False  # NCCL: on the current stream, not one of the group's
     return options
