@@ -14,7 +14,7 @@ SLOW_BIAS = b"3e-324"  # and such a number that is a valid bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ServerSizes:
     """What a body has to know of the server."""
 
     model: str
@@ -24,7 +24,7 @@ class Target:
 
 
 Body = tuple[str, bytes]  # path, content
-Builder = Callable[[Target], Body]
+Builder = Callable[[ServerSizes], Body]
 BODIES: dict[str, Builder] = {}
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -57,15 +57,15 @@ def with_fields(fields: dict[str, Any], **raw: bytes) -> bytes:
     return b"{" + b",".join(parts) + b"}"
 
 
-def chat(target: Target, **raw: bytes) -> Body:
-    fields: dict[str, Any] = {"model": target.model, "max_tokens": 1}
+def chat(sizes: ServerSizes, **raw: bytes) -> Body:
+    fields: dict[str, Any] = {"model": sizes.model, "max_tokens": 1}
     if "messages" not in raw:
         fields["messages"] = [{"role": "user", "content": "a"}]
     return CHAT, with_fields(fields, **raw)
 
 
-def complete(target: Target, **raw: bytes) -> Body:
-    fields: dict[str, Any] = {"model": target.model, "max_tokens": 1}
+def complete(sizes: ServerSizes, **raw: bytes) -> Body:
+    fields: dict[str, Any] = {"model": sizes.model, "max_tokens": 1}
     if "prompt" not in raw:
         fields["prompt"] = "a"
     return COMPLETIONS, with_fields(fields, **raw)
@@ -82,9 +82,9 @@ def message(content: bytes) -> bytes:
     return b'[{"role":"user","content":' + content + b"}]"
 
 
-def id_lists(target: Target, num_prompts: int, size: int) -> bytes:
+def id_lists(sizes: ServerSizes, num_prompts: int, size: int) -> bytes:
     """Prompts of so many bytes in all, as long as the context allows."""
-    count = max(1, min(size // num_prompts // 2 - 2, target.context // 2))
+    count = max(1, min(size // num_prompts // 2 - 2, sizes.context // 2))
     return array(array(b"1", 2 * count), num_prompts * (2 * count + 2))
 
 
@@ -92,210 +92,210 @@ def id_lists(target: Target, num_prompts: int, size: int) -> bytes:
 
 
 @worst
-def chat_one_message_of_spaces(target: Target) -> Body:
-    return chat(target, messages=message(b'"' + fill(b" ") + b'"'))
+def chat_one_message_of_spaces(sizes: ServerSizes) -> Body:
+    return chat(sizes, messages=message(b'"' + fill(b" ") + b'"'))
 
 
 @worst
-def chat_one_message_of_escaped_quotes(target: Target) -> Body:
-    return chat(target, messages=message(b'"' + fill(rb"\"") + b'"'))
+def chat_one_message_of_escaped_quotes(sizes: ServerSizes) -> Body:
+    return chat(sizes, messages=message(b'"' + fill(rb"\"") + b'"'))
 
 
 @worst
-def chat_one_message_of_escaped_emoji(target: Target) -> Body:
-    return chat(target, messages=message(b'"' + fill(rb"\ud83d\ude00") + b'"'))
+def chat_one_message_of_escaped_emoji(sizes: ServerSizes) -> Body:
+    return chat(sizes, messages=message(b'"' + fill(rb"\ud83d\ude00") + b'"'))
 
 
 @worst
-def chat_hundreds_of_thousands_of_empty_messages(target: Target) -> Body:
-    return chat(target, messages=array(b'{"role":"user","content":""}'))
+def chat_hundreds_of_thousands_of_empty_messages(sizes: ServerSizes) -> Body:
+    return chat(sizes, messages=array(b'{"role":"user","content":""}'))
 
 
 @worst
-def chat_as_many_messages_as_the_context_has_tokens(target: Target) -> Body:
+def chat_as_many_messages_as_the_context_has_tokens(sizes: ServerSizes) -> Body:
     one = b'{"role":"user","content":""}'
-    return chat(target, messages=array(one, min(LIMIT - ROOM, (len(one) + 1) * (target.context - 1))))
+    return chat(sizes, messages=array(one, min(LIMIT - ROOM, (len(one) + 1) * (sizes.context - 1))))
 
 
 @worst
-def chat_messages_that_are_empty_objects(target: Target) -> Body:
-    return chat(target, messages=array(b"{}"))
+def chat_messages_that_are_empty_objects(sizes: ServerSizes) -> Body:
+    return chat(sizes, messages=array(b"{}"))
 
 
 @worst
-def chat_parts_of_one_message(target: Target) -> Body:
-    return chat(target, messages=message(array(b'{"type":"text","text":""}')))
+def chat_parts_of_one_message(sizes: ServerSizes) -> Body:
+    return chat(sizes, messages=message(array(b'{"type":"text","text":""}')))
 
 
 @worst
-def chat_messages_without_parts(target: Target) -> Body:
-    return chat(target, messages=array(b'{"role":"user","content":[]}'))
+def chat_messages_without_parts(sizes: ServerSizes) -> Body:
+    return chat(sizes, messages=array(b'{"role":"user","content":[]}'))
 
 
 @worst
-def chat_dropped_metadata_of_lists(target: Target) -> Body:
-    return chat(target, metadata=array(b"[]"))
+def chat_dropped_metadata_of_lists(sizes: ServerSizes) -> Body:
+    return chat(sizes, metadata=array(b"[]"))
 
 
 @worst
-def chat_dropped_user_of_slow_numbers(target: Target) -> Body:
-    return chat(target, user=array(SLOW_FLOAT))
+def chat_dropped_user_of_slow_numbers(sizes: ServerSizes) -> Body:
+    return chat(sizes, user=array(SLOW_FLOAT))
 
 
 @worst
-def chat_tools_that_are_refused(target: Target) -> Body:
-    return chat(target, tools=array(b'{"type":"function","function":{}}'))
+def chat_tools_that_are_refused(sizes: ServerSizes) -> Body:
+    return chat(sizes, tools=array(b'{"type":"function","function":{}}'))
 
 
 @worst
-def chat_unknown_fields(target: Target) -> Body:
+def chat_unknown_fields(sizes: ServerSizes) -> Body:
     return CHAT, mapping(range(1_300_000), b"0")
 
 
 @worst
-def chat_one_field_again_and_again(target: Target) -> Body:
-    return CHAT, b"{" + fill(b'"seed":0,') + chat(target)[1][1:]
+def chat_one_field_again_and_again(sizes: ServerSizes) -> Body:
+    return CHAT, b"{" + fill(b'"seed":0,') + chat(sizes)[1][1:]
 
 
 # --- prompts ---
 
 
 @worst
-def one_prompt_of_spaces(target: Target) -> Body:
-    return complete(target, prompt=b'"' + fill(b" ") + b'"')
+def one_prompt_of_spaces(sizes: ServerSizes) -> Body:
+    return complete(sizes, prompt=b'"' + fill(b" ") + b'"')
 
 
 @worst
-def one_prompt_of_text(target: Target) -> Body:
-    return complete(target, prompt=b'"' + fill(b"Hello, how are you? ") + b'"')
+def one_prompt_of_text(sizes: ServerSizes) -> Body:
+    return complete(sizes, prompt=b'"' + fill(b"Hello, how are you? ") + b'"')
 
 
 @worst
-def one_prompt_of_sixteen_characters_per_token(target: Target) -> Body:
-    return complete(target, prompt=b'"' + fill(b"a", min(LIMIT - ROOM, 16 * target.context)) + b'"')
+def one_prompt_of_sixteen_characters_per_token(sizes: ServerSizes) -> Body:
+    return complete(sizes, prompt=b'"' + fill(b"a", min(LIMIT - ROOM, 16 * sizes.context)) + b'"')
 
 
 @worst
-def as_many_short_prompts_as_allowed(target: Target) -> Body:
-    return complete(target, prompt=array(b'"a"', 4 * target.max_prompts))
+def as_many_short_prompts_as_allowed(sizes: ServerSizes) -> Body:
+    return complete(sizes, prompt=array(b'"a"', 4 * sizes.max_prompts))
 
 
 @worst
-def as_many_short_prompts_as_allowed_streamed(target: Target) -> Body:
-    return complete(target, prompt=array(b'"a"', 4 * target.max_prompts), stream=b"true")
+def as_many_short_prompts_as_allowed_streamed(sizes: ServerSizes) -> Body:
+    return complete(sizes, prompt=array(b'"a"', 4 * sizes.max_prompts), stream=b"true")
 
 
 @worst
-def as_many_long_texts_as_allowed(target: Target) -> Body:
-    text = b'"' + fill(b"a", min(LIMIT // target.max_prompts - 8, target.context // 2)) + b'"'
-    return complete(target, prompt=array(text, (len(text) + 1) * target.max_prompts))
+def as_many_long_texts_as_allowed(sizes: ServerSizes) -> Body:
+    text = b'"' + fill(b"a", min(LIMIT // sizes.max_prompts - 8, sizes.context // 2)) + b'"'
+    return complete(sizes, prompt=array(text, (len(text) + 1) * sizes.max_prompts))
 
 
 @worst
-def as_many_ids_as_fit_in_as_many_prompts_as_allowed(target: Target) -> Body:
-    return complete(target, prompt=id_lists(target, target.max_prompts, LIMIT - ROOM))
+def as_many_ids_as_fit_in_as_many_prompts_as_allowed(sizes: ServerSizes) -> Body:
+    return complete(sizes, prompt=id_lists(sizes, sizes.max_prompts, LIMIT - ROOM))
 
 
 @worst
-def millions_of_empty_prompts(target: Target) -> Body:
-    return complete(target, prompt=array(b"[]"))
+def millions_of_empty_prompts(sizes: ServerSizes) -> Body:
+    return complete(sizes, prompt=array(b"[]"))
 
 
 @worst
-def millions_of_empty_texts(target: Target) -> Body:
-    return complete(target, prompt=array(b'""'))
+def millions_of_empty_texts(sizes: ServerSizes) -> Body:
+    return complete(sizes, prompt=array(b'""'))
 
 
 @worst
-def one_prompt_of_millions_of_ids(target: Target) -> Body:
-    return complete(target, prompt=array(b"1"))
+def one_prompt_of_millions_of_ids(sizes: ServerSizes) -> Body:
+    return complete(sizes, prompt=array(b"1"))
 
 
 @worst
-def one_prompt_of_slow_numbers(target: Target) -> Body:
-    return complete(target, prompt=array(SLOW_FLOAT))
+def one_prompt_of_slow_numbers(sizes: ServerSizes) -> Body:
+    return complete(sizes, prompt=array(SLOW_FLOAT))
 
 
 # --- options ---
 
 
 @worst
-def the_largest_bias_for_as_many_prompts_as_allowed(target: Target) -> Body:
-    count = min(300, target.vocabulary)
+def the_largest_bias_for_as_many_prompts_as_allowed(sizes: ServerSizes) -> Body:
+    count = min(300, sizes.vocabulary)
     biases = mapping(range(count), SLOW_BIAS)
-    return complete(target, prompt=array(b'"a"', 4 * ((1 << 18) // count)), logit_bias=biases)
+    return complete(sizes, prompt=array(b'"a"', 4 * ((1 << 18) // count)), logit_bias=biases)
 
 
 @worst
-def a_bias_for_the_vocabulary_for_200_prompts(target: Target) -> Body:
-    biases = mapping(range(target.vocabulary), b"1")
-    return complete(target, prompt=array(b'"a"', 800), logit_bias=biases)
+def a_bias_for_the_vocabulary_for_200_prompts(sizes: ServerSizes) -> Body:
+    biases = mapping(range(sizes.vocabulary), b"1")
+    return complete(sizes, prompt=array(b'"a"', 800), logit_bias=biases)
 
 
 @worst
-def a_bias_for_the_vocabulary_for_200_native_prompts(target: Target) -> Body:
-    params = with_fields({"max_new_tokens": 1}, logit_bias=mapping(range(target.vocabulary), b"1"))
+def a_bias_for_the_vocabulary_for_200_native_prompts(sizes: ServerSizes) -> Body:
+    params = with_fields({"max_new_tokens": 1}, logit_bias=mapping(range(sizes.vocabulary), b"1"))
     return generate(text=array(b'"a"', 800), sampling_params=params)
 
 
 @worst
-def a_bias_of_slow_numbers_for_the_vocabulary(target: Target) -> Body:
-    biases = mapping(range(min(target.vocabulary, 1 << 18)), SLOW_BIAS)
+def a_bias_of_slow_numbers_for_the_vocabulary(sizes: ServerSizes) -> Body:
+    biases = mapping(range(min(sizes.vocabulary, 1 << 18)), SLOW_BIAS)
     return generate(sampling_params=with_fields({"max_new_tokens": 1}, logit_bias=biases))
 
 
 @worst
-def a_bias_of_more_than_a_million_entries(target: Target) -> Body:
+def a_bias_of_more_than_a_million_entries(sizes: ServerSizes) -> Body:
     return generate(sampling_params=with_fields({}, logit_bias=mapping(range(1_300_000), b"1")))
 
 
 @worst
-def stop_token_ids_again_and_again(target: Target) -> Body:
-    return complete(target, stop_token_ids=array(b"1"))
+def stop_token_ids_again_and_again(sizes: ServerSizes) -> Body:
+    return complete(sizes, stop_token_ids=array(b"1"))
 
 
 @worst
-def as_many_stop_token_ids_as_allowed(target: Target) -> Body:
-    return complete(target, stop_token_ids=array(b"1", 2 << 18))
+def as_many_stop_token_ids_as_allowed(sizes: ServerSizes) -> Body:
+    return complete(sizes, stop_token_ids=array(b"1", 2 << 18))
 
 
 @worst
-def stop_strings_by_the_million(target: Target) -> Body:
-    return complete(target, stop=array(b'"ab"'))
+def stop_strings_by_the_million(sizes: ServerSizes) -> Body:
+    return complete(sizes, stop=array(b'"ab"'))
 
 
 @worst
-def stop_strings_of_megabytes(target: Target) -> Body:
-    return complete(target, stop=array(b'"' + b"a" * (LIMIT // 66) + b'"', LIMIT * 64 // 66 + 400))
+def stop_strings_of_megabytes(sizes: ServerSizes) -> Body:
+    return complete(sizes, stop=array(b'"' + b"a" * (LIMIT // 66) + b'"', LIMIT * 64 // 66 + 400))
 
 
 @worst
-def options_for_each_of_as_many_prompts_as_allowed(target: Target) -> Body:
+def options_for_each_of_as_many_prompts_as_allowed(sizes: ServerSizes) -> Body:
     params = (
         b'{"max_new_tokens":1,"temperature":0.%d,"stop":["%d","b"],"logit_bias":{"1":1,"2":1}}'
         % (each + 1, each)
-        for each in range(target.max_prompts)
+        for each in range(sizes.max_prompts)
     )
     return generate(
-        text=array(b'"a"', 4 * target.max_prompts), sampling_params=b"[" + b",".join(params) + b"]"
+        text=array(b'"a"', 4 * sizes.max_prompts), sampling_params=b"[" + b",".join(params) + b"]"
     )
 
 
 @worst
-def options_by_the_million(target: Target) -> Body:
+def options_by_the_million(sizes: ServerSizes) -> Body:
     return generate(sampling_params=array(b"{}"))
 
 
 @worst
-def request_ids_by_the_million(target: Target) -> Body:
+def request_ids_by_the_million(sizes: ServerSizes) -> Body:
     return generate(rid=array(b'"ab"'))
 
 
 @worst
-def log_probabilities_of_as_many_prompts_as_allowed(target: Target) -> Body:
+def log_probabilities_of_as_many_prompts_as_allowed(sizes: ServerSizes) -> Body:
     params = json.dumps({"max_new_tokens": 4, "ignore_eos": True}).encode()
     return generate(
-        input_ids=array(b"[1,2,3]", 8 * target.max_prompts),
+        input_ids=array(b"[1,2,3]", 8 * sizes.max_prompts),
         sampling_params=params,
         return_logprob=b"true",
         top_logprobs_num=b"20",
@@ -307,32 +307,32 @@ def log_probabilities_of_as_many_prompts_as_allowed(target: Target) -> Body:
 
 
 @worst
-def an_ignored_field_of_lists(target: Target) -> Body:
+def an_ignored_field_of_lists(sizes: ServerSizes) -> Body:
     return generate(extra=array(b"[]"))
 
 
 @worst
-def an_ignored_field_of_slow_numbers(target: Target) -> Body:
+def an_ignored_field_of_slow_numbers(sizes: ServerSizes) -> Body:
     return generate(extra=array(SLOW_FLOAT))
 
 
 @worst
-def an_ignored_field_of_nested_lists(target: Target) -> Body:
+def an_ignored_field_of_nested_lists(sizes: ServerSizes) -> Body:
     return generate(extra=array(b"[" * 200 + b"]" * 200))
 
 
 @worst
-def ignored_fields_by_the_million(target: Target) -> Body:
+def ignored_fields_by_the_million(sizes: ServerSizes) -> Body:
     return GENERATE, mapping(range(1_300_000), b"0")[:-1] + b"," + generate()[1][1:]
 
 
 @worst
-def an_integer_of_millions_of_digits(target: Target) -> Body:
+def an_integer_of_millions_of_digits(sizes: ServerSizes) -> Body:
     return generate(priority=fill(b"1"))
 
 
 @worst
-def spaces_between(target: Target) -> Body:
+def spaces_between(sizes: ServerSizes) -> Body:
     return generate(extra=fill(b" ") + b"1")
 
 
@@ -340,7 +340,7 @@ def spaces_between(target: Target) -> Body:
 
 
 @worst
-def names_of_a_million_tensors(target: Target) -> Body:
+def names_of_a_million_tensors(sizes: ServerSizes) -> Body:
     bucket = with_fields({"dtypes": [], "shapes": []}, names=array(b'"model.w"', LIMIT // 2))
     return "/prepare_weights_update", with_fields(
         {"num_buckets": 1, "group_name": "g"}, buckets=b"[" + bucket + b"]"
@@ -348,7 +348,7 @@ def names_of_a_million_tensors(target: Target) -> Body:
 
 
 @worst
-def as_many_tensors_as_allowed(target: Target) -> Body:
+def as_many_tensors_as_allowed(sizes: ServerSizes) -> Body:
     count = 1 << 17
     bucket = with_fields(
         {},
@@ -362,7 +362,7 @@ def as_many_tensors_as_allowed(target: Target) -> Body:
 
 
 @worst
-def buckets_by_the_hundred_thousand(target: Target) -> Body:
+def buckets_by_the_hundred_thousand(sizes: ServerSizes) -> Body:
     bucket = b'{"names":[],"dtypes":[],"shapes":[]}'
     return "/prepare_weights_update", with_fields(
         {"num_buckets": 1, "group_name": "g"}, buckets=array(bucket)
@@ -370,22 +370,22 @@ def buckets_by_the_hundred_thousand(target: Target) -> Body:
 
 
 @worst
-def shapes_by_the_million(target: Target) -> Body:
+def shapes_by_the_million(sizes: ServerSizes) -> Body:
     fields = {"group_name": "g", "names": [], "dtypes": []}
     return "/update_weights_from_distributed", with_fields(fields, shapes=array(b"[]"))
 
 
 @worst
-def a_tensor_of_millions_of_bytes(target: Target) -> Body:
+def a_tensor_of_millions_of_bytes(sizes: ServerSizes) -> Body:
     payloads = b'["' + fill(b"AAAA") + b'"]'
     return "/update_weights_from_tensor", with_fields({}, serialized_named_tensors=payloads)
 
 
 @worst
-def tensors_by_the_million(target: Target) -> Body:
+def tensors_by_the_million(sizes: ServerSizes) -> Body:
     return "/update_weights_from_tensor", with_fields({}, serialized_named_tensors=array(b'""'))
 
 
 @worst
-def a_request_id_of_megabytes_to_abort(target: Target) -> Body:
+def a_request_id_of_megabytes_to_abort(sizes: ServerSizes) -> Body:
     return "/abort_request", with_fields({}, rid=b'"' + fill(b"a") + b'"')

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.attack.target import Finding, Target
+from tests.attack.target import Finding, Target, run_clients
 
 NUM_CLIENTS = 8
 ANSWER_S = 30.0
@@ -48,7 +48,7 @@ TYPES = ("application/json", "application/json", "application/json", "text/plain
 
 def run(target: Target, budget_s: float, rng: Random) -> list[Finding]:
     """Send changed bodies until the budget is spent; each gets an answer, and none of them a 5xx."""
-    return asyncio.run(_run(target, time.monotonic() + budget_s, rng))
+    return run_clients(_run(target, time.monotonic() + budget_s, rng))
 
 
 async def _run(target: Target, until: float, rng: Random) -> list[Finding]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.attack import faults, mutations, storms
+from tests.attack import faults, mutations, sockets, stalls, storms
 from tests.attack.gauges import MIB, SPARE, Usage, listener, rest, settled, usage
 from tests.attack.target import Finding, Group, Target, loopback_url
 from tests.attack.watch import Probe, Watch
@@ -21,6 +21,8 @@ from tests.e2e.served import serve
 
 GROUPS: dict[str, Group] = {
     "mutations": mutations.run,
+    "bodies": stalls.run,
+    "sockets": sockets.run,
     "storms": storms.run,
     "faults": faults.run,
 }

@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.attack.target import Finding, Target
+
 MIB = 1 << 20
 POST = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 STREAM = b'{"text": "abc", "sampling_params": {"max_new_tokens": 400, "ignore_eos": true}, "stream": true}'
@@ -50,7 +52,9 @@ def attack(
     memory = [resident(pid)] if pid is not None else [0]
     health_s: list[float] = []
     failures: Counter[str] = Counter()
-    with subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True) as crowd:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.attack.sockets", *arguments], stdout=subprocess.PIPE, text=True
+    ) as crowd:
         try:
             while crowd.poll() is None:
                 began = time.monotonic()
@@ -66,6 +70,18 @@ def attack(
         assert crowd.stdout is not None
         num_opened, most_open = json.loads(crowd.stdout.read())
     return SocketAttack(Counter(num_opened), most_open, health_s, failures, max(memory) - memory[0])
+
+
+def run(target: Target, budget_s: float, rng: random.Random) -> list[Finding]:
+    """Hold a thousand connections until the budget is spent; the runner looks at the memory."""
+    host, port = target.address
+    seen = attack(host, port, budget_s, rng.randrange(1 << 30))
+    for kind, count in seen.num_opened.items():
+        target.tried[f"sockets: {kind}"] += count
+    return [
+        Finding(what="/health beside a thousand connections", seen=f"{failure}, {count} times")
+        for failure, count in seen.failures.items()
+    ]
 
 
 def ask_health(host: str, port: int) -> str | None:

@@ -1,4 +1,7 @@
-"""How long ``/health`` takes while a server works on a request: ``python -m tests.attack.stalls URL``."""
+"""How long ``/health`` takes while a server works on one of the worst bodies.
+
+``python -m tests.attack.stalls URL`` prints a table of all of them.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.attack.bodies import BODIES, Body, Target
+from tests.attack.bodies import BODIES, Body, ServerSizes
+from tests.attack.target import Finding, Target
 
 POLL_S = 0.002
 PATIENCE_S = 100.0
@@ -66,7 +72,7 @@ class Poller:
                 self.refused += 1
 
 
-def measure(url: str, body: Body) -> Measured:
+def measure(url: str, body: Body, headers: Mapping[str, str] | None = None) -> Measured:
     """Send a body and read the whole answer, while another thread polls."""
     path, content = body
     connection = http.client.HTTPConnection(*address_of(url), timeout=PATIENCE_S)
@@ -76,7 +82,7 @@ def measure(url: str, body: Body) -> Measured:
     try:
         with Poller(url) as poller:
             begin = time.perf_counter()
-            connection.request("POST", path, content, {"content-type": "application/json"})
+            connection.request("POST", path, content, {"content-type": "application/json", **(headers or {})})
             with connection.getresponse() as response:
                 while response.read(1 << 20):
                     pass
@@ -94,10 +100,29 @@ def measure(url: str, body: Body) -> Measured:
         connection.close()
 
 
-def target_of(url: str) -> Target:
+def run(target: Target, budget_s: float, rng: Random) -> list[Finding]:
+    """Send the worst bodies in a random order, one at a time, until the budget is spent."""
+    findings = []
+    sizes = sizes_of(target.url, target.headers)
+    until = time.monotonic() + budget_s
+    for name in rng.sample(sorted(BODIES), len(BODIES)):
+        if time.monotonic() > until:
+            break
+        target.tried[f"bodies: {name}"] += 1
+        try:
+            status = measure(target.url, BODIES[name](sizes), target.headers).status
+        except (OSError, http.client.HTTPException) as error:
+            findings.append(Finding(what=name, seen=f"no answer: {error!r}; each body gets one"))
+            continue
+        if status not in (200, 400):
+            findings.append(Finding(what=name, seen=f"status {status}; it may be 200 or 400"))
+    return findings
+
+
+def sizes_of(url: str, headers: Mapping[str, str] | None = None) -> ServerSizes:
     """What the server says of itself."""
-    info = ask(url, "/server_info")
-    return Target(
+    info = ask(url, "/server_info", headers)
+    return ServerSizes(
         model=info["served_model_name"],
         context=info["decided"]["max_seq_len"],
         vocabulary=info["decided"]["vocab_size"],
@@ -105,9 +130,9 @@ def target_of(url: str) -> Target:
     )
 
 
-def ask(url: str, path: str) -> Any:
+def ask(url: str, path: str, headers: Mapping[str, str] | None = None) -> Any:
     connection = http.client.HTTPConnection(*address_of(url), timeout=PATIENCE_S)
-    connection.request("GET", path)
+    connection.request("GET", path, headers=headers or {})
     with connection.getresponse() as response:
         content = json.loads(response.read())
     connection.close()
@@ -122,10 +147,10 @@ def address_of(url: str) -> tuple[str, int]:
 
 def main(url: str) -> None:
     """A table of all bodies."""
-    target = target_of(url)
+    sizes = sizes_of(url)
     print(f"{'body':55} {'MiB':>5} {'status':>6} {'s':>7} {'longest /health, ms':>20}", flush=True)
     for name, build in BODIES.items():
-        body = build(target)
+        body = build(sizes)
         try:
             found = measure(url, body)
         except OSError as error:

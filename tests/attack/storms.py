@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from tests.attack.target import Finding, Target
+from tests.attack.target import Finding, Target, run_clients
 
 NUM_CLIENTS = 32
 LEAVING = 0.6  # the share of requests whose client leaves before it has its answer
@@ -21,7 +21,7 @@ MODES = (*("retract", "in_place") * 5, "abort", "wait")
 
 def run(target: Target, budget_s: float, rng: Random) -> list[Finding]:
     """Ask, leave and control at random until the budget is spent; then everybody who stayed has an answer."""
-    return asyncio.run(_Storm(target, rng).run(time.monotonic() + budget_s))
+    return run_clients(_Storm(target, rng).run(time.monotonic() + budget_s))
 
 
 class _Storm:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.attack.bodies import BODIES, LIMIT, Target
-from tests.attack.stalls import measure, target_of
+from tests.attack.bodies import BODIES, LIMIT, ServerSizes
+from tests.attack.stalls import measure, sizes_of
 from tests.frontend.tiny_model import write_model
 
 FAKE_SERVER = Path(__file__).resolve().parent.parent / "server" / "fake_server.py"
@@ -54,13 +54,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def target(url: str) -> Target:
-    return target_of(url)
+def sizes(url: str) -> ServerSizes:
+    return sizes_of(url)
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_health_is_answered_while_a_body_is_worked_on(url: str, target: Target, name: str) -> None:
-    body = BODIES[name](target)
+def test_health_is_answered_while_a_body_is_worked_on(url: str, sizes: ServerSizes, name: str) -> None:
+    body = BODIES[name](sizes)
     assert len(body[1]) <= LIMIT
     longest = []
     for _ in range(TRIES):
