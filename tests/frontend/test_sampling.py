@@ -6,6 +6,7 @@ import pytest
 
 from segue.errors import ContextLengthError, InvalidRequestError
 from segue.frontend.sampling import (
+    MAX_STOP_CHARS,
     MAX_STOPS,
     SamplingOptions,
     Vocabulary,
@@ -46,6 +47,7 @@ def build(prompt_len: int = 10, names: dict[str, str] | None = None, **options: 
         ("logprobs", 21),
         ("stop", ("a", "")),
         ("stop", ("a",) * (MAX_STOPS + 1)),
+        ("stop", ("a", "a" * MAX_STOP_CHARS)),
         ("stop_token_ids", (50,)),
         ("stop_token_ids", (-1,)),
         ("logit_bias", {50: 1.0}),

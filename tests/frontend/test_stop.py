@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,3 +64,12 @@ def test_only_what_could_begin_a_stop_string_is_held_back(stops: tuple[str, ...]
 
 def test_a_long_stop_string_over_many_pieces_is_found() -> None:
     assert run(("<end of it>",), ["say <end", " of", " it", "> more"]) == ("say ", "<end of it>")
+
+
+def test_a_long_beginning_that_turns_out_to_be_none_costs_little() -> None:
+    length = 200_000
+    matcher = StopMatcher(("=" * length + "end",))
+    matcher.push("=" * length)
+    begin = time.perf_counter()
+    assert matcher.push("x") == ("=" * length + "x", None)
+    assert time.perf_counter() - begin < 1.0  # trying each place anew takes several seconds

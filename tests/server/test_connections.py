@@ -406,7 +406,34 @@ def test_requests_behind_one_another_are_answered_in_order(fast: LiveServer) -> 
     assert data.index(b'"version"') < data.index(b'"status"') < data.index(b'"object":"list"')
 
 
+# --- requests that mean one thing to us and another to a proxy ---
+
+
+def test_trailers_are_not_taken_for_headers(fast: LiveServer) -> None:
+    top = b"GET /v1/models HTTP/1.1\r\nHost: attacker.example\r\nConnection: close\r\n"
+    with Client(fast, top + b"Transfer-Encoding: chunked\r\n\r\n0\r\nHost: localhost\r\n\r\n") as client:
+        status, _, body = client.reply()
+    assert (status, b"attacker.example" in body) == (403, True)
+
+
+def test_a_body_behind_another_protocol_is_not_taken_for_a_request(fast: LiveServer) -> None:
+    get = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    upgrade = head(get, b"Connection: Upgrade\r\nUpgrade: h2c\r\n")
+    begin, end = upgrade.split(b"ade: h2c")
+    with Client(fast, begin) as client:
+        httpx.get(fast.url + "/health")  # by then the first piece has been read
+        client.send(b"ade: h2c" + end + get)
+        data = client.all()
+    assert (data.count(b"content-length"), parse(data)[0]) == (1, 400)
+    assert b"send HTTP/1.1 without it" in data
+
+
 # --- HTTP/1.0 and half-closed connections ---
+
+
+def test_http_1_0_is_not_told_to_continue(fast: LiveServer) -> None:
+    with Client(fast, request(b"Expect: 100-continue\r\n", version="1.0")) as client:
+        assert client.reply()[0] == 200
 
 
 def test_a_stream_to_http_1_0_has_no_chunks_and_ends_with_the_connection(fast: LiveServer) -> None:

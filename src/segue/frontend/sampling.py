@@ -15,6 +15,7 @@ from segue.protocol.messages import SamplingParams
 from segue.protocol.validation import shown
 
 MAX_STOPS = 64
+MAX_STOP_CHARS = 1 << 14  # of all stop strings of a request
 MAX_LOGPROBS = 20
 # Far from what anybody uses (1 to 2), and near enough to 1 that no finite logit overflows.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
@@ -146,6 +147,8 @@ def check_options(options: SamplingOptions, limits: Vocabulary, names: Mapping[s
         fail.outside("seed", options.seed, -SEED_LIMIT, SEED_LIMIT - 1)
     if len(options.stop) > MAX_STOPS:
         fail.error("stop", f"{len(options.stop)} strings", f"at most {MAX_STOPS} are allowed")
+    if (count := sum(map(len, options.stop))) > MAX_STOP_CHARS:
+        fail.error("stop", f"{count} characters", f"at most {MAX_STOP_CHARS} are allowed")
     if "" in options.stop:
         fail.error("stop", "", "an empty string cannot be a stop string; leave it out")
     for token in options.stop_token_ids:

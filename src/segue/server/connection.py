@@ -26,6 +26,12 @@ UNREADABLE = (
 )
 
 
+UPGRADE = (
+    "the request asks for another protocol, by CONNECT or by an Upgrade header in pieces or behind another "
+    "request; send HTTP/1.1 without it"
+)
+
+
 class Awaited(Enum):
     """Which part of a request the client has to send next."""
 
@@ -165,14 +171,20 @@ class Connection(HttpToolsProtocol):
         self._enter(Awaited.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header, or a trailer."""
+        """One header; trailers are dropped, since headers are what is checked."""
+        if self._awaited is Awaited.BODY:
+            return
         if len(self.headers) >= self._limits.head_fields:
             self._stop_parsing(f"the request has more than {self._limits.head_fields} headers; send fewer")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The head is complete: the application is called."""
+        if self.parser.should_upgrade():  # the body would be taken for a request
+            self._stop_parsing(UPGRADE)
         self._num_behind = 0
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # such a client knows no status before the last
         self._num_requests += 1
         self.app = cast(Any, self._choose_application())
         super().on_headers_complete()
