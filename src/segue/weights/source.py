@@ -206,7 +206,7 @@ def installed(cache_dir: Path | str) -> list[Installed]:
 
 
 def _converted_name(config: Path) -> str:
-    """What a converted model is called; if its config is damaged, which the next start mends, its directory."""
+    """What a converted model is called; the directory's name if its config is damaged."""
     try:
         name = read_json(config).get("_name_or_path")
     except ModelFileError:
