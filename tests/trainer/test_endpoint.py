@@ -5,9 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
+import segue.trainer.endpoint as endpoint_module
 from segue.trainer.endpoint import Answer, Endpoint, everywhere
 
 CUT_SHORT = b'HTTP/1.1 400 Bad Request\r\ncontent-length: 100\r\n\r\n{"success": false, "mess'
@@ -51,3 +54,46 @@ def test_an_engine_without_an_answer_has_failed() -> None:
     answers = everywhere(endpoints, ask, on_failure=lambda: failures.append(1))
     assert [(each.url, each.success) for each in answers] == [("http://a", True), ("http://b", False)]
     assert "lost" in answers[1].message and failures == [1]
+
+
+def test_an_answer_that_leads_elsewhere_is_not_followed() -> None:
+    with engine_that_says(
+        b"HTTP/1.1 302 Found\r\nlocation: /stolen\r\ncontent-length: 0\r\n\r\n"
+    ) as endpoint:
+        answer = replace(endpoint, api_key="secret").get("/server_info", 5)
+    assert not answer.success and answer.status == 302
+
+
+@pytest.mark.parametrize("piece", [b" " * (1 << 16), b" "])
+def test_an_answer_that_does_not_end_is_given_up(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "_BODY_S", 0.5 if len(piece) == 1 else 60)
+    monkeypatch.setattr(endpoint_module, "_MAX_BODY", 1 << 20)
+    with engine_that_says(b"HTTP/1.1 200 OK\r\n\r\n", piece) as endpoint:
+        answer = endpoint.get("/server_info", 5)
+    assert not answer.success
+    assert ("not whole after 0.5 s" if len(piece) == 1 else "more than 1048576 bytes") in answer.message
+
+
+@contextmanager
+def engine_that_says(head: bytes, piece: bytes = b"") -> Iterator[Endpoint]:
+    """Answers one request with ``head``, then, every 20 ms at most, with ``piece`` until nobody listens."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(10)
+
+        def answer() -> None:
+            connection = listener.accept()[0]
+            with connection, suppress(OSError):
+                connection.settimeout(10)
+                connection.recv(4096)
+                connection.sendall(head)
+                while piece and not over.wait(0.02 if len(piece) == 1 else 0):
+                    connection.sendall(piece)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield Endpoint(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        finally:
+            over.set()
+            thread.join(10)

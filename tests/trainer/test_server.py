@@ -284,3 +284,9 @@ def test_its_clients_go_on_as_before(client: Client) -> None:
         answer = client.http.post("/train_step", content=b'{"texts": ["Hello world"]}', headers=headers)
         assert answer.status_code == 200
     assert client.http.get("/health", headers={"origin": "https://evil.example"}).status_code == 200
+
+
+def test_a_body_without_end_is_refused(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("segue.trainer.server.MAX_BODY_MIB", 1)
+    reply = client.raw("/train_step", b'{"texts": ["' + b"a" * (2 << 20) + b'"]}')
+    assert reply.status_code == 400 and "more than 1 MiB" in reply.json()["message"]

@@ -179,7 +179,7 @@ def test_a_memory_of_something_that_is_no_hash_is_ignored(tmp_path: Path) -> Non
     assert cache.sha256_of(tmp_path / "file", tmp_path / "cache") == EMPTY
 
 
-@pytest.mark.parametrize("memory", ["", "[]", "{}", '{"sha256": 3}'])
+@pytest.mark.parametrize("memory", ["", "[]", "{}", '{"sha256": 3}', "[" * 100_000])
 def test_a_broken_memory_is_ignored(tmp_path: Path, memory: str) -> None:
     (tmp_path / "file").touch()
     cache.sha256_of(tmp_path / "file", tmp_path / "cache")

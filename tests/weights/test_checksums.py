@@ -58,3 +58,10 @@ def test_a_record_that_is_none_is_damage(content: str, directory: Path) -> None:
     assert checksums.find_damage(directory / "record") in ("record cannot be read", "record names no files")
     (directory / "record").unlink()
     assert checksums.find_damage(directory / "record") == "record is missing"
+
+
+@pytest.mark.parametrize("name", [r"\u0000", r"\ud800"])
+def test_a_record_with_a_name_that_no_file_has_is_damage(name: str, directory: Path) -> None:
+    (directory / "record").write_text(f'{{"{name}": [1]}}')
+    damage = checksums.find_damage(directory / "record")
+    assert damage is not None and damage.startswith("record names a file") and damage.isascii()

@@ -1,10 +1,14 @@
 import os
+import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
 import pytest
 
-from segue.errors import ModelFileError
+from segue.errors import ModelFileError, WeightSyncError
+from segue.weights import gguf_file, model_files
 from segue.weights.gguf_file import GGUFFile
 from tests.weights import tiny, tiny_gguf
 
@@ -111,4 +115,56 @@ def test_a_number_that_is_text_is_corrupt(tmp_path: Path, key: str) -> None:
         content.replace(len(old).to_bytes(8, "little") + old, len(new).to_bytes(8, "little") + new)
     )
     with pytest.raises(ModelFileError, match=f"{path} is corrupt: its header cannot be read"):
+        GGUFFile.read(path)
+
+
+SHORTENED = """
+import os, sys
+from pathlib import Path
+from segue.errors import ModelFileError
+from segue.weights import gguf_file
+
+path, take = Path(sys.argv[1]), gguf_file._Cursor.take
+
+def shorten(cursor, layout):
+    if cursor.position > 500:
+        os.truncate(path, 4)
+    return take(cursor, layout)
+
+gguf_file._Cursor.take = shorten
+try:
+    gguf_file.GGUFFile.read(path)
+except ModelFileError as error:
+    print(error.message)
+"""
+
+
+def zeros(path: Path, size: int) -> None:
+    """A header of keys that are all zeros, as many as fit into a file of `size` bytes."""
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60))
+    os.truncate(path, size)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_does_not_end_the_process(path: Path) -> None:
+    zeros(path, 8 << 20)
+    child = subprocess.run(
+        [sys.executable, "-c", SHORTENED, str(path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "is truncated: it ends within its header" in child.stdout
+
+
+def test_a_header_of_zeros_without_end_is_given_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, "_MAX_HEADER", 1 << 20)
+    zeros(path, 8 << 20)
+    with pytest.raises(ModelFileError, match=r"its header cannot be read .*it has more than 1048576 bytes"):
+        GGUFFile.read(path)
+
+
+def test_a_reader_of_a_header_looks_whether_more_is_wanted(path: Path) -> None:
+    zeros(path, 8 << 20)
+    answers = iter([False] * 3)
+    with (
+        model_files.reading(None, [], hub=False, is_cancelled=lambda: next(answers, True)),
+        pytest.raises(WeightSyncError, match="discarded"),
+    ):
         GGUFFile.read(path)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from segue.distributed.info import TPInfo
 from segue.errors import CacheDirectoryError, ModelFileError
-from segue.weights import gguf_weights
+from segue.weights import gguf_weights, name_table
 from segue.weights.gguf_file import GGUFFile, GGUFTensor
 from segue.weights.gguf_names import Source
 from tests.weights import tiny, tiny_gguf
@@ -303,3 +303,24 @@ def test_processes_that_race_all_succeed(damaged: bool, tmp_path: Path, cache_di
     tiny.assert_equal(arena, tiny.expected(original, TPInfo()))
     assert results == [f"{arena.checksum()}\n"] * 2
     assert not [path for path in cache_dir.rglob(".*") if not path.name.endswith(".lock")]
+
+
+def test_a_tensor_that_is_none_of_the_model_is_refused_before_it_takes_memory(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    path = tiny_gguf.write(tmp_path / "model.gguf", model("llama"))
+    large = GGUFFile.read(path).tensors["output_norm.weight"]
+    data, name = path.read_bytes(), b"output_norm.weight"
+    at = data.index(name) + len(name) + 4  # behind the number of dimensions
+    columns = 1 << 40
+    path.write_bytes(data[:at] + columns.to_bytes(8, "little") + data[at + 8 :])
+    os.truncate(path, large.start + columns * 4)
+    directory = cache_dir / "converted"
+    directory.mkdir(parents=True)
+    table = name_table.build(tiny.config_of(model("llama")), TPInfo())
+    (directory / "config.json").write_text('{"model_type": "llama", "head_dim": 16}')
+    with pytest.raises(
+        ModelFileError, match=r"output_norm.weight' has shape \[1099511627776\].*asks for \[96\]"
+    ):
+        gguf_weights.convert(path, directory, torch.float32, table)
+    assert not list(directory.glob("*.safetensors"))

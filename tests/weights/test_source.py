@@ -209,10 +209,11 @@ def test_installed_lists_what_is_in_the_cache(gguf_file: Path, tmp_path: Path) -
     assert converted.num_bytes == sum(path.stat().st_size for path in source.directory.iterdir())
 
 
-def test_installed_names_a_converted_model_without_a_name_by_its_hash(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", ["{}", "damaged"])
+def test_installed_names_a_converted_model_without_a_name_by_its_hash(config: str, tmp_path: Path) -> None:
     directory = tmp_path / "converted" / "abc" / convert.FORMAT
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text("{}")
+    (directory / "config.json").write_text(config)
     assert [model.name for model in installed(tmp_path)] == ["abc"]
 
 

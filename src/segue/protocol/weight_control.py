@@ -17,6 +17,7 @@ Size = Annotated[int, Field(ge=0, lt=1 << 48)]
 Checksum = Annotated[int, Field(ge=0, lt=1 << 64)]
 MAX_TENSORS = 1 << 17  # named in one call; the largest mixtures of experts have some 100,000
 MAX_PAYLOADS = 1024  # one for each rank
+MAX_WORLD = 1 << 14  # ranks of a group; gloo makes a connection's data for each before it meets any
 # Lists with an item for each tensor, or each bucket of tensors.
 Names = Annotated[FastList[str], Field(max_length=MAX_TENSORS), TAKES_DECODED]
 Shapes = Annotated[FastList[list[Size]], Field(max_length=MAX_TENSORS), TAKES_DECODED]
@@ -40,7 +41,7 @@ class InitWeightsUpdateGroupRequest(_Body):
     master_address: Annotated[str, Field(min_length=1)]
     master_port: Annotated[Port, BeforeValidator(_number)]
     rank_offset: Count
-    world_size: Count
+    world_size: Annotated[int, Field(ge=0, le=MAX_WORLD)]
     group_name: str = "weight_update_group"
     backend: Backend = "nccl"
     timeout_s: Seconds = 300.0

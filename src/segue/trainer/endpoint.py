@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from typing import Any
 
 STOP_S = 0.1  # between two looks at whether to stop
 
+_BODY_S = 10.0  # for the body of an answer, which an engine sends in one piece
+_MAX_BODY = 16 << 20  # bytes
+_PIECE = 1 << 16
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Leaves an answer that leads elsewhere as it is: the key is for the engine alone."""
+
+    def redirect_request(self, *_: object) -> None:
+        """There is no other request."""
+
+
 # Engines are spoken to directly, whatever proxy the environment names.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +55,10 @@ class Endpoint:
             request = urllib.request.Request(url + path, data, headers)
             try:
                 with _OPENER.open(request, timeout=timeout_s) as response:
-                    return _understand(url, 200, response.read())
+                    return _understand(url, 200, _read(response))
             except urllib.error.HTTPError as error:
                 with error:
-                    return _understand(url, error.code, error.read())
+                    return _understand(url, error.code, _read(error))
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             gone = isinstance(reason, ConnectionError)
@@ -62,6 +75,19 @@ class Answer:
     status: int | None = None  # of HTTP; None: there was no answer
     gone: bool = False  # nobody listens there any more
     fields: dict[str, Any] = field(default_factory=dict)
+
+
+def _read(response: Any) -> bytes:
+    body, deadline = bytearray(), time.monotonic() + _BODY_S
+    while piece := response.read1(_PIECE):
+        body += piece
+        if len(body) > _MAX_BODY:
+            raise ValueError(f"its answer has more than {_MAX_BODY} bytes")
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"its answer was not whole after {_BODY_S:g} s")
+    if response.length:
+        raise IncompleteRead(bytes(body), response.length)
+    return bytes(body)
 
 
 def _understand(url: str, status: int, text: bytes) -> Answer:

@@ -23,6 +23,7 @@ from segue.protocol.validation import parse
 from segue.trainer.trainer import Body, EndpointBody, SaveBody, SyncBody, TrainBody, Trainer
 
 GRACE_S = 1  # for replies to end at a shutdown
+MAX_BODY_MIB = 64
 B = TypeVar("B", bound=Body)
 
 
@@ -101,7 +102,7 @@ class _Server(uvicorn.Server):
 def _post(app: FastAPI, path: str, kind: type[B], act: Callable[[B], dict[str, Any]]) -> None:
     async def route(request: Request) -> Response:
         try:
-            body = parse(kind, msgspec.json.decode(await request.body() or b"{}"))
+            body = parse(kind, msgspec.json.decode(await _body(request) or b"{}"))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
         try:
@@ -115,6 +116,15 @@ def _post(app: FastAPI, path: str, kind: type[B], act: Callable[[B], dict[str, A
 
     schema = {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}
     app.add_api_route(path, route, methods=["POST"], description=act.__doc__, openapi_extra=schema)
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_MIB << 20:
+            raise InvalidRequestError(f"the body has more than {MAX_BODY_MIB} MiB; send several smaller ones")
+    return bytes(body)
 
 
 def _getter(answer: Callable[[], dict[str, Any]]) -> Callable[[], Awaitable[Response]]:

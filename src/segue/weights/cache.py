@@ -119,7 +119,7 @@ def _write_json(path: Path, content: object) -> None:
 def _read_memory(memory: Path) -> dict[str, object] | None:
     try:
         known = json.loads(memory.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     is_digest = isinstance(known, dict) and _SHA256.fullmatch(str(known.get("sha256")))
     return known if is_digest else None

@@ -82,16 +82,16 @@ def read_weights(
         arena = make()
         yield from dummy.fill(arena, table, seed)
         return
-    with _open(source, dtype, progress=progress) as shards:
+    with _open(source, table, dtype, progress=progress) as shards:
         shards.check(table)
         arena = make()
         yield from shards.copy(arena, table, Staging(arena.slabs[0].device, staging_bytes))
 
 
-def _open(source: ModelSource, dtype: torch.dtype, *, progress: bool) -> Shards:
+def _open(source: ModelSource, table: NameTable, dtype: torch.dtype, *, progress: bool) -> Shards:
     if source.gguf is None:
         return Shards.in_directory(source.directory)
-    path = gguf_weights.convert(source.gguf, source.directory, dtype, progress=progress)
+    path = gguf_weights.convert(source.gguf, source.directory, dtype, table, progress=progress)
     return Shards(path, [path])
 
 

@@ -40,6 +40,8 @@ def find_damage(record: Path) -> str | None:
             found = _checksums(record.parent / name)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
+        except ValueError:  # the record itself is damaged, and the name none that a file can have
+            return f"{record.name} names a file {name!a}"
         if found != checksums:
             return f"{name} differs from what was written"
     return None

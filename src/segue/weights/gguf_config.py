@@ -1,11 +1,15 @@
 """From a GGUF file's metadata to the content of `config.json` and `generation_config.json`."""
 
+import os
 from typing import Any
 
 import numpy as np
+from gguf.constants import GGMLQuantizationType
 
 from segue.errors import ModelFileError, UnsupportedModelError
-from segue.weights.gguf_file import GGUFFile
+from segue.weights.gguf_file import GGUFFile, GGUFTensor
+from segue.weights.model_files import open_file
+from segue.weights.safetensors_file import read_fully
 
 ARCHITECTURES = {  # GGUF's name -> model type, class
     "llama": ("llama", "LlamaForCausalLM"),  # Mistral and SmolLM2 too
@@ -13,6 +17,8 @@ ARCHITECTURES = {  # GGUF's name -> model type, class
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
+
+_MAX_FACTORS = 1 << 16  # of RoPE: half as many as a head has values
 
 _TOKEN_IDS = {
     "bos_token_id": "bos_token_id",
@@ -152,7 +158,7 @@ def _rope(file: GGUFFile, reader: Keys) -> dict[str, Any]:
 def _llama3(file: GGUFFile, theta: float) -> dict[str, Any]:
     """Recognise Llama 3's scaling by the factor of each frequency, which is all that the file has of it."""
     tensor = file.tensors["rope_freqs.weight"]
-    factors = np.fromfile(file.path, np.float32, tensor.shape[-1], offset=tensor.start)
+    factors = _factors(file, tensor)
     # What Llama 3.1 and later were trained with; a file has only what follows from it.
     factor, low, high, original = float(factors.max(initial=1.0)), 1.0, 4.0, 8192
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
@@ -170,3 +176,22 @@ def _llama3(file: GGUFFile, theta: float) -> dict[str, Any]:
         "high_freq_factor": high,
         "original_max_position_embeddings": original,
     }
+
+
+def _factors(file: GGUFFile, tensor: GGUFTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    if (
+        tensor.type is not GGMLQuantizationType.F32
+        or len(tensor.shape) != 1
+        or tensor.shape[0] > _MAX_FACTORS
+    ):
+        raise ModelFileError(
+            f"model file {file.path}: tensor {tensor.name!r} has type {tensor.type.name} and shape "
+            f"{list(tensor.shape)}; it must be a vector of at most {_MAX_FACTORS} F32. Convert it again"
+        )
+    factors = np.empty(tensor.shape, np.float32)
+    handle = open_file(file.path)
+    try:
+        read_fully(file.path, handle, tensor.start, factors.data.cast("B"), tensor.name)
+    finally:
+        os.close(handle)
+    return factors

@@ -4,19 +4,18 @@ The gguf package's reader makes array objects of every string of the vocabulary,
 makes the string alone. Dequantisation is the package's.
 """
 
-import mmap
 import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from segue.errors import ModelFileError
-from segue.weights.model_files import open_file
+from segue.weights.model_files import check_wanted, open_file
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING = 8
@@ -24,6 +23,8 @@ _ARRAY = 9
 _DEFAULT_ALIGNMENT = 32
 _MAGIC = b"GGUF"
 _MAX_ARRAY = 1 << 24  # items; the largest vocabularies have some 2^18
+_MAX_HEADER = 64 << 20  # bytes; with the largest vocabularies it has some 2^24
+_LOOK = 1 << 20  # bytes read before it is asked whether more is wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +71,7 @@ class GGUFFile:
         try:
             with os.fdopen(_open(path), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    metadata, tensors = _read(path, _Cursor(data, 4))
+                metadata, tensors = _read(path, _Cursor(file, size))
         except OSError as error:
             raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
         by_name: dict[str, GGUFTensor] = {}
@@ -118,23 +118,38 @@ def _open(path: Path) -> int:
 
 
 class _Cursor:
-    """Takes values off a buffer, one after the other."""
+    """Takes values off a file behind its first four bytes, one after the other.
 
-    def __init__(self, data: mmap.mmap, position: int) -> None:
-        self.data = data
-        self.position = position
+    The file is read, not mapped: a map of a file that becomes shorter would end the process.
+    """
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.position = len(_MAGIC)
+        self._file = file
+        self._size = size
+        self._next_look = 0
+        file.seek(self.position)
 
     def take(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(f"<{layout}", self.data, self.position)
-        self.position += struct.calcsize(f"<{layout}")
-        return values
+        return struct.unpack(f"<{layout}", self._bytes(struct.calcsize(f"<{layout}")))
 
     def string(self) -> str:
         (length,) = self.take("Q")
-        if self.position + length > len(self.data):
-            raise EOFError(f"a string of {length} bytes reaches beyond the end")
-        self.position += length
-        return self.data[self.position - length : self.position].decode()
+        return self._bytes(length).decode()
+
+    def _bytes(self, count: int) -> bytes:
+        self.position += count
+        if self.position > self._size:
+            raise EOFError
+        if self.position > _MAX_HEADER:
+            raise ValueError(f"it has more than {_MAX_HEADER} bytes")
+        if self.position >= self._next_look:
+            self._next_look = self.position + _LOOK
+            check_wanted()
+        found = self._file.read(count)
+        if len(found) < count:  # it has become shorter
+            raise EOFError
+        return found
 
     def value(self) -> Any:
         (kind,) = self.take("I")

@@ -20,6 +20,7 @@ from segue.weights import cache, checksums, gguf_names
 from segue.weights.gguf_file import GGUFFile
 from segue.weights.gguf_names import Source
 from segue.weights.model_files import check_wanted, open_file
+from segue.weights.name_table import NameTable
 from segue.weights.safetensors_file import open_writer, read_fully
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -30,15 +31,24 @@ _BLOCK_ELEMENTS = (
 _MAX_THREADS = 4  # each takes memory for the blocks it works on
 
 
-def convert(path: Path, directory: Path, dtype: torch.dtype, *, progress: bool = False) -> Path:
+def convert(
+    path: Path,
+    directory: Path,
+    dtype: torch.dtype,
+    table: NameTable | None = None,
+    *,
+    progress: bool = False,
+) -> Path:
     """The file `weights-<dtype>.safetensors` in `directory`, made from the GGUF file at `path` if not there.
 
     One that is there but damaged, as after a power failure, is made again.
 
-    Values are dequantised to float32 in blocks of rows, then cast.
+    Values are dequantised to float32 in blocks of rows, then cast. `table`: of the model that the file's
+    metadata describes, to refuse other tensors before they take memory, or space in the cache.
 
     Raises:
-        ModelFileError: the file is missing, truncated, corrupt, or holds a tensor that cannot be dequantised.
+        ModelFileError: the file is missing, truncated, corrupt, or holds a tensor that cannot be dequantised,
+            or one that is not the model's.
         CacheDirectoryError: `directory` cannot be written.
     """
     target = directory / f"weights-{str(dtype).removeprefix('torch.')}.safetensors"
@@ -56,9 +66,22 @@ def convert(path: Path, directory: Path, dtype: torch.dtype, *, progress: bool =
             sources = gguf_names.sources(
                 file, json.loads((directory / "config.json").read_text(encoding="utf-8"))
             )
+            if table is not None:
+                _check(path, sources, table)
             cache.publish_file(target, lambda temporary: _write(temporary, file, sources, dtype, progress))
             cache.publish_file(record, lambda temporary: checksums.write(temporary, [target.name]))
     return target
+
+
+def _check(path: Path, sources: list[Source], table: NameTable) -> None:
+    for source in sources:
+        expected = table.shapes.get(table.aliases.get(source.name, source.name))
+        if source.shape != expected:
+            should = "has no such tensor" if expected is None else f"asks for {list(expected)}"
+            raise ModelFileError(
+                f"model file {path} is corrupt: tensor {source.tensor.name!r} has shape "
+                f"{list(source.shape)}, and the model that its metadata describes {should}. Get it again"
+            )
 
 
 def _write(target: Path, file: GGUFFile, sources: list[Source], dtype: torch.dtype, progress: bool) -> None:

@@ -196,10 +196,19 @@ def installed(cache_dir: Path | str) -> list[Installed]:
     ]
     converted = [
         Installed(
-            name=str(read_json(path).get("_name_or_path", path.parent.parent.name)),
+            name=_converted_name(path),
             path=path.parent,
             num_bytes=sum(file.stat().st_size for file in path.parent.iterdir()),
         )
         for path in (cache_dir / "converted").glob(f"*/{convert.FORMAT}/config.json")
     ]
     return fetched + sorted(converted, key=lambda model: model.name)
+
+
+def _converted_name(config: Path) -> str:
+    """What a converted model is called; the directory's name if its config is damaged."""
+    try:
+        name = read_json(config).get("_name_or_path")
+    except ModelFileError:
+        name = None
+    return str(name or config.parent.parent.name)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -171,6 +172,14 @@ def test_paths_that_no_file_system_has_are_named_in_short(path: str, rank: Rank)
     error = refused(rank, path)
     assert "too long" in error or "character that no path may have" in error
     assert len(error) < 300
+
+
+def test_a_file_name_that_is_no_text_is_told_all_the_same(rank: Rank, tmp_path: Path) -> None:
+    for name in (b"one\x80.gguf", b"other.gguf"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(b"GGUF")
+    error = refused(rank, tmp_path)
+    assert "one\\udc80.gguf, other.gguf" in error
+    msgspec.msgpack.encode(error)  # else there would be no answer
 
 
 def read_of(path: Path) -> int:

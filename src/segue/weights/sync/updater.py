@@ -50,6 +50,7 @@ Send = Callable[[RankReply | Received], None]
 Fields = dict[str, Any]
 
 _FREED_S, _FREED_POLL_S = 30.0, 0.2
+_MAX_ERROR = 4096  # characters of one error in a reply
 _QUIET_S = 10.0  # that a receive which was cancelled may take until it leaves its memory alone
 
 
@@ -471,11 +472,18 @@ def _wait_freed(session: _Session, freed: list[threading.Event]) -> list[str]:
 
 
 def _caught(work: Callable[[], Sequence[str] | None]) -> list[str]:
-    """The errors that `work` gives, or what it raised."""
+    """The errors that `work` gives, or what it raised, as they can be sent."""
     try:
-        return list(work() or ())
+        errors = list(work() or ())
     except SegueError as error:
-        return [error.message]
+        errors = [error.message]
     except Exception as error:
         logger.exception("a weight update failed")
-        return [f"{type(error).__name__}: {error}"]
+        errors = [f"{type(error).__name__}: {error}"]
+    return [_sendable(error) for error in errors]
+
+
+def _sendable(error: str) -> str:
+    """Names in it may be long, and a file's need not be text; the reply has to leave all the same."""
+    text = error.encode(errors="backslashreplace").decode()
+    return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}… ({len(text)} characters in all)"
