@@ -60,6 +60,7 @@ def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
         ({"dtype": "int8"}, "dtype='int8': choose one of auto, float32, bfloat16, float16"),
         ({"memory_ratio": 2}, "must be at most 1"),
         ({"memory_ratio": float("nan")}, "memory_ratio=nan: must be at least 0.01"),
+        ({"weight_staging_gb": float("inf")}, "weight_staging_gb=inf: must be at most 1000000.0"),
         ({"model": 5}, "expected str or None"),
         ({"chunked_prefill_size": 10**9}, "chunked_prefill_size=1000000000: must be at most 1048576"),
         ({"api_key": ""}, "api_key='': must not be empty"),

@@ -88,6 +88,7 @@ class EngineConfig:
         "Memory",
         "GB (1e9 bytes) a rank keeps free for weight updates, so that they become live from device memory.",
         minimum=0.0,
+        maximum=1e6,
     )
 
     max_running_requests: int | None = _option(
