@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -216,7 +218,8 @@ class EngineConfig:
         if self.weights_root is not None:
             parse_list(self.weights_root, os.pathsep, "weights_root")
         if self.weights_master_allow is not None:
-            parse_list(self.weights_master_allow, ",", "weights_master_allow")
+            for entry in parse_list(self.weights_master_allow, ",", "weights_master_allow"):
+                _check_host_or_network(entry, "weights_master_allow")
 
     @classmethod
     def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> EngineConfig:
@@ -274,6 +277,19 @@ def parse_list(text: str, separator: str, name: str) -> list[str]:
     if not all(parts):
         raise ConfigError(f"{name}={text!r}: expected entries separated by {separator!r}", param=name)
     return parts
+
+
+def _check_host_or_network(entry: str, name: str) -> None:
+    """Raise ConfigError for what could never match: a limit with a slip of the pen must not start."""
+    try:
+        ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        if re.fullmatch(r"[\w.-]+", entry) is None:
+            raise ConfigError(
+                f"{name}: {entry!r} is neither a host name, like trainer-1.lan, nor an address or network, "
+                "like 10.0.0.0/8",
+                param=name,
+            ) from None
 
 
 def parse(text: str, kind: Any, name: str) -> Any:
