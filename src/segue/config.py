@@ -76,7 +76,7 @@ class EngineConfig:
     attention_backend: str = _option("auto", "Hardware", "One backend, or 'prefill,decode'.")
 
     page_size: int | None = _option(
-        None, "Memory", "Tokens a KV page; default 16 on CPU, 64 on CUDA.", minimum=1, maximum=1024
+        None, "Memory", "Tokens per KV page; default 16 on CPU, 64 on CUDA.", minimum=1, maximum=1024
     )
     memory_ratio: float = _option(
         0.88, "Memory", "Share of free memory the engine may use.", minimum=0.01, maximum=1.0
@@ -88,7 +88,7 @@ class EngineConfig:
     weight_staging_gb: float = _option(
         0.0,
         "Memory",
-        "GB (1e9 bytes) a rank keeps free for weight updates, so that they become live from device memory.",
+        "GB (1e9 bytes) that each rank keeps free for weight updates, so that they become live from device memory.",
         minimum=0.0,
         maximum=1e6,
     )
@@ -114,7 +114,7 @@ class EngineConfig:
     chunked_prefill_size: int | None = _option(
         None,
         "Scheduling",
-        "Prompt tokens a step; default 512 on CPU, 8192 on CUDA.",
+        "Prompt tokens per step; default 512 on CPU, 8192 on CUDA.",
         minimum=1,
         maximum=1 << 20,
     )
