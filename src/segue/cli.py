@@ -159,7 +159,9 @@ def _print_ready(runtime: Runtime, url: str) -> None:
             f"{ready.num_pages} pages of {ready.page_size} = {ready.num_pages * ready.page_size} tokens, "
             f"{_size(ready.kv_bytes)}"
         ),
-        "batch": f"{ready.max_running_requests} requests, {ready.chunked_prefill_size} prompt tokens per step",
+        "batch": (
+            f"{ready.max_running_requests} requests, {ready.chunked_prefill_size} prompt tokens per step"
+        ),
         "start": f"{sum(step.seconds for step in ready.init_steps):.1f} s in {len(ready.init_steps)} steps",
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))

@@ -88,7 +88,8 @@ class EngineConfig:
     weight_staging_gb: float = _option(
         0.0,
         "Memory",
-        "GB (1e9 bytes) that each rank keeps free for weight updates, so that they become live from device memory.",
+        "GB (1e9 bytes) per rank that are kept free for weight updates, so that they become live from device "
+        "memory.",
         minimum=0.0,
         maximum=1e6,
     )
