@@ -60,6 +60,9 @@ def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
         ({"dtype": "int8"}, "dtype='int8': choose one of auto, float32, bfloat16, float16"),
         ({"memory_ratio": 2}, "must be at most 1"),
         ({"memory_ratio": float("nan")}, "memory_ratio=nan: must be at least 0.01"),
+        ({"weight_staging_gb": float("inf")}, "weight_staging_gb=inf: must be at most 1000000.0"),
+        ({"weights_master_allow": "lan-1,10.0.0.0/99"}, "'10.0.0.0/99' is neither a host name"),
+        ({"weights_master_allow": "lan-1 lan-2"}, "'lan-1 lan-2' is neither a host name"),
         ({"model": 5}, "expected str or None"),
         ({"chunked_prefill_size": 10**9}, "chunked_prefill_size=1000000000: must be at most 1048576"),
         ({"api_key": ""}, "api_key='': must not be empty"),
@@ -89,6 +92,11 @@ def test_sizes_are_separated_by_commas() -> None:
 def test_lists_of_sizes_are_taken_too() -> None:
     config = EngineConfig(precompile_bs_paddings=[4, 8], batch_prefill_batch_sizes=(2,))
     assert (config.precompile_bs_paddings, config.batch_prefill_batch_sizes) == ("4,8", "2")
+
+
+def test_hosts_addresses_and_networks_may_be_allowed() -> None:
+    allowed = "localhost, gpu_1.lan,10.0.0.1,10.0.0.7/8,::1,fd00::/8"
+    assert EngineConfig.create({}, weights_master_allow=allowed).weights_master_allow == allowed
 
 
 def test_a_copy_is_checked_too() -> None:

@@ -159,7 +159,9 @@ def _print_ready(runtime: Runtime, url: str) -> None:
             f"{ready.num_pages} pages of {ready.page_size} = {ready.num_pages * ready.page_size} tokens, "
             f"{_size(ready.kv_bytes)}"
         ),
-        "batch": f"{ready.max_running_requests} requests, {ready.chunked_prefill_size} prompt tokens a step",
+        "batch": (
+            f"{ready.max_running_requests} requests, {ready.chunked_prefill_size} prompt tokens per step"
+        ),
         "start": f"{sum(step.seconds for step in ready.init_steps):.1f} s in {len(ready.init_steps)} steps",
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
@@ -271,7 +273,7 @@ def profile_steps(
         typer.Argument(help="Decode rows (32), p and the tokens of a prompt (p512), or both (255+p256)."),
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens that decode rows have.", min=64)] = 512,
-    kernels: Annotated[int, typer.Option(help="Kernels shown a step.", min=1)] = 12,
+    kernels: Annotated[int, typer.Option(help="Kernels shown per step.", min=1)] = 12,
 ) -> None:
     """Where a step's time goes: each kernel's share, beside the floor that the hardware sets."""
     os.environ.update(worker_environment(config.tp))  # before torch reads it: as in a worker

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -74,7 +76,7 @@ class EngineConfig:
     attention_backend: str = _option("auto", "Hardware", "One backend, or 'prefill,decode'.")
 
     page_size: int | None = _option(
-        None, "Memory", "Tokens a KV page; default 16 on CPU, 64 on CUDA.", minimum=1, maximum=1024
+        None, "Memory", "Tokens per KV page; default 16 on CPU, 64 on CUDA.", minimum=1, maximum=1024
     )
     memory_ratio: float = _option(
         0.88, "Memory", "Share of free memory the engine may use.", minimum=0.01, maximum=1.0
@@ -86,8 +88,10 @@ class EngineConfig:
     weight_staging_gb: float = _option(
         0.0,
         "Memory",
-        "GB (1e9 bytes) a rank keeps free for weight updates, so that they become live from device memory.",
+        "GB (1e9 bytes) per rank that are kept free for weight updates, so that they become live from device "
+        "memory.",
         minimum=0.0,
+        maximum=1e6,
     )
 
     max_running_requests: int | None = _option(
@@ -111,7 +115,7 @@ class EngineConfig:
     chunked_prefill_size: int | None = _option(
         None,
         "Scheduling",
-        "Prompt tokens a step; default 512 on CPU, 8192 on CUDA.",
+        "Prompt tokens per step; default 512 on CPU, 8192 on CUDA.",
         minimum=1,
         maximum=1 << 20,
     )
@@ -215,7 +219,8 @@ class EngineConfig:
         if self.weights_root is not None:
             parse_list(self.weights_root, os.pathsep, "weights_root")
         if self.weights_master_allow is not None:
-            parse_list(self.weights_master_allow, ",", "weights_master_allow")
+            for entry in parse_list(self.weights_master_allow, ",", "weights_master_allow"):
+                _check_host_or_network(entry, "weights_master_allow")
 
     @classmethod
     def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> EngineConfig:
@@ -273,6 +278,19 @@ def parse_list(text: str, separator: str, name: str) -> list[str]:
     if not all(parts):
         raise ConfigError(f"{name}={text!r}: expected entries separated by {separator!r}", param=name)
     return parts
+
+
+def _check_host_or_network(entry: str, name: str) -> None:
+    """Raise ConfigError for what could never match: a limit with a slip of the pen must not start."""
+    try:
+        ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        if re.fullmatch(r"[\w.-]+", entry) is None:
+            raise ConfigError(
+                f"{name}: {entry!r} is neither a host name, like trainer-1.lan, nor an address or network, "
+                "like 10.0.0.0/8",
+                param=name,
+            ) from None
 
 
 def parse(text: str, kind: Any, name: str) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from segue.config import EngineConfig
-from segue.errors import EngineStartError, OutOfMemoryError
+from segue.errors import EngineStartError, OutOfMemoryError, TensorParallelError
 from segue.frontend.runtime import Runtime
 from segue.protocol.messages import StartFailed
 from segue.weights.source import resolve
@@ -58,3 +58,12 @@ def test_without_last_words_the_exit_is_the_reason(tiny_model: Path) -> None:
             await runtime._ready
 
     run(tiny_model, work)
+
+
+def test_a_model_that_cannot_be_cut_is_refused_before_a_worker_is_started(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Runtime, "__init__", lambda *_, **__: pytest.fail("an engine was made"))
+    config = EngineConfig(model=str(tiny_model), load_format="dummy", tp=64)
+    with pytest.raises(TensorParallelError, match=r"size 64 does not fit .* Sizes that fit: 1, 2, 4"):
+        asyncio.run(Runtime.start(config))

@@ -49,6 +49,14 @@ def test_sizes_that_cannot_fit_are_refused_at_once(
     assert "lower --max-running-requests or --chunked-prefill-size" in str(raised.value)
 
 
+def test_memory_that_is_kept_for_weight_updates_is_named_where_it_is_too_much(
+    llama: Path, no_model: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "free_cpu_memory", lambda: GIB // 4)
+    with pytest.raises(OutOfMemoryError, match=r"of it for weight updates.* or --weight-staging-gb"):
+        making.make_runner(llama, weight_staging_gb=4.0)
+
+
 def test_a_trial_that_takes_long_is_announced_before_it_begins(
     llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

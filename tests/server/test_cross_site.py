@@ -187,3 +187,11 @@ def test_a_preflight_gets_no_consent_by_default(server: LiveServer) -> None:
 def test_a_wrong_origin_ends_the_start() -> None:
     with pytest.raises(ConfigError, match=r"cors_origin='chat\.example'"):
         create_app(EngineConfig(cors_origin="chat.example"))
+
+
+def test_commands_of_the_docs_declare_their_body_as_json() -> None:
+    root = Path(__file__).parents[2]
+    pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    lines = [line for page in pages for line in page.read_text("utf-8").splitlines() if "curl " in line]
+    sending = [line for line in lines if " -d " in line]
+    assert sending and all("-H 'Content-Type: application/json'" in line for line in sending)

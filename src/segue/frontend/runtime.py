@@ -23,6 +23,7 @@ from segue.frontend.tokenizer import Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
 from segue.frontend.vitals import Vitals
 from segue.logs import logger
+from segue.models.sharding import check_tp_size
 from segue.protocol.messages import Heartbeat, Ready, SchedulerMessage, Shutdown, StartFailed
 from segue.weights.source import ModelSource, resolve
 
@@ -79,6 +80,7 @@ class Runtime:
 
         Raises:
             SegueError: what the workers, or the model's files, complained of.
+            TensorParallelError: the model cannot be cut into as many parts; no worker is started.
             EngineStartError: a worker ended before it was ready.
         """
         if embedded and config.tp != 1:
@@ -86,6 +88,7 @@ class Runtime:
                 f"tp={config.tp}: an embedded engine has one rank; use tp=1 or embedded=False", param="tp"
             )
         source = await _in_thread(lambda: resolve(config.model, config.load_format, config.cache_dir))
+        check_tp_size(source.config, config.tp)
         runtime = cls(config, source, embedded=embedded, command=command)
         try:
             runtime._workers.start(runtime._on_exit)

@@ -40,11 +40,13 @@ def check_sizes(demand: Demand, choices: Choices) -> None:
     needed = demand.local_ranks * demand.reserve.total
     usable = int(demand.memory_ratio * demand.free_before)
     if needed > usable:
+        staging = demand.local_ranks * demand.reserve.staging
+        kept = f" ({gib(staging)} of it for weight updates)" if staging else ""
         raise OutOfMemoryError(
             f"max_running_requests={choices.max_running_requests} and chunked_prefill_size="
-            f"{choices.chunked_prefill_size} need at least {gib(needed)} beside weights and KV, but only "
-            f"{gib(usable)} may be used (memory_ratio {demand.memory_ratio} of what is free); lower "
-            "--max-running-requests or --chunked-prefill-size",
+            f"{choices.chunked_prefill_size} need at least {gib(needed)} beside weights and KV{kept}, but "
+            f"only {gib(usable)} may be used (memory_ratio {demand.memory_ratio} of what is free); lower "
+            f"--max-running-requests or --chunked-prefill-size{' or --weight-staging-gb' if staging else ''}",
             param="max_running_requests",
         )
 

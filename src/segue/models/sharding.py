@@ -39,7 +39,7 @@ def shard(config: ModelConfig, tp: TPInfo) -> Shard:
     Raises:
         TensorParallelError: the heads or the intermediate size cannot be cut into `tp.size` equal parts.
     """
-    _check_divisible(config, tp.size)
+    check_tp_size(config, tp.size)
     expert_size = config.moe.expert_intermediate_size if config.moe else 0
     rows = shard_rows(config.vocab_size, tp.size)
     heads = config.num_heads // tp.size
@@ -77,11 +77,13 @@ def _obstacles(config: ModelConfig, size: int) -> list[str]:
     return found
 
 
-def _check_divisible(config: ModelConfig, size: int) -> None:
+def check_tp_size(config: ModelConfig, size: int) -> None:
+    """Raise TensorParallelError if the heads or the intermediate size do not divide by `size`."""
     obstacles = _obstacles(config, size)
     if obstacles:
         allowed = ", ".join(map(str, allowed_sizes(config)))
         raise TensorParallelError(
             f"tensor-parallel size {size} does not fit this model (num_attention_heads {config.num_heads}, "
-            f"num_key_value_heads {config.num_kv_heads}): {'; '.join(obstacles)}. Sizes that fit: {allowed}"
+            f"num_key_value_heads {config.num_kv_heads}): {'; '.join(obstacles)}. Sizes that fit: {allowed}",
+            param="tp",
         )
