@@ -380,9 +380,10 @@ def _tensor(raw: Tensor, piece: Piece) -> Tensor:
     return raw.view(piece.dtype).view(piece.shape)
 
 
-def _options(longest: timedelta = FOREVER) -> dist.BroadcastOptions:
+def _options(longest: timedelta | None = None) -> dist.BroadcastOptions:
     options = dist.BroadcastOptions()
-    options.timeout = longest
+    if longest is not None:  # else the group's own, which is for ever
+        options.timeout = longest
     options.rootRank = 0
     options.asyncOp = False  # NCCL: on the current stream, not one of the group's
     return options
