@@ -116,6 +116,7 @@ def test_openais_finish_reason_of_an_aborted_request(slow: LiveServer, wait_unti
 def test_a_rid_in_flight_twice_is_400(slow: LiveServer) -> None:
     body = {"text": "abc", "rid": "one", "stream": True, "sampling_params": LONG}
     with slow.client.stream("POST", "/generate", json=body) as response:
-        next(parse_events(response.iter_lines()))
+        events = parse_events(response.iter_lines())  # once it is collected, the connection is closed
+        next(events)
         again = slow.client.post("/generate", json={"text": "abc", "rid": "one"})
         assert (again.status_code, "in flight" in again.text) == (400, True)

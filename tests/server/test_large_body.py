@@ -21,7 +21,7 @@ from segue.frontend.weights import CALLS
 from segue.protocol.native import NativeGenerate
 from segue.protocol.openai import CHAT_NOT_YET, HARMLESS, ChatCompletionRequest, CompletionRequest
 from segue.protocol.validation import Decoded, parse
-from segue.server import large_body, pieces
+from segue.server import cutting, large_body, pieces
 from segue.server.large_body import Bounds, Shape, chat, completion, control, decode, generate
 from segue.server.openai_routes import _parse_chat, _parse_completion
 
@@ -133,10 +133,14 @@ FAMILIES: list[tuple[Any, Callable[[Any], Any], Callable[[Bounds], Shape]]] = [
 NAMES_OF_FAMILIES = ["chat", "completion", "generate", "prepare", "distributed", "tensor"]
 
 
-@pytest.fixture(params=[5, 20])
+@pytest.fixture(params=[(5, 1 << 20), (20, 1 << 20), (5, 0), (20, 60)], ids=str)
 def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_body, "SMALL", request.param)
+    small, at_once = request.param
+    monkeypatch.setattr(large_body, "SMALL", small)
+    monkeypatch.setattr(pieces, "AT_ONCE", at_once)
     monkeypatch.setattr(pieces, "PIECE", 100)
+    monkeypatch.setattr(cutting, "SLICE", 50)
+    monkeypatch.setattr(cutting, "GROUP", 40)
 
 
 REFUSED = "refused"
@@ -163,7 +167,7 @@ def plain(value: Any) -> Any:
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(("bodies", "check", "shape"), FAMILIES, ids=NAMES_OF_FAMILIES)
 def test_pieces_and_the_whole_are_the_same(bodies: Any, check: Any, shape: Any) -> None:
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     @given(body=bodies, indent=st.sampled_from([None, 1]), escape=st.booleans())
     def compare(body: dict[str, Any], indent: int | None, escape: bool) -> None:
         data = json.dumps(body, indent=indent, ensure_ascii=escape).encode("utf-8", "replace")
@@ -295,31 +299,69 @@ def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
 
 def test_fields_by_the_million_are_refused_by_their_number() -> None:
     same = b"{" + b'"seed":0,' * 500_000 + b'"model":"m"}'
-    with pytest.raises(InvalidRequestError, match="500001 fields"):
-        right(completion, same)
-    with pytest.raises(InvalidRequestError, match="500001 fields"):
-        right(generate, b'{"text":"a","sampling_params":[%b]}' % same.replace(b"seed", b"stop"))
+    for shape, body in (
+        (completion, same),
+        (generate, b'{"text":"a","sampling_params":%b}' % same),
+        (generate, b'{"text":"a","sampling_params":[%b]}' % same),
+    ):
+        with pytest.raises(InvalidRequestError, match="fields or more; at most 4096"):
+            right(shape, body)
+
+
+LONG = 2 << 20  # bytes, more than are scanned at once
+
+
+@pytest.mark.parametrize("name", [b"x", b"x" * LONG, rb"\"" * LONG])
+def test_a_field_that_a_long_body_should_not_have_is_named_in_short(name: bytes) -> None:
+    body = b'{"%b": 1, "user": "%b", "text": "a"}' % (name, b"a" * LONG)
+    with pytest.raises(UnsupportedFieldError) as refused:
+        right(completion, body)
+    assert len(refused.value.message) < 200
+    assert right(generate, body) == {"text": "a"}
+
+
+@pytest.mark.parametrize(
+    "begin", [b"[", b'{"text" "a", ', b"{5: 1, ", b'{"text": "a"}, ', b'{"text": [, ', b"{,", b"{{", b'"']
+)
+@pytest.mark.parametrize("end", [b"", b"]", b"}"])
+def test_what_is_long_and_no_object_is_refused(begin: bytes, end: bytes) -> None:
+    for shape in (completion, generate):
+        with pytest.raises(InvalidRequestError):
+            right(shape, begin + b'"user": "%b"' % (b"a" * LONG) + end)
+
+
+def test_a_wrong_message_far_behind_is_named() -> None:
+    messages = many('{"role":"user","content":"%s"}' % ("a" * 100), 20_000)[:-1] + b',{"role":"bob"}]'
+    with pytest.raises(InvalidRequestError, match=r"messages\[20000\].role"):
+        right(chat, b'{"model":"m","messages":%b}' % messages)
 
 
 def test_many_colons_that_are_not_of_fields_are_fine() -> None:
     assert len(right(generate, b'{"text":"%b"}' % (rb"\":{,\\" * 300_000))["text"]) == 5 * 300_000
 
 
-@settings(max_examples=300, deadline=None)
-@given(value=VALUES, size=st.integers(1, 30))
-def test_members_are_counted_in_slices_of_any_size(value: Any, size: int) -> None:
+@settings(max_examples=500, deadline=None)
+@given(value=VALUES, size=st.integers(1, 30), indent=st.sampled_from([None, 1]))
+def test_items_are_found_in_slices_of_any_size(value: Any, size: int, indent: int | None) -> None:
+    items = value if isinstance(value, list) else [value, value]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "SLICE", size)
-        for depth in (1, 2, 3):
-            data = json.dumps({"x": value, "y": 1}).encode()
-            assert pieces.count_members(data, depth) == 1 + commas({"x": value, "y": 1}, depth)
+        patch.setattr(cutting, "SLICE", size)
+        patch.setattr(cutting, "GROUP", 2 * size)
+        data = json.dumps(items, indent=indent).encode()
+        ranges = cutting.cut(data, 100)
+        assert [json.loads(data[start:end]) for start, end in ranges] == items
+        together = list(cutting.groups(data, ranges))
+        assert [item for _, group in together for item in json.loads(group)] == items
+        assert all(json.loads(group)[0] == items[first] for first, group in together)
+        if len(items) > 1:
+            with pytest.raises(cutting.TooManyItemsError):
+                cutting.cut(data, len(items) - 1)
 
 
-def commas(value: Any, depth: int) -> int:
-    if not isinstance(value, (list, dict)):
-        return 0
-    items = list(value.values()) if isinstance(value, dict) else value
-    return max(0, len(items) - 1) * (depth == 1) + sum(commas(item, depth - 1) for item in items)
+@pytest.mark.parametrize("data", [b"", b"[", b'["]', b"[1]]", b"[1],", b"[[1]", rb'["\\', b"]"])
+def test_brackets_and_quotes_that_do_not_match_are_refused(data: bytes) -> None:
+    with pytest.raises(cutting.MisfitError):
+        cutting.cut(data, 100)
 
 
 @settings(max_examples=300, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import zmq
 from segue.protocol.messages import FrontendMessage, SchedulerMessage
 
 RETRY_S = 0.01
-MAX_PER_TURN = 64  # messages that are taken before everything else on the event loop has its turn
+TURN_S = 0.005  # for which messages are taken before everything else on the event loop has its turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +72,16 @@ class Channel:
             self._unsent.popleft()
 
     def _drain(self) -> None:
-        for _ in range(MAX_PER_TURN):
-            if self._pull.closed:
-                return
+        until = time.monotonic() + TURN_S
+        while not self._pull.closed:
             try:
                 frame = self._pull.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._receive(self._decoder.decode(frame))
-        self._loop.call_soon(self._drain)
+            if time.monotonic() > until:
+                self._loop.call_soon(self._drain)
+                return
 
 
 def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:

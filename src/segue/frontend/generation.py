@@ -10,13 +10,14 @@ from segue.frontend.merge import merged, results
 from segue.frontend.native import NativeCall, Reply
 from segue.frontend.stream import Stream
 from segue.frontend.tokenizer_manager import TokenizerManager
-from segue.frontend.workers import INLINE_ENTRIES
+from segue.frontend.workers import INLINE_ENTRIES, turn
 
 
 class Generation:
     """The streams of a call. Leaving the ``with`` block aborts those that have not ended."""
 
     def __init__(self, manager: TokenizerManager, call: NativeCall, streams: list[Stream]) -> None:
+        self.num_entries = 0  # of the result: one for each reply, each token, and each log-probability
         self._manager = manager
         self._call = call
         self._streams = streams
@@ -55,18 +56,16 @@ class Generation:
 
     async def result(self) -> Any:
         """The finished reply; a list for a batch."""
-        for reply, output in zip(self._replies, await results(self._streams), strict=True):
+        outputs = await results(self._streams)
+        for index, (reply, output) in enumerate(zip(self._replies, outputs, strict=True)):
             reply.add(output)
+            self.num_entries += reply.num_entries
+            await turn(index)
         if self.num_entries <= INLINE_ENTRIES:
             bodies = self._bodies()
         else:
             bodies = await self._manager.workers.run(self._bodies)
         return bodies if self._call.batch_id is not None else bodies[0]
-
-    @property
-    def num_entries(self) -> int:
-        """How much the replies have: a unit for each, for each token, and for each log-probability."""
-        return sum(reply.num_entries for reply in self._replies)
 
     def _bodies(self) -> list[dict[str, Any]]:
         return [reply.body() for reply in self._replies]

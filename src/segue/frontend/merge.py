@@ -11,7 +11,7 @@ from typing import Any
 from segue.errors import SegueError
 from segue.frontend.request import Output
 from segue.frontend.stream import Stream
-from segue.frontend.workers import turn
+from segue.frontend.workers import TURN, turn
 
 
 async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output], None]:
@@ -58,7 +58,11 @@ async def results(streams: Sequence[Stream]) -> list[Output]:
         for index, stream in enumerate(streams):
             tasks.append(asyncio.create_task(stream.result()))
             await turn(index)
-        return await asyncio.gather(*tasks)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+        return [task.result() for task in tasks]
     finally:
         await _end(tasks)
 
@@ -66,16 +70,15 @@ async def results(streams: Sequence[Stream]) -> list[Output]:
 async def accepted(streams: Sequence[Stream], patience_s: float) -> None:
     """Wait until a stream has news, at most ``patience_s``: the scheduler may refuse a request.
 
-    It does so before it runs any that came with it.
+    It does so before it runs any that came with it. Of many streams the first and the last are watched: those
+    run first, and these are refused first.
 
     Raises:
         SegueError: one was refused, or has failed.
     """
-    waits: list[asyncio.Task[None]] = []
+    watched = streams if len(streams) <= 2 * TURN else [*streams[:TURN], *streams[-TURN:]]
+    waits = [asyncio.create_task(stream.changed()) for stream in watched]
     try:
-        for index, stream in enumerate(streams):
-            waits.append(asyncio.create_task(stream.changed()))
-            await turn(index)
         done, _ = await asyncio.wait(waits, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -86,6 +89,10 @@ async def accepted(streams: Sequence[Stream], patience_s: float) -> None:
 async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel what still runs, and look at every outcome."""
     tasks = list(tasks)
-    for task in tasks:
+    running = [task for task in tasks if not task.done()]
+    for task in running:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*running, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()

@@ -182,7 +182,7 @@ class Reply:
 
     @property
     def num_entries(self) -> int:
-        """See :attr:`segue.frontend.generation.Generation.num_entries`."""
+        """How much it has: one for itself, each token, and each log-probability."""
         prompt = self._stream.prompt_logprobs
         return 1 + len(self._ids) + sum(1 + len(entry.top) for entry in (*self._entries, *prompt))
 

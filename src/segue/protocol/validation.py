@@ -86,12 +86,19 @@ def shown(value: Any) -> str:
     return _SHORT.repr(value)
 
 
-def misfit(error: msgspec.ValidationError, param: str, rules: Mapping[str, str]) -> InvalidRequestError:
-    """What msgspec found wrong inside the field ``param``, in this API's words."""
+def misfit(
+    error: msgspec.ValidationError, param: str, rules: Mapping[str, str], first: int = 0
+) -> InvalidRequestError:
+    """What msgspec found wrong inside the field ``param``, in this API's words.
+
+    ``first``: the index of the first item that it was given of a list.
+    """
     message, _, path = str(error).partition(" - at `$")
     steps: list[int | str] = [
         int(index) if index else name for index, name in re.findall(r"\[(\d+)\]|\.(\w+)", path)
     ]
+    if steps and isinstance(steps[0], int):
+        steps[0] += first
     if field := re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", message, re.DOTALL):
         steps.append(field[2])
     location, rule = _cut([param, *steps], rules)

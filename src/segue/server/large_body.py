@@ -7,6 +7,7 @@ Lists with more items than could be accepted are refused by a count, before they
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,11 +24,12 @@ from segue.protocol.validation import MAX_NAME_CHARS, Decoded, misfit, shown, un
 from segue.protocol.weight_control import MAX_PAYLOADS, MAX_TENSORS
 from segue.protocol.weights import Bucket
 from segue.server import pieces
-from segue.server.pieces import MisfitError
+from segue.server.cutting import MisfitError, Range, TooManyItemsError, cut, groups
 
 MAX_STRINGS = 1 << 18  # of a conversation, the names of its messages' fields included
 MAX_BUCKETS = 1 << 15
-MAX_MEMBERS = 1 << 17  # of a body, or of the sampling parameters of all its prompts
+MAX_MEMBERS = 1 << 12  # of an object of more than `pieces.AT_ONCE` bytes
+MAX_MESSAGES = MAX_STRINGS // 4
 SMALL = pieces.PIECE  # bytes of a value that is decoded at once, whatever it is
 MAX_OTHER = pieces.PIECE  # bytes of a value of any field that is not made for large ones
 NOTHING_ELSE = object()  # in place of a large value of a field that takes none
@@ -44,6 +46,8 @@ _RULES = {  # of fields that may be large and are of one type
     "checksums": "an object of names and integers of 64 bits",
     "serialized_named_tensors": "a list of strings",
 }
+_NAME = re.compile(rb'\s*("(?:[^"\\]|\\.){0,256})("?)', re.DOTALL)
+_COLON = re.compile(rb"\s*:\s*")
 _Dimension = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 _plain = msgspec.json.Decoder()
 _messages = msgspec.json.Decoder(list[openai.ChatMessage])
@@ -78,9 +82,14 @@ def decode(data: bytes, shape: Shape) -> dict[str, Any]:
         InvalidRequestError: not well-formed, too many items, or a value of a wrong type.
         UnsupportedFieldError: a field that ``shape`` does not know and does not ignore.
     """
-    _check_num_members(data, 1)
+    data = data.strip()
     try:
-        found = msgspec.json.decode(data, type=shape.kind)
+        return _fields(_members(data, shape.kind), shape)
+    except TooManyItemsError as error:
+        text = f"the body has {error.args[0]} fields or more; at most {MAX_MEMBERS} are allowed"
+        raise InvalidRequestError(text) from None
+    except MisfitError:
+        raise not_json("brackets, quotes or names are missing") from None
     except msgspec.ValidationError as error:
         _, unknown, name = str(error).partition("unknown field `")
         if unknown:
@@ -88,10 +97,9 @@ def decode(data: bytes, shape: Shape) -> dict[str, Any]:
         raise InvalidRequestError("the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise not_json(error) from None
-    return _fields(found, shape)
 
 
-def not_json(error: Exception) -> SegueError:
+def not_json(error: object) -> SegueError:
     """The error for bytes that are not JSON."""
     return InvalidRequestError(f"the body is not valid JSON: {error}")
 
@@ -144,13 +152,43 @@ def control(model: type[BaseModel], _: Bounds) -> Shape:
     return Shape(kind=_control_kind(model), large=_CONTROL, rules=_RULES)
 
 
-def _fields(found: msgspec.Struct, shape: Shape, prefix: str = "") -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name in found.__struct_fields__:
-        raw = getattr(found, name)
-        if raw is UNSET or name in shape.skipped:
+def _members(data: bytes, kind: type[msgspec.Struct]) -> dict[str, bytes]:
+    """The fields of an object that ``kind`` knows, undecoded."""
+    if len(data) <= pieces.AT_ONCE:
+        return _known(msgspec.json.decode(data, type=kind))
+    strict = kind.__struct_config__.forbid_unknown_fields
+    if not data.startswith(b"{"):
+        raise msgspec.ValidationError("Expected `object`")
+    found: dict[str, bytes] = {}
+    for start, end in cut(data, MAX_MEMBERS):
+        member = _NAME.match(data, start, end)
+        if member is None:
+            raise MisfitError
+        if not member[2]:  # longer than any that is known
+            if strict:
+                raise unknown_field(shown(member[1].decode("utf-8", "replace")))
             continue
-        size = memoryview(raw).nbytes
+        name, colon = _plain.decode(member[1] + member[2]), _COLON.match(data, member.end(), end)
+        if colon is None:
+            raise MisfitError
+        if name in kind.__struct_fields__:
+            found[name] = data[colon.end() : end].rstrip()
+        elif strict:
+            raise unknown_field(name[:MAX_NAME_CHARS])
+    return found
+
+
+def _known(found: msgspec.Struct) -> dict[str, bytes]:
+    values = ((name, getattr(found, name)) for name in found.__struct_fields__)
+    return {name: bytes(raw) for name, raw in values if raw is not UNSET}
+
+
+def _fields(found: Mapping[str, bytes], shape: Shape, prefix: str = "") -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, raw in found.items():
+        if name in shape.skipped:
+            continue
+        size = len(raw)
         if size > SMALL and name in shape.refused:
             fields[name] = NOTHING_ELSE
             continue
@@ -169,9 +207,9 @@ def _fields(found: msgspec.Struct, shape: Shape, prefix: str = "") -> dict[str, 
     return fields
 
 
-def _value(raw: Raw, size: int, large: Decode | None, param: str) -> Any:
+def _value(raw: bytes, size: int, large: Decode | None, param: str) -> Any:
     if size > SMALL and large is not None:
-        return large(bytes(raw))
+        return large(raw)
     if size > MAX_OTHER:
         text = f"{param} has {size} bytes of JSON; at most {MAX_OTHER} are allowed"
         raise InvalidRequestError(text, param=param)
@@ -223,16 +261,40 @@ def _strings(param: str, most: int, data: bytes) -> Any:
 def _conversation(data: bytes) -> Decoded:
     if (count := pieces.count_strings(data)) > MAX_STRINGS:
         raise _too_many("messages", count, MAX_STRINGS, "strings, the names of fields included")
+    messages: list[openai.ChatMessage] = []
+    for first, group in _groups(data, "messages", MAX_MESSAGES, "messages"):
+        try:
+            messages += _messages.decode(group)
+        except msgspec.ValidationError as error:
+            raise misfit(error, "messages", openai.RULES, first) from None
+    return Decoded(messages)
+
+
+def _groups(data: bytes, param: str, most: int, what: str) -> Iterable[tuple[int, bytes]]:
+    """Arrays of neighbouring items of an array, each with the index of its first item."""
+    if len(data) <= pieces.AT_ONCE:
+        return [(0, data)]
+    return groups(data, _cut(data, param, most, what))
+
+
+def _cut(data: bytes, param: str, most: int, what: str) -> list[Range]:
+    if not data.startswith(b"["):
+        raise MisfitError
     try:
-        return Decoded(_messages.decode(data))
-    except msgspec.ValidationError as error:
-        raise misfit(error, "messages", openai.RULES) from None
+        return cut(data, most)
+    except TooManyItemsError as error:
+        raise _too_many(param, error.args[0], most, what) from None
 
 
 def _params(shape: Shape, most: int, data: bytes) -> dict[str, Any] | list[dict[str, Any]]:
-    _check_num_members(data, 1 if data.startswith(b"{") else 2)
     if data.startswith(b"{"):
-        return _fields(msgspec.json.decode(data, type=shape.kind), shape)
+        try:
+            return _fields(_members(data, shape.kind), shape)
+        except TooManyItemsError as error:
+            raise _too_many("sampling_params", error.args[0], MAX_MEMBERS, "fields") from None
+    if len(data) > pieces.AT_ONCE:
+        ranges = _cut(data, "sampling_params", most, "objects")
+        return [_fields(_members(data[start:end].strip(), shape.kind), shape) for start, end in ranges]
     try:
         each = msgspec.json.decode(data, type=_array_of(shape.kind, most))
     except msgspec.ValidationError as error:
@@ -240,7 +302,7 @@ def _params(shape: Shape, most: int, data: bytes) -> dict[str, Any] | list[dict[
             raise _too_many("sampling_params", most + 1, most, "objects") from None
         raise
     found = (getattr(each, name) for name in each.__struct_fields__)
-    return [_fields(params, shape) for params in found if params is not UNSET]
+    return [_fields(_known(params), shape) for params in found if params is not UNSET]
 
 
 class _Bucket(msgspec.Struct):
@@ -249,21 +311,16 @@ class _Bucket(msgspec.Struct):
     shapes: Raw
 
 
-def _check_num_members(data: bytes, depth: int) -> None:
-    """Raise InvalidRequestError for millions of fields: each costs time, also if all have one name."""
-    if pieces.count(data, b":") > MAX_MEMBERS and (count := pieces.count_members(data, depth)) > MAX_MEMBERS:
-        rule = f"at most {MAX_MEMBERS} are allowed"
-        raise InvalidRequestError(f"an object of this request has {count} fields or more; {rule}")
-
-
 def _buckets(data: bytes) -> Decoded:
     most = 2 * MAX_TENSORS + 3 * MAX_BUCKETS
     if (count := pieces.count(data, b'"') // 2) > most:
         raise _too_many("buckets", count, most, "strings, the names of fields included")
-    try:
-        found = msgspec.json.decode(data, type=list[_Bucket])
-    except msgspec.ValidationError as error:
-        raise misfit(error, "buckets", {}) from None
+    found: list[_Bucket] = []
+    for first, group in _groups(data, "buckets", MAX_BUCKETS, "buckets"):
+        try:
+            found += msgspec.json.decode(group, type=list[_Bucket])
+        except msgspec.ValidationError as error:
+            raise misfit(error, "buckets", {}, first) from None
     if len(found) > MAX_BUCKETS:
         raise _too_many("buckets", len(found), MAX_BUCKETS, "buckets")
     return Decoded([_bucket(each) for each in found])

@@ -2,8 +2,8 @@
 
 A call into C keeps the interpreter to itself. Decoding an array of millions of numbers in one call holds up
 every other request, from whichever thread it is made. Here each call works on a bounded amount: the values of
-``PIECE`` bytes, or a number of strings that was counted before. The functions take bytes that were found to
-be well-formed JSON, and raise :class:`MisfitError` or ``msgspec.DecodeError`` if these are of another type.
+``PIECE`` bytes, or a number of strings that was counted before. The functions raise ``MisfitError`` or
+``msgspec.DecodeError`` for values of other types, and for what is no JSON.
 """
 
 from __future__ import annotations
@@ -14,26 +14,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
+
+from segue.server.cutting import SLICE, MisfitError, TooManyItemsError, cut, groups
 
 PIECE = 1 << 14  # bytes; the slowest, of floats that need exact arithmetic, take 25 ms
-SLICE = 1 << 18  # bytes whose brackets are counted at a time
+AT_ONCE = 1 << 20  # bytes that are scanned in one call
+MAX_ITEMS = 1 << 18  # of an array of strings
 _OPEN = re.compile(rb"[\[{]\s*")
 _CLOSE = re.compile(rb"\s*[\]}]")
 _BETWEEN = re.compile(rb"\s*,?\s*")
-
-_NO_BACKSLASH = re.compile(rb"\\*[^\\]")
-_NESTING = np.zeros(256, np.int8)
-_NESTING[list(b"[{")], _NESTING[list(b"]}")] = 1, -1
 
 _ids = msgspec.json.Decoder(list[int])
 _strings = msgspec.json.Decoder(list[str])
 
 TooMany = Callable[[int], None]  # raises an error if a count is above its bound
-
-
-class MisfitError(Exception):
-    """A value of another type than its field takes."""
 
 
 def count_strings(data: bytes) -> int:
@@ -53,7 +47,15 @@ def count(data: bytes, item: bytes) -> int:
 def strings(data: bytes, check: TooMany) -> list[str]:
     """An array of strings; ``check`` is given their number, or less, before they are decoded."""
     check(count_strings(data))
-    return _strings.decode(data)
+    if len(data) <= AT_ONCE:
+        return _strings.decode(data)
+    if not data.startswith(b"["):
+        raise MisfitError
+    try:
+        ranges = cut(data, MAX_ITEMS)
+    except TooManyItemsError:  # they are not all strings
+        raise MisfitError from None
+    return [text for _, group in groups(data, ranges) for text in _strings.decode(group)]
 
 
 def token_ids(data: bytes, check: TooMany) -> array[int]:
@@ -111,31 +113,6 @@ def members(data: bytes, decoder: msgspec.json.Decoder[dict[str, Any]], check: T
     return found
 
 
-def count_members(data: bytes, depth: int) -> int:
-    """At least as many as the members of objects, or the items of arrays, inside ``depth`` brackets.
-
-    Numpy lets other threads run while it works, and a slice at a time is a matter of milliseconds.
-    """
-    commas = level = inside = start = 0
-    while start < len(data):
-        last = _NO_BACKSLASH.match(data, min(start + SLICE, len(data)) - 1)
-        assert last is not None, "an object ends with a bracket"
-        end = last.end()
-        text = np.frombuffer(data, np.uint8, end - start, start)
-        # A quote behind an odd number of backslashes is a part of a string.
-        others = np.where(text == ord("\\"), -1, np.arange(len(text)))
-        others = np.concatenate([[-1], np.maximum.accumulate(others)])
-        quotes = np.flatnonzero(text == ord('"'))
-        quotes = quotes[(quotes - 1 - others[quotes]) % 2 == 0]
-        toggles = np.zeros(len(text), np.int8)
-        toggles[quotes] = 1
-        strings = (np.cumsum(toggles) + inside) % 2
-        levels = np.cumsum(np.where(strings, 0, _NESTING[text])) + level
-        commas += int(np.count_nonzero((text == ord(",")) & (strings == 0) & (levels == depth)))
-        level, inside, start = int(levels[-1]), int(strings[-1]), end
-    return commas + 1
-
-
 def first_byte(data: bytes) -> bytes:
     """The first byte of the first item of an array, or that of its end."""
     opening = _OPEN.match(data)
@@ -147,7 +124,7 @@ def first_byte(data: bytes) -> bytes:
 def _inner(data: bytes) -> bytes:
     """What is between the brackets."""
     opening = _OPEN.match(data)
-    if opening is None:
+    if opening is None or data[:1] + data[-1:] not in (b"[]", b"{}"):
         raise MisfitError
     return data[opening.end() : -1].rstrip()
 
