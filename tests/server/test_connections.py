@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import select
@@ -17,6 +18,7 @@ import httpx
 import pytest
 
 from segue.server import connection_limits
+from segue.server.connection import Backpressure
 from segue.server.connection_limits import ConnectionLimits
 from segue.server.connections import MAX_TICK_S, Connections
 from tests.server.conftest import MODEL
@@ -276,7 +278,8 @@ def test_the_connection_that_waits_longest_gives_way(
 
 
 def test_half_bodies_give_way_to_new_connections(start: Callable[..., LiveServer]) -> None:
-    server = start(limits(max_connections=10, spare_connections=2, stalled_after_s=0.0, sweep_s=0.1))
+    few = limits(max_connections=10, spare_connections=2, stalled_after_s=0.0, sweep_s=0.1, body_grace_s=60.0)
+    server = start(few)
     with ExitStack() as stack:
         for _ in range(3):
             for _ in range(12):
@@ -371,6 +374,31 @@ def test_many_large_bodies_at_once_wait_for_one_another(start: Callable[..., Liv
     assert server._http._connections.num_bytes == 0
 
 
+def test_what_is_held_is_read_on_only_when_the_application_wants_more_too() -> None:
+    class Transport(asyncio.Transport):
+        is_reading_now = True
+
+        def pause_reading(self) -> None:
+            self.is_reading_now = False
+
+        def resume_reading(self) -> None:
+            self.is_reading_now = True
+
+    transport, connections = Transport(), Connections(FAST)
+    flow = Backpressure(transport, connections)
+    flow.hold()
+    flow.resume_reading()
+    assert not transport.is_reading_now
+    flow.pause_reading()
+    flow.let_go()
+    assert not transport.is_reading_now
+    connections.now = 5.0
+    assert flow.paused_s(7.0) == 7.0
+    flow.resume_reading()
+    assert transport.is_reading_now
+    assert (flow.resumed_at, flow.paused_s(9.0)) == (5.0, 5.0)
+
+
 def test_without_a_key_the_body_is_not_kept(start: Callable[..., LiveServer], wait_until: Any) -> None:
     server = start(limits(), api_key="secret")
     with ExitStack() as stack:
@@ -391,7 +419,9 @@ def test_countless_requests_behind_one_another_are_refused(
 ) -> None:
     monkeypatch.setenv("FAKE_STEP_S", "0.02")
     server = start(limits())
-    with Client(server, request(max_tokens=400), b"GET / HTTP/1.1\r\n\r\n" * 10_000) as client:
+    with Client(server, request(max_tokens=400)) as client:
+        wait_until(lambda: server.runtime.manager.num_requests == 1)
+        client.send(b"GET / HTTP/1.1\r\n\r\n" * 10_000)
         assert client.all() == b""
     wait_until(lambda: server.runtime.manager.num_requests == 0, 2.0)
 
