@@ -171,6 +171,22 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
     assert f"port {port} on 127.0.0.1 is in use" in result.stderr
 
 
+def test_ctrl_c_is_no_exception_while_a_server_imports_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def bind(host: str, port: int) -> socket.socket:
+        seen.append(signal.getsignal(signal.SIGINT))
+        raise ConfigError("that is enough")
+
+    monkeypatch.setattr(lifecycle, "bind", bind)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        CliRunner().invoke(cli.app, ["serve"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.SIG_DFL]
+
+
 def test_a_cache_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = run("generate", "hello", "--cache-dir", str(tmp_path / "file" / "cache"))

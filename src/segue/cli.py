@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,6 +140,10 @@ def serve(config: EngineConfig) -> None:
 
     Every option is also an environment variable, named behind it.
     """
+    # Until the server handles it, Ctrl-C ends the process at once. As a KeyboardInterrupt it can be lost:
+    # Python swallows one that is raised in a callback, such as those that run while modules are imported.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     import uvloop
 
     from segue.server import lifecycle

@@ -50,7 +50,7 @@ class HttpGuard:
         """
         names = _entries(allowed_hosts, "allowed_hosts", _is_host, "a host name without port, like gpu-1.lan")
         origins = _entries(cors_origin, "cors_origin", _is_origin, "an origin, like https://chat.example")
-        if ANY in names or not (names or _is_loopback(host)):
+        if ANY in names or not (names or is_loopback(host)):
             return cls(None, origins)
         return cls(frozenset(name.strip("[]") for name in names | {host.lower()}), origins)
 
@@ -195,7 +195,7 @@ def _is_origin(origin: str) -> bool:
     return _ORIGIN.fullmatch(origin) is not None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether the address that ``bind`` takes for a host can be reached from this machine only."""
     try:
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]

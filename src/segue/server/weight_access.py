@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 
 from msgspec import structs
 
 from segue.config import EngineConfig, parse_list
 from segue.errors import InvalidRequestError
+from segue.http_guard import is_loopback
 from segue.protocol.weights import UpdateFromDisk, WeightRequest
 
 
@@ -23,17 +23,10 @@ def admitted(config: EngineConfig, request: WeightRequest) -> WeightRequest:
     roots = None
     if config.weights_root is not None:
         roots = parse_list(config.weights_root, os.pathsep, "weights_root")
-    elif not (config.admin_api_key or _is_loopback(config.host)):
+    elif not (config.admin_api_key or is_loopback(config.host)):
         raise InvalidRequestError(
             f"this server listens on {config.host} without an admin key, so clients may not choose what it "
             "reads: start it with --weights-root and the directories of the checkpoints, or --admin-api-key",
             param="model_path",
         )
     return structs.replace(request, roots=roots, from_hub=config.weights_from_hub)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
