@@ -93,8 +93,13 @@ class Encoder:
         if isinstance(prompt, str):
             prompt = self._ids(prompt, request, special=request.add_special_tokens)
         check_prompt_len(len(prompt), self._limits, request.param)
-        check_token_ids(prompt, self._limits, request.param)
-        return prompt if isinstance(prompt, array) else array("i", prompt)
+        try:
+            ids = prompt if isinstance(prompt, array) else array("i", prompt)
+        except OverflowError:  # an id of more than 32 bits, which the check names
+            check_token_ids(prompt, self._limits, request.param)
+            raise
+        check_token_ids(ids, self._limits, request.param)
+        return ids
 
     def encode_all(self, requests: Sequence[GenerateRequest]) -> list[Sequence[int]]:
         """Several prompts."""

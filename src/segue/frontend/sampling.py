@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import secrets
+from array import array
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from segue.errors import ContextLengthError, InvalidRequestError
@@ -20,6 +22,7 @@ MAX_LOGPROBS = 20
 # Far from what anybody uses (1 to 2), and near enough to 1 that no finite logit overflows.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 SEED_LIMIT = 1 << 63
+NUMPY_IDS = 64  # token ids of an array from which numpy is faster
 MAX_ENTRIES = (
     1 << 18
 )  # of `logit_bias` and `stop_token_ids` in one call, counted for each prompt they are for
@@ -185,12 +188,20 @@ def check_num_entries(count: int, num_prompts: int = 1) -> None:
 
 def check_token_ids(ids: Collection[int], limits: Vocabulary, param: str) -> None:
     """Raise InvalidRequestError for an id that the model does not have."""
-    if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
+    lowest, highest = _extremes(ids) if ids else (0, 0)
+    if lowest < 0 or highest >= limits.vocab_size:
         wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
         raise InvalidRequestError(
             f"{param} contains token id {shown(wrong)}; ids of this model are 0 to {limits.vocab_size - 1}",
             param=param,
         )
+
+
+def _extremes(ids: Collection[int]) -> tuple[int, int]:
+    if isinstance(ids, array) and len(ids) > NUMPY_IDS:
+        view = np.frombuffer(ids, np.intc)
+        return int(view.min()), int(view.max())
+    return min(ids), max(ids)
 
 
 def check_prompt_len(prompt_len: int, limits: Vocabulary, param: str, *, at_least: bool = False) -> None:

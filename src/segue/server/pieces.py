@@ -73,7 +73,7 @@ def token_ids(data: bytes, check: TooMany) -> array[int]:
             raise MisfitError
         check(count(inner, b",") + 1)
         for piece in _split(inner):
-            ids.extend(_ids.decode(b"[%b]" % piece))
+            ids += array("i", _ids.decode(b"[%b]" % piece))
     return ids
 
 
