@@ -52,8 +52,10 @@ types: $(INSTALL_STAMP)
 imports: $(INSTALL_STAMP)
 	$(BIN)/lint-imports --no-logo
 
+# Two files at a time, each with a core: much of a test is the start of a process. What measures times comes last, alone.
 pytest: model
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not alone" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(PYTEST_ARGS)
 
 soak: model ## the slow proofs: long scheduler properties, five minutes of anything over HTTP, the reference fixture made again
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)

@@ -198,7 +198,7 @@ def _is_origin(origin: str) -> bool:
 def is_loopback(host: str) -> bool:
     """Whether the address that ``bind`` takes for a host can be reached from this machine only."""
     try:
-        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        address = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0]
     except (OSError, UnicodeError):
         return False
     return ipaddress.ip_address(address).is_loopback

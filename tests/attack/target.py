@@ -68,13 +68,13 @@ def run_clients(work: Coroutine[Any, Any, list[Finding]]) -> list[Finding]:
     """Run clients on an event loop of their own.
 
     A client that is cut off while it connects leaves an open transport to the garbage collector, which warns
-    of it. That is collected here, so that no test which comes later is blamed.
+    of it. What is left at the end is collected here, so that no test which comes later is blamed.
     """
-    try:
-        return asyncio.run(work)
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        try:
+            return asyncio.run(work)
+        finally:
             gc.collect()
 
 

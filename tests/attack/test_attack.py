@@ -18,6 +18,8 @@ from tests.attack.gauges import MIB, SPARE, Usage, listener
 from tests.attack.target import Finding, Target, is_documented_refusal, loopback_url
 from tests.attack.watch import Probe, Watch
 
+pytestmark = pytest.mark.alone
+
 USAGE = Usage(resident=500 * MIB, files=40, threads=16)
 
 

@@ -15,6 +15,8 @@ from tests.attack.bodies import BODIES, LIMIT, ServerSizes
 from tests.attack.stalls import measure, sizes_of
 from tests.frontend.tiny_model import write_model
 
+pytestmark = pytest.mark.alone
+
 FAKE_SERVER = Path(__file__).resolve().parent.parent / "server" / "fake_server.py"
 LONGEST_S = 0.1
 TRIES = 3  # a stall of the server's own comes back, one of this machine's does not

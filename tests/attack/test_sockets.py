@@ -10,6 +10,8 @@ from tests.attack.sockets import MIB, attack
 from tests.frontend.tiny_model import write_model
 from tests.server.test_lifecycle import ServerProcess
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(
     ("seconds", "hard_limit"),

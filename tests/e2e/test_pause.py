@@ -423,10 +423,10 @@ def test_n_pauses_leave_no_trace_in_logprobs_penalties_seeds_and_stop_strings(cl
 def test_with_a_ttl_the_pause_ends_by_itself(client: Client, whole: dict[str, Any]) -> None:
     future = client.begin(STORY, greedy(COUNT), "r")
     began = time.monotonic()
-    client.pause("retract", ttl_s=0.4)
+    client.pause("retract", ttl_s=1.5)
     assert client.state()["engine_paused"]
     assert_whole(future.result(30), whole["a"])
-    assert time.monotonic() - began > 0.4
+    assert time.monotonic() - began > 1.5
     assert not client.state()["engine_paused"]
 
 

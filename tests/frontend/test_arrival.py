@@ -24,6 +24,8 @@ from segue.frontend.workers import TURN, Workers
 from segue.protocol.messages import Abort, AddRequest, Pause, Paused, unpack_ids
 from tests.frontend.test_tokenizer_manager import Bench, ended, request, run
 
+pytestmark = pytest.mark.alone
+
 SPACES = " " * 15_000_000
 
 

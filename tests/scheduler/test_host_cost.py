@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from bench.host_cost import BAR_MS, measure
+
+pytestmark = pytest.mark.alone
 
 PATIENCE_S = 60.0  # the thread's own time still counts a core that is shared with another machine
 

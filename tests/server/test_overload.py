@@ -15,6 +15,8 @@ import pytest
 from tests.server.conftest import MODEL
 from tests.server.live import LiveServer
 
+pytestmark = pytest.mark.alone
+
 STEP_S = 1.5
 BODY = {"model": MODEL, "prompt": "abc", "max_tokens": 100, "ignore_eos": True}
 NATIVE = {"text": "abc", "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
