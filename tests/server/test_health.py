@@ -188,6 +188,17 @@ def test_a_paused_engine_is_asked_for_its_pulse_too(tiny_model: Path, wait_until
         wait_until(lambda: server.client.get("/health").json() == {"status": "paused", "mode": "abort"}, 2.0)
 
 
+def test_every_rank_has_a_pulse(tiny_model: Path, wait_until: Any) -> None:
+    with LiveServer(tiny_model, tp=2, ping_s=0.5) as server:
+        assert {"heartbeat_age_seconds:0", "heartbeat_age_seconds:1"} <= set(scrape(server))
+        _, follower = server.runtime.worker_pids
+        os.kill(follower, signal.SIGSTOP)
+        wait_until(lambda: server.client.get("/health").status_code == 503, 2.0)
+        assert "worker rank 1" in server.client.get("/health").json()["message"]
+        os.kill(follower, signal.SIGCONT)
+        wait_until(lambda: server.client.get("/health").status_code == 200, 2.0)
+
+
 def test_a_step_that_does_not_end_is_told_of(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any
 ) -> None:
