@@ -10,7 +10,7 @@ the spread.
 
 `host_cost` is that bench of each commit, in milliseconds per step. `serving_cost` is the served half of that
 bench: tokens per second of 8 concurrent streams. `load` sends short requests at a fixed rate, as
-`bench.serving` does. Every value and ratio is stored in bench/results/before_after.json.
+`bench.serving` does. Every value and ratio is stored in bench/results/before_after_*.json.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ def main() -> int:
                     blocks.append([(side, measures[side]()) for side in ORDER])
                 print(f"{what}: block {number + 1} of {args.blocks}", flush=True)
             found[what] = {name: compared(blocks, name) for name in blocks[0][0][1]}
+            path = report.save(
+                f"before_after_{what}", {**commits, "blocks": args.blocks, "figures": found[what]}
+            )
+            print(f"written to {path}", flush=True)
     rows = [
         [
             f"{what}, {name}",
@@ -72,7 +76,6 @@ def main() -> int:
         for name, each in figures.items()
     ]
     report.show("change from before to after, medians", ["", "change", "spread of A against A", ""], rows)
-    print(f"written to {report.save('before_after', {**commits, 'blocks': args.blocks, 'found': found})}")
     return 1 if any(each["worse"] for figures in found.values() for each in figures.values()) else 0
 
 
