@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def main() -> int:
     parser.add_argument("--what", nargs="+", choices=sorted(BENCHES), default=sorted(BENCHES))
     parser.add_argument("--blocks", type=int, default=10)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and leave no server behind
     commits = {"before": _commit(args.before), "after": _commit(args.after)}
     found: dict[str, Any] = {}
     with _checked_out(commits["before"]) as before, _checked_out(commits["after"]) as after:
@@ -59,12 +61,11 @@ def main() -> int:
             for number in range(args.blocks):
                 with BENCHES[what](trees) as measures:
                     blocks.append([(side, measures[side]()) for side in ORDER])
-                print(f"{what}: block {number + 1} of {args.blocks}", flush=True)
-            found[what] = {name: compared(blocks, name) for name in blocks[0][0][1]}
-            path = report.save(
-                f"before_after_{what}", {**commits, "blocks": args.blocks, "figures": found[what]}
-            )
-            print(f"written to {path}", flush=True)
+                found[what] = {name: compared(blocks, name) for name in blocks[0][0][1]}
+                path = report.save(
+                    f"before_after_{what}", {**commits, "blocks": len(blocks), "figures": found[what]}
+                )
+                print(f"{what}: block {number + 1} of {args.blocks}, written to {path}", flush=True)
     rows = [
         [
             f"{what}, {name}",
