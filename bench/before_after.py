@@ -25,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def _host_cost(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
         record = json.loads((tree / "bench/results/host_cost.json").read_text())
         return {f"page size {size}, ms": record[f"page size {size}"]["total"] for size in (16, 64)}
 
-    yield {side: lambda tree=tree: measured(tree) for side, tree in trees.items()}  # type: ignore[misc]
+    yield {side: partial(measured, tree) for side, tree in trees.items()}
 
 
 @contextmanager
@@ -124,9 +125,7 @@ def _serving_cost(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
         for side, url in urls.items():
             model = serving.model_of(url)
             served_speed(url, model, batch)  # warms up
-            measures[side] = lambda url=url, model=model: {  # type: ignore[misc]
-                "tokens/s": served_speed(url, model, batch)
-            }
+            measures[side] = partial(_served, url, model, batch)
         yield measures
 
 
@@ -136,9 +135,13 @@ def _load(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
         measures: dict[str, Measure] = {}
         for side, url in urls.items():
             clients = stack.enter_context(Clients(url, serving.model_of(url), 1))
-            measures[side] = lambda clients=clients: _loaded(clients, LOAD_SECONDS)  # type: ignore[misc]
+            measures[side] = partial(_loaded, clients, LOAD_SECONDS)
             _loaded(clients, 3.0)  # warms up
         yield measures
+
+
+def _served(url: str, model: str, batch: list[list[int]]) -> Figures:
+    return {"tokens/s": served_speed(url, model, batch)}
 
 
 def _loaded(clients: Clients, seconds: float) -> Figures:
