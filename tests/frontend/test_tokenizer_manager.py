@@ -19,6 +19,7 @@ from segue.errors import (
     NonFiniteLogitsError,
     OverloadedError,
 )
+from segue.frontend.merge import merged
 from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling import SamplingOptions, Vocabulary
 from segue.frontend.stream import Stream
@@ -359,6 +360,24 @@ def test_a_request_that_ends_with_an_error_has_no_reply(bench: Bench) -> None:
         bench.step(("other", 73), finished=(ended("other", 3),))
         assert (await other.result()).token_ids == [71, 72, 73]
         assert bench.manager.stats.finished["error"] == 1
+
+    run(work())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_stream_gives_the_tokens_that_came_before_an_error(bench: Bench, count: int) -> None:
+    async def work() -> None:
+        streams = await bench.manager.submit_batch([request(str(index)) for index in range(count)])
+        for token in (65, 66):
+            bench.step(*((str(index), token) for index in range(count)))
+        bench.manager.die(EngineDeadError("gone"))
+        got: list[tuple[int, list[int]]] = []
+        with pytest.raises(EngineDeadError, match="gone"):
+            async for index, output in merged(streams):
+                got.append((index, output.token_ids))
+        assert got[0] == (0, [65, 66])
+        with pytest.raises(EngineDeadError, match="gone"):
+            await streams[0].result()
 
     run(work())
 

@@ -121,6 +121,11 @@ class RequestState:
         self._cut = -1  # tokens that count, once a stop string is complete
 
     @property
+    def has_unread(self) -> bool:
+        """Whether tokens came since the last :meth:`take`."""
+        return self._done_ids < len(self.ids)
+
+    @property
     def cut(self) -> int:
         """The number of tokens that a completed stop string leaves; -1 if there is none."""
         return self._cut
@@ -169,7 +174,8 @@ class RequestState:
 
     def take(self) -> Output:
         """What is new since the last call."""
-        self.changed.clear()
+        if self.error is None:
+            self.changed.clear()
         start, self._done_ids = self._done_ids, len(self.ids)
         parts, self._parts = self._parts, []
         return Output("".join(parts), self.ids[start:], self.logprobs[start:], self.offsets[start:], self.end)

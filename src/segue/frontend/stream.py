@@ -54,17 +54,22 @@ class Stream:
         return self._state.take()
 
     async def result(self) -> Output:
-        """Wait for the end; everything (not yet read) in one output."""
+        """Wait for the end; everything (not yet read) in one output. Raises the error that ended the request."""
         state = self._state
         state.streaming = False
         while state.end is None and state.error is None:
             state.changed.clear()
             await state.changed.wait()
-        return await self.next()
+        if state.error is not None:
+            raise state.error
+        return state.take()
 
     async def changed(self) -> None:
-        """Wait for news without taking them; raises the error that ended the request."""
+        """Wait for news without taking them.
+
+        Raises the error that ended the request, once every token that came before it has been taken.
+        """
         self._state.streaming = True
         await self._state.changed.wait()
-        if self._state.error is not None:
+        if self._state.error is not None and not self._state.has_unread:
             raise self._state.error
