@@ -54,7 +54,7 @@ class Stream:
         return self._state.take()
 
     async def result(self) -> Output:
-        """Wait for the end; everything (not yet read) in one output. Raises the error that ended the request."""
+        """Wait for the end, and give all that was not read yet; raises the error that ended the request."""
         state = self._state
         state.streaming = False
         while state.end is None and state.error is None:
