@@ -7,6 +7,7 @@ with RESULT is one figure.
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -58,7 +59,7 @@ FIRST_TOKENS = (16, 64, 256, 1024, 3500)
 
 def model_dir(size: str) -> str:
     """A directory with the configuration of a model of `size`, for engines that make up weights."""
-    path = Path(tempfile.gettempdir()) / "segue-bench" / f"qwen3-{size}"
+    path = Path(tempfile.gettempdir()) / f"segue-bench-{os.getuid()}" / f"qwen3-{size}"
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(COMMON | SHAPES[size]))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}))
