@@ -52,6 +52,7 @@ from segue.protocol.weights import (
     WeightRequest,
 )
 from segue.scheduler.rank_calls import RankCalls
+from segue.scheduler.weight_port import SchedulerPort
 from segue.scheduler.weight_session import Phase
 from segue.scheduler.weights import WeightControl
 from tests.scheduler.simulation import Simulation
@@ -84,7 +85,7 @@ class WeightMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.sim = Simulation()
-        self.control = WeightControl(self.sim.scheduler, RANKS)
+        self.control = WeightControl(SchedulerPort(self.sim.scheduler), RANKS)
         self.ranks = [Rank() for _ in range(RANKS)]
         self.now = 0.0
         self.calls = 0
@@ -380,7 +381,7 @@ def writes_at_once(self: WeightControl, session: Any, now: float) -> None:
 
 def lets_go_before_the_ranks_have_written(self: WeightControl, session: Any, now: float) -> None:
     writes_at_once(self, session, now)
-    self._scheduler.control.release("weight_commit")
+    self._port.release()
 
 
 SEEDED: list[tuple[str, Callable[..., Any]]] = [

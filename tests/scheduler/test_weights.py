@@ -53,6 +53,7 @@ from segue.protocol.weights import (
     WeightNotice,
     WeightRequest,
 )
+from segue.scheduler.weight_port import SchedulerPort
 from segue.scheduler.weights import WeightControl
 from tests.scheduler.simulation import Simulation
 
@@ -72,7 +73,7 @@ class Engine:
     def __init__(self, **limits: int) -> None:
         self.sim = Simulation(**limits)
         self.scheduler = self.sim.scheduler
-        self.weights = WeightControl(self.scheduler, 2)
+        self.weights = WeightControl(SchedulerPort(self.scheduler), 2)
         self.now = 0.0
         self.calls = 0
         self.answers: dict[int, list[WeightAnswer]] = {}

@@ -45,6 +45,7 @@ from segue.protocol.weights import RankReply, Received, WeightCall, WeightComman
 from segue.pulse import Turn
 from segue.scheduler.report import internal_state
 from segue.scheduler.scheduler import Scheduler
+from segue.scheduler.weight_port import SchedulerPort
 from segue.scheduler.weights import WeightControl
 
 
@@ -121,7 +122,7 @@ class SchedulerLoop:
         self.scheduler = scheduler
         self._runner = runner
         self._updater = updater
-        self._weights = WeightControl(scheduler, 1 + len(followers))
+        self._weights = WeightControl(SchedulerPort(scheduler), 1 + len(followers))
         self._inbox = inbox
         self._outbox = outbox
         self._followers = followers

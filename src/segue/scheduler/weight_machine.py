@@ -11,7 +11,7 @@ them have been replaced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Protocol
 
 from msgspec import structs
 
@@ -35,21 +35,57 @@ from segue.protocol.weights import (
     WeightNotice,
 )
 from segue.scheduler.group_joins import GroupJoins
-from segue.scheduler.pause import PauseState
 from segue.scheduler.rank_calls import RankCalls, problems, staging
 from segue.scheduler.weight_session import Kind, Phase, Session
 
-if TYPE_CHECKING:
-    from segue.scheduler.scheduler import Scheduler
 
-HOLDER: Literal["weight_commit"] = "weight_commit"
+class Port(Protocol):
+    """What a weight update may ask of the scheduler, and do to it."""
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the served weights."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request runs or waits."""
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests that have begun."""
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether a hold has taken effect: no step is in flight, and none is planned."""
+
+    @property
+    def receive_requires_pause(self) -> bool:
+        """Whether weights may be received only while generation is paused."""
+
+    def hold(self, mode: PauseMode) -> None:
+        """Stop planning steps, until :meth:`release`."""
+
+    def release(self) -> None:
+        """End the hold."""
+
+    def commit(self, version: str | None, *, flush_cache: bool) -> None:
+        """Serve new weights from the next step on, under this name; None stands for the next number."""
+
+    def rename(self, version: str) -> None:
+        """Give the served weights another name."""
+
+    def refuse(self, reason: str | None) -> None:
+        """Refuse every new request for this reason; None accepts requests again."""
+
+    def abort_all(self, message: str | None = None) -> SchedulerMessage:
+        """End every request; returns what the frontend has to be told."""
 
 
 class WeightMachine:
     """The state machine of one engine; :class:`segue.scheduler.weights.WeightControl` has the calls to it."""
 
-    def __init__(self, scheduler: Scheduler, num_ranks: int) -> None:
-        self._scheduler = scheduler
+    def __init__(self, port: Port, num_ranks: int) -> None:
+        self._port = port
         self._num_ranks = num_ranks
         self.session: Session | None = None
         self.poisoned: str | None = None  # why
@@ -106,9 +142,9 @@ class WeightMachine:
         session = self.session
         state: dict[str, Any] = {
             "state": self.state,
-            "weight_version": self._scheduler.weight_version,
+            "weight_version": self._port.weight_version,
             "groups": sorted(self.groups),
-            "generating": self._scheduler.has_work,
+            "generating": self._port.has_work,
             "num_committed": self.num_committed,
             "num_failed": self.num_failed,
             "last": self.last,
@@ -138,7 +174,7 @@ class WeightMachine:
     def notice(self) -> WeightNotice:
         """What the frontend shows without asking."""
         return WeightNotice(
-            version=self._scheduler.weight_version,
+            version=self._port.weight_version,
             state=self.state,
             poisoned=self.poisoned,
             model_path=self.model_path,
@@ -208,7 +244,7 @@ class WeightMachine:
         if session.phase.value < Phase.PREPARED.value:
             return
         text = f"Every rank receives {len(session.manifest.buckets) if session.manifest else 0} buckets."
-        fields = {"staging": session.staging, "generating": self._scheduler.has_work}
+        fields = {"staging": session.staging, "generating": self._port.has_work}
         self._answer(session.preparing, True, text, session_id=session.id, **fields)
         session.preparing = []
 
@@ -305,50 +341,41 @@ class WeightMachine:
     def _hold(self, session: Session, now: float) -> None:
         self._enter(session, Phase.COMMITTING, now)
         session.answer_by = None
-        session.num_paused = len(self._scheduler.running)
+        session.num_paused = self._port.num_running
         mode: PauseMode = "retract" if session.flush_cache else "in_place"
-        self._scheduler.control.hold(HOLDER, "abort" if session.abort_all else mode)
+        self._port.hold("abort" if session.abort_all else mode)
 
     def _write(self, session: Session, now: float) -> None:
         """Once nothing runs."""
-        if "WRITING" not in session.times and self._scheduler.control.state is PauseState.PAUSED:
+        if "WRITING" not in session.times and self._port.stands_still:
             session.times["WRITING"] = now
             self._calls.tell(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
 
     def _on_committed(self, replies: list[RankReply], now: float) -> None:
         session = self.session
         assert session is not None and session.phase is Phase.COMMITTING
-        scheduler = self._scheduler
         if wrong := problems(replies):
             if any(reply.fields.get("touched") or not reply.errors for reply in replies):
                 self._poison(wrong)
             self._abort(session, wrong, now)
-            scheduler.control.release(HOLDER)
+            self._port.release()
             return
-        scheduler.set_weight_version(session.weight_version or self._next_version())
+        self._port.commit(session.weight_version, flush_cache=session.flush_cache)
         if not session.is_partial:
-            self.poisoned = scheduler.refuses = None
-        if session.flush_cache:
-            scheduler.forget_cache()
+            self.poisoned = None
+            self._port.refuse(None)
         self.num_committed += 1
         session.times["LIVE"] = now
         self.last = self._figures(session) | {"kind": session.kind}
         self.model_path = session.model_path or self.model_path
-        scheduler.control.release(HOLDER)
+        self._port.release()
         self._close(session)
         self._finish(session, True, "The new weights are live.")
 
     def _poison(self, why: str) -> None:
         self.poisoned = why
-        self._scheduler.refuses = f"the weights are poisoned ({why}); update all of them, or start again"
-        self._answers.append(
-            self._scheduler.output(finished=self._scheduler.abort_all("the weights are poisoned"))
-        )
-
-    def _next_version(self) -> str:
-        version = self._scheduler.weight_version
-        is_number = version.isascii() and version.isdigit()
-        return str(int(version) + 1) if is_number else str(self._scheduler.kv_epoch + 1)
+        self._port.refuse(f"the weights are poisoned ({why}); update all of them, or start again")
+        self._answers.append(self._port.abort_all("the weights are poisoned"))
 
     # --- ends ---
 
@@ -381,7 +408,7 @@ class WeightMachine:
             self._ended = (session.id, session.group_name, WeightAnswer(0, success, message, figures))
 
     def _figures(self, session: Session) -> dict[str, Any]:
-        return session.figures(self._num_ranks) | {"weight_version": self._scheduler.weight_version}
+        return session.figures(self._num_ranks) | {"weight_version": self._port.weight_version}
 
     # --- sending ---
 

@@ -30,7 +30,6 @@ from segue.protocol.weights import (
     UpdateFromTensor,
     WeightCall,
 )
-from segue.scheduler.pause import PauseState
 from segue.scheduler.rank_calls import problems
 from segue.scheduler.weight_machine import WeightMachine
 from segue.scheduler.weight_session import RECEIVE_S, Phase, Session
@@ -320,18 +319,16 @@ class WeightControl(WeightMachine):
     def _receive_refusal(self, manifest: Manifest) -> str | None:
         if manifest.group_name not in self.groups:
             return self._no_group(manifest.group_name)
-        scheduler = self._scheduler
-        if scheduler.limits.receive_requires_pause and scheduler.control.state is not PauseState.PAUSED:
+        if self._port.receive_requires_pause and not self._port.stands_still:
             return "generation runs, and --weight-recv-requires-pause is set; POST /pause_generation first"
         return None
 
     # --- versions, and looking ---
 
     def _set_version(self, call: int, request: SetVersion) -> None:
-        scheduler = self._scheduler
         if request.abort_all:
-            self._answers.append(scheduler.output(finished=scheduler.abort_all()))
-        scheduler.rename_weights(request.version)
+            self._answers.append(self._port.abort_all())
+        self._port.rename(request.version)
         self._notify()  # first: who has the answer may ask the frontend
         self._answer([call], True, f"Weight version is {request.version!r}.", new_version=request.version)
 

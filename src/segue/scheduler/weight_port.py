@@ -1,0 +1,66 @@
+"""What a weight update may do to the scheduler, and nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from segue.protocol.messages import PauseMode, StepOutput
+from segue.scheduler.pause import PauseState
+
+if TYPE_CHECKING:
+    from segue.scheduler.scheduler import Scheduler
+
+HOLDER: Literal["weight_commit"] = "weight_commit"
+
+
+class SchedulerPort:
+    """The scheduler as :class:`segue.scheduler.weights.WeightControl` sees it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    @property
+    def weight_version(self) -> str:
+        return self._scheduler.weight_version
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def stands_still(self) -> bool:
+        return self._scheduler.control.state is PauseState.PAUSED
+
+    @property
+    def receive_requires_pause(self) -> bool:
+        return self._scheduler.limits.receive_requires_pause
+
+    def hold(self, mode: PauseMode) -> None:
+        self._scheduler.control.hold(HOLDER, mode)
+
+    def release(self) -> None:
+        self._scheduler.control.release(HOLDER)
+
+    def commit(self, version: str | None, *, flush_cache: bool) -> None:
+        scheduler = self._scheduler
+        scheduler.set_weight_version(version or self._next_version())
+        if flush_cache:
+            scheduler.forget_cache()
+
+    def rename(self, version: str) -> None:
+        self._scheduler.rename_weights(version)
+
+    def refuse(self, reason: str | None) -> None:
+        self._scheduler.refuses = reason
+
+    def abort_all(self, message: str | None = None) -> StepOutput:
+        return self._scheduler.output(finished=self._scheduler.abort_all(message))
+
+    def _next_version(self) -> str:
+        version = self.weight_version
+        is_number = version.isascii() and version.isdigit()
+        return str(int(version) + 1) if is_number else str(self._scheduler.kv_epoch + 1)
