@@ -15,7 +15,9 @@ from collections.abc import Callable
 import msgspec
 
 from bench import report
-from segue.protocol.messages import AddRequest, SamplingParams, StepOutput, StepPlan, StepResult, pack_ids
+from segue.messages.control import StepOutput
+from segue.messages.requests import AddRequest, SamplingParams, pack_ids
+from segue.messages.steps import StepPlan, StepResult
 from segue.scheduler.scheduler import Limits, Scheduler
 
 BAR_MS = 0.5

@@ -27,11 +27,11 @@ from typing import Any
 from bench import report
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
+from segue.messages.requests import AddRequest, SamplingParams, pack_ids
 from segue.model_runner import graphs
 from segue.model_runner.cuda_executor import CUDAExecutor
 from segue.model_runner.output import ForwardOutput
 from segue.model_runner.runner import ModelRunner
-from segue.protocol.messages import AddRequest, SamplingParams, pack_ids
 from segue.scheduler.scheduler import Scheduler
 from segue.weights.source import resolve
 from segue.worker import limits_of

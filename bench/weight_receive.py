@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from segue.protocol.weights import Bucket, Group, Manifest
+from segue.messages.weight_update import Bucket, Group, Manifest
 from segue.weights.sync.groups import Groups
 from segue.weights.sync.joined import JoinedGroup
 from segue.weights.sync.receiver import Callbacks, Receiver

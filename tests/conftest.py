@@ -50,6 +50,14 @@ def transformers_imports_torch() -> bool:
     return subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "True"
 
 
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer and a configuration, for engines over the fake worker."""
+    from tests.support.tiny_model import write_model
+
+    return write_model(tmp_path_factory.mktemp("tiny") / "tiny-model")
+
+
 class WaitUntil(Protocol):
     def __call__(self, condition: Callable[[], object], timeout: float = 10.0, what: str = "") -> None: ...
 

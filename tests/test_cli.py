@@ -31,9 +31,9 @@ from segue.frontend.engine import Engine
 from segue.frontend.remote import RemoteError
 from segue.server import lifecycle
 from segue.weights import convert
-from tests.frontend.conftest import FAKE_WORKER
-from tests.frontend.tiny_model import write_model
 from tests.server.live import LiveServer
+from tests.support.fake_engine import FAKE_WORKER
+from tests.support.tiny_model import write_model
 
 RUNNER = CliRunner()
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from segue.protocol.messages import Heartbeat, SchedulerMessage
+from segue.messages.control import Heartbeat, SchedulerMessage
 from segue.pulse import AwakeClock, Pulse, Turn, TurnWatch, heartbeat_period
 
 

@@ -17,9 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError
+from segue.messages.control import InitStep
+from segue.messages.requests import Abort, AddRequest, SamplingParams, pack_ids
 from segue.model_runner.output import ForwardOutput
 from segue.model_runner.runner import ModelRunner
-from segue.protocol.messages import Abort, AddRequest, InitStep, SamplingParams, pack_ids
 from segue.scheduler.scheduler import Scheduler
 from segue.weights.source import ModelSource, resolve
 from segue.worker import limits_of

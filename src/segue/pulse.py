@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from segue.protocol.messages import Heartbeat
+from segue.messages.control import Heartbeat
 
 LONGEST_PERIOD_S = 1.0
 PERIODS_PER_PING = 5  # so that one heartbeat that comes late says nothing yet

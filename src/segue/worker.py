@@ -23,8 +23,9 @@ from segue.distributed.info import TPInfo
 from segue.errors import EngineStartError, SegueError
 from segue.logs import configure, logger
 from segue.memory.heap import settle_heap
+from segue.messages.control import InitStep, Ready, StartFailed
+from segue.messages.steps import RankEvent
 from segue.model_runner.runner import ModelRunner
-from segue.protocol.messages import InitStep, RankEvent, Ready, StartFailed
 from segue.pulse import Pulse, Turn
 from segue.scheduler.loop import SchedulerLoop, follow
 from segue.scheduler.scheduler import Limits, Scheduler

@@ -13,7 +13,7 @@ import pytest
 
 from tests.attack.bodies import BODIES, LIMIT, ServerSizes
 from tests.attack.stalls import measure, sizes_of
-from tests.frontend.tiny_model import write_model
+from tests.support.tiny_model import write_model
 
 pytestmark = pytest.mark.alone
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.attack.sockets import MIB, attack
-from tests.frontend.tiny_model import write_model
 from tests.server.test_lifecycle import ServerProcess
+from tests.support.tiny_model import write_model
 
 pytestmark = pytest.mark.alone
 

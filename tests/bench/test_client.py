@@ -9,8 +9,8 @@ import pytest
 from bench.client import Client, Job, _read, clock
 from bench.launch import free_port
 from bench.load import Lengths
-from tests.frontend.tiny_model import write_model
 from tests.server.live import LiveServer
+from tests.support.tiny_model import write_model
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = [

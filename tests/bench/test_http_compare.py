@@ -14,9 +14,9 @@ from bench.model_dir import with_tokenizer
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.tokenizer import Tokenizer
 from segue.weights.source import read_json
-from tests.frontend.tiny_model import CONFIG, write_model
 from tests.server import fake_server
 from tests.server.live import LiveServer
+from tests.support.tiny_model import CONFIG, write_model
 
 
 @pytest.fixture

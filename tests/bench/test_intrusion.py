@@ -7,8 +7,8 @@ import pytest
 from bench import intrusion
 from bench.client import Client
 from bench.intrusion import Intrusion, gaps_around
-from tests.frontend.tiny_model import write_model
 from tests.server.live import LiveServer
+from tests.support.tiny_model import write_model
 
 
 def test_a_gap_counts_if_any_of_it_lies_in_the_span():

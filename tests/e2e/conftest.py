@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import segue
-from tests.frontend.conftest import assert_nothing_left
+from tests.support.fake_engine import assert_nothing_left
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tests.frontend.tiny_model import CONFIG, write_model
+from tests.support.tiny_model import CONFIG, write_model
 
 POISON = 200  # the token
 _HUGE = 1e20

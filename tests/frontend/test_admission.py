@@ -10,7 +10,8 @@ import pytest
 
 from segue.errors import OverloadedError
 from segue.frontend.admission import Admission
-from segue.protocol.messages import AddRequest, Counters
+from segue.messages.control import Counters
+from segue.messages.requests import AddRequest
 from tests.frontend.test_tokenizer_manager import Bench, request, run
 
 IDLE = Counters()

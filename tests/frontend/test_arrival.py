@@ -21,7 +21,8 @@ from segue.frontend.arrival import PIECE_COST, Encoder, prepare_all
 from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling import SamplingOptions, Vocabulary
 from segue.frontend.workers import TURN, Workers
-from segue.protocol.messages import Abort, AddRequest, Pause, Paused, unpack_ids
+from segue.messages.control import Pause, Paused
+from segue.messages.requests import Abort, AddRequest, unpack_ids
 from tests.frontend.test_tokenizer_manager import Bench, ended, request, run
 
 pytestmark = pytest.mark.alone

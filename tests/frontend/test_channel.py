@@ -11,7 +11,8 @@ import zmq
 
 from segue.frontend.channel import Addresses, Channel
 from segue.frontend.processes import make_run_dir, socket_addresses
-from segue.protocol.messages import Abort, FrontendMessage, SchedulerMessage, State
+from segue.messages.control import FrontendMessage, SchedulerMessage, State
+from segue.messages.requests import Abort
 
 
 @pytest.fixture

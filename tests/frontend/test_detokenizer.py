@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from segue.errors import UnsupportedModelError
 from segue.frontend.detokenizer import Detokenizer, TokenTable
-from tests.frontend.tiny_model import EOS_ID, TEXT, make_tokenizer
+from tests.support.tiny_model import EOS_ID, TEXT, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 SIZE = TOKENIZER.get_vocab_size(with_added_tokens=True)

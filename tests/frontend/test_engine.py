@@ -26,8 +26,8 @@ from segue.errors import (
     OutOfMemoryError,
     UnsupportedFieldError,
 )
-from tests.frontend.conftest import FAKE_WORKER, FakeEngine, assert_nothing_left
 from tests.frontend.test_processes import is_alive
+from tests.support.fake_engine import FAKE_WORKER, FakeEngine, assert_nothing_left
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = {"max_new_tokens": 400, "ignore_eos": True}
@@ -406,7 +406,7 @@ def test_an_embedded_engine_has_one_rank(tiny_model: Path) -> None:
 SCRIPT = """
 import sys, time
 sys.path[:0] = {paths!r}
-from tests.frontend.conftest import FakeEngine
+from tests.support.fake_engine import FakeEngine
 engine = FakeEngine({model!r}, load_format="dummy", log_level="error")
 print(engine._runtime.worker_pids[0], engine._runtime._workers._run_dir, flush=True)
 print(engine.generate("abc", {{"max_new_tokens": 3}})["text"], "torch" in sys.modules, flush=True)
@@ -489,7 +489,7 @@ def test_ctrl_c_while_an_engine_starts_ends_its_worker(
     text = f"""
         import sys
         sys.path[:0] = {[str(ROOT), str(ROOT / "src")]!r}
-        from tests.frontend.conftest import FakeEngine
+        from tests.support.fake_engine import FakeEngine
         print("go", flush=True)
         FakeEngine({str(tiny_model)!r}, load_format="dummy")
     """

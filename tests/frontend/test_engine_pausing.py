@@ -12,7 +12,7 @@ import pytest
 
 import segue
 from segue.errors import EngineDeadError, InvalidRequestError
-from tests.frontend.conftest import FakeEngine, assert_nothing_left
+from tests.support.fake_engine import FakeEngine, assert_nothing_left
 
 PARAMS = {"max_new_tokens": 25, "ignore_eos": True, "temperature": 0}
 

@@ -14,9 +14,9 @@ import torch
 from segue.errors import InvalidRequestError
 from segue.frontend import weights
 from segue.frontend.weights import CALLS
+from segue.messages.weight_update import UpdateFromTensor
 from segue.protocol.weight_control import UpdateWeightsFromTensorRequest
-from segue.protocol.weights import UpdateFromTensor
-from tests.frontend.conftest import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 BUCKET = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
 GROUP = {

@@ -8,7 +8,7 @@ from segue.errors import EngineDeadError
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import GenerateRequest, RequestState
 from segue.frontend.sampling import SamplingOptions
-from segue.protocol.messages import Finished, FinishReason, SamplingParams, TokenLogprob
+from segue.messages.requests import Finished, FinishReason, SamplingParams, TokenLogprob
 
 WORDS = [b"zero", b"one ", b"two ", b"three ", b"\xe6", b"\x9d", b"\xb1", b"<end>"]
 TABLE = TokenTable(WORDS, special_ids=(7,))

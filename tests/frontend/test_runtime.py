@@ -9,7 +9,7 @@ import pytest
 from segue.config import EngineConfig
 from segue.errors import EngineStartError, OutOfMemoryError, TensorParallelError
 from segue.frontend.runtime import Runtime
-from segue.protocol.messages import StartFailed
+from segue.messages.control import StartFailed
 from segue.weights.source import resolve
 from tests.frontend.test_processes import SLEEPER
 

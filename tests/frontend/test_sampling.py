@@ -14,7 +14,7 @@ from segue.frontend.sampling import (
     check_prompt_len,
     check_token_ids,
 )
-from segue.protocol.messages import SamplingParams
+from segue.messages.requests import SamplingParams
 
 LIMITS = Vocabulary(max_seq_len=100, vocab_size=50, eos_ids=(2, 7))
 

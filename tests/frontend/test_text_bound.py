@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.text_bound import max_chars_per_token
 from tests.frontend.test_tokenizer import byte_level, sentencepiece
-from tests.frontend.tiny_model import make_tokenizer
+from tests.support.tiny_model import make_tokenizer
 
 PIECES = st.sampled_from(
     [

@@ -25,14 +25,10 @@ from segue.frontend.sampling import SamplingOptions, Vocabulary
 from segue.frontend.stream import Stream
 from segue.frontend.tokenizer import Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
-from segue.protocol.messages import (
-    Abort,
-    AddRequest,
+from segue.messages.control import (
     Continue,
     Continued,
     Counters,
-    Finish,
-    Finished,
     Flush,
     Flushed,
     FrontendMessage,
@@ -40,12 +36,11 @@ from segue.protocol.messages import (
     Pause,
     Paused,
     Ready,
-    Rejected,
     State,
     StepOutput,
-    unpack_ids,
 )
-from segue.protocol.weights import BeginUpdate, WeightCall, WithdrawCall
+from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected, unpack_ids
+from segue.messages.weight_update import BeginUpdate, WeightCall, WithdrawCall
 
 
 class Bench:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segue.frontend.vitals import Vitals
-from segue.protocol.messages import Heartbeat
+from segue.messages.control import Heartbeat
 
 PING_S, STALL_S, PERIOD = 5.0, 30.0, 1.0
 

@@ -190,7 +190,7 @@ def _spoil(logits: torch.Tensor) -> int:
 @pytest.mark.parametrize("vocab", [100, 4096, 5000, 50257])
 def test_rows_that_are_not_finite_have_no_token_and_leave_the_others_alone(vocab, filters) -> None:
     from segue.kernels.cuda.sampling import choose, sample_plain
-    from segue.protocol.messages import NON_FINITE
+    from segue.messages.steps import NON_FINITE
 
     count = 28
     index = torch.arange(count, dtype=torch.int32, device="cuda")

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from segue.kvcache.table import PageTable
+from segue.messages.requests import SamplingParams, pack_ids
+from segue.messages.steps import NON_FINITE, NewRow, StepPlan
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.sampler import Sampler
-from segue.protocol.messages import NON_FINITE, NewRow, SamplingParams, StepPlan, pack_ids
 
 pytestmark = pytest.mark.gpu
 

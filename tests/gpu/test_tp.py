@@ -13,7 +13,7 @@ import segue
 from bench import suite
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
-from segue.protocol.messages import NON_FINITE
+from segue.messages.steps import NON_FINITE
 from tests.gpu.ranks import free_memory, on_ranks
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import segue
-from segue.protocol.messages import NON_FINITE
+from segue.messages.steps import NON_FINITE
 from tests.gpu.test_runner import sync_debug_mode
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner

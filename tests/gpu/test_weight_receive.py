@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from segue.protocol.weights import Group
+from segue.messages.weight_update import Group
 from segue.weights.sync.groups import Groups
 from segue.weights.sync.joined import JoinedGroup
 from tests.gpu.ranks import ENVIRONMENT

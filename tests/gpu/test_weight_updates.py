@@ -10,7 +10,7 @@ from torch import Tensor
 from segue.distributed.info import TPInfo
 from segue.errors import OutOfMemoryError
 from segue.memory.arena import TensorSpec
-from segue.protocol.weights import CheckWeights, Commit, Discard, Inspect, Stage, Take
+from segue.messages.weight_update import CheckWeights, Commit, Discard, Inspect, Stage, Take
 from segue.weights.sync import updater
 from segue.weights.sync.checksum import checksum
 from segue.weights.sync.memory import StagingMemory

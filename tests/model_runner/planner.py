@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from segue.messages.requests import SamplingParams, TokenLogprob, pack_ids
+from segue.messages.steps import NewRow, StepPlan, StepResult
 from segue.model_runner.output import ForwardOutput
 from segue.model_runner.runner import ModelRunner
-from segue.protocol.messages import NewRow, SamplingParams, StepPlan, StepResult, TokenLogprob, pack_ids
 
 
 @dataclass

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from segue.kvcache.table import PageTable
+from segue.messages.requests import SamplingParams, pack_ids
+from segue.messages.steps import NON_FINITE, NewRow, StepPlan
 from segue.model_runner.batch_state import BatchState, PlanError
-from segue.protocol.messages import NON_FINITE, NewRow, SamplingParams, StepPlan, pack_ids
 
 SCRATCH = 99
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from segue.messages.steps import NON_FINITE
 from segue.model_runner.categorical import argmax, draw, draw_candidates, largest
-from segue.protocol.messages import NON_FINITE
 
 VOCABS = [1, 7, 128, 331, 4096, 50257]
 

@@ -10,8 +10,8 @@ import torch
 
 from segue.attention.base import SlotMetadata
 from segue.attention.blocks import block_table
+from segue.messages.steps import StepPlan
 from segue.model_runner.device_inputs import RING, DeviceInputs, StepShape
-from segue.protocol.messages import StepPlan
 
 
 def per_block(tokens: int) -> int:

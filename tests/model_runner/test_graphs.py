@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from segue.messages.steps import StepPlan
 from segue.model_runner.graphs import (
     MOST_PADDING,
     Graphs,
@@ -20,7 +21,6 @@ from segue.model_runner.graphs import (
     row_sizes,
     token_sizes,
 )
-from segue.protocol.messages import StepPlan
 
 GRID = grid_sizes([1, 2, 4, 8], [16, 32, 64, 128, 256], longest=256, rows=256, tokens=8448)
 LADDERS = Ladders(decode=row_sizes(256), trunk=token_sizes(8448), prompts=token_sizes(256), grid=GRID)

@@ -7,9 +7,10 @@ from segue.attention.base import AttentionShape
 from segue.attention.cpu import CPUAttention
 from segue.kvcache.pool import KVPool
 from segue.kvcache.table import PageTable
+from segue.messages.requests import SamplingParams, pack_ids
+from segue.messages.steps import NewRow, StepPlan
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.inputs import InputBuilder, StepInputs
-from segue.protocol.messages import NewRow, SamplingParams, StepPlan, pack_ids
 
 
 @pytest.fixture

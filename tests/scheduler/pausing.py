@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections import deque
 from typing import get_args
 
-from segue.protocol.messages import (
-    Abort,
+from segue.messages.control import (
     Continue,
     Continued,
-    Finish,
     Flush,
     Flushed,
     Pause,
@@ -21,8 +19,9 @@ from segue.protocol.messages import (
     PauseMode,
     SchedulerMessage,
     StepOutput,
-    StepPlan,
 )
+from segue.messages.requests import Abort, Finish
+from segue.messages.steps import StepPlan
 from segue.scheduler.policy import NewTokenRatio
 from tests.scheduler.simulation import Simulation
 

@@ -10,17 +10,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from segue.protocol.messages import (
-    AddRequest,
-    Finished,
-    SamplingParams,
-    StepOutput,
-    StepPlan,
-    StepResult,
-    TokenLogprob,
-    pack_ids,
-    unpack_ids,
-)
+from segue.messages.control import StepOutput
+from segue.messages.requests import AddRequest, Finished, SamplingParams, TokenLogprob, pack_ids, unpack_ids
+from segue.messages.steps import StepPlan, StepResult
 from segue.scheduler.scheduler import Limits, Scheduler
 
 VOCAB = 50

@@ -12,32 +12,22 @@ import msgspec
 import pytest
 import zmq
 
-from segue.protocol.messages import (
-    NON_FINITE,
-    Abort,
-    AddRequest,
+from segue.messages.control import (
     Continue,
     Continued,
-    Drain,
-    Drained,
     Flush,
     Flushed,
     FrontendMessage,
     GetState,
     Pause,
     Paused,
-    RankEvent,
-    RankMessage,
-    Rejected,
-    SamplingParams,
     SchedulerMessage,
     Shutdown,
     State,
     StepOutput,
-    StepPlan,
-    StepResult,
-    pack_ids,
 )
+from segue.messages.requests import Abort, AddRequest, Rejected, SamplingParams, pack_ids
+from segue.messages.steps import NON_FINITE, Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
 from segue.scheduler.loop import Launched, SchedulerLoop, StepSpeed, Throughput, follow
 from segue.scheduler.scheduler import Scheduler
 from tests.scheduler.simulation import FakeDevice, Simulation, expected_output

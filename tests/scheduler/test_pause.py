@@ -11,7 +11,8 @@ from itertools import product
 
 import pytest
 
-from segue.protocol.messages import AddRequest, Paused, PauseMode, Rejected, SamplingParams, pack_ids
+from segue.messages.control import Paused, PauseMode
+from segue.messages.requests import AddRequest, Rejected, SamplingParams, pack_ids
 from segue.scheduler.report import internal_state
 from segue.scheduler.request import Phase
 from tests.scheduler.pausing import MODES, PausingSimulation

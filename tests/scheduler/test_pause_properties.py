@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from segue.protocol.messages import Pause, PauseMode
+from segue.messages.control import Pause, PauseMode
 from segue.scheduler.pause import PauseControl
 from segue.scheduler.request import Request
 from segue.scheduler.resources import Resources

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from segue.protocol.messages import NON_FINITE, Abort, Finish
+from segue.messages.requests import Abort, Finish
+from segue.messages.steps import NON_FINITE
 from tests.scheduler.simulation import VOCAB, Simulation
 
 # Prompts share prefixes, so that requests meet in the prefix cache.

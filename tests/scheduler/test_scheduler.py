@@ -6,15 +6,8 @@ import sys
 import msgspec
 import pytest
 
-from segue.protocol.messages import (
-    NON_FINITE,
-    Abort,
-    AddRequest,
-    Finish,
-    SamplingParams,
-    TokenLogprob,
-    pack_ids,
-)
+from segue.messages.requests import Abort, AddRequest, Finish, SamplingParams, TokenLogprob, pack_ids
+from segue.messages.steps import NON_FINITE
 from segue.scheduler.report import internal_state
 from tests.scheduler.simulation import Simulation, expected_output, next_token
 

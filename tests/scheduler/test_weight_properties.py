@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 from msgspec import structs
 
-from segue.protocol.messages import Continue, Pause, StepOutput
-from segue.protocol.weights import (
+from segue.messages.control import Continue, Pause, StepOutput
+from segue.messages.weight_update import (
     AbortSession,
     BeginUpdate,
     Bucket,

@@ -8,18 +8,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from segue.protocol.messages import (
-    AddRequest,
-    Continue,
-    Flush,
-    Flushed,
-    Pause,
-    Paused,
-    SamplingParams,
-    StepOutput,
-    pack_ids,
-)
-from segue.protocol.weights import (
+from segue.messages.control import Continue, Flush, Flushed, Pause, Paused, StepOutput
+from segue.messages.requests import AddRequest, SamplingParams, pack_ids
+from segue.messages.weight_update import (
     AbortSession,
     BeginUpdate,
     Bucket,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from segue.protocol.messages import RankEvent
-from segue.protocol.weights import (
+from segue.messages.steps import RankEvent
+from segue.messages.weight_update import (
     Commit,
     Inspect,
     Join,

@@ -9,15 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.frontend.tiny_model import write_model
 from tests.server.live import LiveServer
 
 MODEL = "tiny-model"
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny") / MODEL)
 
 
 @pytest.fixture(scope="session")

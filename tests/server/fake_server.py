@@ -13,7 +13,7 @@ from segue.errors import SegueError
 from segue.logs import configure
 from segue.server.lifecycle import bind, serve
 
-WORKER = Path(__file__).resolve().parent.parent / "frontend" / "fake_worker.py"
+WORKER = Path(__file__).resolve().parent.parent / "support" / "fake_worker.py"
 
 
 def main() -> int:

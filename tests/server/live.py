@@ -12,11 +12,11 @@ import httpx
 from segue.config import EngineConfig
 from segue.frontend.loop_thread import LoopThread
 from segue.frontend.runtime import Runtime
-from segue.protocol.messages import State
+from segue.messages.control import State
 from segue.server.app import create_app
 from segue.server.connection_limits import ConnectionLimits
 from segue.server.lifecycle import bind, make_server, url_of
-from tests.frontend.conftest import FAKE_WORKER
+from tests.support.fake_engine import FAKE_WORKER
 
 
 class LiveServer:

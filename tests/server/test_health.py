@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 import segue
-from segue.protocol.messages import AddRequest, FrontendMessage, Rejected
-from segue.protocol.weights import WeightNotice
+from segue.messages.control import FrontendMessage
+from segue.messages.requests import AddRequest, Rejected
+from segue.messages.weight_update import WeightNotice
 from tests.server.conftest import Api
 from tests.server.live import LiveServer
 from tests.server.test_metrics import scrape

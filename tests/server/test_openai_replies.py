@@ -7,7 +7,7 @@ import pytest
 
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import End, Output
-from segue.protocol.messages import TokenLogprob
+from segue.messages.requests import TokenLogprob
 from segue.server.openai_replies import ChatDialect, Chunks, CompletionDialect, usage
 
 TABLE = TokenTable([b"a", b"b", b"\xe6"])

@@ -6,7 +6,7 @@ import pytest
 
 from segue.config import EngineConfig
 from segue.errors import InvalidRequestError
-from segue.protocol.weights import BeginUpdate, UpdateFromDisk
+from segue.messages.weight_update import BeginUpdate, UpdateFromDisk
 from segue.server.weight_access import admitted
 from tests.server.live import LiveServer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from segue.frontend.weights import CALLS
-from segue.protocol.weights import JoinGroup
+from segue.messages.weight_update import JoinGroup
 from segue.trainer.group import Group, bracketed, free_port
 from segue.weights.sync.groups import Groups
 

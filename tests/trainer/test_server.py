@@ -22,7 +22,7 @@ from segue.trainer.model import TrainedModel
 from segue.trainer.server import bind, make_server, run
 from segue.trainer.trainer import EndpointBody, Trainer
 from tests.conftest import WaitUntil
-from tests.frontend.tiny_model import CONFIG, write_model
+from tests.support.tiny_model import CONFIG, write_model
 from tests.trainer.conftest import FakeEngine
 from tests.trainer.fake_engine import describe
 

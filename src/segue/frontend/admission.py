@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from segue.errors import OverloadedError
-from segue.protocol.messages import Counters
+from segue.messages.control import Counters
 
 
 class Admission:

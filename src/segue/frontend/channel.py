@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from segue.protocol.messages import FrontendMessage, SchedulerMessage
+from segue.messages.control import FrontendMessage, SchedulerMessage
 
 RETRY_S = 0.01
 TURN_S = 0.005  # for which messages are taken before everything else on the event loop has its turn

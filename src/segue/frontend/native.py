@@ -12,7 +12,7 @@ from segue.frontend.request import LOWEST_LOGPROB, End, GenerateRequest, Output
 from segue.frontend.sampling import SamplingOptions, check_batch, check_num_entries, num_entries
 from segue.frontend.stream import Stream
 from segue.frontend.tokenizer_manager import TokenizerManager
-from segue.protocol.messages import TokenLogprob
+from segue.messages.requests import TokenLogprob
 from segue.protocol.native import (
     NAMES,
     RULES,

@@ -10,7 +10,7 @@ from segue.errors import SegueError
 from segue.frontend.detokenizer import Detokenizer, TokenTable
 from segue.frontend.sampling import SamplingOptions
 from segue.frontend.stop import StopMatcher
-from segue.protocol.messages import Finished, SamplingParams, TokenLogprob
+from segue.messages.requests import Finished, SamplingParams, TokenLogprob
 
 LOWEST_LOGPROB = -9999.0  # instead of minus infinity, which JSON cannot write
 

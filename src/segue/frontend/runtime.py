@@ -23,8 +23,8 @@ from segue.frontend.tokenizer import Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
 from segue.frontend.vitals import Vitals
 from segue.logs import logger
+from segue.messages.control import Heartbeat, Ready, SchedulerMessage, Shutdown, StartFailed
 from segue.models.sharding import check_tp_size
-from segue.protocol.messages import Heartbeat, Ready, SchedulerMessage, Shutdown, StartFailed
 from segue.weights.source import ModelSource, resolve
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import structs
 
 from segue.errors import ContextLengthError, InvalidRequestError
-from segue.protocol.messages import SamplingParams
+from segue.messages.requests import SamplingParams
 from segue.protocol.validation import shown
 
 MAX_STOPS = 64

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from segue.protocol.messages import Counters
+from segue.messages.control import Counters
 
 FIRST_TOKEN_S = (
     0.001,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from segue.frontend.request import Output, RequestState
-from segue.protocol.messages import TokenLogprob
+from segue.messages.requests import TokenLogprob
 
 
 class Stream:

@@ -29,17 +29,10 @@ from segue.frontend.stream import Stream
 from segue.frontend.text_bound import max_chars_per_token
 from segue.frontend.tokenizer import Tokenizer
 from segue.frontend.workers import Workers, turn
-from segue.protocol.control import FlushResult, PauseResult
-from segue.protocol.messages import (
-    BEFORE_PREFILL,
-    FIRST_WEIGHT_VERSION,
-    Abort,
-    AddRequest,
+from segue.messages.control import (
     Continue,
     Continued,
     Counters,
-    Finish,
-    Finished,
     Flush,
     Flushed,
     FrontendMessage,
@@ -48,14 +41,23 @@ from segue.protocol.messages import (
     Paused,
     PauseMode,
     Ready,
-    Rejected,
-    SamplingParams,
     SchedulerMessage,
     State,
     StepOutput,
+)
+from segue.messages.requests import (
+    BEFORE_PREFILL,
+    FIRST_WEIGHT_VERSION,
+    Abort,
+    AddRequest,
+    Finish,
+    Finished,
+    Rejected,
+    SamplingParams,
     pack_ids,
 )
-from segue.protocol.weights import WeightAnswer, WeightCall, WeightNotice, WeightRequest, WithdrawCall
+from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice, WeightRequest, WithdrawCall
+from segue.protocol.control import FlushResult, PauseResult
 
 Answer = TypeVar("Answer", State, Paused, Continued, Flushed, WeightAnswer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from segue.protocol.messages import Heartbeat
+from segue.messages.control import Heartbeat
 from segue.pulse import AwakeClock, heartbeat_period
 
 

@@ -12,24 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from segue.errors import InvalidRequestError
-from segue.protocol.validation import parse
-from segue.protocol.weight_control import (
-    AbortWeightsUpdateRequest,
-    BucketMetadata,
-    CommitWeightsUpdateRequest,
-    CompleteWeightsUpdateRequest,
-    DestroyWeightsUpdateGroupRequest,
-    GetWeightsByNameRequest,
-    InitWeightsUpdateGroupRequest,
-    NoFields,
-    PrepareWeightsUpdateRequest,
-    UpdateWeightsFromDiskRequest,
-    UpdateWeightsFromDistributedRequest,
-    UpdateWeightsFromTensorRequest,
-    UpdateWeightVersionRequest,
-    WeightsCheckerRequest,
-)
-from segue.protocol.weights import (
+from segue.messages.weight_update import (
     AbortSession,
     BeginUpdate,
     Bucket,
@@ -50,6 +33,23 @@ from segue.protocol.weights import (
     UpdateFromTensor,
     WeightAnswer,
     WeightRequest,
+)
+from segue.protocol.validation import parse
+from segue.protocol.weight_control import (
+    AbortWeightsUpdateRequest,
+    BucketMetadata,
+    CommitWeightsUpdateRequest,
+    CompleteWeightsUpdateRequest,
+    DestroyWeightsUpdateGroupRequest,
+    GetWeightsByNameRequest,
+    InitWeightsUpdateGroupRequest,
+    NoFields,
+    PrepareWeightsUpdateRequest,
+    UpdateWeightsFromDiskRequest,
+    UpdateWeightsFromDistributedRequest,
+    UpdateWeightsFromTensorRequest,
+    UpdateWeightVersionRequest,
+    WeightsCheckerRequest,
 )
 
 Ask = Callable[[WeightRequest], Awaitable[WeightAnswer]]

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segue.messages.steps import NON_FINITE
 from segue.model_runner.noise import gumbel
-from segue.protocol.messages import NON_FINITE
 
 _BLOCK = 128  # divides the vocabulary of most models, so that blocks are a view
 _SMALL_BLOCK = 32

@@ -16,6 +16,8 @@ from segue.distributed.collectives import Collectives
 from segue.kernels.cuda.all_reduce import OneShot
 from segue.kernels.cuda.sampling import VocabPart, sample_plain
 from segue.kvcache.pool import KVPool
+from segue.messages.requests import Tail
+from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.device_inputs import RING, DeviceInputs, StepShape
 from segue.model_runner.executor import prompt_logprobs, step_outputs
@@ -38,7 +40,6 @@ from segue.model_runner.output import StepOutputs
 from segue.model_runner.sampler import Sampled, Sampler
 from segue.model_runner.stream import free_garbage
 from segue.models.decoder import Decoder
-from segue.protocol.messages import StepPlan, Tail
 
 _LOGITS_BYTES = 64 << 20  # float32 logits of a prompt held at a time
 

@@ -14,8 +14,8 @@ from segue.attention.base import PagedBackend
 from segue.attention.blocks import block_table
 from segue.attention.context import Context
 from segue.kvcache.pool import KVPool
+from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
-from segue.protocol.messages import StepPlan
 
 Whole = TypeVar("Whole", Tensor, NDArray[np.int32])
 

@@ -16,7 +16,8 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from segue.protocol.messages import EagerReason, StepPlan, Tail
+from segue.messages.requests import Tail
+from segue.messages.steps import EagerReason, StepPlan
 
 # Trunks are captured up to the size at which computing takes twice as long as launching does: half a
 # millisecond a layer (measured), against two operations a weight and token at a speed that devices reach.

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from segue.kernels.normalizer import log_probabilities
+from segue.messages.requests import TokenLogprob
 from segue.model_runner.categorical import largest
 from segue.model_runner.delta import to_device
-from segue.protocol.messages import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

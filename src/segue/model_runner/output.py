@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from segue.messages.requests import TokenLogprob
+from segue.messages.steps import EagerReason, StepResult
 from segue.model_runner.logprobs import Logprobs
-from segue.protocol.messages import EagerReason, StepResult, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

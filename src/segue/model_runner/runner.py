@@ -34,6 +34,8 @@ from segue.memory.budget import (
     page_bytes,
     plan_pages,
 )
+from segue.messages.control import InitStep
+from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.capturing import capture, grid_of, keep_for_graphs
 from segue.model_runner.choices import Choices, choose
@@ -47,7 +49,6 @@ from segue.models.config import ModelConfig
 from segue.models.decoder import Decoder
 from segue.models.registry import build_model
 from segue.models.sharding import shard
-from segue.protocol.messages import InitStep, StepPlan
 from segue.weights import name_table
 from segue.weights.checkpoint import load_weights
 from segue.weights.source import ModelSource

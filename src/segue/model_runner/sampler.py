@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segue.messages.requests import Tail
 from segue.model_runner.batch_state import BatchState, SamplingColumns
 from segue.model_runner.categorical import argmax, draw, draw_candidates
 from segue.model_runner.delta import to_device
 from segue.model_runner.filters import candidates
 from segue.model_runner.logprobs import Logprobs, logprobs_of
 from segue.model_runner.penalties import penalise
-from segue.protocol.messages import Tail
 
 Indices = NDArray[np.int64]
 # A bias, and finite: a request may mask the whole vocabulary, which is no fault of the model.

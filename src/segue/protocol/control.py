@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from segue.protocol.messages import PauseMode
+from segue.messages.control import PauseMode
 
 
 class _Body(BaseModel):

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from segue.messages.weight_update import Backend, StagingPlace
 from segue.protocol.validation import TAKES_DECODED, FastList
-from segue.protocol.weights import Backend, StagingPlace
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]

@@ -19,29 +19,21 @@ import zmq
 from msgspec import structs
 
 from segue.logs import logger
-from segue.protocol.messages import (
-    Abort,
-    AddRequest,
+from segue.messages.control import (
     Continue,
-    Drain,
-    Drained,
-    Finish,
-    Finished,
     Flush,
     FrontendMessage,
     GetState,
     Pause,
     Paused,
-    RankEvent,
-    RankMessage,
     SchedulerMessage,
     Shutdown,
     State,
     StepOutput,
-    StepPlan,
-    StepResult,
 )
-from segue.protocol.weights import RankReply, Received, WeightCall, WeightCommand, WithdrawCall
+from segue.messages.requests import Abort, AddRequest, Finish, Finished
+from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
+from segue.messages.weight_update import RankReply, Received, WeightCall, WeightCommand, WithdrawCall
 from segue.pulse import Turn
 from segue.scheduler.report import internal_state
 from segue.scheduler.scheduler import Scheduler

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Literal, get_args
 
-from segue.protocol.messages import (
+from segue.messages.control import (
     Continue,
     Continued,
-    Finished,
     Flush,
     Flushed,
     Pause,
@@ -24,6 +23,7 @@ from segue.protocol.messages import (
     PauseMode,
     SchedulerMessage,
 )
+from segue.messages.requests import Finished
 
 if TYPE_CHECKING:
     from segue.scheduler.scheduler import Scheduler

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from segue.protocol.weights import RankReply, WeightCommand
+from segue.messages.weight_update import RankReply, WeightCommand
 
 Then = Callable[[list[RankReply], float], None]  # what follows the last reply; they are in order of rank
 _SHOWN = 20  # problems in a message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from segue.kvcache.prefix import Node
-from segue.protocol.messages import SamplingParams
+from segue.messages.requests import SamplingParams
 
 
 class Phase(Enum):

@@ -24,25 +24,21 @@ from segue.errors import (
     SegueError,
 )
 from segue.kvcache.prefix import Node
-from segue.protocol.messages import (
+from segue.messages.control import Counters, StepOutput
+from segue.messages.requests import (
     BEFORE_PREFILL,
     FIRST_WEIGHT_VERSION,
-    NON_FINITE,
     Abort,
     AddRequest,
-    Counters,
     Finish,
     Finished,
     FinishReason,
-    NewRow,
     Rejected,
-    StepOutput,
-    StepPlan,
-    StepResult,
     TokenLogprob,
     pack_ids,
     unpack_ids,
 )
+from segue.messages.steps import NON_FINITE, NewRow, StepPlan, StepResult
 from segue.scheduler.pause import PauseControl, PauseState
 from segue.scheduler.policy import NewTokenRatio, WaitingQueue, choose_victim, expected_tokens
 from segue.scheduler.proof import find_problems

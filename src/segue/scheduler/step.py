@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from segue.protocol.messages import NewRow, StepPlan, Tail
+from segue.messages.requests import Tail
+from segue.messages.steps import NewRow, StepPlan
 from segue.scheduler.request import Phase, Request
 
 _TAILS: tuple[Tail, ...] = get_args(Tail)

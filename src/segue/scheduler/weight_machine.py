@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from segue.protocol.messages import PauseMode, SchedulerMessage
-from segue.protocol.weights import (
+from segue.messages.control import PauseMode, SchedulerMessage
+from segue.messages.weight_update import (
     Commit,
     Discard,
     Group,

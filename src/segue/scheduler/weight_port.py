@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from segue.protocol.messages import PauseMode, StepOutput
+from segue.messages.control import PauseMode, StepOutput
 from segue.scheduler.pause import PauseState
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from segue.protocol.weights import (
+from segue.messages.weight_update import (
     AbortSession,
     BeginUpdate,
     CheckWeights,

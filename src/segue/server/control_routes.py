@@ -7,8 +7,8 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 from msgspec import structs
 
+from segue.messages.control import PauseMode
 from segue.protocol.control import AbortRequest, FlushQuery, PauseQuery, PauseRequest
-from segue.protocol.messages import PauseMode
 from segue.protocol.validation import parse
 from segue.server.access import AdminRoute
 from segue.server.body import read_json

@@ -19,10 +19,10 @@ from pydantic import BaseModel
 
 from segue.errors import InvalidRequestError, SegueError
 from segue.frontend.sampling import MAX_STOPS, Vocabulary, check_batch, check_num_entries, check_prompt_len
+from segue.messages.weight_update import Bucket
 from segue.protocol import native, openai
 from segue.protocol.validation import MAX_NAME_CHARS, Decoded, misfit, shown, unknown_field
 from segue.protocol.weight_control import MAX_PAYLOADS, MAX_TENSORS
-from segue.protocol.weights import Bucket
 from segue.server import pieces
 from segue.server.cutting import MisfitError, Range, TooManyItemsError, cut, groups
 

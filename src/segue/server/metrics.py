@@ -13,8 +13,9 @@ from prometheus_client.registry import Collector
 
 from segue.frontend.runtime import Runtime
 from segue.frontend.stats import Histogram
-from segue.protocol.messages import EagerReason, PauseMode
-from segue.protocol.weights import WeightNotice
+from segue.messages.control import PauseMode
+from segue.messages.steps import EagerReason
+from segue.messages.weight_update import WeightNotice
 from segue.server.access import MetricsRoute
 from segue.server.service import Service, service_of
 

@@ -9,7 +9,7 @@ from msgspec import structs
 from segue.config import EngineConfig, parse_list
 from segue.errors import InvalidRequestError
 from segue.http_guard import is_loopback
-from segue.protocol.weights import UpdateFromDisk, WeightRequest
+from segue.messages.weight_update import UpdateFromDisk, WeightRequest
 
 
 def admitted(config: EngineConfig, request: WeightRequest) -> WeightRequest:

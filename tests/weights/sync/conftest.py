@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from segue.protocol.weights import Group
+from segue.messages.weight_update import Group
 from segue.weights.sync.groups import Groups
 from segue.weights.sync.joined import JoinedGroup
 

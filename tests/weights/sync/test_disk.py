@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from segue.distributed.info import TPInfo
-from segue.protocol.weights import Commit, Discard, Load
+from segue.messages.weight_update import Commit, Discard, Load
 from segue.weights import hub
 from segue.weights.source import resolve
 from segue.weights.sync import disk, updater

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from msgspec import structs
 
 from segue.errors import WeightSyncError
-from segue.protocol.weights import Group
+from segue.messages.weight_update import Group
 from segue.trainer.group import Group as SendingGroup
 from segue.weights.sync.groups import MAX_ATTEMPTS, Groups
 from segue.weights.sync.joined import ANNOUNCED_KEY, JoinedGroup, prefixed

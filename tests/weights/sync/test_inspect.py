@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save
 
 from segue.distributed.info import TPInfo
-from segue.protocol.weights import CheckWeights, Commit, GetWeights, Inspect, Take
+from segue.messages.weight_update import CheckWeights, Commit, GetWeights, Inspect, Take
 from segue.weights.sync import inspect
 from segue.weights.sync.merge import merge
 from tests.weights import tiny

@@ -9,8 +9,8 @@ import torch
 from msgspec import structs
 
 from segue.distributed.info import TPInfo
+from segue.messages.weight_update import Bucket, Manifest
 from segue.models.config import MoEConfig
-from segue.protocol.weights import Bucket, Manifest
 from segue.weights import name_table
 from segue.weights.name_table import NameTable
 from segue.weights.sync.manifest import bucket_bytes, check, dtype_name, normalised

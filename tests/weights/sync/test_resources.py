@@ -14,7 +14,7 @@ import torch
 
 from segue.memory.arena import Arena, TensorSpec
 from segue.memory.peak import PeakMeter
-from segue.protocol.weights import Commit
+from segue.messages.weight_update import Commit
 from segue.weights import dummy
 from segue.weights.name_table import NameTable
 from segue.weights.sync.manifest import bucket_bytes

@@ -14,8 +14,8 @@ from torch import Tensor
 from segue.distributed.info import TPInfo
 from segue.layers.norm import RMSNorm
 from segue.memory.arena import ALIGNMENT, Arena
+from segue.messages.weight_update import Commit, Discard, Group, Join, Receive, Stage, Take
 from segue.models.decoder import Decoder
-from segue.protocol.weights import Commit, Discard, Group, Join, Receive, Stage, Take
 from segue.weights.sync import incoming, memory
 from segue.weights.sync.checksum import checksum
 from segue.weights.sync.staging import StagedWeights

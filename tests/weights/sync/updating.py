@@ -17,10 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from segue.distributed.info import TPInfo
-from segue.model_runner.stream import Stream, make_stream
-from segue.models.decoder import Decoder
-from segue.models.registry import build_model
-from segue.protocol.weights import (
+from segue.messages.weight_update import (
     Bucket,
     Group,
     Join,
@@ -30,6 +27,9 @@ from segue.protocol.weights import (
     Received,
     Stage,
 )
+from segue.model_runner.stream import Stream, make_stream
+from segue.models.decoder import Decoder
+from segue.models.registry import build_model
 from segue.weights import name_table
 from segue.weights.checkpoint import load_weights
 from segue.weights.source import resolve

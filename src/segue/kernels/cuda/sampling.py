@@ -23,7 +23,7 @@ from segue.kernels.cuda.all_reduce import OneShot, best_of_ranks
 from segue.kernels.cuda.filtering import draw_filtered
 from segue.kernels.cuda.launch import begin, launch_options, let_next_start
 from segue.kernels.cuda.sampling_noise import gumbel
-from segue.protocol.messages import NON_FINITE
+from segue.messages.steps import NON_FINITE
 
 _BLOCK = 128  # as in segue.model_runner.categorical
 _BLOCKS = 32  # a program; 128 took 229 instead of 141 µs for 256 rows of 151,936

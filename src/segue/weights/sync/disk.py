@@ -9,8 +9,8 @@ from typing import cast, get_args
 from segue.config import LoadFormat
 from segue.errors import InvalidRequestError
 from segue.memory.arena import Arena
+from segue.messages.weight_update import Load
 from segue.models.config import ModelConfig
-from segue.protocol.weights import Load
 from segue.weights import hub, model_files
 from segue.weights.checkpoint import read_weights
 from segue.weights.source import resolve

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 
 from segue.errors import WeightSyncError
-from segue.protocol.weights import Group
+from segue.messages.weight_update import Group
 from segue.weights.sync import rendezvous
 from segue.weights.sync.joined import FOREVER, JoinedGroup, prefixed
 from segue.weights.sync.rendezvous import Address, remaining

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from segue.memory.digest import MASK, digest
-from segue.protocol.weights import Manifest
+from segue.messages.weight_update import Manifest
 from segue.weights.name_table import Slice
 from segue.weights.sync.commit import Copies, is_groupable
 from segue.weights.sync.live import LiveWeights, box_of

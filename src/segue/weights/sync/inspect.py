@@ -11,7 +11,7 @@ from torch import Tensor
 from segue.distributed.info import TPInfo
 from segue.errors import InvalidRequestError
 from segue.memory.digest import MASK, scramble
-from segue.protocol.weights import CheckWeights, GetWeights
+from segue.messages.weight_update import CheckWeights, GetWeights
 from segue.weights import name_table
 from segue.weights.name_table import Slice
 from segue.weights.sync.live import LiveWeights, box_of

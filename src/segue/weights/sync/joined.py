@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from segue.errors import WeightSyncError
 from segue.logs import logger
-from segue.protocol.weights import Group
+from segue.messages.weight_update import Group
 from segue.weights.sync.registered import GRANULARITY, RegisteredBuffers, can_register
 
 # Of stores and operations: longer than any session lives. Deadlines are kept by whoever waits.

@@ -7,7 +7,7 @@ from math import prod
 
 import msgspec
 
-from segue.protocol.weights import Bucket, Manifest
+from segue.messages.weight_update import Bucket, Manifest
 from segue.weights.name_table import NameTable
 
 DTYPES = {  # as clients write them, without "torch." -> torch's name

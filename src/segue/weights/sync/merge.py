@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from segue.protocol.weights import CheckWeights, GetWeights
+from segue.messages.weight_update import CheckWeights, GetWeights
 
 _MASK = (1 << 64) - 1
 

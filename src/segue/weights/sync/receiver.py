@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch
 
-from segue.protocol.weights import Manifest
+from segue.messages.weight_update import Manifest
 from segue.weights.sync.joined import FOREVER, JoinedGroup
 from segue.weights.sync.wires import Broadcast, CudaWire, HostWire, Sink, plan
 

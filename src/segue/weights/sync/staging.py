@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from segue.memory.arena import Arena, TensorSpec
-from segue.protocol.weights import StagingPlace
+from segue.messages.weight_update import StagingPlace
 from segue.weights.name_table import Box
 from segue.weights.sync.live import LiveWeights, box_of
 from segue.weights.sync.memory import Staging, StagingMemory

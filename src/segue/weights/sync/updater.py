@@ -14,7 +14,7 @@ import torch
 
 from segue.errors import SegueError, WeightSyncError
 from segue.logs import logger
-from segue.protocol.weights import (
+from segue.messages.weight_update import (
     Bucket,
     CheckWeights,
     Commit,

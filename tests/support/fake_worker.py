@@ -19,7 +19,9 @@ import msgspec
 import zmq
 
 from segue.config import EngineConfig
-from segue.protocol.messages import Ready, StartFailed, StepPlan, StepResult, TokenLogprob, unpack_ids
+from segue.messages.control import Ready, StartFailed
+from segue.messages.requests import TokenLogprob, unpack_ids
+from segue.messages.steps import StepPlan, StepResult
 from segue.pulse import Pulse, Turn
 from segue.scheduler.loop import SchedulerLoop
 from segue.scheduler.scheduler import Limits, Scheduler

@@ -1,17 +1,13 @@
-"""Engines over the fake worker."""
+"""An engine over the fake worker, and what must hold when a test has used it."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from segue.frontend.engine import Engine
-from tests.frontend.tiny_model import write_model
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 
@@ -20,24 +16,6 @@ class FakeEngine(Engine):
     """The real engine over the fake worker."""
 
     _worker_command = FAKE_WORKER
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny") / "tiny-model")
-
-
-@pytest.fixture(scope="module")
-def shared_engine(tiny_model: Path) -> Iterator[FakeEngine]:
-    with FakeEngine(str(tiny_model), load_format="dummy", log_level="error") as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(shared_engine: FakeEngine) -> Iterator[FakeEngine]:
-    """One engine for a module; after each test nothing may be left in it."""
-    yield shared_engine
-    assert_nothing_left(shared_engine)
 
 
 def assert_nothing_left(engine: Engine) -> None:
