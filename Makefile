@@ -35,7 +35,7 @@ $(INSTALL_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
 	@touch $@
 
 model: $(INSTALL_STAMP) # fetches and unpacks the bundled model once; later runs find it in the user's cache
-	@$(BIN)/python -m segue.weights.bundled
+	@$(BIN)/python -m segue.checkpoint.bundled
 
 demo: model ## serve the bundled model, ask it a question, show the answer and the speed
 	@$(BIN)/python examples/demo/demo.py

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 
 from bench import report
-from bench.tune_products import chain_time
+from bench.tune_gemm import chain_time
 from segue.attention import registry
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
 from segue.attention.registry import Setting
+from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
-from segue.kvcache.table import PageTable
 
 # Sequences, tokens of the step and tokens in the cache of each; prefill by the tokens of the step.
 PREFILL = {

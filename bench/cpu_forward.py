@@ -17,8 +17,8 @@ from torch import nn
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
 from segue.attention.registry import Setting, select
+from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
-from segue.kvcache.table import PageTable
 from segue.models.config import ModelConfig, RopeConfig
 from segue.models.decoder import Decoder
 from segue.models.registry import build_model

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import report, suite
+from segue.checkpoint.source import resolve
 from segue.models.config import ModelConfig
-from segue.weights.source import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

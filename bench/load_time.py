@@ -24,11 +24,11 @@ def load(model: Path, cache_dir: Path) -> float:
     """Load once, here; seconds."""
     import torch
 
+    from segue.checkpoint.load import load_weights
+    from segue.checkpoint.source import resolve
     from segue.distributed.info import TPInfo
     from segue.frontend.tokenizer import Tokenizer
     from segue.models.registry import build_model
-    from segue.weights.checkpoint import load_weights
-    from segue.weights.source import resolve
 
     began = time.perf_counter()
     source = resolve(str(model), "auto", cache_dir)

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from bench import report
+from segue.bench.profile import StepBench
 from segue.config import EngineConfig
-from segue.profiling import StepBench
 
 BAR_MS = 1.0  # more than the decode step
 ROWS, CHUNK, CONTEXT = 256, 256, 640

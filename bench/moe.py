@@ -18,9 +18,9 @@ from torch import Tensor
 
 from bench.floor import Machine
 from bench.report import save, show
-from bench.tune_products import chain_time
-from segue.kernels.cuda.moe import run_experts
+from bench.tune_gemm import chain_time
 from segue.kernels.moe import route
+from segue.kernels.triton.moe import run_experts
 
 HIDDEN, EXPERTS, PER_TOKEN, SIZE = 2048, 128, 8, 768
 TOKENS = (1, 32, 256, 4096)

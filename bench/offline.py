@@ -29,9 +29,9 @@ import torch
 from bench import floor, report, suite
 from bench.rescore import Produced, Score, Teacher, allowed, rescore, rounding
 from segue import Engine
+from segue.checkpoint.source import resolve
 from segue.config import EngineConfig, parse
 from segue.errors import ConfigError
-from segue.weights.source import resolve
 
 WORKLOAD = {
     "load_format": "dummy",

@@ -25,16 +25,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench import report
+from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.messages.requests import AddRequest, SamplingParams, pack_ids
 from segue.model_runner import graphs
 from segue.model_runner.cuda_executor import CUDAExecutor
-from segue.model_runner.output import ForwardOutput
 from segue.model_runner.runner import ModelRunner
+from segue.model_runner.step_result import ForwardOutput
 from segue.scheduler.scheduler import Scheduler
-from segue.weights.source import resolve
-from segue.worker import limits_of
+from segue.worker.main import limits_of
 
 MEDIAN, SIGMA, LONGEST = 17, 1.6, 256  # tokens; of the logarithm; tokens
 CONCURRENCY = (1, 4, 16, 64)

@@ -20,20 +20,20 @@ from torch import Tensor
 from segue.attention import registry as attention
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
+from segue.checkpoint.load import load_weights
+from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
-from segue.kvcache.table import PageTable
-from segue.model_runner.choices import choose
-from segue.model_runner.noise import gumbel
-from segue.model_runner.trial import make_pool
+from segue.kvcache.page_table import PageTable
+from segue.model_runner.profile_run import make_pool
+from segue.model_runner.resolved_config import choose
 from segue.models.registry import build_model
-from segue.weights.checkpoint import load_weights
-from segue.weights.source import resolve
+from segue.sampling.rng import gumbel
 
 LEAST_BOUND = 0.1  # of a regret, in logits
 MOST_BOUND = 1.0  # more is not rounding: the eager forward, which the engine shares kernels with, is wrong
 ROUNDINGS = 8.0  # a regret may be so many times the root mean square of what rounding changes in a logit
-_BLOCK = 128  # as in segue.model_runner.categorical
+_BLOCK = 128  # as in segue.sampling.gumbel_max
 _POSITIONS = 128  # scored at a time
 
 

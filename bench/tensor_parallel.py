@@ -67,7 +67,7 @@ def decode_steps(directory: str, tp: int) -> dict[str, float]:
 
 def sums(rank: int, size: int, directory: str) -> None:
     """Time the sums on one rank; rank 0 writes them down."""
-    from segue.kernels.cuda import all_reduce
+    from segue.kernels.triton import all_reduce
 
     tp, device = TPInfo(rank, size), torch.device("cuda", rank)
     torch.cuda.set_device(device)

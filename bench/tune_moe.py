@@ -21,11 +21,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.tune_products import SHARED, chain_time
-from segue.kernels.cuda import moe
-from segue.kernels.cuda.moe import Cut, Plan
-from segue.kernels.cuda.moe_routing import sort
+from bench.tune_gemm import SHARED, chain_time
 from segue.kernels.moe import route
+from segue.kernels.triton import moe
+from segue.kernels.triton.moe import Cut, Plan
+from segue.kernels.triton.moe_routing import sort
 
 # experts, experts a token, expert size, hidden size
 MODELS = {"qwen3-30b-a3b": (128, 8, 768, 2048)}

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from segue.messages.weight_update import Bucket, Group, Manifest
-from segue.weights.sync.groups import Groups
-from segue.weights.sync.joined import JoinedGroup
-from segue.weights.sync.receiver import Callbacks, Receiver
+from segue.weight_update.transport.group import JoinedGroup
+from segue.weight_update.transport.joining import Groups
+from segue.weight_update.transport.receiver import Callbacks, Receiver
 
-TRAINER = Path(__file__).resolve().parents[1] / "tests/weights/sync/trainer.py"
+TRAINER = Path(__file__).resolve().parents[1] / "tests/weight_update/trainer.py"
 SECONDS = 120.0
 
 

@@ -40,10 +40,10 @@ import torch
 from bench import report
 from bench.streams import Spans, Streams
 from segue.distributed.info import TPInfo
+from segue.models import weight_map
 from segue.models.config import ModelConfig
 from segue.trainer import Progress, WeightSender
-from segue.weights import name_table
-from segue.weights.sync.payload import encode
+from segue.weight_update.payload.decode import encode
 
 SENDS = 5
 STREAMS = 64
@@ -85,7 +85,7 @@ def server(model: Path, device: str, options: list[str]) -> Iterator[str]:
 def weights_of(model: Path, device: torch.device) -> dict[str, torch.Tensor]:
     """Made-up tensors with the checkpoint's names and shapes, bfloat16."""
     config = ModelConfig.from_hf(json.loads((model / "config.json").read_text()))
-    table = name_table.build(config, TPInfo())
+    table = weight_map.build(config, TPInfo())
     noise = torch.Generator(device).manual_seed(0)
     return {
         name: STD * torch.randn(table.shapes[name], dtype=torch.bfloat16, device=device, generator=noise)

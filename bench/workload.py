@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from segue.checkpoint.bundled import ensure_bundled_model
 from segue.config import EngineConfig
-from segue.weights.bundled import ensure_bundled_model
 
 FIRST_ORDINARY_ID = 300  # below are special tokens and single bytes
 LAST_ORDINARY_ID = 49_000

@@ -38,11 +38,11 @@ from torch import Tensor
 
 from bench.plot import charts
 from bench.report import circumstances
+from segue.checkpoint.gguf import weights as gguf_weights
+from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
 from segue.trainer import WeightSender
-from segue.weights import gguf_weights
-from segue.weights.source import resolve
-from segue.weights.sync.payload import encode
+from segue.weight_update.payload.decode import encode
 
 MARGIN = 0.2  # of a reward between 0 and 1
 WINDOW = 5  # steps whose mean reward is compared

@@ -9,7 +9,7 @@ from pathlib import Path
 import segue
 
 SOURCE = Path(segue.__path__[0])
-IMPURE = {"segue.scheduler.loop"}
+IMPURE = {"segue.worker.loop"}
 BLOCKED = ("torch", "transformers", "zmq")
 
 PROGRAM = """
@@ -22,9 +22,10 @@ for module in {modules!r}:
 
 
 def pure_modules() -> list[str]:
-    scheduler = [f"segue.scheduler.{path.stem}" for path in sorted((SOURCE / "scheduler").glob("*.py"))]
-    pure = [name for name in scheduler if name not in IMPURE]
-    return [*pure, "segue.kvcache.pages", "segue.kvcache.prefix"]
+    rooms = ("scheduler", "weight_update/control", "messages")
+    paths = [path for room in rooms for path in sorted((SOURCE / room).glob("*.py"))]
+    names = [".".join(["segue", *path.relative_to(SOURCE).with_suffix("").parts]) for path in paths]
+    return [*names, "segue.kvcache.allocator", "segue.kvcache.prefix_cache"]
 
 
 def imports_without_torch(modules: list[str]) -> subprocess.CompletedProcess[str]:

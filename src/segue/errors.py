@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, shortened."""
+    return _SHORT.repr(value)
+
 
 class SegueError(Exception):
     """Base of all errors meant for users: message first, then what the server answers.

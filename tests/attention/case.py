@@ -8,8 +8,8 @@ from torch import Tensor
 from segue.attention import cpu
 from segue.attention.base import AttentionBackend, AttentionShape
 from segue.attention.context import Context
+from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
-from segue.kvcache.table import PageTable
 from tests.attention.oracle import attend
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}

@@ -11,9 +11,9 @@ import pytest
 
 from bench import http_compare, intrusion, launch, load, report, serving
 from bench.model_dir import with_tokenizer
+from segue.checkpoint.source import read_json
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.tokenizer import Tokenizer
-from segue.weights.source import read_json
 from tests.server import fake_server
 from tests.server.live import LiveServer
 from tests.support.tiny_model import CONFIG, write_model

@@ -9,7 +9,7 @@ import segue
 from bench.offline import Adapter, score_again, spread
 from bench.rescore import LEAST_BOUND, MOST_BOUND, Produced, Teacher, allowed, regrets, rescore, rounding
 from segue.config import EngineConfig
-from segue.model_runner.categorical import argmax, draw
+from segue.sampling.gumbel_max import argmax, draw
 from tests.model_runner import making, tiny
 
 

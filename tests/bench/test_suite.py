@@ -31,7 +31,7 @@ def test_an_engine_that_makes_other_counts_is_no_engine_to_time():
 
 
 def test_a_model_directory_is_one_that_the_engine_reads(tmp_path):
-    from segue.weights.source import resolve
+    from segue.checkpoint.source import resolve
 
     config = resolve(suite.model_dir("8b"), "dummy", tmp_path).config
     assert (config.num_layers, config.hidden_size, config.vocab_size) == (36, 4096, 151936)

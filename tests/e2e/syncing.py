@@ -15,9 +15,9 @@ import httpx
 import torch
 from safetensors import safe_open
 
+from tests.checkpoint import tiny
 from tests.e2e.served import Served, serve
-from tests.weights import tiny
-from tests.weights.sync.conftest import Trainer
+from tests.weight_update.conftest import Trainer
 
 DEADLINE_S = 60.0
 PROMPTS = [[5, 17, 3, 11, 2], [8, 8, 8, 1], [30, 4, 21, 9, 9, 13, 2, 7]]

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 
 from bench.model_dir import write_tokenizer
+from tests.checkpoint import tiny
 from tests.e2e.served import serve
-from tests.weights import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from segue.checkpoint import bundled
 from segue.config import EngineConfig
-from segue.weights import bundled
 from tests.fixtures import reference
 from tests.fixtures.prompts import PROMPTS
 from tests.fixtures.reference import NUM_TOKENS, NUM_TOP, Case, differences

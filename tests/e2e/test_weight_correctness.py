@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import segue
+from segue.checkpoint.gguf import weights as gguf_weights
+from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
-from segue.weights import gguf_weights
-from segue.weights.source import resolve
 from tests.e2e.syncing import (
     GREEDY,
     PROMPTS,
@@ -25,7 +25,7 @@ from tests.e2e.syncing import (
     tensors_of,
     write_checkpoints,
 )
-from tests.weights.sync.conftest import trainer_address as trainer_address
+from tests.weight_update.conftest import trainer_address as trainer_address
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import WaitUntil
 from tests.e2e.syncing import GREEDY, PROMPTS, Syncing, cut, syncing, tensors_of, write_checkpoints
-from tests.weights.sync.conftest import trainer_address as trainer_address
+from tests.weight_update.conftest import trainer_address as trainer_address
 
 pytestmark = pytest.mark.timeout(180)
 OPTIONS = (

@@ -7,7 +7,7 @@ import pytest
 from segue.errors import EngineDeadError
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import GenerateRequest, RequestState
-from segue.frontend.sampling import SamplingOptions
+from segue.frontend.sampling_options import SamplingOptions
 from segue.messages.requests import Finished, FinishReason, SamplingParams, TokenLogprob
 
 WORDS = [b"zero", b"one ", b"two ", b"three ", b"\xe6", b"\x9d", b"\xb1", b"<end>"]

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from segue.errors import InvalidRequestError, ModelFileError
 from segue.frontend.tokenizer import Tokenizer
-from tests.weights import tiny_gguf
+from tests.checkpoint import tiny_gguf
 
 TEXTS = [
     "",
@@ -297,7 +297,7 @@ import sys
 from pathlib import Path
 sys.modules["torch"] = None  # importing it now raises ImportError
 from segue.frontend.tokenizer import Tokenizer
-from segue.weights.source import resolve
+from segue.checkpoint.source import resolve
 source = resolve(sys.argv[1], "dummy", "/nonexistent")
 print(Tokenizer.load(source.tokenizer_directory).encode("hello"))
 """

@@ -21,7 +21,7 @@ from segue.errors import (
 )
 from segue.frontend.merge import merged
 from segue.frontend.request import GenerateRequest
-from segue.frontend.sampling import SamplingOptions, Vocabulary
+from segue.frontend.sampling_options import SamplingOptions, Vocabulary
 from segue.frontend.stream import Stream
 from segue.frontend.tokenizer import Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of

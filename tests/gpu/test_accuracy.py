@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import segue
+from segue.checkpoint import bundled
+from segue.checkpoint.gguf import weights as gguf_weights
+from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
-from segue.weights import bundled, gguf_weights
-from segue.weights.source import resolve
 from tests.e2e.teacher import Verdict, greedy, judge
 from tests.e2e.test_correctness import LOGPROB_TOLERANCE, TIGHT, WITH_LOGPROBS, Setup
 from tests.fixtures import reference
@@ -48,7 +49,7 @@ def bundled_model() -> Path:
     """The bundled model's file, which has to be in the cache already: a machine with a GPU may be offline."""
     gguf = Path(EngineConfig.create().cache_dir) / "bundled" / bundled.FILE
     if not gguf.exists():
-        pytest.skip(f"{gguf} is not there: python -m segue.weights.bundled fetches it")
+        pytest.skip(f"{gguf} is not there: python -m segue.checkpoint.bundled fetches it")
     return gguf
 
 

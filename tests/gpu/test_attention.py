@@ -161,7 +161,7 @@ def test_a_captured_step_of_thousands_of_tokens(name) -> None:
 @pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize("name", ["triton", "fa3"])
 def test_the_top_pages_of_a_pool_beyond_32_bit_offsets(name, page_size) -> None:
-    from segue.kvcache.table import PageTable
+    from segue.kvcache.page_table import PageTable
 
     num_pages, dtype = 76800 // page_size, torch.bfloat16
     pool = KVPool(

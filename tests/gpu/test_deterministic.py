@@ -20,8 +20,8 @@ from segue.attention.context import Context
 from segue.errors import ConfigError
 from segue.kernels.activation import silu_mul
 from segue.kernels.norm import add_rms_norm
+from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
-from segue.kvcache.table import PageTable
 from tests.attention.case import Case
 from tests.attention.oracle import attend
 from tests.attention.static import Static
@@ -47,7 +47,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
 @pytest.mark.parametrize(("size", "depth"), [(4096, 12288), (331, 1096), (64, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_all_tiles_give_a_row_the_same_bits(size, depth, dtype) -> None:
-    from segue.kernels.cuda import invariant_product as products
+    from segue.kernels.triton import batch_invariant_gemm as products
 
     x, weight, bias = (normal(*shape, dtype=dtype) for shape in ((300, depth), (size, depth), (size,)))
     expected = products.run(products.WIDE[0], x, weight, bias, torch.float32)
@@ -60,7 +60,7 @@ def test_all_tiles_give_a_row_the_same_bits(size, depth, dtype) -> None:
 
 
 def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows() -> None:
-    from segue.kernels.cuda.invariant_product import InvariantProduct
+    from segue.kernels.triton.batch_invariant_gemm import InvariantProduct
 
     weight, x = normal(4096, 12288), normal(8192, 12288, seed=1)
     whole = InvariantProduct.of(weight, torch.float32)

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from segue.logs import logger
 from segue.memory.budget import GRAPH_RESERVE
-from segue.model_runner import capturing
+from segue.model_runner import graph_capture
 from segue.model_runner.graphs import GraphMismatchError
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
@@ -236,7 +236,7 @@ def test_what_does_not_fit_the_reserve_is_left_out_with_a_warning_and_runs_eager
     caplog.set_level("WARNING", logger.name)
     free = itertools.count(80 << 30, -1 << 20)  # every look finds a MiB less
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 80 << 30))
-    monkeypatch.setattr(capturing, "GRAPH_RESERVE", 20 << 20)
+    monkeypatch.setattr(graph_capture, "GRAPH_RESERVE", 20 << 20)
     runner = make(dtype="float32")
     assert executor_of(runner).num_graphs == 19  # 8 for decode, 8 tails, 3 trunks
     assert "after 19; left out, to run eagerly: trunk 48, 64," in caplog.text

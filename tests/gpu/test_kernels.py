@@ -27,7 +27,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> N
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 576), (17, 1024), (256, 4096)])
 @pytest.mark.parametrize("adds", [False, True])
 def test_add_rms_norm(rows, size, splits, adds, dtype) -> None:
-    from segue.kernels.cuda.norm import add_rms_norm
+    from segue.kernels.triton.norm import add_rms_norm
 
     x = normal(splits, rows, size) if splits else normal(rows, size, dtype=dtype)
     residual = normal(rows, size, dtype=dtype, seed=1) if adds else None
@@ -55,7 +55,7 @@ def test_embed(rows, size, start, dtype) -> None:
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize(("rows", "size"), [(1, 24), (5, 1536), (33, 3072)])
 def test_silu_mul(rows, size, splits, dtype) -> None:
-    from segue.kernels.cuda.activation import silu_mul
+    from segue.kernels.triton.activation import silu_mul
 
     x = normal(splits, rows, 2 * size) if splits else normal(rows, 2 * size, dtype=dtype)
     x[..., 0, :4] = torch.tensor([-300.0, 300.0, -20.0, 0.0]) / max(1, splits)
@@ -68,7 +68,7 @@ def test_silu_mul(rows, size, splits, dtype) -> None:
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (16, 8, 128), (4, 1, 24), (28, 4, 128)])
 def test_place(heads, kv_heads, dim, norms, splits, dtype) -> None:
-    from segue.kernels.cuda.placing import place
+    from segue.kernels.triton.qk_norm_rope_store import place
 
     tokens, width = 7, (heads + 2 * kv_heads) * dim
     qkv = normal(splits, tokens, width) if splits else normal(tokens, width, dtype=dtype)
@@ -100,7 +100,7 @@ def test_place(heads, kv_heads, dim, norms, splits, dtype) -> None:
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("biased", [False, True])
 def test_product(rows, tma, splits, biased) -> None:
-    from segue.kernels.cuda.product import Plan, run
+    from segue.kernels.triton.gemm import Plan, run
 
     x = normal(rows, 1024, dtype=torch.bfloat16)
     weight = normal(192, 1024, dtype=torch.bfloat16, seed=1)
@@ -113,7 +113,7 @@ def test_product(rows, tma, splits, biased) -> None:
 
 
 def test_look_up() -> None:
-    from segue.kernels.cuda.lookup import look_up
+    from segue.kernels.triton.gather_inputs import look_up
 
     pool = torch.arange(5 * 300, dtype=torch.int32, device="cuda").view(5, 300)
     table = torch.arange(5 * 32, dtype=torch.int32, device="cuda").view(5, 32) * 7
@@ -129,8 +129,8 @@ def test_look_up() -> None:
 
 @pytest.mark.parametrize("vocab", [100, 128, 4096, 50257])
 def test_plain_sampling_takes_the_tokens_the_cpu_takes(vocab) -> None:
-    from segue.kernels.cuda.sampling import choose, log_sum_exp, sample_plain
-    from segue.model_runner.categorical import argmax, draw
+    from segue.kernels.triton.sampling import choose, log_sum_exp, sample_plain
+    from segue.sampling.gumbel_max import argmax, draw
 
     count = 70
     logits = normal(count, vocab) * 3 - 20  # so that nothing outside would win
@@ -189,7 +189,7 @@ def _spoil(logits: torch.Tensor) -> int:
 @pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("vocab", [100, 4096, 5000, 50257])
 def test_rows_that_are_not_finite_have_no_token_and_leave_the_others_alone(vocab, filters) -> None:
-    from segue.kernels.cuda.sampling import choose, sample_plain
+    from segue.kernels.triton.sampling import choose, sample_plain
     from segue.messages.steps import NON_FINITE
 
     count = 28
@@ -231,7 +231,7 @@ def test_rows_that_are_not_finite_have_no_token_and_leave_the_others_alone(vocab
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_draws_follow_the_distribution(temperature) -> None:
-    from segue.kernels.cuda.sampling import sample_plain
+    from segue.kernels.triton.sampling import sample_plain
 
     count, vocab = 20000, 300
     logits = (normal(1, vocab) * 2).expand(count, -1).contiguous()
@@ -257,9 +257,9 @@ def test_draws_follow_the_distribution(temperature) -> None:
 
 @pytest.mark.parametrize("vocab", [50, 1000, 50257])
 def test_filtered_draws_are_those_of_the_cpu(vocab) -> None:
-    from segue.kernels.cuda.sampling import choose
-    from segue.model_runner.categorical import draw_candidates
-    from segue.model_runner.filters import candidates
+    from segue.kernels.triton.sampling import choose
+    from segue.sampling.gumbel_max import draw_candidates
+    from segue.sampling.top_k_top_p import candidates
 
     count = 96
     each = torch.arange(count)
@@ -302,7 +302,7 @@ def test_filtered_draws_are_those_of_the_cpu(vocab) -> None:
 
 
 def test_scattered_words_of_both_sizes() -> None:
-    from segue.model_runner.delta import CUDAWriter
+    from segue.model_runner.device_writes import CUDAWriter
 
     writer = CUDAWriter(torch.device("cuda"), capacity=16)
     small = torch.zeros(10, 7, dtype=torch.int32, device="cuda")
@@ -321,7 +321,7 @@ def test_scattered_words_of_both_sizes() -> None:
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])  # bytes by which addresses miss a multiple of 16
 def test_many_copies_in_one_kernel(offset) -> None:
-    from segue.weights.sync.commit import Copies
+    from segue.weight_update.commit import Copies
 
     sizes = [0, 16, 1 << 20, (3 << 20) + 48, 5 << 10] if offset == 0 else [0, 8, 24, (1 << 20) + 8, 40]
     sizes = [size + (size > 0) * offset for size in sizes]
@@ -346,7 +346,7 @@ def test_many_copies_in_one_kernel(offset) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_values_that_are_not_finite_are_found(dtype, bad) -> None:
-    from segue.weights.sync.tensors import are_finite
+    from segue.memory.tensor_ops import are_finite
 
     largest = torch.finfo(dtype).max
     room = torch.full((9, 1 << 18), largest, dtype=dtype, device="cuda")
@@ -365,8 +365,8 @@ def test_values_that_are_not_finite_are_found(dtype, bad) -> None:
 @pytest.mark.parametrize("rows", [1, 127, 1000, 4103])
 @pytest.mark.parametrize(("inner", "hidden"), [(64, 64), (192, 128), (3072, 1024)])
 def test_gated_product_of_many(rows, inner, hidden, dtype) -> None:
-    from segue.kernels.cuda.gated import run
-    from segue.kernels.cuda.launch import is_hopper
+    from segue.kernels.triton.gate_up_silu import run
+    from segue.kernels.triton.launch import is_hopper
 
     if not is_hopper():
         pytest.skip("tiles come by the copy engine")
@@ -379,7 +379,7 @@ def test_gated_product_of_many(rows, inner, hidden, dtype) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 40, 64])
 @pytest.mark.parametrize("size", [(3072, 1024), (12288, 4096)])
 def test_gated_product(rows, size) -> None:
-    from segue.kernels.cuda.product import gated_product
+    from segue.kernels.triton.gemm import gated_product
 
     inner, hidden = size
     x = normal(rows, hidden, dtype=torch.bfloat16)
@@ -395,7 +395,7 @@ def test_gated_product(rows, size) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_product_without_a_stored_plan(biased, wide, dtype) -> None:
-    from segue.kernels.cuda.product import product
+    from segue.kernels.triton.gemm import product
 
     x, weight = normal(7, 40, dtype=dtype), normal(24, 40, dtype=dtype, seed=1)
     bias = normal(24, dtype=dtype, seed=2) if biased else None

@@ -54,7 +54,7 @@ def close(actual, expected):
 
 def plan(name):
     """Of one of `CUTS`."""
-    from segue.kernels.cuda.moe import Cut, Plan
+    from segue.kernels.triton.moe import Cut, Plan
 
     if name == "by pair":
         return Plan(1, Cut(8, 128, 2, 4), Cut(8, 128, 2, 4))
@@ -72,7 +72,7 @@ def test_the_experts_results_are_those_of_plain_torch(tokens, shape, dtype) -> N
 @pytest.mark.parametrize("shape", [(70, *ODD), (600, 5, 4, 320, 200)])
 @pytest.mark.parametrize("chosen", ["any", "one"])
 def test_every_cut_gives_the_same(name, shape, chosen) -> None:
-    from segue.kernels.cuda.moe import run
+    from segue.kernels.triton.moe import run
 
     x, gate_up, down, weights, experts = make(*shape, dtype=torch.bfloat16)
     if chosen == "one":  # many tiles of a single expert, none of the others
@@ -83,7 +83,7 @@ def test_every_cut_gives_the_same(name, shape, chosen) -> None:
 
 @pytest.mark.parametrize("name", ["by pair", "16", "128 by TMA, halves"])
 def test_a_replay_gives_the_bits_of_the_eager_run_every_time(name) -> None:
-    from segue.kernels.cuda.moe import run
+    from segue.kernels.triton.moe import run
 
     logits = torch.randn(200, 60, device="cuda")
     x, gate_up, down, _, _ = make(200, *ODD, torch.bfloat16)
@@ -109,7 +109,7 @@ def test_a_replay_gives_the_bits_of_the_eager_run_every_time(name) -> None:
 @pytest.mark.parametrize("block", [16, 128])
 @pytest.mark.parametrize("tokens", [1, 64, 682, 683, 13000])
 def test_pairs_are_sorted_by_expert_and_cut_into_tiles(tokens, block) -> None:
-    from segue.kernels.cuda.moe_routing import sort
+    from segue.kernels.triton.moe_routing import sort
 
     num_experts = 11
     experts = torch.randint(0, num_experts + 1, (tokens, 3), device="cuda", dtype=torch.int32)
@@ -157,8 +157,8 @@ def test_a_token_that_is_nan_spoils_only_itself() -> None:
 @pytest.mark.parametrize("name", ["by pair", "16", "128 by TMA, halves"])
 @pytest.mark.parametrize("real", [0, 1, 30])
 def test_padding_is_routed_to_no_expert(name, real) -> None:
-    from segue.kernels.cuda.moe import run
-    from segue.kernels.cuda.moe_routing import sort
+    from segue.kernels.triton.moe import run
+    from segue.kernels.triton.moe_routing import sort
 
     x, gate_up, down, _, _ = make(48, 9, 4, 136, 72, torch.bfloat16)
     logits = torch.randn(48, 9, device="cuda")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from segue.errors import InvalidRequestError
-from segue.weights.sync.payload import decode, encode
+from segue.weight_update.payload.decode import decode, encode
 
 pytestmark = pytest.mark.gpu
 

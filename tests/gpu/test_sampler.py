@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from segue.kvcache.table import PageTable
+from segue.kvcache.page_table import PageTable
 from segue.messages.requests import SamplingParams, pack_ids
 from segue.messages.steps import NON_FINITE, NewRow, StepPlan
 from segue.model_runner.batch_state import BatchState

@@ -48,7 +48,7 @@ def _exchange(tp: TPInfo, run_dir: Path) -> list[torch.Tensor]:
 
 def _sums(groups: TPGroups, hidden: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Chains of three sums in a graph, replayed many times."""
-    from segue.kernels.cuda.all_reduce import OneShot
+    from segue.kernels.triton.all_reduce import OneShot
 
     size, rank = groups.tp.size, groups.tp.rank
     one_shot = OneShot(groups, torch.device("cuda", rank), hidden, 8)
@@ -97,8 +97,8 @@ def _sums(groups: TPGroups, hidden: int, dtype: torch.dtype) -> list[torch.Tenso
 
 def _samples(groups: TPGroups, vocab: int) -> list[torch.Tensor]:
     """Tokens and log-probabilities that ranks agree on are those of one rank with all logits."""
-    from segue.kernels.cuda.all_reduce import OneShot
-    from segue.kernels.cuda.sampling import VocabPart, sample_plain
+    from segue.kernels.triton.all_reduce import OneShot
+    from segue.kernels.triton.sampling import VocabPart, sample_plain
     from segue.models.sharding import shard_rows
 
     tp, device = groups.tp, torch.device("cuda", groups.tp.rank)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from segue.messages.weight_update import Group
-from segue.weights.sync.groups import Groups
-from segue.weights.sync.joined import JoinedGroup
+from segue.weight_update.transport.group import JoinedGroup
+from segue.weight_update.transport.joining import Groups
 from tests.gpu.ranks import ENVIRONMENT
-from tests.weights.sync.conftest import new_group as new_group
-from tests.weights.sync.conftest import new_trainer as new_trainer
-from tests.weights.sync.conftest import trainer_address as trainer_address
-from tests.weights.sync.test_receiver import BUCKETS, NewGroup, Session, Tensors, assert_received
+from tests.weight_update.conftest import new_group as new_group
+from tests.weight_update.conftest import new_trainer as new_trainer
+from tests.weight_update.conftest import trainer_address as trainer_address
+from tests.weight_update.transport.test_receiver import BUCKETS, NewGroup, Session, Tensors, assert_received
 
 pytestmark = [pytest.mark.gpu]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

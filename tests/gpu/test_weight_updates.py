@@ -11,12 +11,12 @@ from segue.distributed.info import TPInfo
 from segue.errors import OutOfMemoryError
 from segue.memory.arena import TensorSpec
 from segue.messages.weight_update import CheckWeights, Commit, Discard, Inspect, Stage, Take
-from segue.weights.sync import updater
-from segue.weights.sync.checksum import checksum
-from segue.weights.sync.memory import StagingMemory
-from tests.weights import tiny
-from tests.weights.sync.test_update import HEAD, NORM, checkpoint
-from tests.weights.sync.updating import Rank, State, Trainer, manifest_of, rank_of, transfer
+from segue.weight_update import rank as updater
+from segue.weight_update.checksum import checksum
+from segue.weight_update.staging_memory import StagingMemory
+from tests.checkpoint import tiny
+from tests.weight_update.test_rank import HEAD, NORM, checkpoint
+from tests.weight_update.updating import Rank, State, Trainer, manifest_of, rank_of, transfer
 
 pytestmark = pytest.mark.gpu
 

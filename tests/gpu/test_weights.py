@@ -5,13 +5,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from segue.checkpoint.load import load_weights
+from segue.checkpoint.source import ModelSource, resolve
 from segue.distributed.info import TPInfo
 from segue.errors import ModelFileError
 from segue.memory.arena import Arena
 from segue.models.registry import build_model
-from segue.weights.checkpoint import load_weights
-from segue.weights.source import ModelSource, resolve
-from tests.weights import tiny
+from tests.checkpoint import tiny
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from segue.errors import ConfigError
-from segue.kernels.invariant import cancelling
+from segue.kernels.batch_invariant import cancelling
 from segue.layers.moe_backend import run_by_expert, run_expert_invariantly, select
 
 

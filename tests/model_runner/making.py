@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.model_runner.runner import ModelRunner
-from segue.weights.source import resolve
 
 VOCAB = 331
 

@@ -5,8 +5,8 @@ import torch
 
 from segue.attention.base import AttentionShape
 from segue.attention.cpu import CPUAttention
+from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
-from segue.kvcache.table import PageTable
 from segue.messages.requests import SamplingParams, pack_ids
 from segue.messages.steps import NewRow, StepPlan
 from segue.model_runner.batch_state import BatchState

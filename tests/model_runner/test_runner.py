@@ -11,19 +11,19 @@ import torch
 from segue.attention import registry as attention
 from segue.attention.base import Capabilities
 from segue.attention.context import Context
+from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, OutOfMemoryError, TensorParallelError
 from segue.layers import moe_backend
 from segue.logs import logger
 from segue.memory.budget import GIB, Demand, Reserve, formula_pages
-from segue.model_runner import capturing
+from segue.model_runner import graph_capture
 from segue.model_runner.batch_state import PlanError
-from segue.model_runner.capturing import grid_of
-from segue.model_runner.choices import choose
+from segue.model_runner.graph_capture import grid_of
+from segue.model_runner.resolved_config import choose
 from segue.model_runner.runner import ModelRunner
 from segue.models.decoder import Decoder
-from segue.weights.source import resolve
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
 
@@ -381,8 +381,8 @@ EXPERTS = moe_backend.MoEEntry(name="experts", devices=("cuda",), graph=False, r
 def test_nothing_is_kept_for_graphs_that_will_not_be_captured(llama, warnings, case, warning):
     config = EngineConfig(**making.options(llama[0], num_kv_tokens=None))
     usual = {"demand": _demand(), "selection": _selection(True), "experts": None, "ranks_meet": True}
-    assert capturing.keep_for_graphs(config=config, **usual) == usual["demand"]
+    assert graph_capture.keep_for_graphs(config=config, **usual) == usual["demand"]
     given = {**usual, **case}
-    demand = capturing.keep_for_graphs(config=config, **given)
+    demand = graph_capture.keep_for_graphs(config=config, **given)
     assert demand.reserve.graphs == 0 and formula_pages(demand) == formula_pages(given["demand"]) + 1024
     assert re.search(warning, warnings.text)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
 from segue.attention.cpu import CPUAttention
+from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
-from segue.kvcache.table import PageTable
 from segue.models.config import ModelConfig
 from segue.models.decoder import Decoder
 from segue.models.registry import build_model

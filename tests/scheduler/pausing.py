@@ -22,7 +22,7 @@ from segue.messages.control import (
 )
 from segue.messages.requests import Abort, Finish
 from segue.messages.steps import StepPlan
-from segue.scheduler.policy import NewTokenRatio
+from segue.scheduler.queue import NewTokenRatio
 from tests.scheduler.simulation import Simulation
 
 MODES: tuple[PauseMode, ...] = get_args(PauseMode)  # from the weakest on

@@ -13,7 +13,7 @@ import pytest
 
 from segue.messages.control import Paused, PauseMode
 from segue.messages.requests import AddRequest, Rejected, SamplingParams, pack_ids
-from segue.scheduler.report import internal_state
+from segue.scheduler.internal_state import internal_state
 from segue.scheduler.request import Phase
 from tests.scheduler.pausing import MODES, PausingSimulation
 from tests.scheduler.simulation import next_token

@@ -8,7 +8,7 @@ import pytest
 
 from segue.messages.requests import Abort, AddRequest, Finish, SamplingParams, TokenLogprob, pack_ids
 from segue.messages.steps import NON_FINITE
-from segue.scheduler.report import internal_state
+from segue.scheduler.internal_state import internal_state
 from tests.scheduler.simulation import Simulation, expected_output, next_token
 
 
@@ -304,7 +304,7 @@ def test_the_proof_sees_a_page_that_is_lost() -> None:
 
 
 def test_the_scheduler_does_not_import_torch() -> None:
-    code = "import sys, segue.scheduler.scheduler, segue.scheduler.loop; sys.exit('torch' in sys.modules)"
+    code = "import sys, segue.scheduler.scheduler, segue.worker.loop; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 
+from segue.api.loop_thread import LoopThread
 from segue.config import EngineConfig
-from segue.frontend.loop_thread import LoopThread
-from segue.frontend.runtime import Runtime
+from segue.launch.runtime import Runtime
 from segue.messages.control import State
 from segue.server.app import create_app
 from segue.server.connection_limits import ConnectionLimits

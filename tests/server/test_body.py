@@ -10,8 +10,8 @@ from starlette.requests import Request
 
 from segue.config import EngineConfig
 from segue.errors import RequestTooLargeError
-from segue.frontend.sampling import Vocabulary
-from segue.frontend.workers import Workers
+from segue.frontend.sampling_options import Vocabulary
+from segue.frontend.thread_pool import Workers
 from segue.server.body import read_json
 from segue.server.large_body import Bounds, generate
 

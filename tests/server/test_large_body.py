@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from segue.api.native.bodies import NativeGenerate
+from segue.api.native.calls import parse_call
+from segue.api.openai.bodies import CHAT_NOT_YET, HARMLESS, ChatCompletionRequest, CompletionRequest
+from segue.api.validation import Decoded, parse
+from segue.api.weights import CALLS
 from segue.errors import ContextLengthError, InvalidRequestError, SegueError, UnsupportedFieldError
-from segue.frontend.native import parse_call
-from segue.frontend.sampling import MAX_ENTRIES, Vocabulary
-from segue.frontend.weights import CALLS
-from segue.protocol.native import NativeGenerate
-from segue.protocol.openai import CHAT_NOT_YET, HARMLESS, ChatCompletionRequest, CompletionRequest
-from segue.protocol.validation import Decoded, parse
+from segue.frontend.sampling_options import MAX_ENTRIES, Vocabulary
 from segue.server import cutting, large_body, pieces
 from segue.server.large_body import Bounds, Shape, chat, completion, control, decode, generate
 from segue.server.openai_routes import _parse_chat, _parse_completion

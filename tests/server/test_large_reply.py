@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.frontend.workers import INLINE_ENTRIES, Workers
+from segue.frontend.thread_pool import INLINE_ENTRIES, Workers
 from segue.server.large_reply import ITEMS, json_pieces, reply_response
 
 CONTENT = st.recursive(

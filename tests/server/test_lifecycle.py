@@ -22,7 +22,7 @@ import pytest
 
 from segue.errors import ConfigError
 from segue.server.lifecycle import bind, url_of
-from tests.frontend.test_processes import is_alive
+from tests.launch.test_processes import is_alive
 from tests.server.conftest import MODEL
 from tests.server.events import parse_events
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from segue.frontend.engine import Engine
+from segue.api.engine import Engine
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 

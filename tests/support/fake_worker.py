@@ -19,13 +19,13 @@ import msgspec
 import zmq
 
 from segue.config import EngineConfig
+from segue.heartbeat import Pulse, Turn
 from segue.messages.control import Ready, StartFailed
 from segue.messages.requests import TokenLogprob, unpack_ids
 from segue.messages.steps import StepPlan, StepResult
-from segue.pulse import Pulse, Turn
-from segue.scheduler.loop import SchedulerLoop
 from segue.scheduler.scheduler import Limits, Scheduler
-from tests.scheduler.updaters import FakeUpdater
+from segue.worker.loop import SchedulerLoop
+from tests.worker.updaters import FakeUpdater
 
 LOGPROB = -0.5
 RUNNER_UP_LOGPROB = -1.5

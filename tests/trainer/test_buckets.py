@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from segue.errors import ConfigError
 from segue.trainer.buckets import plan, tensors
-from tests.weights import tiny
+from tests.checkpoint import tiny
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3-moe"])

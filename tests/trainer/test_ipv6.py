@@ -7,10 +7,10 @@ import socket
 import pytest
 import torch
 
-from segue.frontend.weights import CALLS
+from segue.api.weights import CALLS
 from segue.messages.weight_update import JoinGroup
 from segue.trainer.group import Group, bracketed, free_port
-from segue.weights.sync.groups import Groups
+from segue.weight_update.transport.joining import Groups
 
 
 def test_an_address_in_brackets_is_met() -> None:

@@ -43,7 +43,7 @@ class SlotMetadata:
     """The part of a context that is fixed for `bs` sequences of `seq_len` queries each."""
 
     q_starts: Tensor  # int32 [bs + 1]
-    blocks: Tensor  # int32 [*, 2], see `segue.attention.blocks`
+    blocks: Tensor  # int32 [*, 2], see `segue.attention.query_blocks`
 
 
 class AttentionBackend(Protocol):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from segue.attention.base import AttentionBackend
+from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
-from segue.kvcache.table import PageTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from segue.attention import cpu
 from segue.attention.base import AttentionBackend, AttentionShape
 from segue.attention.context import Context
 from segue.errors import ConfigError
-from segue.kernels.invariant import cancelling
+from segue.kernels.batch_invariant import cancelling
 from segue.kvcache.pool import KVPool
 
 CAPABILITIES = replace(cpu.CAPABILITIES, deterministic=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
-from segue.attention.paired import attend
-from segue.attention.slots import SlotPrefill
+from segue.attention.hybrid import attend
+from segue.attention.prefill_grid import SlotPrefill
 from segue.kvcache.pool import KVPool
 
 

@@ -14,7 +14,7 @@ import torch
 from segue.attention import cpu, cpu_invariant
 from segue.attention.base import AttentionBackend, AttentionShape, BackendFactory, Capabilities, PagedBackend
 from segue.attention.capabilities import FA3, TRITON, TRITON_INVARIANT
-from segue.attention.paired import PairedAttention
+from segue.attention.hybrid import PairedAttention
 from segue.errors import ConfigError
 from segue.kvcache.pool import KVPool
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.attention.base import AttentionShape
-from segue.attention.blocks import block_table
 from segue.attention.context import Context
-from segue.attention.paired import attend
-from segue.attention.slots import SlotPrefill
-from segue.kernels.cuda.attention import decode, prefill
-from segue.kernels.cuda.launch import is_hopper, launch_options
+from segue.attention.hybrid import attend
+from segue.attention.prefill_grid import SlotPrefill
+from segue.attention.query_blocks import block_table
+from segue.kernels.triton.attention import decode, prefill
+from segue.kernels.triton.launch import is_hopper, launch_options
 from segue.kvcache.pool import KVPool
 
 _TILES = 256  # programs that decode splits a small batch into, at most

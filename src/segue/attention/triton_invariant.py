@@ -1,6 +1,6 @@
 """Attention on CUDA devices whose bits depend on a query and its keys alone: for `--deterministic`.
 
-See `segue.kernels.cuda.invariant_attention` for how.
+See `segue.kernels.triton.batch_invariant_attention` for how.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.attention.base import AttentionShape
-from segue.attention.blocks import block_table
 from segue.attention.context import Context
-from segue.attention.paired import attend as attend_halves
-from segue.attention.slots import SlotPrefill
-from segue.kernels.cuda.invariant_attention import attend
-from segue.kernels.cuda.launch import LATE, is_hopper
+from segue.attention.hybrid import attend as attend_halves
+from segue.attention.prefill_grid import SlotPrefill
+from segue.attention.query_blocks import block_table
+from segue.kernels.triton.batch_invariant_attention import attend
+from segue.kernels.triton.launch import LATE, is_hopper
 from segue.kvcache.pool import KVPool
 
 _ROWS, _KEYS, _SPAN = 64, 64, 512  # query heads a tile; keys a block, and between two fresh starts

@@ -13,7 +13,7 @@ from segue.distributed.info import TPInfo
 
 
 class OneShot(Protocol):
-    """An all-reduce of few rows, in one kernel with what follows it; see `kernels.cuda.all_reduce`."""
+    """An all-reduce of few rows, in one kernel with what follows it; see `kernels.triton.all_reduce`."""
 
     most_rows: int
 

@@ -11,7 +11,7 @@ from typing import Any
 from segue.errors import SegueError
 from segue.frontend.request import Output
 from segue.frontend.stream import Stream
-from segue.frontend.workers import TURN, turn
+from segue.frontend.thread_pool import TURN, turn
 
 
 async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output], None]:

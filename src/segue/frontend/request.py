@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from segue.errors import SegueError
 from segue.frontend.detokenizer import Detokenizer, TokenTable
-from segue.frontend.sampling import SamplingOptions
+from segue.frontend.sampling_options import SamplingOptions
 from segue.frontend.stop import StopMatcher
 from segue.messages.requests import Finished, SamplingParams, TokenLogprob
 
+MAX_PRIORITY = 1 << 31
 LOWEST_LOGPROB = -9999.0  # instead of minus infinity, which JSON cannot write
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers import Tokenizer as Backend
 
+from segue.checkpoint.gguf.tokenizer import CONVERTED_KEY
+from segue.checkpoint.source import eos_token_ids, read_json
 from segue.errors import InvalidRequestError, ModelFileError
-from segue.weights.gguf_tokenizer import CONVERTED_KEY
-from segue.weights.source import eos_token_ids, read_json
 
 _GENERIC = "PreTrainedTokenizerFast"
 _QWEN = "Qwen2Tokenizer"

@@ -20,26 +20,28 @@ from segue.errors import (
     SegueError,
 )
 from segue.frontend.admission import Admission
-from segue.frontend.arrival import NO_TOKENIZER, Arrival, Encoder, prepare_all
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import GenerateRequest, RequestState
-from segue.frontend.sampling import Prepared, Vocabulary
+from segue.frontend.sampling_options import Prepared, Vocabulary
 from segue.frontend.stats import Stats
 from segue.frontend.stream import Stream
 from segue.frontend.text_bound import max_chars_per_token
+from segue.frontend.thread_pool import Workers, turn
+from segue.frontend.tokenize import NO_TOKENIZER, Arrival, Encoder, prepare_all
 from segue.frontend.tokenizer import Tokenizer
-from segue.frontend.workers import Workers, turn
 from segue.messages.control import (
     Continue,
     Continued,
     Counters,
     Flush,
     Flushed,
+    FlushResult,
     FrontendMessage,
     GetState,
     Pause,
     Paused,
     PauseMode,
+    PauseResult,
     Ready,
     SchedulerMessage,
     State,
@@ -57,7 +59,6 @@ from segue.messages.requests import (
     pack_ids,
 )
 from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice, WeightRequest, WithdrawCall
-from segue.protocol.control import FlushResult, PauseResult
 
 Answer = TypeVar("Answer", State, Paused, Continued, Flushed, WeightAnswer)
 
@@ -67,7 +68,7 @@ INLINE_CHARS = 1 << 16
 
 
 class TokenizerManager:
-    """One state a request. Lives on one event loop; :mod:`segue.frontend.runtime` feeds it."""
+    """One state a request. Lives on one event loop; :mod:`segue.launch.runtime` feeds it."""
 
     def __init__(
         self,

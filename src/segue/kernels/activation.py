@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segue.kernels import invariant
-from segue.kernels.invariant import Product
+from segue.kernels import batch_invariant
+from segue.kernels.batch_invariant import Product
 from segue.kernels.linear import linear
 
 
@@ -23,8 +23,8 @@ def gated_linear(
     `weight` is `[2 * I, K]`.
     """
     if x.is_cuda and bias is None and packed is None:
-        from segue.kernels.cuda.gated import gated_product_of_many
-        from segue.kernels.cuda.product import gated_product
+        from segue.kernels.triton.gate_up_silu import gated_product_of_many
+        from segue.kernels.triton.gemm import gated_product
 
         gated = gated_product(x, weight)
         if gated is None:
@@ -40,7 +40,7 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     On CUDA `gate_up` may be split sums, float32 `[S, T, 2 * I]`.
     """
     if gate_up.is_cuda:
-        from segue.kernels.cuda.activation import silu_mul as fused
+        from segue.kernels.triton.activation import silu_mul as fused
 
         return fused(gate_up, dtype)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -49,4 +49,4 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 
 def silu_mul_invariantly(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu_mul` of which a row has the same bits among any others; on CUDA every one is such."""
-    return silu_mul(gate_up, dtype) if gate_up.is_cuda else invariant.silu_mul(gate_up, dtype)
+    return silu_mul(gate_up, dtype) if gate_up.is_cuda else batch_invariant.silu_mul(gate_up, dtype)

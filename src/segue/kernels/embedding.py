@@ -14,7 +14,7 @@ def embed_reference(ids: Tensor, weight: Tensor, start: int) -> Tensor:
 def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
     """See `embed_reference`."""
     if ids.is_cuda:
-        from segue.kernels.cuda.embedding import embed as fused
+        from segue.kernels.triton.embedding import embed as fused
 
         return fused(ids, weight, start)
     return embed_reference(ids, weight, start)

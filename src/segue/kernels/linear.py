@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segue.kernels.invariant import InvariantProduct, Product
+from segue.kernels.batch_invariant import InvariantProduct, Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def pack(weight: Tensor, *, deterministic: bool = False, wide: bool = False) -> 
         ConfigError: this device cannot do it deterministically.
     """
     if weight.is_cuda and deterministic:
-        from segue.kernels.cuda.invariant_product import InvariantProduct as OnCUDA
+        from segue.kernels.triton.batch_invariant_gemm import InvariantProduct as OnCUDA
 
         return OnCUDA.of(weight, torch.float32 if wide else weight.dtype)
     if weight.device.type != "cpu":
@@ -79,7 +79,7 @@ def linear(
         wide: the result is float32, as precise as the device sums up.
     """
     if x.is_cuda and packed is None:
-        from segue.kernels.cuda.product import product
+        from segue.kernels.triton.gemm import product
 
         return product(x, weight, bias, may_split=may_split, dtype=torch.float32 if wide else None)
     result = F.linear(x, weight, bias) if packed is None else packed(x, bias)

@@ -21,7 +21,7 @@ def route(
         Weights, float32, and experts, of an integer dtype, both `[T, k]`.
     """
     if logits.is_cuda:
-        from segue.kernels.cuda.moe_routing import route as fused
+        from segue.kernels.triton.moe_routing import route as fused
 
         return fused(logits, per_token, renormalise=renormalise, num_real=num_real)
     assert num_real is None, "steps are padded on CUDA alone"

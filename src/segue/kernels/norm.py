@@ -31,7 +31,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     `x` is `[T, N]`, or on CUDA split sums, float32 `[S, T, N]`.
     """
     if x.is_cuda:
-        from segue.kernels.cuda.norm import add_rms_norm as fused
+        from segue.kernels.triton.norm import add_rms_norm as fused
 
         return fused(x, residual, weight, eps)
     total = x if residual is None else residual.add_(x)

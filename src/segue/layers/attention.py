@@ -99,7 +99,7 @@ class Attention(Layer):
         return query, key, value
 
     def _place_cuda(self, qkv: Tensor, placement: Placement, ctx: Context) -> tuple[Tensor, None, None]:
-        from segue.kernels.cuda.placing import place
+        from segue.kernels.triton.qk_norm_rope_store import place
 
         query = place(
             qkv,

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
+from segue.kernels.batch_invariant import Product
 from segue.kernels.embedding import embed
-from segue.kernels.invariant import Product
 from segue.kernels.linear import linear, pack
 from segue.layers.base import Layer
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
-from segue.kernels.invariant import Product
+from segue.kernels.batch_invariant import Product
 from segue.kernels.linear import linear, pack
 from segue.layers.base import Layer
 

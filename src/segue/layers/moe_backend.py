@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segue.errors import ConfigError
-from segue.kernels import invariant
+from segue.kernels import batch_invariant
 from segue.kernels.activation import silu_mul
-from segue.kernels.invariant import InvariantProduct
+from segue.kernels.batch_invariant import InvariantProduct
 from segue.kernels.linear import Plain
 
 
@@ -56,7 +56,7 @@ def run_expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 def run_expert_invariantly(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """See `Expert`; a token has the same bits among any others. On a CPU."""
-    gated = invariant.silu_mul(InvariantProduct.of(gate_up, Plain)(x, None), x.dtype)
+    gated = batch_invariant.silu_mul(InvariantProduct.of(gate_up, Plain)(x, None), x.dtype)
     return InvariantProduct.of(down, Plain)(gated, None)
 
 
@@ -111,7 +111,7 @@ def run_by_expert(
 
 
 def _run_triton(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    from segue.kernels.cuda.moe import run_experts  # Triton is not there without CUDA
+    from segue.kernels.triton.moe import run_experts  # Triton is not there without CUDA
 
     return run_experts(x, gate_up, down, weights, experts)
 

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from segue.memory.digest import MASK, digest
+from segue.memory.checksum import MASK, digest
 
 ALIGNMENT = 256  # bytes: enough for any vector load, TMA and NCCL
 SLAB_BYTES = 1 << 30

@@ -177,3 +177,22 @@ SchedulerMessage = (
     | WeightAnswer
     | WeightNotice
 )
+
+
+class PauseResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pause made of the requests; nothing runs any more."""
+
+    mode: PauseMode | None  # the present one, perhaps stronger than what was asked for; None: continued since
+    num_running: int
+    num_waiting: int
+    num_retracted: int  # by this pause
+    num_aborted: int
+    drained_ms: float  # how long the steps in flight took to end
+
+
+class FlushResult(msgspec.Struct, frozen=True):
+    """Whether the KV cache is empty now."""
+
+    success: bool
+    flushed_items: int = 0  # tokens whose KV was cached
+    error_msg: str = ""  # why not, and the way out

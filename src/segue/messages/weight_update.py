@@ -49,7 +49,7 @@ class Manifest(_Struct, frozen=True):
     flattened: bool = (
         False  # one uint8 broadcast a bucket, its tensors end to end; else one broadcast a tensor
     )
-    checksums: dict[str, int] | None = None  # tensor name -> `segue.weights.sync.checksum` of it as sent
+    checksums: dict[str, int] | None = None  # tensor name -> `segue.weight_update.checksum` of it as sent
     partial: bool = False  # not every weight has to be there
     staging: StagingPlace = "auto"
     discard: bool = False  # take the broadcasts from the wire and keep nothing: the sender must not hang

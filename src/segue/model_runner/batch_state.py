@@ -11,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segue.kvcache.table import PageTable, TokenPool
+from segue.kvcache.page_table import PageTable, TokenPool
+from segue.memory.backing import to_device
 from segue.messages.requests import SamplingParams
 from segue.messages.steps import NewRow, StepPlan
-from segue.model_runner.delta import make_writer, to_device
+from segue.model_runner.device_writes import make_writer
 
 # Below the first a draw is the argmax for any logits that differ at all; above the second all tokens are
 # equally likely. In between, finite logits stay finite in float32, and what is masked stays impossible.

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from segue.attention.base import PagedBackend
 from segue.distributed.collectives import Collectives
-from segue.kernels.cuda.all_reduce import OneShot
-from segue.kernels.cuda.sampling import VocabPart, sample_plain
+from segue.kernels.triton.all_reduce import OneShot
+from segue.kernels.triton.sampling import VocabPart, sample_plain
 from segue.kvcache.pool import KVPool
 from segue.messages.requests import Tail
 from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
-from segue.model_runner.device_inputs import RING, DeviceInputs, StepShape
 from segue.model_runner.executor import prompt_logprobs, step_outputs
 from segue.model_runner.graphs import (
     Graphs,
@@ -35,11 +34,12 @@ from segue.model_runner.graphs import (
     token_sizes,
 )
 from segue.model_runner.inputs import prompt_runs
-from segue.model_runner.logprobs import Logprobs
-from segue.model_runner.output import StepOutputs
 from segue.model_runner.sampler import Sampled, Sampler
+from segue.model_runner.static_inputs import RING, DeviceInputs, StepShape
+from segue.model_runner.step_result import StepOutputs
 from segue.model_runner.stream import free_garbage
 from segue.models.decoder import Decoder
+from segue.sampling.logprobs import Logprobs
 
 _LOGITS_BYTES = 64 << 20  # float32 logits of a prompt held at a time
 

@@ -11,10 +11,10 @@ from segue.distributed.collectives import Collectives
 from segue.messages.steps import EagerReason, StepPlan
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.inputs import InputBuilder, PromptRun, StepInputs
-from segue.model_runner.logprobs import Logprobs, logprobs_of
-from segue.model_runner.output import StepOutputs
 from segue.model_runner.sampler import Sampled, Sampler
+from segue.model_runner.step_result import StepOutputs
 from segue.models.decoder import Decoder
+from segue.sampling.logprobs import Logprobs, logprobs_of
 
 _LOGITS_BYTES = 16 << 20  # float32 logits of a prompt held at a time
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from segue.attention.base import AttentionBackend
 from segue.attention.context import Context
 from segue.kvcache.pool import KVPool
+from segue.memory.backing import to_device
 from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
-from segue.model_runner.delta import to_device
 
 Indices = NDArray[np.int64]
 

@@ -14,13 +14,15 @@ import torch
 
 from segue.attention import registry as attention
 from segue.attention.base import AttentionBackend, AttentionShape, PagedBackend
+from segue.checkpoint.load import load_weights
+from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig, parse_list, parse_sizes
 from segue.distributed.collectives import GroupCollectives
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
 from segue.distributed.symmetric import all_devices_meet
+from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
-from segue.kvcache.table import PageTable
 from segue.layers import moe_backend
 from segue.logs import logger
 from segue.memory.budget import (
@@ -37,22 +39,20 @@ from segue.memory.budget import (
 from segue.messages.control import InitStep
 from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
-from segue.model_runner.capturing import capture, grid_of, keep_for_graphs
-from segue.model_runner.choices import Choices, choose
 from segue.model_runner.executor import StepExecutor
+from segue.model_runner.graph_capture import capture, grid_of, keep_for_graphs
 from segue.model_runner.inputs import InputBuilder
-from segue.model_runner.output import ForwardOutput
+from segue.model_runner.profile_run import check_sizes, least_activations, make_pool, measure_activations
+from segue.model_runner.resolved_config import Choices, choose
 from segue.model_runner.sampler import Sampler
+from segue.model_runner.step_result import ForwardOutput
 from segue.model_runner.stream import Result, free_garbage, keep_freed_memory, make_stream
-from segue.model_runner.trial import check_sizes, least_activations, make_pool, measure_activations
+from segue.models import weight_map
 from segue.models.config import ModelConfig
 from segue.models.decoder import Decoder
 from segue.models.registry import build_model
 from segue.models.sharding import shard
-from segue.weights import name_table
-from segue.weights.checkpoint import load_weights
-from segue.weights.source import ModelSource
-from segue.weights.sync.live import LiveWeights
+from segue.weight_update.served import LiveWeights
 
 if TYPE_CHECKING:
     from segue.model_runner.cuda_executor import CUDAExecutor
@@ -303,7 +303,7 @@ class ModelRunner:
         allow = self._config.weights_master_allow
         return LiveWeights(
             arena=self.arena,
-            table=name_table.build(self._source.config, self.tp),
+            table=weight_map.build(self._source.config, self.tp),
             config=self._source.config,
             tp=self.tp,
             device=self.device,
@@ -328,7 +328,7 @@ class ModelRunner:
 
 def _add_one_shot(groups: TPGroups, choices: Choices, hidden_size: int) -> int:
     """Give the collectives their one-shot all-reduce, where the devices see each other; bytes taken."""
-    from segue.kernels.cuda.all_reduce import OneShot
+    from segue.kernels.triton.all_reduce import OneShot
 
     assert isinstance(groups.collectives, GroupCollectives)
     if not all_devices_meet(groups.tp.size):

@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segue.memory.backing import to_device
 from segue.messages.requests import Tail
 from segue.model_runner.batch_state import BatchState, SamplingColumns
-from segue.model_runner.categorical import argmax, draw, draw_candidates
-from segue.model_runner.delta import to_device
-from segue.model_runner.filters import candidates
-from segue.model_runner.logprobs import Logprobs, logprobs_of
-from segue.model_runner.penalties import penalise
+from segue.sampling.gumbel_max import argmax, draw, draw_candidates
+from segue.sampling.logprobs import Logprobs, logprobs_of
+from segue.sampling.penalties import penalise
+from segue.sampling.top_k_top_p import candidates
 
 Indices = NDArray[np.int64]
 # A bias, and finite: a request may mask the whole vocabulary, which is no fault of the model.
@@ -106,7 +106,7 @@ class Sampler:
 
     def _choose_on_cuda(self, logits: Tensor, rows: Indices, positions: Indices, *, filters: bool) -> Tensor:
         """With the plain tail's own kernels: the same tokens in every tail."""
-        from segue.kernels.cuda.sampling import choose
+        from segue.kernels.triton.sampling import choose
 
         columns = self._state.on_device
         return choose(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from segue.kvcache.prefix import Node
+from segue.kvcache.prefix_cache import Node
 from segue.messages.requests import SamplingParams
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from segue.kvcache.pages import PageAllocator
-from segue.kvcache.prefix import Node, PrefixCache
+from segue.kvcache.allocator import PageAllocator
+from segue.kvcache.prefix_cache import Node, PrefixCache
 
 
 @dataclass(frozen=True, slots=True)

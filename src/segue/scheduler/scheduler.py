@@ -23,7 +23,7 @@ from segue.errors import (
     PoisonedError,
     SegueError,
 )
-from segue.kvcache.prefix import Node
+from segue.kvcache.prefix_cache import Node
 from segue.messages.control import Counters, StepOutput
 from segue.messages.requests import (
     BEFORE_PREFILL,
@@ -39,9 +39,9 @@ from segue.messages.requests import (
     unpack_ids,
 )
 from segue.messages.steps import NON_FINITE, NewRow, StepPlan, StepResult
+from segue.scheduler.invariants import find_problems
 from segue.scheduler.pause import PauseControl, PauseState
-from segue.scheduler.policy import NewTokenRatio, WaitingQueue, choose_victim, expected_tokens
-from segue.scheduler.proof import find_problems
+from segue.scheduler.queue import NewTokenRatio, WaitingQueue, choose_victim, expected_tokens
 from segue.scheduler.request import Phase, Request
 from segue.scheduler.resources import Resources
 from segue.scheduler.step import Step

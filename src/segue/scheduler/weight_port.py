@@ -14,7 +14,7 @@ HOLDER: Literal["weight_commit"] = "weight_commit"
 
 
 class SchedulerPort:
-    """The scheduler as :class:`segue.scheduler.weights.WeightControl` sees it."""
+    """The scheduler as :class:`segue.weight_update.control.calls.WeightControl` sees it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -7,9 +7,9 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 from msgspec import structs
 
+from segue.api.control import AbortRequest, FlushQuery, PauseQuery, PauseRequest
+from segue.api.validation import parse
 from segue.messages.control import PauseMode
-from segue.protocol.control import AbortRequest, FlushQuery, PauseQuery, PauseRequest
-from segue.protocol.validation import parse
 from segue.server.access import AdminRoute
 from segue.server.body import read_json
 from segue.server.errors import json_response

@@ -1,7 +1,7 @@
 """Request bodies that are too large to be decoded at once: which fields may be large, and how to decode each.
 
 A body becomes a dictionary as plain decoding would make it, but for values that were checked on the way: they
-are :class:`~segue.protocol.validation.Decoded`. Fields that cannot change the answer are not decoded at all.
+are :class:`~segue.api.validation.Decoded`. Fields that cannot change the answer are not decoded at all.
 Lists with more items than could be accepted are refused by a count, before they are decoded.
 """
 
@@ -17,12 +17,19 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 from pydantic import BaseModel
 
-from segue.errors import InvalidRequestError, SegueError
-from segue.frontend.sampling import MAX_STOPS, Vocabulary, check_batch, check_num_entries, check_prompt_len
+from segue.api.native import bodies as native
+from segue.api.openai import bodies as openai
+from segue.api.validation import MAX_NAME_CHARS, Decoded, misfit, unknown_field
+from segue.api.weight_bodies import MAX_PAYLOADS, MAX_TENSORS
+from segue.errors import InvalidRequestError, SegueError, shown
+from segue.frontend.sampling_options import (
+    MAX_STOPS,
+    Vocabulary,
+    check_batch,
+    check_num_entries,
+    check_prompt_len,
+)
 from segue.messages.weight_update import Bucket
-from segue.protocol import native, openai
-from segue.protocol.validation import MAX_NAME_CHARS, Decoded, misfit, shown, unknown_field
-from segue.protocol.weight_control import MAX_PAYLOADS, MAX_TENSORS
 from segue.server import pieces
 from segue.server.cutting import MisfitError, Range, TooManyItemsError, cut, groups
 

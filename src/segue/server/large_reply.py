@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from segue.frontend.workers import INLINE_ENTRIES, Workers
+from segue.frontend.thread_pool import INLINE_ENTRIES, Workers
 from segue.server.errors import json_response
 
 ITEMS = 256  # of a list, encoded in one call

@@ -18,10 +18,10 @@ from fastapi import FastAPI
 
 from segue.config import EngineConfig
 from segue.errors import ConfigError
-from segue.frontend.processes import WORKER_COMMAND
-from segue.frontend.runtime import Runtime
+from segue.host import settle_heap
+from segue.launch.processes import WORKER_COMMAND
+from segue.launch.runtime import Runtime
 from segue.logs import logger
-from segue.memory.heap import settle_heap
 from segue.server.app import create_app
 from segue.server.backlog import Backlog
 from segue.server.connection import Connection

@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from segue.frontend.runtime import Runtime
 from segue.frontend.stats import Histogram
+from segue.launch.runtime import Runtime
 from segue.messages.control import PauseMode
 from segue.messages.steps import EagerReason
 from segue.messages.weight_update import WeightNotice

@@ -7,11 +7,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from segue.frontend.generation import Generation
+from segue.api.generation import Generation
+from segue.api.native.bodies import NativeGenerate
+from segue.api.native.calls import NativeCall, parse_call
 from segue.frontend.merge import accepted
-from segue.frontend.native import NativeCall, parse_call
 from segue.frontend.tokenizer_manager import TokenizerManager
-from segue.protocol.native import NativeGenerate
 from segue.server import large_body
 from segue.server.access import UserRoute
 from segue.server.body import read_json

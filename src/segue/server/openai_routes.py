@@ -10,20 +10,20 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from segue.api.openai import bodies
+from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, Dialect, choice, usage
+from segue.api.openai.requests import Wanted, chat_call, check_model, completion_call
+from segue.api.validation import parse
 from segue.frontend.merge import accepted, merged, results
 from segue.frontend.request import Output
-from segue.frontend.runtime import Runtime
 from segue.frontend.stream import Stream
-from segue.frontend.workers import INLINE_ENTRIES
-from segue.protocol import openai
-from segue.protocol.validation import parse
+from segue.frontend.thread_pool import INLINE_ENTRIES
+from segue.launch.runtime import Runtime
 from segue.server import large_body
 from segue.server.access import UserRoute
 from segue.server.body import read_json
 from segue.server.errors import json_response, openai_body
 from segue.server.large_reply import reply_response
-from segue.server.openai_replies import ChatDialect, Chunks, CompletionDialect, Dialect, choice, usage
-from segue.server.openai_requests import Wanted, chat_call, check_model, completion_call
 from segue.server.schema import body_schema
 from segue.server.service import service_of
 from segue.server.sse import DONE, EventStream, unless_gone
@@ -33,7 +33,7 @@ ACCEPT_S = 0.5  # for which a stream's status line waits: the scheduler may refu
 router = APIRouter(tags=["OpenAI"], route_class=UserRoute)
 
 
-@router.post("/v1/chat/completions", openapi_extra=body_schema(openai.ChatCompletionRequest))
+@router.post("/v1/chat/completions", openapi_extra=body_schema(bodies.ChatCompletionRequest))
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
     runtime = service_of(request).running
@@ -42,7 +42,7 @@ async def chat_completions(request: Request) -> Response:
     return await _answer(request, runtime, dialect, await chat_call(call, runtime, _new_id(dialect)))
 
 
-@router.post("/v1/completions", openapi_extra=body_schema(openai.CompletionRequest))
+@router.post("/v1/completions", openapi_extra=body_schema(bodies.CompletionRequest))
 async def completions(request: Request) -> Response:
     """Continue a text, or several."""
     runtime = service_of(request).running
@@ -64,14 +64,14 @@ async def model(request: Request, name: str) -> Response:
     return json_response(_model_card(request))
 
 
-def _parse_chat(body: Any) -> openai.ChatCompletionRequest:
-    body = openai.without_extras(body, openai.CHAT_NOT_YET)
-    return parse(openai.ChatCompletionRequest, body, rules=openai.RULES)
+def _parse_chat(body: Any) -> bodies.ChatCompletionRequest:
+    body = bodies.without_extras(body, bodies.CHAT_NOT_YET)
+    return parse(bodies.ChatCompletionRequest, body, rules=bodies.RULES)
 
 
-def _parse_completion(body: Any) -> openai.CompletionRequest:
-    body = openai.without_extras(body, openai.COMPLETION_NOT_YET)
-    return parse(openai.CompletionRequest, body, rules=openai.RULES)
+def _parse_completion(body: Any) -> bodies.CompletionRequest:
+    body = bodies.without_extras(body, bodies.COMPLETION_NOT_YET)
+    return parse(bodies.CompletionRequest, body, rules=bodies.RULES)
 
 
 def _model_card(request: Request) -> dict[str, Any]:

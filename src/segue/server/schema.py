@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from segue.protocol.validation import inlined
+from segue.api.validation import inlined
 
 
 def body_schema(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:

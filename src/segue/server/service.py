@@ -9,9 +9,9 @@ from fastapi import Request
 
 from segue.config import EngineConfig
 from segue.errors import EngineStartError
-from segue.frontend.probe import Probe
-from segue.frontend.runtime import Runtime
 from segue.frontend.tokenizer_manager import TokenizerManager
+from segue.launch.probe import Probe
+from segue.launch.runtime import Runtime
 from segue.server.large_body import Bounds
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
+from segue.api.validation import parse
+from segue.api.weights import CALLS, perform
 from segue.errors import SegueError
-from segue.frontend.weights import CALLS, perform
-from segue.protocol.validation import parse
 from segue.server.access import AdminRoute
 from segue.server.body import read_json
 from segue.server.errors import error_response, json_response

@@ -11,10 +11,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from segue.checkpoint.gguf import weights as gguf_weights
+from segue.checkpoint.source import ModelSource, resolve
 from segue.config import Device
 from segue.errors import ConfigError, InvalidRequestError
-from segue.weights import gguf_weights
-from segue.weights.source import ModelSource, resolve
 
 
 class TrainedModel:

@@ -19,7 +19,7 @@ from segue.trainer.broadcast import Broadcast
 from segue.trainer.buckets import Bucket, Weights, device_of, plan, tensors
 from segue.trainer.endpoint import Answer, Endpoint, everywhere
 from segue.trainer.group import Group, bracketed, free_port, own_address
-from segue.weights.sync.checksum import checksum
+from segue.weight_update.checksum import checksum
 
 ASK_S = 10.0  # for what an engine answers at once
 POLL_S = 0.2  # between two looks at how engines fare during a broadcast

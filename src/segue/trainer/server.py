@@ -16,10 +16,10 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Scope
 
+from segue.api.validation import parse
 from segue.errors import ConfigError, InvalidRequestError, SegueError
 from segue.http_guard import HttpGuard, install
 from segue.logs import logger
-from segue.protocol.validation import parse
 from segue.trainer.trainer import Body, EndpointBody, SaveBody, SyncBody, TrainBody, Trainer
 
 GRACE_S = 1  # for replies to end at a shutdown

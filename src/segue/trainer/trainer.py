@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 from tqdm import tqdm
 
+from segue.api.validation import FastList
 from segue.errors import InvalidRequestError
-from segue.protocol.validation import FastList
 from segue.trainer.endpoint import Endpoint
 from segue.trainer.model import TrainedModel
 from segue.trainer.sender import Progress, SendReport, WeightSender, WeightSendError, world_sizes

@@ -1,0 +1,1 @@
+"""Every dialect that a client may speak, without HTTP: OpenAI, native, control, weights, and Python."""

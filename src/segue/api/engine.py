@@ -1,0 +1,249 @@
+"""The engine for Python: ``segue.Engine``."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from segue.api.control import FlushQuery, PauseRequest
+from segue.api.engine_weights import WeightCalls
+from segue.api.generation import Generation
+from segue.api.loop_thread import AsyncStream, BlockingStream, LoopThread
+from segue.api.native.calls import NativeCall, parse_call
+from segue.api.validation import parse
+from segue.config import EngineConfig
+from segue.errors import EngineDeadError
+from segue.frontend.tokenizer import Tokenizer
+from segue.launch.processes import WORKER_COMMAND
+from segue.launch.runtime import Runtime
+from segue.messages.control import FlushResult, PauseResult
+
+
+class Engine(WeightCalls):
+    """A model, ready to generate.
+
+    Works in scripts, in notebooks and beside a running event loop: the engine has a thread of its own, and
+    every method has an ``async_`` twin. Use it as a context manager, or call :meth:`shutdown`::
+
+        with segue.Engine("path/to/model") as engine:
+            print(engine.generate("The capital of France is")["text"])
+
+    Args:
+        model: directory, GGUF file or hub id; None is the bundled SmolLM2-135M-Instruct.
+        embedded: run the scheduler in a thread of this process instead of worker processes.
+        options: those of :class:`segue.config.EngineConfig`; unset ones come from ``SEGUE_…`` variables.
+
+    Raises:
+        SegueError: the engine cannot start; the message says what to change.
+    """
+
+    _worker_command: Sequence[str] = WORKER_COMMAND
+
+    def __init__(self, model: str | None = None, *, embedded: bool = False, **options: Any) -> None:
+        if model is not None:
+            options["model"] = model
+        self.config = EngineConfig.create(**options)
+        self._thread = LoopThread("segue-engine")
+        try:
+            self._runtime = self._thread.call(
+                Runtime.start(self.config, embedded=embedded, command=self._worker_command)
+            )
+        except BaseException:
+            self._thread.stop()
+            raise
+        self._closer = weakref.finalize(self, _close, self._thread, self._runtime)  # also at exit
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use."""
+        return self._runtime.name
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer and chat template, if it has them."""
+        return self._runtime.manager.tokenizer
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Any:
+        """Continue a prompt, or a batch of prompts.
+
+        ``sampling_params`` and ``fields`` are those of the native API (``POST /generate``):
+        ``max_new_tokens``, ``temperature``, …, and ``return_logprob``, ``rid``, ``priority``, ….
+
+        Returns:
+            The reply ``{"text", "output_ids", "meta_info"}``; a list of them for a batch; with ``stream`` an
+            iterator of growing replies.
+
+        Raises:
+            InvalidRequestError: a value outside its rule.
+            EngineDeadError: the engine's worker died, or it was shut down.
+        """
+        body = _body(prompt, sampling_params, input_ids, stream, fields)
+        if stream:
+            return BlockingStream(self._running, self._updates(body), self)
+        return self._running.call(self._generate(body))
+
+    def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Any:
+        """As :meth:`generate`: to be awaited, or with ``stream`` an asynchronous iterator."""
+        body = _body(prompt, sampling_params, input_ids, stream, fields)
+        if stream:
+            return AsyncStream(self._running, self._updates(body), self)
+        return self._running.call_async(self._generate(body))
+
+    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
+        """End a request, a batch, or all; their replies are what they have. An unknown rid does nothing."""
+        self._running.call(self._abort(rid, abort_all))
+
+    async def async_abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
+        """As :meth:`abort_request`."""
+        await self._running.call_async(self._abort(rid, abort_all))
+
+    def pause_generation(self, mode: str = "retract", ttl_s: float | None = None) -> PauseResult:
+        """Stop generating; returns once nothing runs. Threads that wait for replies go on waiting.
+
+        Args:
+            mode: ``wait`` lets running requests end, ``in_place`` leaves all where they are, ``retract``
+                takes their KV and has them wait, ``abort`` ends them. A weaker mode than the present one
+                changes nothing.
+            ttl_s: seconds after which it continues by itself; None: never.
+
+        Raises:
+            InvalidRequestError: an unknown mode, or a ``ttl_s`` that is no positive number.
+        """
+        return self._running.call(self._pause(mode, ttl_s))
+
+    async def async_pause_generation(self, mode: str = "retract", ttl_s: float | None = None) -> PauseResult:
+        """As :meth:`pause_generation`."""
+        return await self._running.call_async(self._pause(mode, ttl_s))
+
+    def continue_generation(self) -> None:
+        """Generate again; nothing happens if it was not paused."""
+        self._running.call(self._runtime.manager.continue_generation())
+
+    async def async_continue_generation(self) -> None:
+        """As :meth:`continue_generation`."""
+        await self._running.call_async(self._runtime.manager.continue_generation())
+
+    def flush_cache(self, timeout: float = 0.0) -> FlushResult:
+        """Forget all cached KV. Refused while a live request owns some, or while requests run or wait.
+
+        ``timeout``: seconds to wait until it would not be refused.
+        """
+        return self._running.call(self._flush(timeout))
+
+    async def async_flush_cache(self, timeout: float = 0.0) -> FlushResult:
+        """As :meth:`flush_cache`."""
+        return await self._running.call_async(self._flush(timeout))
+
+    def get_weight_version(self) -> str:
+        """The name of the live weights."""
+        return self._runtime.manager.weight_version
+
+    async def async_get_weight_version(self) -> str:
+        """As :meth:`get_weight_version`."""
+        return self.get_weight_version()
+
+    def get_server_info(self) -> dict[str, Any]:
+        """Options, version, what was decided at start, and ``internal_states``."""
+        return self._running.call(self._runtime.server_info())
+
+    async def async_get_server_info(self) -> dict[str, Any]:
+        """As :meth:`get_server_info`."""
+        return await self._running.call_async(self._runtime.server_info())
+
+    def shutdown(self) -> None:
+        """End requests in flight with what they have, and the workers. Calling it again does nothing."""
+        self._closer()
+
+    async def async_shutdown(self) -> None:
+        """As :meth:`shutdown`."""
+        await asyncio.to_thread(self._closer)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.async_shutdown()
+
+    @property
+    def _running(self) -> LoopThread:
+        if not self._closer.alive:
+            raise EngineDeadError("this engine was shut down; make a new segue.Engine")
+        return self._thread
+
+    async def _generate(self, body: dict[str, Any]) -> Any:
+        with await Generation.start(self._runtime.manager, self._call(body)) as generation:
+            return await generation.result()
+
+    async def _updates(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        with await Generation.start(self._runtime.manager, self._call(body)) as generation:
+            async for update in generation.updates():
+                yield update
+
+    def _call(self, body: dict[str, Any]) -> NativeCall:
+        return parse_call(body, self.config.max_queued_requests)
+
+    async def _abort(self, rid: str | None, abort_all: bool) -> None:
+        self._runtime.manager.abort(rid or "", abort_all=abort_all)
+
+    async def _pause(self, mode: str, ttl_s: float | None) -> PauseResult:
+        checked = parse(PauseRequest, {"mode": mode, "ttl_s": ttl_s})
+        return await self._runtime.manager.pause_generation(checked.mode, checked.ttl_s)
+
+    async def _flush(self, timeout: float) -> FlushResult:
+        return await self._runtime.manager.flush_cache(parse(FlushQuery, {"timeout": timeout}).timeout)
+
+
+def _body(
+    prompt: Any, sampling_params: Any, input_ids: Any, stream: bool, fields: dict[str, Any]
+) -> dict[str, Any]:
+    body = {
+        "text": prompt,
+        "sampling_params": sampling_params,
+        "input_ids": _lists(input_ids),
+        "stream": stream,
+        **fields,
+    }
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _lists(input_ids: Any) -> Any:
+    if not isinstance(input_ids, Sequence):
+        return input_ids  # nothing, or for the check to refuse
+    return [
+        list(each) if isinstance(each, Sequence) and not isinstance(each, str) else each for each in input_ids
+    ]
+
+
+def _close(thread: LoopThread, runtime: Runtime) -> None:
+    if thread.is_forked:  # it is the parent's to close
+        return
+    if thread.is_current:  # collected on the engine's own thread, which cannot wait for itself
+        threading.Thread(target=_close, args=(thread, runtime)).start()
+        return
+    thread.call(runtime.shutdown())
+    thread.stop()

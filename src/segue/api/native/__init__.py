@@ -1,0 +1,1 @@
+"""The native dialect: bodies, and what becomes of them."""

@@ -1,0 +1,232 @@
+"""The native API, for HTTP and for :class:`segue.Engine` alike: SGLang's names and shapes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from segue.api.native.bodies import (
+    NAMES,
+    RULES,
+    UNSUPPORTED_FIELDS,
+    UNSUPPORTED_SAMPLING,
+    NativeGenerate,
+    NativeSampling,
+    refuse_unsupported,
+)
+from segue.api.validation import parse
+from segue.errors import InvalidRequestError, UnsupportedFieldError, shown
+from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, End, GenerateRequest, Output
+from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
+from segue.frontend.stream import Stream
+from segue.frontend.tokenizer_manager import TokenizerManager
+from segue.messages.requests import TokenLogprob
+
+MAX_RID_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeCall:
+    """One call: a single request or a batch."""
+
+    requests: list[GenerateRequest]
+    batch_id: str | None  # None: a single request
+    stream: bool
+    text_in_logprobs: bool
+
+
+def parse_call(body: Any, max_prompts: int) -> NativeCall:
+    """Check a body and split it into requests, at most ``max_prompts``.
+
+    Raises:
+        InvalidRequestError: a wrong or missing field.
+        UnsupportedFieldError: a known field that is not implemented.
+    """
+    call = parse(NativeGenerate, body, rules=RULES)
+    refuse_unsupported(body, UNSUPPORTED_FIELDS)
+    if (call.text is None) == (call.input_ids is None):
+        raise InvalidRequestError("give either text or input_ids, and not both", param="text")
+    param = "text" if call.text is not None else "input_ids"
+    prompts, batched = _prompts(call)
+    check_batch(len(prompts), max_prompts, param)
+    rids, batch_id = _rids(call.rid, len(prompts), batched)
+    options = _all_options(call, len(prompts))
+    for rid in rids:
+        check_rid(rid)
+    if abs(call.priority) > MAX_PRIORITY:
+        text = f"priority={shown(call.priority)}: must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
+        raise InvalidRequestError(text, param="priority")
+    return NativeCall(
+        requests=[
+            GenerateRequest(
+                rid=rid, prompt=prompt, options=option, priority=call.priority, param=param, names=NAMES
+            )
+            for rid, prompt, option in zip(rids, prompts, options, strict=True)
+        ],
+        batch_id=batch_id,
+        stream=call.stream,
+        text_in_logprobs=call.return_text_in_logprobs,
+    )
+
+
+def check_rid(rid: str) -> None:
+    """Raise InvalidRequestError for a request id that is too long, or that cannot be sent."""
+    if len(rid) > MAX_RID_CHARS:
+        text = f"rid={shown(rid)} has {len(rid)} characters; at most {MAX_RID_CHARS} are allowed"
+        raise InvalidRequestError(text, param="rid")
+    try:
+        rid.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"rid={shown(rid)}: must be valid Unicode", param="rid") from None
+
+
+def _prompts(call: NativeGenerate) -> tuple[Sequence[str | list[int]], bool]:
+    if call.text is not None:
+        return ([call.text], False) if isinstance(call.text, str) else (call.text, True)
+    ids = call.input_ids
+    assert ids is not None
+    if ids and not isinstance(ids[0], int):
+        return ids, True
+    return [cast(list[int], ids)], False
+
+
+def _rids(rid: str | list[str] | None, count: int, batched: bool) -> tuple[list[str], str | None]:
+    if isinstance(rid, list):
+        if len(rid) != count:
+            raise InvalidRequestError(
+                f"rid has {len(rid)} ids for {count} prompts; give one each", param="rid"
+            )
+        return [each or uuid.uuid4().hex for each in rid], uuid.uuid4().hex if batched else None
+    base = rid or uuid.uuid4().hex
+    return ([f"{base}_{index}" for index in range(count)], base) if batched else ([base], None)
+
+
+def _all_options(call: NativeGenerate, count: int) -> list[SamplingOptions]:
+    """Those of each prompt: one object for all, unless the call has one for each."""
+    params = call.sampling_params
+    if not isinstance(params, list):
+        options = _options(params or {}, call)
+        check_num_entries(num_entries(options), count)
+        return [options] * count
+    if len(params) != count:
+        text = f"sampling_params has {len(params)} objects for {count} prompts; give one, or one each"
+        raise InvalidRequestError(text, param="sampling_params")
+    defaults = _options({}, call)
+    each_options, entries = [], 0
+    for each in params:
+        options = _options(each, call) if each else defaults
+        entries += num_entries(options)
+        check_num_entries(entries)
+        each_options.append(options)
+    return each_options
+
+
+def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
+    refuse_unsupported(params, UNSUPPORTED_SAMPLING)
+    sampling = parse(NativeSampling, params, rules=RULES)
+    if sampling.n != 1:
+        raise UnsupportedFieldError(f"n={shown(sampling.n)}: only 1 is supported", param="n")
+    if call.top_logprobs_num < 0:
+        raise InvalidRequestError(
+            f"top_logprobs_num={shown(call.top_logprobs_num)}: must be at least 0",
+            param="top_logprobs_num",
+        )
+    stop = sampling.stop
+    return SamplingOptions(
+        max_tokens=sampling.max_new_tokens,
+        min_tokens=sampling.min_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.sampling_seed,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias or {},
+        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(sampling.stop_token_ids or ()),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=call.top_logprobs_num if call.return_logprob else -1,
+        prompt_logprobs_start=max(-1, call.logprob_start_len) if call.return_logprob else -1,
+        skip_special_tokens=sampling.skip_special_tokens,
+        keep_stop=sampling.no_stop_trim,
+        must_fit=False,
+    )
+
+
+class Reply:
+    """The reply to one request, as far as it has come; texts and ids are cumulative, as SGLang's are."""
+
+    def __init__(
+        self, manager: TokenizerManager, stream: Stream, *, logprobs: bool, text_in_logprobs: bool
+    ) -> None:
+        self._manager = manager
+        self._stream = stream
+        self._logprobs = logprobs
+        self._text_in_logprobs = text_in_logprobs
+        self._text = ""
+        self._ids: list[int] = []
+        self._entries: list[TokenLogprob] = []
+        self._end: End | None = None
+
+    def add(self, output: Output) -> None:
+        """Take news."""
+        self._text += output.text
+        self._ids = self._ids + output.token_ids  # a new list: the caller may have kept the last one
+        self._entries += output.logprobs
+        self._end = output.end
+
+    @property
+    def num_entries(self) -> int:
+        """How much it has: one for itself, each token, and each log-probability."""
+        prompt = self._stream.prompt_logprobs
+        return 1 + len(self._ids) + sum(1 + len(entry.top) for entry in (*self._entries, *prompt))
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"text": self._text, "output_ids": self._ids, "meta_info": self._meta_info()}
+
+    def _meta_info(self) -> dict[str, Any]:
+        end = self._end
+        versions = end.versions if end is not None else []
+        meta: dict[str, Any] = {
+            "id": self._stream.rid,
+            "finish_reason": None if end is None else finish_reason(end),
+            "prompt_tokens": len(self._stream.prompt_ids),
+            "completion_tokens": len(self._ids),
+            "cached_tokens": 0 if end is None else end.cached_tokens,
+            "weight_version": versions[-1][0] if versions else self._manager.weight_version,
+            "weight_versions": [{"version": v, "start": start, "end": stop} for v, start, stop in versions],
+        }
+        if self._logprobs:
+            meta["output_token_logprobs"] = [self._entry(e.token, e.logprob) for e in self._entries]
+            meta["output_top_logprobs"] = [[self._entry(t, p) for t, p in e.top] for e in self._entries]
+            meta["input_token_logprobs"] = self._input_logprobs()
+        if end is not None:
+            meta["e2e_latency"] = self._stream.age()
+        return meta
+
+    def _input_logprobs(self) -> list[list[Any]]:
+        stream = self._stream
+        entries = [self._entry(entry.token, entry.logprob) for entry in stream.prompt_logprobs]
+        if stream.prompt_logprobs_start == 0:  # nothing predicts the first token
+            entries.insert(0, self._entry(stream.prompt_ids[0], None))
+        return entries
+
+    def _entry(self, token: int, logprob: float | None) -> list[Any]:
+        text = self._manager.table.text(token) if self._text_in_logprobs else None
+        return [None if logprob is None else max(logprob, LOWEST_LOGPROB), token, text]
+
+
+def finish_reason(end: End) -> dict[str, Any]:
+    """SGLang's ``finish_reason``."""
+    match end.reason:
+        case "stop":
+            return {"type": "stop", "matched": end.matched}
+        case "length":
+            return {"type": "length", "length": end.num_tokens}
+        case _:
+            return {"type": end.reason, "message": end.message or "Aborted"}

@@ -1,0 +1,1 @@
+"""The OpenAI dialect: bodies, and what becomes of them."""

@@ -1,0 +1,159 @@
+"""OpenAI's answers: whole, and as the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from segue.frontend.detokenizer import TokenTable
+from segue.frontend.request import LOWEST_LOGPROB, End, Output
+
+encode = msgspec.json.Encoder().encode
+
+
+def usage(ends: Sequence[End]) -> dict[str, Any]:
+    """Tokens of all choices."""
+    prompt, completion = sum(end.prompt_tokens for end in ends), sum(end.num_tokens for end in ends)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in ends)},
+    }
+
+
+class ChatDialect:
+    """``/v1/chat/completions``."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    prefix = "chatcmpl-"
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+
+    def content(self, text: str) -> dict[str, Any]:
+        """A finished choice's text."""
+        return {"message": {"role": "assistant", "content": text}}
+
+    first_delta = b'{"role":"assistant","content":""}'
+    last_delta = b"{}"
+    delta_name = b'"delta":'
+
+    def delta(self, text: str) -> bytes:
+        """What a chunk adds."""
+        return b'{"content":' + encode(text) + b"}"
+
+    def logprobs(self, output: Output) -> dict[str, Any]:
+        """Of the output's tokens."""
+        return {
+            "content": [
+                self._entry(entry.token, entry.logprob)
+                | {"top_logprobs": [self._entry(token, logprob) for token, logprob in entry.top]}
+                for entry in output.logprobs
+            ],
+            "refusal": None,
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._table.text(token),
+            "logprob": max(logprob, LOWEST_LOGPROB),
+            "bytes": list(self._table.tokens[token]),
+        }
+
+
+class CompletionDialect:
+    """``/v1/completions``."""
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+    prefix = "cmpl-"
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+
+    def content(self, text: str) -> dict[str, Any]:
+        """A finished choice's text."""
+        return {"text": text}
+
+    first_delta = None
+    last_delta = b'""'
+    delta_name = b'"text":'
+
+    def delta(self, text: str) -> bytes:
+        """What a chunk adds."""
+        return encode(text)
+
+    def logprobs(self, output: Output) -> dict[str, Any]:
+        """Of the output's tokens."""
+        text = self._table.text
+        return {
+            "tokens": [text(entry.token) for entry in output.logprobs],
+            "token_logprobs": [max(entry.logprob, LOWEST_LOGPROB) for entry in output.logprobs],
+            "top_logprobs": [
+                {text(token): max(logprob, LOWEST_LOGPROB) for token, logprob in entry.top} or None
+                for entry in output.logprobs
+            ],
+            "text_offset": output.offsets,
+        }
+
+
+Dialect = ChatDialect | CompletionDialect
+
+
+def choice(dialect: Dialect, index: int, output: Output, logprobs: bool) -> dict[str, Any]:
+    """A finished choice."""
+    assert output.end is not None
+    return {
+        "index": index,
+        **dialect.content(output.text),
+        "logprobs": dialect.logprobs(output) if logprobs else None,
+        "finish_reason": output.end.reason,
+    }
+
+
+class Chunks:
+    """Encodes a stream's events; what does not change is encoded once."""
+
+    def __init__(
+        self, dialect: Dialect, *, id: str, created: int, model: str, logprobs: bool, usage_in_stream: bool
+    ) -> None:
+        self._dialect = dialect
+        self._logprobs = logprobs
+        self._usage = usage_in_stream
+        fields = {"id": id, "object": dialect.chunk_object, "created": created, "model": model}
+        self._head = b"data: " + encode(fields)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if usage_in_stream else b"]}\n\n"
+
+    def first(self, index: int) -> bytes:
+        """What begins a choice."""
+        delta = self._dialect.first_delta
+        return b"" if delta is None else self._chunk(index, delta)
+
+    def of(self, index: int, output: Output) -> bytes:
+        """News of a choice: nothing, a chunk of text, and at the end one with the finish reason."""
+        data = b""
+        if output.text or (self._logprobs and output.token_ids):
+            logprobs = encode(self._dialect.logprobs(output)) if self._logprobs else b"null"
+            data = self._chunk(index, self._dialect.delta(output.text), logprobs)
+        if output.end is not None:
+            data += self._chunk(index, self._dialect.last_delta, reason=encode(output.end.reason))
+        return data
+
+    def usage(self, ends: Sequence[End]) -> bytes:
+        """The chunk behind all choices, if it was asked for."""
+        return self._head + b'],"usage":' + encode(usage(ends)) + b"}\n\n" if self._usage else b""
+
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
+        return b'%s{"index":%d,%s%s,"logprobs":%s,"finish_reason":%s}%s' % (
+            self._head,
+            index,
+            self._dialect.delta_name,
+            delta,
+            logprobs,
+            reason,
+            self._tail,
+        )

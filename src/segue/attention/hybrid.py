@@ -1,0 +1,62 @@
+"""Prefill by one backend, decode by another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from segue.attention.base import PagedBackend
+from segue.attention.context import Context
+from segue.attention.prefill_grid import SlotPrefill
+
+
+def attend(prefill: PagedBackend, decode: PagedBackend, query: Tensor, layer: int, ctx: Context) -> Tensor:
+    """Both halves of a step; see `AttentionBackend.forward`."""
+    output = torch.empty_like(query)
+    if ctx.num_decode:
+        decode.decode(query, output, layer, ctx)
+    if ctx.has_prefill:
+        prefill.prefill(query, output, layer, ctx)
+    return output
+
+
+class PairedAttention(SlotPrefill):
+    """Prefill by one backend, or by several according to the step's size, and decode by another."""
+
+    def __init__(self, prefill: Sequence[tuple[int, PagedBackend]], decode: PagedBackend) -> None:
+        """Take backends made for the same model and pool.
+
+        Each of `prefill` serves steps of up to so many tokens, in ascending order; the last all larger ones.
+        """
+        self._sizes, self._decode = prefill, decode
+
+    def _prefill(self, tokens: int) -> PagedBackend:
+        return next((half for most, half in self._sizes if tokens <= most), self._sizes[-1][1])
+
+    def prepare(self, ctx: Context) -> None:
+        """Let those prepare that will be needed."""
+        halves = [self._prefill(len(ctx.positions))] if ctx.has_prefill else []
+        if ctx.num_decode and self._decode not in halves:
+            halves.append(self._decode)
+        for half in halves:
+            half.prepare(ctx)
+
+    def forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
+    ) -> Tensor:
+        """See `AttentionBackend.forward`."""
+        return attend(self._prefill(len(query)), self._decode, query, layer, ctx)
+
+    def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+        """See `PagedBackend.decode`."""
+        self._decode.decode(query, output, layer, ctx)
+
+    def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+        """See `PagedBackend.prefill`."""
+        self._prefill(len(query)).prefill(query, output, layer, ctx)
+
+    def queries_per_block(self, tokens: int) -> int:
+        """See `PagedBackend.queries_per_block`."""
+        return self._prefill(tokens).queries_per_block(tokens)

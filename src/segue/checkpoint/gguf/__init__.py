@@ -1,0 +1,1 @@
+"""Conversion of a GGUF file to what the engine loads."""

@@ -1,0 +1,197 @@
+"""From a GGUF file's metadata to the content of `config.json` and `generation_config.json`."""
+
+import os
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+
+from segue.checkpoint.gguf.file import GGUFFile, GGUFTensor
+from segue.checkpoint.model_files import open_file
+from segue.checkpoint.safetensors_file import read_fully
+from segue.errors import ModelFileError, UnsupportedModelError
+
+ARCHITECTURES = {  # GGUF's name -> model type, class
+    "llama": ("llama", "LlamaForCausalLM"),  # Mistral and SmolLM2 too
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+}
+
+_MAX_FACTORS = 1 << 16  # of RoPE: half as many as a head has values
+
+_TOKEN_IDS = {
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "unk_token_id": "unknown_token_id",
+    "pad_token_id": "padding_token_id",
+}
+
+
+def config(file: GGUFFile) -> dict[str, Any]:
+    """What a `config.json` of this model would say.
+
+    Raises:
+        UnsupportedModelError: the architecture, or its kind of RoPE scaling, is not supported.
+        ModelFileError: a key is missing.
+    """
+    name = file.metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"model file {file.path} has architecture {name!r}; supported in GGUF files: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    reader = Keys(file, name)
+    if name == "llama" and reader.get("expert_count"):
+        raise UnsupportedModelError(
+            f"model file {file.path} is a Llama mixture of experts (Mixtral); supported in GGUF files: "
+            f"{', '.join(ARCHITECTURES)} without experts, qwen3moe with them"
+        )
+    model_type, architecture = ARCHITECTURES[name]
+    heads, hidden = reader.size("attention.head_count"), reader.size("embedding_length")
+    found = {
+        "_name_or_path": file.path.stem,
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": _vocab_size(file, reader),
+        "hidden_size": hidden,
+        "intermediate_size": reader.need("feed_forward_length"),
+        "num_hidden_layers": reader.need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": reader.get("attention.head_count_kv", heads),
+        "max_position_embeddings": reader.need("context_length"),
+        "rms_norm_eps": reader.need("attention.layer_norm_rms_epsilon"),
+        "hidden_act": "silu",
+        "rope_parameters": _rope(file, reader),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        **token_ids(file),
+    }
+    if name == "llama":
+        found["head_dim"] = reader.get("rope.dimension_count", hidden // heads)
+    elif "qwen3" in name:
+        found["head_dim"] = reader.get("attention.key_length", 128)
+    if name == "qwen3moe":
+        found["num_experts"] = reader.need("expert_count")
+        found["num_experts_per_tok"] = reader.need("expert_used_count")
+        found["moe_intermediate_size"] = reader.need("expert_feed_forward_length")
+        found["norm_topk_prob"] = True  # not in the file: the architecture always does
+    return found
+
+
+def generation_config(file: GGUFFile) -> dict[str, Any]:
+    """What a `generation_config.json` would say: the special tokens, all that end a turn among them."""
+    found = token_ids(file)
+    found.pop("unk_token_id", None)
+    ends = [file.metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
+    distinct = list(dict.fromkeys(end for end in ends if end is not None))
+    if len(distinct) > 1:
+        found["eos_token_id"] = distinct
+    return found
+
+
+class Keys:
+    """Metadata under a prefix: the architecture's, or "tokenizer.ggml"."""
+
+    def __init__(self, file: GGUFFile, prefix: str) -> None:
+        self.file = file
+        self.prefix = prefix
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or `default` where the file has none."""
+        return self.file.metadata.get(f"{self.prefix}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        """The value; without it, a ModelFileError."""
+        value = self.get(key)
+        if value is None:
+            raise ModelFileError(
+                f"model file {self.file.path} has no metadata key '{self.prefix}.{key}'. Convert it again"
+            )
+        return value
+
+    def size(self, key: str) -> int:
+        """A value that must be a positive integer; a ModelFileError otherwise."""
+        value = self.need(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelFileError(
+                f"model file {self.file.path}: metadata key '{self.prefix}.{key}' is {value!r}; it must be a "
+                "positive integer. Convert it again"
+            )
+        return value
+
+
+def token_ids(file: GGUFFile) -> dict[str, Any]:
+    """The special tokens the file names, by a config's names for them."""
+    keys = {ours: f"tokenizer.ggml.{theirs}" for ours, theirs in _TOKEN_IDS.items()}
+    return {ours: file.metadata[key] for ours, key in keys.items() if key in file.metadata}
+
+
+def _vocab_size(file: GGUFFile, reader: Keys) -> Any:
+    size, tokens = reader.get("vocab_size"), file.metadata.get("tokenizer.ggml.tokens")
+    if size is not None:
+        return size
+    if tokens is None:
+        raise ModelFileError(
+            f"model file {file.path} has neither a vocabulary nor its size. Convert it again"
+        )
+    return len(tokens)
+
+
+def _rope(file: GGUFFile, reader: Keys) -> dict[str, Any]:
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": reader.get("rope.freq_base", 10000.0)}
+    kind = reader.get("rope.scaling.type", "none")
+    if "rope_freqs.weight" in file.tensors:
+        return {**found, **_llama3(file, found["rope_theta"])}
+    if kind == "none":
+        return found
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(
+            f"model file {file.path} has RoPE scaling {kind!r}; supported in GGUF files: linear, yarn, Llama "
+            "3's"
+        )
+    found |= {"rope_type": kind, "factor": reader.need("rope.scaling.factor")}
+    if kind == "yarn":
+        found["original_max_position_embeddings"] = reader.need("rope.scaling.original_context_length")
+    return found
+
+
+def _llama3(file: GGUFFile, theta: float) -> dict[str, Any]:
+    """Recognise Llama 3's scaling by the factor of each frequency, which is all that the file has of it."""
+    tensor = file.tensors["rope_freqs.weight"]
+    factors = _factors(file, tensor)
+    # What Llama 3.1 and later were trained with; a file has only what follows from it.
+    factor, low, high, original = float(factors.max(initial=1.0)), 1.0, 4.0, 8192
+    wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if not np.allclose(factors, expected, rtol=1e-3):
+        raise UnsupportedModelError(
+            f"model file {file.path}: tensor 'rope_freqs.weight' holds RoPE factors other than Llama 3's, "
+            "which Segue does not implement"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _factors(file: GGUFFile, tensor: GGUFTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    if (
+        tensor.type is not GGMLQuantizationType.F32
+        or len(tensor.shape) != 1
+        or tensor.shape[0] > _MAX_FACTORS
+    ):
+        raise ModelFileError(
+            f"model file {file.path}: tensor {tensor.name!r} has type {tensor.type.name} and shape "
+            f"{list(tensor.shape)}; it must be a vector of at most {_MAX_FACTORS} F32. Convert it again"
+        )
+    factors = np.empty(tensor.shape, np.float32)
+    handle = open_file(file.path)
+    try:
+        read_fully(file.path, handle, tensor.start, factors.data.cast("B"), tensor.name)
+    finally:
+        os.close(handle)
+    return factors

@@ -1,0 +1,211 @@
+"""The header of a GGUF file: metadata and where each tensor lies.
+
+The gguf package's reader makes array objects of every string of the vocabulary, which takes seconds; this one
+makes the string alone. Dequantisation is the package's.
+"""
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from segue.checkpoint.model_files import check_wanted, open_file
+from segue.errors import ModelFileError
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING = 8
+_ARRAY = 9
+_DEFAULT_ALIGNMENT = 32
+_MAGIC = b"GGUF"
+_MAX_ARRAY = 1 << 24  # items; the largest vocabularies have some 2^18
+_MAX_HEADER = 64 << 20  # bytes; with the largest vocabularies it has some 2^24
+_LOOK = 1 << 20  # bytes read before it is asked whether more is wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFTensor:
+    """One tensor of a file."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]  # rows first, as torch has it
+    start: int  # bytes from the start of the file
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row: what lies along the last dimension."""
+        block, size = GGML_QUANT_SIZES[self.type]
+        return self.shape[-1] // block * size
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all leading dimensions together."""
+        return prod(self.shape[:-1])
+
+    @property
+    def end(self) -> int:
+        """First byte after the tensor, from the start of the file."""
+        return self.start + self.num_rows * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFFile:
+    """What a GGUF file says of itself. Arrays are tuples."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]  # in the order of their bytes
+
+    @classmethod
+    def read(cls, path: Path) -> "GGUFFile":
+        """Read the header of `path` and check it against the file's length.
+
+        Raises:
+            ModelFileError: the file is missing, no GGUF file, truncated, corrupt, or one part of several.
+        """
+        try:
+            with os.fdopen(_open(path), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                metadata, tensors = _read(path, _Cursor(file, size))
+        except OSError as error:
+            raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
+        by_name: dict[str, GGUFTensor] = {}
+        for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+            if tensor.name in by_name:
+                raise ModelFileError(
+                    f"model file {path} is corrupt: it has two tensors called {tensor.name!r}. Get it again"
+                )
+            by_name[tensor.name] = tensor
+            if tensor.end > size:
+                raise ModelFileError(
+                    f"model file {path} is truncated: tensor {tensor.name!r} ends at byte {tensor.end}, the "
+                    f"file at {size}. Get it again"
+                )
+        return cls(path=path, metadata=metadata, tensors=by_name)
+
+
+def check_is_gguf(path: Path) -> None:
+    """Look at the first bytes of `path`, before anybody reads all of it.
+
+    Raises:
+        ModelFileError: it is missing, or is no GGUF file.
+    """
+    try:
+        os.close(_open(path))
+    except OSError as error:
+        raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
+
+
+def _open(path: Path) -> int:
+    """A descriptor of a file that begins as GGUF files do."""
+    descriptor = open_file(path)
+    try:
+        # The size first: files of /proc have none, and may give bytes for ever, or keep who reads waiting.
+        is_gguf = (
+            os.fstat(descriptor).st_size >= len(_MAGIC) and os.pread(descriptor, len(_MAGIC), 0) == _MAGIC
+        )
+        if not is_gguf:
+            raise ModelFileError(f"model file {path} is not a GGUF file: it does not begin with 'GGUF'")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class _Cursor:
+    """Takes values off a file behind its first four bytes, one after the other.
+
+    The file is read, not mapped: a map of a file that becomes shorter would end the process.
+    """
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.position = len(_MAGIC)
+        self._file = file
+        self._size = size
+        self._next_look = 0
+        file.seek(self.position)
+
+    def take(self, layout: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{layout}", self._bytes(struct.calcsize(f"<{layout}")))
+
+    def string(self) -> str:
+        (length,) = self.take("Q")
+        return self._bytes(length).decode()
+
+    def _bytes(self, count: int) -> bytes:
+        self.position += count
+        if self.position > self._size:
+            raise EOFError
+        if self.position > _MAX_HEADER:
+            raise ValueError(f"it has more than {_MAX_HEADER} bytes")
+        if self.position >= self._next_look:
+            self._next_look = self.position + _LOOK
+            check_wanted()
+        found = self._file.read(count)
+        if len(found) < count:  # it has become shorter
+            raise EOFError
+        return found
+
+    def value(self) -> Any:
+        (kind,) = self.take("I")
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self.take(_SCALARS[kind])[0]
+        kind, length = self.take("IQ")
+        if length > _MAX_ARRAY:
+            raise ValueError(f"an array of {length} items")
+        if kind != _STRING:
+            return self.take(f"{length}{_SCALARS[kind]}")
+        return tuple(self.string() for _ in range(length))
+
+
+def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], list[GGUFTensor]]:
+    try:
+        version, num_tensors, num_keys = cursor.take("IQQ")
+        if version not in (2, 3):
+            raise ModelFileError(
+                f"model file {path} has GGUF version {version:#x}; supported: 2 and 3, little-endian"
+            )
+        metadata = {cursor.string(): cursor.value() for _ in range(num_keys)}
+        num_parts = int(metadata.get("split.count", 0))
+        tensors = [_tensor(path, cursor) for _ in range(num_tensors)]
+        alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+        base = -(-cursor.position // alignment) * alignment
+    except (struct.error, EOFError) as error:
+        raise ModelFileError(
+            f"model file {path} is truncated: it ends within its header. Get it again"
+        ) from error
+    except (KeyError, ValueError, TypeError, ArithmeticError) as error:
+        raise ModelFileError(
+            f"model file {path} is corrupt: its header cannot be read ({error!r}). Get it again"
+        ) from error
+    if num_parts > 1:
+        raise ModelFileError(
+            f"model file {path} is one of {num_parts} parts; merge them with llama.cpp's gguf-split"
+        )
+    return metadata, [replace(tensor, start=base + tensor.start) for tensor in tensors]
+
+
+def _tensor(path: Path, cursor: _Cursor) -> GGUFTensor:
+    name = cursor.string()
+    (num_dims,) = cursor.take("I")
+    shape = tuple(reversed(cursor.take(f"{num_dims}Q")))
+    number, start = cursor.take("IQ")
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError as error:
+        raise ModelFileError(
+            f"model file {path}: tensor {name!r} has an unknown type, number {number}"
+        ) from error
+    if not shape or shape[-1] % GGML_QUANT_SIZES[kind][0]:
+        raise ModelFileError(
+            f"model file {path} is corrupt: tensor {name!r} of shape {list(shape)} cannot have type "
+            f"{kind.name}. Get it again"
+        )
+    return GGUFTensor(name=name, type=kind, shape=shape, start=start)

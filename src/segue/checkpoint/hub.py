@@ -1,0 +1,91 @@
+"""Fetching a model from the Hugging Face hub, or from its local cache when that has it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from segue.checkpoint.model_files import check_wanted, current
+from segue.errors import ModelFileError
+
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_POLL_S = 0.1
+_CHILD = (
+    "import sys, huggingface_hub; "
+    "print(huggingface_hub.snapshot_download(sys.argv[1], allow_patterns=sys.argv[2:]))"
+)
+_METADATA = ["*.json", "*.jinja", "*.txt", "*.model"]
+_WEIGHTS = ["*.safetensors"]
+
+
+def is_repository_id(model: str) -> bool:
+    """Whether `model` could be a hub id, "name" or "owner/name"."""
+    return bool(_REPOSITORY.fullmatch(model)) and not model.startswith(".")
+
+
+def fetch(model: str, *, weights: bool) -> Path:
+    """The local directory with the files of `model`, with `weights` or without, fetched if not there.
+
+    Raises:
+        ModelFileError: there is no such model, or the hub cannot be reached and the model was never fetched.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = [*_METADATA, *(_WEIGHTS if weights else [])]
+    if current().is_cancelled is not None:
+        return _fetch_in_child(model, patterns)
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
+    except HfHubHTTPError as error:
+        raise ModelFileError(
+            f"model {model!r} is neither a local file or directory nor available on the Hugging Face hub "
+            f"({_first_line(error)}). Check the name; for a private or gated model, log in with `hf auth "
+            "login`"
+        ) from error
+    except (LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ModelFileError(
+            f"model {model!r} is no local file or directory, and the Hugging Face hub cannot be reached to "
+            f"fetch it ({_first_line(error)}). Give the path of a model directory or GGUF file, or fetch it "
+            f"with `hf download {model}` while there is a network"
+        ) from error
+
+
+def cache_directory() -> Path:
+    """Where fetched models are kept."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def _fetch_in_child(model: str, patterns: list[str]) -> Path:
+    """Fetch in a process that can be ended: a download that has begun cannot be called back."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _CHILD, model, *patterns],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+    ) as child:
+        try:
+            while True:
+                try:
+                    output, errors = child.communicate(timeout=_POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    check_wanted()
+        finally:
+            child.kill()
+    if child.returncode != 0:
+        reason = next(iter(reversed(errors.strip().splitlines())), "it ended without a word")
+        raise ModelFileError(
+            f"model {model!r} cannot be fetched from the Hugging Face hub ({reason[:300]}). Check the name; "
+            "for a private or gated model, log in with `hf auth login` where the server runs"
+        )
+    return Path(output.splitlines()[-1])
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

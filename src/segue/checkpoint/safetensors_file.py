@@ -1,0 +1,196 @@
+"""Reading tensors of a safetensors file straight into the memory they are for, and writing such files.
+
+The safetensors package maps files into memory. Pages of a map that were read stay resident and count as ours,
+so loading a model that way takes its size twice. Here bytes go from the page cache to their destination only.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from segue.checkpoint.model_files import check_wanted, open_file
+from segue.errors import ModelFileError
+
+ITEM_SIZES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
+    "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+
+_PIECE = 8 << 20  # bytes read before it is asked whether more is wanted
+_MAX_DIMS = 64
+_MAX_HEADER = 100_000_000  # bytes; the format's own limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a file."""
+
+    name: str
+    dtype: str  # the format's name, such as "BF16"
+    shape: tuple[int, ...]
+    start: int  # bytes from the start of the file
+    num_bytes: int
+
+
+class SafetensorsFile:
+    """An open file and its checked table of tensors."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path` and check its header against its length.
+
+        Raises:
+            ModelFileError: the file is missing, unreadable, truncated or corrupt.
+        """
+        self.path = path
+        try:
+            self._fd = open_file(path)
+        except OSError as error:
+            raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
+        try:
+            self.tensors = _read_table(path, self._fd)
+        except OSError as error:
+            self.close()
+            raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; harmless when closed."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def read_into(self, tensor: StoredTensor, offset: int, target: memoryview) -> None:
+        """Fill `target` with the tensor's bytes from `offset`.
+
+        Raises:
+            ModelFileError: the file cannot be read, or has become shorter since it was opened.
+        """
+        assert offset + target.nbytes <= tensor.num_bytes
+        read_fully(self.path, self._fd, tensor.start + offset, target, tensor.name)
+
+
+def read_fully(path: Path, fd: int, position: int, target: memoryview, tensor: str) -> None:
+    """Fill `target` from `position` of the file.
+
+    Raises:
+        ModelFileError: the file cannot be read, or ends too early.
+        WeightSyncError: the reading was cancelled.
+    """
+    done = 0
+    while done < target.nbytes:
+        check_wanted()
+        try:
+            count = os.preadv(fd, [target[done : done + _PIECE]], position + done)
+        except OSError as error:
+            raise ModelFileError(
+                f"cannot read tensor {tensor!r} of model file {path}: {error.strerror}"
+            ) from error
+        if count == 0:
+            raise ModelFileError(
+                f"model file {path} is truncated: it ends within tensor {tensor!r}. Get the file again"
+            )
+        done += count
+
+
+def _read_table(path: Path, fd: int) -> dict[str, StoredTensor]:
+    size = os.fstat(fd).st_size
+    if size < 8:
+        raise ModelFileError(
+            f"model file {path} is truncated: it has {size} bytes, not even a header. Get it again"
+        )
+    header_size = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if header_size > _MAX_HEADER:
+        raise ModelFileError(
+            f"model file {path} is corrupt: not a safetensors file (header of {header_size} bytes)"
+        )
+    if 8 + header_size > size:
+        raise ModelFileError(
+            f"model file {path} is truncated: its header alone needs {8 + header_size} bytes, it has {size}. "
+            "Get it again"
+        )
+    try:
+        header = json.loads(os.pread(fd, header_size, 8))
+        header.pop("__metadata__", None)
+        items = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        tensors = [_stored(name, fields, 8 + header_size) for name, fields in items]
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise ModelFileError(
+            f"model file {path} is corrupt: its header cannot be read ({error}). Get it again"
+        ) from error
+    _check(path, tensors, 8 + header_size, size)
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _stored(name: str, fields: Mapping[str, Any], data_start: int) -> StoredTensor:
+    start, end = fields["data_offsets"]
+    shape = tuple(fields["shape"])
+    if len(shape) > _MAX_DIMS or not all(
+        type(number) is int and 0 <= number < 1 << 63 for number in (start, end, *shape)
+    ):
+        raise ValueError(f"tensor {name[:80]!r} has a shape or a place that no tensor has")
+    return StoredTensor(
+        name=name, dtype=str(fields["dtype"]), shape=shape, start=data_start + start, num_bytes=end - start
+    )
+
+
+def _check(path: Path, tensors: list[StoredTensor], data_start: int, size: int) -> None:
+    position = data_start
+    for tensor in tensors:
+        item_size = ITEM_SIZES.get(tensor.dtype)
+        if item_size is None:
+            raise ModelFileError(
+                f"model file {path}: tensor {tensor.name!r} has type {tensor.dtype!r}; known: "
+                f"{', '.join(ITEM_SIZES)}"
+            )
+        if tensor.start != position or tensor.num_bytes != prod(tensor.shape) * item_size:
+            raise ModelFileError(
+                f"model file {path} is corrupt: tensor {tensor.name!r} of shape {list(tensor.shape)} and "
+                f"type {tensor.dtype} cannot lie in bytes {tensor.start} to "
+                f"{tensor.start + tensor.num_bytes}. Get it again"
+            )
+        position += tensor.num_bytes
+        if position > size:
+            raise ModelFileError(
+                f"model file {path} is truncated: tensor {tensor.name!r} ends at byte {position}, the file "
+                f"at {size}. Get it again"
+            )
+    if position != size:
+        raise ModelFileError(
+            f"model file {path} is corrupt: {size - position} bytes follow the last tensor. Get it again"
+        )
+
+
+@contextmanager
+def open_writer(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[BinaryIO]:
+    """Start a file of `tensors`, name -> (dtype, shape), whose bytes are then written in this order.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + prod(shape) * ITEM_SIZES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        yield file
+        assert file.tell() == 8 + len(text) + end, "not all bytes of the tensors were written"

@@ -1,0 +1,129 @@
+"""A conversation in the terminal, with an engine of our own or with a server."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+
+from segue.api.engine import Engine
+from segue.cli.remote import Remote, RemoteError, message_of
+from segue.errors import SegueError
+
+Message = dict[str, str]
+HELP = "/help  this list\n/reset forget the conversation\n/exit  leave (also Ctrl-D)\nCtrl-C stops an answer."
+
+
+class LocalChat:
+    """Answers from an engine."""
+
+    def __init__(self, engine: Engine, params: dict[str, Any]) -> None:
+        self._engine = engine
+        self._params = {
+            ("max_new_tokens" if name == "max_tokens" else name): value for name, value in params.items()
+        }
+        self.model = engine.model_name
+
+    def reply(self, messages: list[Message]) -> Iterator[str]:
+        """Pieces of the answer."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise RemoteError(f"{self.model} has no tokenizer, so it cannot chat")
+        ids = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        return pieces(self._engine.generate(input_ids=ids, sampling_params=self._params, stream=True))
+
+
+class RemoteChat:
+    """Answers from an OpenAI-compatible server."""
+
+    def __init__(self, server: Remote, params: dict[str, Any]) -> None:
+        self._server = server
+        self._params = params
+        with server.open("/v1/models") as response, server.understood():
+            self.model: str = json.load(response)["data"][0]["id"]
+
+    def reply(self, messages: list[Message]) -> Iterator[str]:
+        """Pieces of the answer."""
+        body = {"model": self.model, "messages": messages, "stream": True, **self._params}
+        data, server = json.dumps(body).encode(), self._server
+        with server.open("/v1/chat/completions", data) as response, server.understood():
+            for line in response:
+                name, _, data = line.decode().strip().partition(":")
+                if name != "data":
+                    continue
+                if data.strip() == "[DONE]":
+                    return
+                content = json.loads(data)
+                if "error" in content:
+                    raise RemoteError(message_of(content))
+                for choice in content["choices"]:
+                    yield choice["delta"].get("content") or ""
+        raise RemoteError(f"{self._server.url} ended in the middle of its answer")
+
+
+def pieces(updates: Iterator[dict[str, Any]]) -> Iterator[str]:
+    """The text that each growing reply adds."""
+    shown = 0
+    try:
+        for update in updates:
+            text = update["text"]
+            yield text[shown:]
+            shown = len(text)
+    finally:
+        updates.close()  # type: ignore[attr-defined]
+
+
+def converse(model: str, reply: Callable[[list[Message]], Iterator[str]], system: str | None) -> None:
+    """Ask, answer, repeat, until /exit or the end of the input."""
+    console = Console(highlight=False)
+    console.print(f"[dim]{model} — /help lists the commands[/dim]")
+    start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(start)
+    while True:
+        try:
+            line = console.input("[bold cyan]you>[/bold cyan] ").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        match line:
+            case "":
+                continue
+            case "/exit" | "/quit":
+                return
+            case "/help":
+                console.print(HELP, markup=False)
+                continue
+            case "/reset":
+                messages = list(start)
+                console.print("[dim]forgotten[/dim]")
+                continue
+            case _ if line.startswith("/"):
+                console.print(f"unknown command {line}; /help lists them", markup=False)
+                continue
+        messages.append({"role": "user", "content": line})
+        try:
+            answer = _show(console, reply(messages))
+        except SegueError as error:
+            console.print(f"\n{error.message}", style="red", markup=False)
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _show(console: Console, answer: Iterator[str]) -> str:
+    """Print an answer as it comes; Ctrl-C ends it early."""
+    parts: list[str] = []
+    began = time.monotonic()
+    try:
+        for piece in answer:
+            parts.append(piece)
+            console.out(piece, end="", highlight=False)
+    except KeyboardInterrupt:
+        console.print(" [dim](stopped)[/dim]", end="")
+    finally:
+        answer.close()  # type: ignore[attr-defined]
+    console.print(f"\n[dim]{time.monotonic() - began:.1f} s[/dim]")
+    return "".join(parts)

@@ -1,0 +1,435 @@
+"""The command line: ``segue serve``, ``chat``, ``generate``, ``trainer``, ``models``, ``pause`` and more."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import Field, asdict, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import segue
+from segue.api.engine import Engine
+from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
+from segue.cli.local_models import installed_models
+from segue.cli.remote import TIMEOUT_S, Remote
+from segue.config import Device, EngineConfig, LogLevel, key_from_environment
+from segue.errors import CacheDirectoryError, ConfigError, SegueError
+from segue.launch.processes import worker_environment
+from segue.launch.runtime import Runtime
+from segue.logs import configure
+
+app = typer.Typer(
+    name="segue",
+    help="Segue: an LLM inference engine for the places where serving must not break.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench_app = typer.Typer(help="Measure an engine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+# Flags that make no sense without a server.
+SERVER_GROUP = "Server"
+
+
+def main() -> None:
+    """Run the command line. A user's error is one red line and exit code 1."""
+    try:
+        app()
+    except SegueError as error:
+        Console(stderr=True, highlight=False).print(
+            f"segue: {error.message}", style="red", markup=False, soft_wrap=True
+        )
+        sys.exit(1)
+
+
+def with_engine_options(*, server: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace a command's ``config`` parameter by a flag for each option of :class:`EngineConfig`."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        options = [
+            option for option in fields(EngineConfig) if server or option.metadata["group"] != SERVER_GROUP
+        ]
+
+        def run(**given: Any) -> Any:
+            names = [option.name for option in options]
+            chosen = {name: value for name in names if (value := given.pop(name)) is not None}
+            return command(config=EngineConfig.create(**chosen), **given)
+
+        hints = get_type_hints(EngineConfig)
+        own = [
+            parameter
+            for parameter in inspect.signature(command, eval_str=True).parameters.values()
+            if parameter.name != "config"
+        ]
+        flags = [_flag(option, hints[option.name]) for option in options]
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in [*own, *flags]]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _flag(option: Field[Any], kind: Any) -> inspect.Parameter:
+    """A flag that is None unless given, so that the environment can decide."""
+    rule = option.metadata
+    flag = f"--{option.name.replace('_', '-')}"
+    bases = [each for each in get_args(kind) if each is not type(None)]
+    base = kind if get_origin(kind) is Literal or not bases else bases[0]
+    shown = (
+        None if option.default in (None, False) or callable(option.default_factory) else str(option.default)
+    )
+    text = rule["help"] if shown is None else f"{rule['help']} [dim]\\[{shown}][/dim]"
+    info = typer.Option(
+        flag,
+        help=f"{text} [dim]SEGUE_{option.name.upper()}[/dim]",
+        rich_help_panel=rule["group"],
+        show_default=False,
+    )
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[Optional[base], info],  # noqa: UP045
+    )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"segue {segue.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Segue: an LLM inference engine for the places where serving must not break."""
+
+
+TrainingDType = Literal["float32", "bfloat16"]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Most tokens of an answer; default: the rest of the context.")
+]
+Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
+TopP = Annotated[
+    float, typer.Option(help="Sample from the likeliest tokens that have this probability together.")
+]
+
+
+@app.command()
+@with_engine_options(server=True)
+def serve(config: EngineConfig) -> None:
+    """Serve a model over HTTP: OpenAI's API, and SGLang's /generate.
+
+    Every option is also an environment variable, named behind it.
+    """
+    # Until the server handles it, Ctrl-C ends the process at once. As a KeyboardInterrupt it can be lost:
+    # Python swallows one that is raised in a callback, such as those that run while modules are imported.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import uvloop
+
+    from segue.server import lifecycle
+
+    configure(config.log_level)
+    listener = lifecycle.bind(config.host, config.port)
+    sys.exit(uvloop.run(lifecycle.serve(config, listener, _print_ready)))
+
+
+def _print_ready(runtime: Runtime, url: str) -> None:
+    ready = runtime.manager.ready
+    facts = {
+        "model": f"{runtime.name} ({runtime.source.config.architecture})",
+        "weights": f"{_size(ready.weight_bytes)}, {ready.dtype}",
+        "device": f"{ready.device}, tensor parallel {runtime.config.tp}, attention {ready.attention_backend}",
+        "context": f"{ready.max_seq_len} tokens",
+        "KV cache": (
+            f"{ready.num_pages} pages of {ready.page_size} = {ready.num_pages * ready.page_size} tokens, "
+            f"{_size(ready.kv_bytes)}"
+        ),
+        "batch": (
+            f"{ready.max_running_requests} requests, {ready.chunked_prefill_size} prompt tokens per step"
+        ),
+        "start": f"{sum(step.seconds for step in ready.init_steps):.1f} s in {len(ready.init_steps)} steps",
+    }
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+    for name, fact in facts.items():
+        table.add_row(f"[dim]{name}[/dim]", escape(fact))
+    console = Console(highlight=False)
+    console.print(table)
+    line = f"[bold green]Ready[/bold green] at [bold]{url}[/bold] (OpenAI base URL {url}/v1)"
+    console.print(line, soft_wrap=True)
+
+
+@app.command()
+@with_engine_options(server=False)
+def generate(
+    config: EngineConfig,
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+) -> None:
+    """Continue a text, and print it as it comes."""
+    params = {"max_new_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    with _engine(config) as engine:
+        for piece in pieces(engine.generate(prompt, params, stream=True)):
+            typer.echo(piece, nl=False)
+        typer.echo()
+
+
+@app.command()
+@with_engine_options(server=False)
+def chat(
+    config: EngineConfig,
+    url: Annotated[
+        str | None, typer.Option(help="Talk to this server instead of starting an engine.")
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="The server's API key.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+) -> None:
+    """Talk to a model in the terminal."""
+    params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    if url is not None:
+        given = {name: value for name, value in params.items() if value is not None}
+        remote = RemoteChat(Remote(url, key), given)
+        converse(remote.model, remote.reply, system)
+        return
+    with _engine(config) as engine:
+        local = LocalChat(engine, params)
+        converse(local.model, local.reply, system)
+
+
+@app.command()
+def trainer(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Directory, GGUF file or hub id; default: the bundled SmolLM2-135M-Instruct."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)
+    ] = 8990,
+    device: Annotated[Device, typer.Option(help="Where the model is trained.")] = "auto",
+    dtype: Annotated[TrainingDType, typer.Option(help="Type of weights, and of what is sent.")] = "float32",
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.", min=0)] = 1e-5,
+    cache_dir: Annotated[str | None, typer.Option(help="Where models are kept.")] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="How much is logged.")] = "info",
+    allowed_hosts: Annotated[
+        str | None, typer.Option(help="Names that clients may use for this server, separated by commas.")
+    ] = None,
+    cors_origin: Annotated[
+        str | None,
+        typer.Option(help="Origins of web pages that may use this server, separated by commas."),
+    ] = None,
+) -> None:
+    """Train a model, and send its weights to running servers.
+
+    POST /add_inference_endpoint names a server, /sync_inference_weights sends, /train_step trains.
+    """
+    from segue.http_guard import HttpGuard
+    from segue.trainer.model import TrainedModel
+    from segue.trainer.server import bind, run
+    from segue.trainer.trainer import Trainer
+
+    configure(log_level)
+    guard = HttpGuard.create(host, allowed_hosts=allowed_hosts, cors_origin=cors_origin)
+    listener = bind(host, port)
+    given: dict[str, Any] = {} if cache_dir is None else {"cache_dir": cache_dir}
+    trained = TrainedModel(
+        model,
+        device=device,
+        dtype=dtype,
+        learning_rate=learning_rate,
+        cache_dir=EngineConfig.create(**given).cache_dir,
+    )
+    console = Console(highlight=False)
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    console.print(f"[bold green]Ready[/bold green] at [bold]{url}[/bold]: {trained.name}", soft_wrap=True)
+    run(Trainer(trained), listener, guard)
+
+
+@bench_app.command("profile")
+@with_engine_options(server=False)
+def profile_steps(
+    config: EngineConfig,
+    steps: Annotated[
+        list[str] | None,
+        typer.Argument(help="Decode rows (32), p and the tokens of a prompt (p512), or both (255+p256)."),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens that decode rows have.", min=64)] = 512,
+    kernels: Annotated[int, typer.Option(help="Kernels shown per step.", min=1)] = 12,
+) -> None:
+    """Where a step's time goes: each kernel's share, beside the floor that the hardware sets."""
+    os.environ.update(worker_environment(config.tp))  # before torch reads it: as in a worker
+    from segue.bench.profile import StepBench, StepProfile
+
+    if config.log_level == "info":
+        config = config.with_(log_level="warning")
+    configure(config.log_level)
+    wanted: list[tuple[int, int]] = []  # decode rows, tokens of a prompt
+    for text in steps or ["1", "16", "p512"]:
+        found = re.fullmatch(r"([1-9]\d*)?(?:(?(1)\+)p([1-9]\d*))?", text)
+        if found is None or not text:
+            raise ConfigError(
+                f"step {text!r}: give a number of decode rows (32), of prompt tokens (p512), or both "
+                "(255+p256)"
+            )
+        wanted.append((int(found[1] or 0), int(found[2] or 0)))
+    console = Console(highlight=False)
+    with console.status("Starting …"):
+        bench = StepBench(config)
+
+    def show(found: StepProfile) -> None:
+        times = f"{found.milliseconds:.3f} ms, {found.host_milliseconds:.3f} ms of the host's own"
+        table = Table(
+            title=f"{found.label}: {times}; floor {found.floor_milliseconds:.3f} ms", title_justify="left"
+        )
+        for column in ("kernel", "calls", "µs", "share"):
+            table.add_column(column, justify="left" if column == "kernel" else "right")
+        total = sum(kernel.microseconds for kernel in found.kernels) or 1.0
+        for kernel in found.kernels[:kernels]:
+            share = f"{kernel.microseconds / total:.0%}"
+            table.add_row(escape(kernel.name[:90]), f"{kernel.calls:g}", f"{kernel.microseconds:.1f}", share)
+        console.print(table)
+
+    try:
+        for rows, prompt in wanted:
+            show(bench.decode(rows, context, prompt) if rows else bench.prefill(prompt))
+    finally:
+        bench.close()
+
+
+@app.command()
+def models(
+    cache_dir: Annotated[str | None, typer.Option(help="Where models are kept.")] = None,
+) -> None:
+    """List the bundled model and those converted from GGUF files, with their sizes."""
+    given: dict[str, Any] = {} if cache_dir is None else {"cache_dir": cache_dir}
+    directory = Path(EngineConfig.create(**given).cache_dir)
+    table = Table(box=None, pad_edge=False)
+    for column in ("model", "kind", "size", "path"):
+        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
+    try:
+        for model in installed_models(directory):
+            size = "-" if model.num_bytes is None else _size(model.num_bytes)
+            table.add_row(escape(model.name), model.kind, size, escape(str(model.path)))
+    except OSError as error:
+        raise CacheDirectoryError(
+            f"the cache directory {directory} cannot be read ({error.strerror}); "
+            "choose another with --cache-dir"
+        ) from error
+    Console(highlight=False).print(table)
+
+
+Url = Annotated[str, typer.Option(help="The running server.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(help="Its admin key, or API key. [dim]SEGUE_ADMIN_API_KEY, SEGUE_API_KEY[/dim]"),
+]
+DEFAULT_URL = "http://127.0.0.1:30000"
+CONTROL = "Control a running server"
+
+
+@app.command(rich_help_panel=CONTROL)
+def pause(
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="What becomes of requests: wait (running ones end first), in_place (they stay where they "
+            "are), retract (they give their KV back, and wait), abort (they end)."
+        ),
+    ] = "retract",
+    ttl: Annotated[float | None, typer.Option(help="Seconds after which it continues by itself.")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Stop a server's generation; returns once nothing runs."""
+    server = _server(url, api_key)
+    timeout = None if mode == "wait" else TIMEOUT_S
+    text = server.post("/pause_generation", {"mode": mode, "ttl_s": ttl}, timeout=timeout)
+    with server.understood():
+        now = json.loads(text)
+        state = "continued meanwhile" if now["mode"] is None else f"paused ({now['mode']})"
+        typer.echo(
+            f"{state}: {now['num_running']} requests in place, {now['num_waiting']} wait; "
+            f"{now['num_retracted']} retracted, {now['num_aborted']} aborted; took {now['drained_ms']:.1f} ms"
+        )
+
+
+@app.command("continue", rich_help_panel=CONTROL)
+def continue_(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Let a paused server go on."""
+    server = _server(url, api_key)
+    text = server.post("/continue_generation")
+    with server.understood():
+        typer.echo(json.loads(text)["message"])
+
+
+@app.command(rich_help_panel=CONTROL)
+def abort(
+    rid: Annotated[str | None, typer.Argument(help="Id of a request, or of a batch.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every request.")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """End a request of a server, or all; their replies are what they have. An unknown id does nothing."""
+    if bool(rid) == all_:
+        raise ConfigError("give either a request's id or --all")
+    _server(url, api_key).post("/abort_request", {"rid": rid or "", "abort_all": all_})
+    typer.echo("told to abort " + ("all requests" if all_ else str(rid)))
+
+
+@app.command(rich_help_panel=CONTROL)
+def flush(
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait until no live request holds KV.", min=0)
+    ] = 0.0,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Have a server forget all cached KV."""
+    patience = None if timeout else TIMEOUT_S
+    text = _server(url, api_key).post(f"/flush_cache?timeout={timeout}", timeout=patience)
+    typer.echo(" ".join(text.split()))
+
+
+def _server(url: str, api_key: str | None) -> Remote:
+    return Remote(url, api_key or key_from_environment())
+
+
+@contextmanager
+def _engine(config: EngineConfig) -> Iterator[Engine]:
+    """An engine for one command: only its warnings are logged."""
+    if config.log_level == "info":
+        config = config.with_(log_level="warning")
+    configure(config.log_level)
+    console = Console(stderr=True)
+    with console.status(f"Loading {config.model or 'the bundled model'} …"):
+        engine = Engine(**asdict(config))
+    with engine:
+        yield engine
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -1,0 +1,236 @@
+"""Attention over the paged cache: split-KV decode and ragged prefill. See `segue.attention.triton`."""
+
+import triton
+import triton.language as tl
+
+from segue.kernels.triton.launch import begin, let_next_start
+
+
+@triton.jit
+def decode(
+    query,
+    keys,
+    values,
+    table,
+    rows,
+    kv_lens,
+    num_decode,
+    output,
+    partial,
+    maxima,
+    counters,
+    scale,
+    page_rows,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    COUNTED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if SPLITS == 1:  # neighbours share a sequence's pages
+        h, split = split, 0
+        b = tl.program_id(1)
+    begin(PDL)
+    active = True
+    if COUNTED:
+        active = b < tl.load(num_decode)
+    if active:
+        kv_len = tl.load(kv_lens + b)
+        row = tl.load(rows + b).to(tl.int64)
+        part = tl.cdiv(tl.cdiv(kv_len, SPLITS), BLOCK) * BLOCK
+        g, d, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BLOCK)
+        in_head = d[None, :] < D
+        mine = (g[:, None] < G) & in_head
+        head = (b * KV_HEADS + h) * G + g
+        q = tl.load(query + head[:, None].to(tl.int64) * D + d[None, :], mask=mine, other=0.0)
+        top = tl.full((GP,), float("-inf"), tl.float32)
+        total = tl.zeros((GP,), tl.float32)
+        acc = tl.zeros((GP, DP), tl.float32)
+        for i in tl.range(split * part, tl.minimum(split * part + part, kv_len), BLOCK, num_stages=STAGES):
+            position = i + j
+            seen = position < kv_len
+            page = tl.load(table + row * table_stride + position // PAGE, mask=seen, other=0).to(tl.int64)
+            at = (page * page_rows + position % PAGE) * (KV_HEADS * D) + h * D
+            k = tl.load(keys + at[:, None] + d[None, :], mask=seen[:, None] & in_head, other=0.0)
+            scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(weights, 1)
+            top = new_top
+            v = tl.load(values + at[:, None] + d[None, :], mask=seen[:, None] & in_head, other=0.0)
+            acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        let_next_start(PDL)
+        out = output + head[:, None].to(tl.int64) * D + d[None, :]
+        if SPLITS == 1:
+            total = tl.where(total == 0.0, 1.0, total)
+            tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=mine)
+        else:
+            mine_at = ((b * KV_HEADS + h) * SPLITS + split) * G + g
+            if split * part < kv_len:
+                tl.store(partial + mine_at[:, None] * D + d[None, :], acc, mask=mine)
+                tl.store(maxima + mine_at * 2, top, mask=g < G)
+                tl.store(maxima + mine_at * 2 + 1, total, mask=g < G)
+            tl.debug_barrier()
+            done = tl.atomic_add(counters + b * KV_HEADS + h, 1, sem="acq_rel")
+            if done == SPLITS - 1:
+                s = tl.arange(0, SPLITS)
+                used = s * part < kv_len
+                for i in range(G):
+                    at = ((b * KV_HEADS + h) * SPLITS + s) * G + i
+                    tops = tl.load(maxima + at * 2, mask=used, other=float("-inf"), cache_modifier=".cg")
+                    totals = tl.load(maxima + at * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
+                    sums = tl.load(
+                        partial + at[:, None] * D + d[None, :],
+                        mask=used[:, None] & in_head,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    highest = tl.max(tops, 0)
+                    share = tl.where(used, tl.exp2(tops - tl.where(kv_len > 0, highest, 0.0)), 0.0)
+                    summed = tl.sum(totals * share, 0)
+                    result = tl.sum(sums * share[:, None], 0) / tl.where(summed == 0.0, 1.0, summed)
+                    to = output + ((b * KV_HEADS + h) * G + i).to(tl.int64) * D
+                    tl.store(
+                        to + tl.arange(0, DP), result.to(output.dtype.element_ty), mask=tl.arange(0, DP) < D
+                    )
+                tl.store(counters + b * KV_HEADS + h, 0)
+
+
+@triton.jit
+def attend_keys(
+    q,
+    keys,
+    values,
+    pool,
+    layer_row,
+    table_row,
+    last,
+    kv_len,
+    start,
+    end,
+    h,
+    top,
+    total,
+    acc,
+    scale,
+    page_rows,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    d, j = tl.arange(0, DP), tl.arange(0, BLOCK)
+    in_head = d[None, :] < D
+    for i in tl.range(start, end, BLOCK, num_stages=STAGES):
+        position = i + j
+        if TMA:  # a block lies within a page
+            page = tl.load(table_row + i // PAGE)
+            row = page * page_rows + layer_row + i % PAGE
+            k = pool.load([row, h * D])
+        else:
+            exists = position < kv_len
+            page = tl.load(table_row + position // PAGE, mask=exists, other=0).to(tl.int64)
+            at = (page * page_rows + position % PAGE) * (KV_HEADS * D) + h * D
+            wanted = exists[:, None] & in_head
+            k = tl.load(keys + at[:, None] + d[None, :], mask=wanted, other=0.0)
+        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        if MASKED:
+            scores = tl.where(position[None, :] <= last[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        if MASKED:
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        else:
+            base = new_top
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
+        top = new_top
+        if TMA:
+            v = pool.load([row + PAGE, h * D])
+            if MASKED:
+                v = tl.where((position < kv_len)[:, None], v, 0.0)
+        else:
+            v = tl.load(values + at[:, None] + d[None, :], mask=wanted, other=0.0)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    return top, total, acc
+
+
+@triton.jit(do_not_specialize=["layer_row"])
+def prefill(
+    query,
+    keys,
+    values,
+    pool,
+    layer_row,
+    table,
+    rows,
+    q_starts,
+    kv_lens,
+    blocks,
+    output,
+    scale,
+    page_rows,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PAGE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    h = tl.program_id(0)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks of a sequence see the most
+    begin(PDL)
+    sequence = tl.load(blocks + 2 * block)
+    if sequence >= 0:
+        first = tl.load(blocks + 2 * block + 1)
+        q_start = tl.load(q_starts + sequence)
+        q_len = tl.load(q_starts + sequence + 1) - q_start
+        kv_len = tl.load(kv_lens + sequence)
+        table_row = table + tl.load(rows + sequence).to(tl.int64) * table_stride
+        per_block: tl.constexpr = BM // G
+        r, d = tl.arange(0, BM), tl.arange(0, DP)
+        token = first + r // G
+        mine = ((token < q_len) & (r < per_block * G))[:, None] & (d[None, :] < D)
+        at = ((q_start + token) * KV_HEADS + h).to(tl.int64) * G + r % G
+        q = tl.load(query + at[:, None] * D + d[None, :], mask=mine, other=0.0)
+        last = token + kv_len - q_len
+        top = tl.full((BM,), float("-inf"), tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        acc = tl.zeros((BM, DP), tl.float32)
+        common = tl.maximum(first + kv_len - q_len + 1, 0) // BN * BN  # keys that every query here sees
+        end = tl.minimum(first + per_block, q_len) + kv_len - q_len
+        top, total, acc = attend_keys(
+            q, keys, values, pool, layer_row, table_row, last, kv_len, 0, common, h, top, total, acc, scale,
+            page_rows, KV_HEADS, D, DP, PAGE, BN, STAGES, False, TMA, PRECISION,
+        )  # fmt: skip
+        top, total, acc = attend_keys(
+            q, keys, values, pool, layer_row, table_row, last, kv_len, common, end, h, top, total, acc, scale,
+            page_rows, KV_HEADS, D, DP, PAGE, BN, STAGES, True, TMA, PRECISION,
+        )  # fmt: skip
+        total = tl.where(total == 0.0, 1.0, total)
+        out = output + at[:, None] * D + d[None, :]
+        tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=mine)
+    let_next_start(PDL)

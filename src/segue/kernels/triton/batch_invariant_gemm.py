@@ -1,0 +1,168 @@
+"""Products of which a row has the same bits among any others: for `--deterministic`.
+
+Each element is one chain of float32 sums over K, from the first product to the last, 16 at a step of the
+tensor cores. No tile cuts K, and the chain does not depend on the tile, nor on which operand is which: so a
+tile can be chosen for speed by the number of rows (`tests/gpu/test_deterministic.py` compares all of them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from segue.errors import ConfigError
+from segue.kernels.triton.launch import LATE, begin, let_next_start
+
+_BAND = 8  # blocks of tokens whose tiles run side by side, for the caches' sake
+_STREAMED = 64  # rows up to which reading the weight is all that counts
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut."""
+
+    block_m: int  # tokens
+    block_n: int  # rows of the weight
+    block_k: int
+    stages: int
+    warps: int
+    swap: bool = False  # rows of the weight fill the tensor cores' 64 rows, else tokens do
+    cost: float = 0.0  # of a program in a full device, relative to the largest tile's
+
+
+WIDE = (  # by size
+    Tile(128, 256, 64, 4, 8, cost=1.0),
+    Tile(128, 128, 64, 5, 8, cost=0.57),
+    Tile(64, 128, 128, 4, 4, cost=0.37),
+    Tile(64, 64, 128, 5, 4, cost=0.28),
+)
+FEW = tuple(Tile(rows, 64, 128, 6, 4, swap=True) for rows in (16, 32, 64))  # one program a multiprocessor
+MANY = (*(Tile(rows, 64, 128, 4, 4, swap=True) for rows in (16, 32)), Tile(64, 128, 128, 4, 4))  # several
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _product(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    size,
+    depth,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    SWAP: tl.constexpr,
+    BAND: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    blocks, columns = tl.cdiv(num_rows, BM), tl.cdiv(size, BN)
+    band = tl.program_id(0) // (BAND * columns)
+    height = tl.minimum(blocks - band * BAND, BAND)
+    within = tl.program_id(0) % (BAND * columns)
+    first_m = (band * BAND + within % height) * BM
+    first_n = within // height * BN
+    begin(PDL)
+    acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    for k in tl.range(0, depth, BK, num_stages=STAGES):  # beyond the edges are zeros
+        t = x.load([first_m, k])
+        w = weight.load([first_n, k])
+        if SWAP:
+            acc = tl.dot(w, t.T, acc)
+        else:
+            acc = tl.dot(t, w.T, acc)
+    let_next_start(PDL)
+    m, n = first_m + tl.arange(0, BM), first_n + tl.arange(0, BN)
+    if BIAS:
+        b = tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)
+        acc += b[:, None] if SWAP else b[None, :]
+    if SWAP:
+        m, n = m[None, :], n[:, None]
+    else:
+        m, n = m[:, None], n[None, :]
+    at = out + m.to(tl.int64) * size + n
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(m < num_rows) & (n < size))
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantProduct:
+    """A weight and how rows are multiplied by it; see `segue.kernels.batch_invariant.Product`."""
+
+    weight: Tensor  # [N, K]
+    dtype: torch.dtype  # of the products
+    num_bytes: int = 0
+
+    @classmethod
+    def of(cls, weight: Tensor, dtype: torch.dtype) -> InvariantProduct:
+        """Products by `weight` `[N, K]`, in `dtype`.
+
+        Raises:
+            ConfigError: of float32, or of rows that the copy engine cannot take.
+        """
+        if weight.dtype == torch.float32 or weight.shape[1] % 8:
+            raise ConfigError(
+                f"deterministic=True: a weight {list(weight.shape)} in {weight.dtype}; on CUDA it has to be "
+                f"in bfloat16 or float16, with rows of a multiple of 8 values; use another --dtype, or "
+                f"leave --deterministic out",
+                param="deterministic",
+            )
+        return cls(weight, dtype)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ weight.T + bias`, `[M, K] -> [M, N]`."""
+        tile = choose(len(x), self.weight.shape[0], processors(x.device))
+        return run(tile, x, self.weight, bias, self.dtype)
+
+
+def run(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`x @ weight.T + bias`, cut by `tile`."""
+    (num_rows, depth), size = x.shape, weight.shape[0]
+    out = torch.empty((num_rows, size), dtype=dtype, device=x.device)
+    _product[(triton.cdiv(num_rows, tile.block_m) * triton.cdiv(size, tile.block_n),)](
+        TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
+        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
+        weight if bias is None else bias,
+        out,
+        num_rows,
+        size,
+        depth,
+        BM=tile.block_m,
+        BN=tile.block_n,
+        BK=tile.block_k,
+        STAGES=tile.stages,
+        SWAP=tile.swap,
+        BAND=_BAND,
+        BIAS=bias is not None,
+        PDL=LATE.value,
+        launch_pdl=True,
+        num_warps=tile.warps,
+    )
+    return out
+
+
+@cache
+def choose(num_rows: int, size: int, processors: int) -> Tile:
+    """The fastest tile for a product, by what was measured on an H200."""
+    if num_rows <= _STREAMED:
+        several = size > 64 * processors
+        return next(tile for tile in (MANY if several else FEW) if num_rows <= tile.block_m)
+
+    def cost(tile: Tile) -> float:
+        programs = -(-num_rows // tile.block_m) * -(-size // tile.block_n)
+        return tile.cost * -(-programs // processors)
+
+    return min(WIDE, key=cost)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,33 @@
+"""The embedding lookup. See `segue.kernels.embedding`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from segue.kernels.triton.launch import begin, launch_options, let_next_start
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _embed(ids, weight, output, start, num_rows, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    begin(PDL)
+    row = tl.load(ids + token) - start
+    here = (row >= 0) & (row < num_rows)
+    value = tl.load(weight + row * size + columns, mask=inside & here, other=0.0)
+    let_next_start(PDL)
+    tl.store(output + token * size + columns, value, mask=inside)
+
+
+def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
+    """See `segue.kernels.embedding.embed`."""
+    num_rows, size = weight.shape
+    output = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
+    _embed[(len(ids), triton.cdiv(size, _BLOCK))](
+        ids, weight, output, start, num_rows, size, BLOCK=_BLOCK, **launch_options(4, len(ids))
+    )
+    return output

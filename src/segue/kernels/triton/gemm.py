@@ -1,0 +1,247 @@
+"""Products of a few rows with a weight: streams the weight once, cut along K where N alone gives too little.
+
+Operands are swapped: rows of the weight fill the tensor cores' 64 rows, tokens their columns. Which cut is
+the fastest was measured for each shape (`bench/tune_gemm.py`) and is kept in `gemm.json`; shapes that
+are not there go to cuBLAS.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from segue.kernels.triton.launch import begin, launch_options, let_next_start
+
+TABLE = Path(__file__).parent / "gemm.json"
+MOST_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one product is cut."""
+
+    tma: bool  # tiles come by the copy engine, else by threads
+    block_m: int  # tokens
+    block_n: int  # rows of the weight
+    block_k: int
+    splits: int  # of K; more than one gives split sums
+    stages: int
+    warps: int
+
+
+@triton.jit
+def _store(out, acc, bias, n, m, num_rows, size, split, SPLITS: tl.constexpr, BIAS: tl.constexpr):
+    if BIAS:
+        if split == 0:
+            acc += tl.load(bias + n).to(tl.float32)[:, None]
+    at = out + (split * num_rows + m[None, :]).to(tl.int64) * size + n[:, None]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=m[None, :] < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _product(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    size,
+    depth,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    split = tl.program_id(1)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    k = split * (depth // SPLITS) + tl.arange(0, BK)
+    weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
+    tokens = x + m[None, :].to(tl.int64) * depth + k[:, None]
+    begin(PDL)
+    acc = tl.zeros((BN, BM), tl.float32)
+    for i in tl.range(0, depth // SPLITS // BK, num_stages=STAGES):
+        w = tl.load(weights + i * BK)
+        t = tl.load(tokens + i * BK, mask=m[None, :] < num_rows, other=0.0)
+        acc = tl.dot(w, t, acc)
+    let_next_start(PDL)
+    _store(out, acc, bias, n, m, num_rows, size, split, SPLITS, BIAS)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated(
+    x,
+    weight,
+    out,
+    num_rows,
+    size,
+    depth,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    r = tl.arange(0, BN)
+    half: tl.constexpr = BN // 2
+    first = tl.program_id(0) * half
+    n = first + r % half + (r // half) * size  # rows of the gate, then as many of the up projection
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
+    tokens = x + m[None, :].to(tl.int64) * depth + k[:, None]
+    begin(PDL)
+    acc = tl.zeros((BN, BM), tl.float32)
+    for i in tl.range(0, depth // BK, num_stages=STAGES):
+        w = tl.load(weights + i * BK)
+        t = tl.load(tokens + i * BK, mask=m[None, :] < num_rows, other=0.0)
+        acc = tl.dot(w, t, acc)
+    let_next_start(PDL)
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, half, BM)), (1, 2, 0)))
+    at = out + m[None, :].to(tl.int64) * size + (first + tl.arange(0, half))[:, None]
+    tl.store(at, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=m[None, :] < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _product_tma(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    size,
+    depth,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    first_n = tl.program_id(0) * BN
+    split = tl.program_id(1)
+    first_m = tl.program_id(2) * BM
+    first_k = split * (depth // SPLITS)
+    begin(PDL)
+    acc = tl.zeros((BN, BM), tl.float32)
+    for i in tl.range(0, depth // SPLITS // BK, num_stages=STAGES):
+        w = weight.load([first_n, first_k + i * BK])
+        t = x.load([first_m, first_k + i * BK])
+        acc = tl.dot(w, t.T, acc)
+    let_next_start(PDL)
+    n = first_n + tl.arange(0, BN)
+    m = first_m + tl.arange(0, BM)
+    _store(out, acc, bias, n, m, num_rows, size, split, SPLITS, BIAS)
+
+
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, may_split: bool, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`x @ weight.T + bias`.
+
+    Args:
+        x: `[M, K]`.
+        weight: `[N, K]`.
+        bias: `[N]`.
+        may_split: split sums, float32 `[S, M, N]`, may be returned; they are to be added up.
+        dtype: of the result, by default that of `x`; float32 keeps the sums' precision.
+    """
+    plan = choose(*x.shape, weight.shape[0], x.dtype, may_split)
+    if plan is None:
+        if dtype in (None, x.dtype):
+            return F.linear(x, weight, bias)
+        product = torch.mm(x, weight.T, out_dtype=dtype)
+        return product if bias is None else product.add_(bias)
+    return run(plan, x, weight, bias, dtype or x.dtype)
+
+
+def run(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The product, cut by `plan`; split sums if the plan splits."""
+    (num_rows, depth), size = x.shape, weight.shape[0]
+    if plan.splits > 1:
+        out = torch.empty((plan.splits, num_rows, size), dtype=torch.float32, device=x.device)
+    else:
+        out = torch.empty((num_rows, size), dtype=dtype, device=x.device)
+    grid = (size // plan.block_n, plan.splits, triton.cdiv(num_rows, plan.block_m))
+    kernel = _product
+    operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor] = (x, weight)
+    if plan.tma:
+        kernel = _product_tma
+        operands = (
+            TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]),
+            TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]),
+        )
+    options = launch_options(plan.warps, num_rows)
+    kernel[grid](
+        *operands,
+        weight if bias is None else bias,
+        out,
+        num_rows,
+        size,
+        depth,
+        BM=plan.block_m,
+        BN=plan.block_n,
+        BK=plan.block_k,
+        SPLITS=plan.splits,
+        STAGES=plan.stages,
+        BIAS=bias is not None,
+        **options,
+    )
+    return out
+
+
+def gated_product(x: Tensor, weight: Tensor) -> Tensor | None:
+    """`silu(gate) * up`, of `x @ weight.T`; None where that is not faster in one kernel.
+
+    `x` is `[M, K]`, `weight` `[2 * I, K]`, gate first; `[M, I]`.
+    """
+    (num_rows, depth), size = x.shape, weight.shape[0] // 2
+    plan = choose(*x.shape, weight.shape[0], x.dtype, False)
+    if plan is None or num_rows > 64:
+        return None
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    _gated[(2 * size // plan.block_n, triton.cdiv(num_rows, plan.block_m))](
+        x,
+        weight,
+        out,
+        num_rows,
+        size,
+        depth,
+        BM=plan.block_m,
+        BN=plan.block_n,
+        BK=plan.block_k,
+        STAGES=plan.stages,
+        **launch_options(plan.warps, num_rows),
+    )
+    return out
+
+
+@cache
+def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, may_split: bool) -> Plan | None:
+    """The stored plan for a shape; None: cuBLAS."""
+    if num_rows > MOST_ROWS or dtype != torch.bfloat16:
+        return None
+    measured = _table().get(torch.cuda.get_device_name(), {}).get(f"{size}x{depth}", {})
+    for most_rows, plans in measured.items():
+        if num_rows <= int(most_rows):
+            plan = plans["split" if may_split else "whole"]
+            return Plan(**plan) if plan else None
+    return None
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    return table

@@ -1,0 +1,219 @@
+"""The experts of a mixture on CUDA: two grouped products of static shapes, which a graph can hold.
+
+Few tokens hardly share experts: a program streams rows of one pair's expert, and the second product adds up a
+token's pairs on the way. More are sorted by expert and cut into tiles of one expert; a last kernel adds up.
+Pairs are always added in their order, never by atomics, so a replay gives the same bits. The cuts were
+measured for each shape (`bench/tune_moe.py`) and are kept in `moe.json`.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from segue.kernels.triton import moe_gemm as products
+from segue.kernels.triton.launch import launch_options
+from segue.kernels.triton.moe_routing import sort
+
+TABLE = Path(__file__).parent / "moe.json"
+_SUMMED = 1024  # columns a program of `sum_pairs` takes
+# Rows for `launch_options`: the products fill the device even for one token, and a successor that starts
+# early and waits beside them costs a third (measured: 32 against 24 µs).
+_MANY = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one of the products is cut."""
+
+    block_n: int  # rows of the weight
+    block_k: int
+    stages: int
+    warps: int
+    tma: bool = False  # tiles come by the copy engine, else by threads
+    halves: bool = False  # a tile of 128 that is at most half full is run as half a tile
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How both products of so many tokens are cut."""
+
+    block_m: int  # pairs of one expert in a tile; 1: pairs as they come, not sorted
+    gate_up: Cut
+    down: Cut
+
+
+def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """See `segue.layers.moe_backend.MoEBackend`."""
+    num_experts, size = gate_up.shape[0], gate_up.shape[1] // 2
+    plan = choose(x.shape[0], experts.shape[1], num_experts, size, x.shape[1], x.dtype)
+    return run(plan, x, gate_up, down, weights, experts)
+
+
+def run(plan: Plan, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """The same, cut by `plan`."""
+    if plan.block_m == 1:
+        inner = gate_up_by_pair(plan.gate_up, x, gate_up, weights, experts)
+        return down_by_token(plan.down, inner, down, experts)
+    order, tiles = sort(experts, gate_up.shape[0], plan.block_m)
+    inner = gate_up_by_tile(plan.block_m, plan.gate_up, x, gate_up, weights, order, tiles)
+    parts = down_by_tile(plan.block_m, plan.down, inner, down, order, tiles)
+    return sum_pairs(parts, experts, down.shape[0])
+
+
+def gate_up_by_pair(cut: Cut, x: Tensor, weight: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """`silu(gate) * up`, weighted, of each pair: `[T * k, I]`."""
+    num_experts, rows, hidden = weight.shape
+    size = rows // 2
+    inner = torch.empty((experts.numel(), size), dtype=x.dtype, device=x.device)
+    products.gate_up_by_pair[(triton.cdiv(size, cut.block_n), experts.numel())](
+        x,
+        weight,
+        experts,
+        weights,
+        inner,
+        hidden,
+        size,
+        num_experts,
+        K=experts.shape[1],
+        BN=cut.block_n,
+        BK=cut.block_k,
+        STAGES=cut.stages,
+        **launch_options(cut.warps, _MANY),
+    )
+    return inner
+
+
+def down_by_token(cut: Cut, inner: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+    """Each token's pairs through the second product, summed: `[T, H]`."""
+    (num_tokens, per_token), (num_experts, hidden, size) = experts.shape, weight.shape
+    out = torch.empty((num_tokens, hidden), dtype=inner.dtype, device=inner.device)
+    products.down_by_token[(triton.cdiv(hidden, cut.block_n), num_tokens)](
+        inner,
+        weight,
+        experts,
+        out,
+        size,
+        hidden,
+        num_experts,
+        K=per_token,
+        BN=cut.block_n,
+        BK=cut.block_k,
+        STAGES=cut.stages,
+        **launch_options(cut.warps, _MANY),
+    )
+    return out
+
+
+def gate_up_by_tile(
+    block: int, cut: Cut, x: Tensor, weight: Tensor, weights: Tensor, order: Tensor, tiles: Tensor
+) -> Tensor:
+    """`silu(gate) * up`, weighted, of the pairs in `order`: `[T * k, I]`."""
+    (num_experts, rows, hidden), num_tokens = weight.shape, x.shape[0]
+    size = rows // 2
+    inner = torch.empty((len(order), size), dtype=x.dtype, device=x.device)
+    flat, tile = weight.view(num_experts * rows, hidden), [cut.block_n, cut.block_k]
+    if block >= 64:  # rows of both halves at a time
+        flat, tile = weight.view(num_experts * 2, size, hidden), [2, *tile]
+    products.gate_up_by_tile[(tiles.shape[1] * triton.cdiv(size, cut.block_n),)](
+        x,
+        TensorDescriptor.from_tensor(flat, tile) if cut.tma else flat,
+        order,
+        tiles,
+        weights,
+        inner,
+        tiles.shape[1],
+        hidden,
+        size,
+        K=len(order) // num_tokens,
+        BM=block,
+        BN=cut.block_n,
+        BK=cut.block_k,
+        STAGES=cut.stages,
+        HALVES=cut.halves,
+        TMA=cut.tma,
+        EVEN=hidden % cut.block_k == 0,
+        PRECISION=_precision(x),
+        **launch_options(cut.warps, _MANY),
+    )
+    return inner
+
+
+def down_by_tile(block: int, cut: Cut, inner: Tensor, weight: Tensor, order: Tensor, tiles: Tensor) -> Tensor:
+    """The second product of each pair, in the order of tokens: `[T * k, H]`, undefined for no expert's."""
+    num_experts, hidden, size = weight.shape
+    parts = torch.empty((len(order), hidden), dtype=inner.dtype, device=inner.device)
+    flat = weight.view(num_experts * hidden, size)
+    products.down_by_tile[(tiles.shape[1] * triton.cdiv(hidden, cut.block_n),)](
+        TensorDescriptor.from_tensor(inner, [block, cut.block_k]) if cut.tma else inner,
+        TensorDescriptor.from_tensor(inner, [block // 2, cut.block_k]) if cut.tma else inner,
+        TensorDescriptor.from_tensor(flat, [cut.block_n, cut.block_k]) if cut.tma else flat,
+        order,
+        tiles,
+        parts,
+        tiles.shape[1],
+        size,
+        hidden,
+        BM=block,
+        BN=cut.block_n,
+        BK=cut.block_k,
+        STAGES=cut.stages,
+        HALVES=cut.halves,
+        TMA=cut.tma,
+        PRECISION=_precision(inner),
+        **launch_options(cut.warps, _MANY),
+    )
+    return parts
+
+
+def sum_pairs(parts: Tensor, experts: Tensor, num_experts: int) -> Tensor:
+    """The sum of each token's pairs: `[T, H]`."""
+    (num_tokens, per_token), hidden = experts.shape, parts.shape[1]
+    out = torch.empty((num_tokens, hidden), dtype=parts.dtype, device=parts.device)
+    products.sum_pairs[(num_tokens, triton.cdiv(hidden, _SUMMED))](
+        parts,
+        experts,
+        out,
+        hidden,
+        num_experts,
+        K=per_token,
+        BLOCK=_SUMMED,
+        **launch_options(4, num_tokens),
+    )
+    return out
+
+
+@cache
+def choose(
+    num_tokens: int, per_token: int, num_experts: int, size: int, hidden: int, dtype: torch.dtype
+) -> Plan:
+    """The stored plan for a shape; one that runs anywhere, where none was measured."""
+    key = f"{num_experts}x{per_token}x{size}x{hidden}"
+    measured = _table().get(torch.cuda.get_device_name(), {}).get(key, {})
+    if dtype == torch.bfloat16:
+        for most_tokens, plan in measured.items():
+            if num_tokens <= int(most_tokens) or most_tokens == list(measured)[-1]:
+                return Plan(plan["block_m"], Cut(**plan["gate_up"]), Cut(**plan["down"]))
+    if num_tokens <= 4:
+        return Plan(1, Cut(8, 256, 2, 4), Cut(8, 256, 2, 4))
+    wide = dtype == torch.float32
+    if wide or num_tokens * per_token <= 32 * num_experts:
+        cut = Cut(32, 32, 2, 4) if wide else Cut(64, 64, 3, 4)
+        return Plan(16, cut, cut)
+    return Plan(64, Cut(64, 64, 3, 4), Cut(128, 64, 3, 4))
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    return table

@@ -1,0 +1,200 @@
+"""Routing on the device: each token's experts, and the (token, expert) pairs sorted by expert.
+
+Pair p is token p // k with its (p % k)-th expert. Nothing is read on the host: sizes are those of the worst
+case, and the table of tiles says of each tile whether there is one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from segue.kernels.triton.launch import begin, launch_options, let_next_start
+
+_TOKENS = 4  # a program of `_route`
+_CHUNK = 2048  # pairs a program counts
+_PAIRS = 128  # pairs a program of `_sort` places; a divisor of `_CHUNK`
+_TILES = 64  # entries of the table it writes at a time
+_CHUNKS = 16  # whose counts it adds up at a time
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route(
+    logits,
+    num_real,
+    weights,
+    experts,
+    num_tokens,
+    num_experts,
+    K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EP: tl.constexpr,
+    KP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    e, j = tl.arange(0, EP), tl.arange(0, KP)
+    inside = t < num_tokens
+    begin(PDL)
+    x = tl.load(
+        logits + t[:, None].to(tl.int64) * num_experts + e[None, :],
+        mask=inside[:, None] & (e[None, :] < num_experts),
+        other=float("-inf"),
+    ).to(tl.float32)
+    real = inside
+    if PADDED:
+        real = inside & (t < tl.load(num_real))
+    let_next_start(PDL)
+    left = tl.where(x == x, x, float("-inf"))  # NaN chooses some expert, and weighs NaN
+    top = tl.max(left, 1)
+    total = tl.sum(tl.exp(x - top[:, None]), 1)
+    chosen = tl.zeros((TOKENS, KP), tl.int32)
+    weight = tl.zeros((TOKENS, KP), tl.float32)
+    for i in tl.static_range(K):
+        best, at = tl.max(left, 1, return_indices=True)  # equals: the lowest
+        chosen = tl.where(j[None, :] == i, at[:, None], chosen)
+        weight = tl.where(j[None, :] == i, (tl.exp(best - top) / total)[:, None], weight)
+        left = tl.where(e[None, :] == at[:, None], float("-inf"), left)
+    if RENORMALISE:
+        weight = weight / tl.sum(weight, 1)[:, None]
+    to = t[:, None].to(tl.int64) * K + j[None, :]
+    mine = inside[:, None] & (j[None, :] < K)
+    tl.store(weights + to, tl.where(real[:, None], weight, 0.0), mask=mine)
+    tl.store(experts + to, tl.where(real[:, None], chosen, num_experts), mask=mine)
+
+
+@triton.jit
+def _count_chunk(experts, start, end, num_experts, CHUNK: tl.constexpr, EP: tl.constexpr):
+    i = start + tl.arange(0, CHUNK)
+    expert = tl.load(experts + i, mask=i < end, other=num_experts).to(tl.int32)
+    known = expert < num_experts
+    return tl.histogram(tl.where(known, expert, 0), EP, mask=known)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count(
+    experts, counted, num_pairs, num_experts, CHUNK: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr
+):
+    chunk = tl.program_id(0)
+    begin(PDL)
+    counts = _count_chunk(experts, chunk * CHUNK, num_pairs, num_experts, CHUNK, EP)
+    let_next_start(PDL)
+    tl.store(counted + chunk * EP + tl.arange(0, EP), counts)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def _sort(
+    experts,
+    counted,
+    order,
+    tiles,
+    num_pairs,
+    num_tiles,
+    num_experts,
+    BM: tl.constexpr,
+    EP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    first = tl.program_id(0) * PAIRS
+    e, p, c = tl.arange(0, EP), first + tl.arange(0, PAIRS), tl.arange(0, CHUNKS)
+    begin(PDL)
+    before = _count_chunk(experts, first // CHUNK * CHUNK, first, num_experts, CHUNK, EP)
+    if COUNTED:
+        counts = tl.zeros((EP,), tl.int32)
+        for i in range(0, tl.cdiv(num_pairs, CHUNK), CHUNKS):
+            chunk = i + c[:, None]
+            found = tl.load(counted + chunk * EP + e[None, :], mask=chunk * CHUNK < num_pairs, other=0)
+            counts += tl.sum(found, 0)
+            before += tl.sum(tl.where(chunk < first // CHUNK, found, 0), 0)
+    else:
+        counts = _count_chunk(experts, 0, num_pairs, num_experts, CHUNK, EP)
+    mine = tl.load(experts + p, mask=p < num_pairs, other=num_experts).to(tl.int32)
+    let_next_start(PDL)
+    starts = tl.cumsum(counts, 0) - counts
+    same = (mine[:, None] == mine[None, :]) & (p[:, None] > p[None, :])
+    to = tl.gather(starts + before, tl.minimum(mine, EP - 1), 0) + tl.sum(same.to(tl.int32), 1)
+    tl.store(order + to, p, mask=mine < num_experts)
+    needed = tl.cdiv(counts, BM)
+    ends = tl.cumsum(needed, 0)
+    for i in range(tl.program_id(0) * TILES, num_tiles, tl.num_programs(0) * TILES):
+        tile = i + tl.arange(0, TILES)
+        found_at = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
+        bin = tl.minimum(found_at, EP - 1)
+        row = (tile - tl.gather(ends - needed, bin, 0)) * BM
+        there = tile < num_tiles
+        tl.store(tiles + tile, tl.where(found_at < EP, found_at, -1), mask=there)
+        tl.store(tiles + num_tiles + tile, tl.gather(starts, bin, 0) + row, mask=there)
+        rows = tl.minimum(tl.gather(counts, bin, 0) - row, BM)
+        tl.store(tiles + 2 * num_tiles + tile, rows, mask=there)
+
+
+def route(
+    logits: Tensor, per_token: int, *, renormalise: bool, num_real: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See `segue.kernels.moe.route`; of equal logits the lowest expert's wins. Experts are int32."""
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty((num_tokens, per_token), dtype=torch.float32, device=logits.device)
+    experts = torch.empty((num_tokens, per_token), dtype=torch.int32, device=logits.device)
+    _route[(triton.cdiv(num_tokens, _TOKENS),)](
+        logits,
+        logits if num_real is None else num_real,
+        weights,
+        experts,
+        num_tokens,
+        num_experts,
+        K=per_token,
+        RENORMALISE=renormalise,
+        PADDED=num_real is not None,
+        TOKENS=_TOKENS,
+        EP=triton.next_power_of_2(num_experts),
+        KP=triton.next_power_of_2(per_token),
+        **launch_options(4, num_tokens),
+    )
+    return weights, experts
+
+
+def sort(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor]:
+    """Sort the pairs of `experts` `[T, k]` by expert and cut each expert's into tiles of `block`.
+
+    Returns:
+        order: int32 `[T * k]`, pairs by expert, then in their order; those of expert `num_experts` are left
+            out, and as many entries at the end undefined.
+        tiles: int32 `[3, tiles]`, the worst case's: expert (-1: no such tile), where its pairs begin in
+            `order`, and how many they are.
+    """
+    (num_tokens, _), num_pairs = experts.shape, experts.numel()
+    bins, num_chunks = max(32, triton.next_power_of_2(num_experts)), triton.cdiv(num_pairs, _CHUNK)
+    counted = experts
+    if num_chunks > 1:
+        counted = torch.empty((num_chunks, bins), dtype=torch.int32, device=experts.device)
+        options = launch_options(8, num_tokens)
+        _count[(num_chunks,)](experts, counted, num_pairs, num_experts, CHUNK=_CHUNK, EP=bins, **options)
+    busy = min(num_experts, num_pairs)
+    num_tiles = busy + (num_pairs - busy) // block
+    order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
+    tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=experts.device)
+    _sort[(triton.cdiv(num_pairs, _PAIRS),)](
+        experts,
+        counted,
+        order,
+        tiles,
+        num_pairs,
+        num_tiles,
+        num_experts,
+        BM=block,
+        EP=bins,
+        PAIRS=_PAIRS,
+        CHUNK=_CHUNK,
+        CHUNKS=_CHUNKS,
+        COUNTED=num_chunks > 1,
+        TILES=_TILES,
+        **launch_options(8, num_tokens),
+    )
+    return order, tiles

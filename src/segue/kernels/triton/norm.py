@@ -1,0 +1,65 @@
+"""RMSNorm, alone or after adding to the residual stream. See `segue.kernels.norm`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from segue.kernels.triton.launch import begin, launch_options, let_next_start
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_rms_norm(
+    x,
+    residual,
+    weight,
+    normed,
+    total_out,
+    num_rows,
+    size,
+    eps,
+    SPLITS: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    begin(PDL)
+    total = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(x + (split * num_rows + row) * size + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        total += tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    let_next_start(PDL)
+    rounded = total.to(total_out.dtype.element_ty)
+    tl.store(total_out + row * size + columns, rounded, mask=inside)
+    wide = rounded.to(tl.float32)
+    rms = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    tl.store(normed + row * size + columns, wide * rms * scale, mask=inside)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `segue.kernels.norm.add_rms_norm`; `x` may be split sums, float32 `[S, T, N]`."""
+    num_rows, size = x.shape[-2], x.shape[-1]
+    splits = x.shape[0] if x.dim() == 3 else 1
+    normed = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)
+    total = torch.empty_like(normed)
+    block = triton.next_power_of_2(size)
+    _add_rms_norm[(num_rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        normed,
+        total,
+        num_rows,
+        size,
+        eps,
+        SPLITS=splits,
+        ADD=residual is not None,
+        BLOCK=block,
+        **launch_options(min(8, max(1, block // 512)), num_rows),
+    )
+    return normed, total

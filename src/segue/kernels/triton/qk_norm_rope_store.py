@@ -1,0 +1,148 @@
+"""QK-norm, rotation and the write into the paged KV cache, in one pass over the projections' output."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from segue.kernels.triton.launch import begin, launch_options, let_next_start
+
+
+@triton.jit
+def _half(x, row, splits_stride, at, inside, SPLITS: tl.constexpr):
+    value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        value += tl.load(x + split * splits_stride + row + at, mask=inside, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _place(
+    qkv,
+    qk_weight,
+    cosines,
+    sines,
+    positions,
+    kv_rows,
+    query,
+    keys,
+    values,
+    num_tokens,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    width: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
+    groups: tl.constexpr = (HEADS + 2 * KV_HEADS) // GROUP
+    token = (tl.program_id(0) // groups).to(tl.int64)  # neighbours read what lies side by side
+    first = tl.program_id(0) % groups * GROUP
+    half: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)[None, :]
+    inside = d < half
+    head = first + tl.arange(0, GROUP)[:, None]
+    begin(PDL)
+    position = tl.load(positions + token).to(tl.int64)  # first: more loads depend on them
+    row = tl.load(kv_rows + token).to(tl.int64)
+    stride = num_tokens.to(tl.int64) * width
+    low = _half(qkv, token * width, stride, head * D + d, inside, SPLITS)
+    high = _half(qkv, token * width, stride, head * D + half + d, inside, SPLITS)
+    if first < HEADS + KV_HEADS:
+        dtype = query.dtype.element_ty
+        cos = tl.load(cosines + position * half + d, mask=inside, other=0.0)
+        sin = tl.load(sines + position * half + d, mask=inside, other=0.0)
+        if NORM:
+            low_weight = tl.load(qk_weight + head * D + d, mask=inside, other=0.0)
+            high_weight = tl.load(qk_weight + head * D + half + d, mask=inside, other=0.0)
+            # As the plain products round: to the model's type before and after the norm.
+            low = low.to(dtype).to(tl.float32)
+            high = high.to(dtype).to(tl.float32)
+            rms = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
+            low = low * rms * low_weight
+            high = high * rms * high_weight
+        rotated_low = low * cos - high * sin
+        rotated_high = high * cos + low * sin
+        if first < HEADS:
+            at = query + token * (HEADS * D) + head * D + d
+            tl.store(at, rotated_low.to(dtype), mask=inside)
+            tl.store(at + half, rotated_high.to(dtype), mask=inside)
+        else:
+            at = keys + row * (KV_HEADS * D) + (head - HEADS) * D + d
+            tl.store(at, rotated_low.to(dtype), mask=inside)
+            tl.store(at + half, rotated_high.to(dtype), mask=inside)
+    else:
+        at = values + row * (KV_HEADS * D) + (head - HEADS - KV_HEADS) * D + d
+        tl.store(at, low.to(values.dtype.element_ty), mask=inside)
+        tl.store(at + half, high.to(values.dtype.element_ty), mask=inside)
+    let_next_start(PDL)
+
+
+def place(
+    qkv: Tensor,
+    qk_weight: Tensor | None,
+    eps: float,
+    cosines: Tensor,
+    sines: Tensor,
+    positions: Tensor,
+    kv_rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> Tensor:
+    """Norm and rotate queries and keys; store keys and values; return the queries `[T, num_heads, head_dim]`.
+
+    Args:
+        qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, or split sums, float32 `[S, T, …]`.
+        qk_weight: float32 `[num_heads + num_kv_heads, head_dim]`, each head's norm weight; None: no norm.
+        eps: of the QK-norm.
+        cosines: float32 `[max_position, head_dim / 2]`.
+        sines: likewise.
+        positions: integers `[T]`.
+        kv_rows: int64 `[T]`, token rows of the pool.
+        keys: this layer's key rows of the pool, `[*, num_kv_heads * head_dim]`.
+        values: likewise.
+        num_heads: query heads.
+        num_kv_heads: key-value heads.
+        head_dim: even.
+    """
+    num_tokens = qkv.shape[-2]
+    query = torch.empty((num_tokens, num_heads, head_dim), dtype=keys.dtype, device=qkv.device)
+    group = _group(num_heads, num_kv_heads)
+    _place[(num_tokens * (num_heads + 2 * num_kv_heads) // group,)](
+        qkv,
+        query if qk_weight is None else qk_weight,
+        cosines,
+        sines,
+        positions,
+        kv_rows,
+        query,
+        keys,
+        values,
+        num_tokens,
+        eps,
+        HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        D=head_dim,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        GROUP=group,
+        NORM=qk_weight is not None,
+        SPLITS=qkv.shape[0] if qkv.dim() == 3 else 1,
+        **launch_options(1 if group * head_dim <= 512 else 2, num_tokens),
+    )
+    return query
+
+
+def _group(num_heads: int, num_kv_heads: int) -> int:
+    """Heads a program: a power of two that divides both, so that no program mixes kinds."""
+    common = math.gcd(num_heads, num_kv_heads)
+    return min(8, common & -common)

@@ -1,0 +1,350 @@
+"""The plain tail: the likeliest token, or a draw keyed by seed and position, its log-probability, the writes.
+
+The arithmetic is that of `segue.sampling.gumbel_max`: a block of 128 tokens is drawn by its total
+weight, then a token within it, each by Gumbel-max. Log-probabilities are of the raw logits; both tails sum
+them up in the same order, so a request gets the same bits whatever else its steps have to do.
+
+A row whose logits have NaN or plus infinity, or are all minus infinity, has no token: the host gets
+`NON_FINITE`, and the device, which may have a step planned ahead, goes on with token 0. The first kernel
+tells the second by a score of NaN or plus infinity, so that nothing more is read or launched.
+
+Tensor-parallel ranks draw from their own blocks of the vocabulary, with the noise of those blocks, and then
+exchange one candidate each. (Of several ranks the plain tail sums up each part for itself.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from segue.kernels.triton.all_reduce import OneShot, best_of_ranks
+from segue.kernels.triton.gumbel_noise import gumbel
+from segue.kernels.triton.launch import begin, launch_options, let_next_start
+from segue.kernels.triton.top_k_top_p import draw_filtered
+from segue.messages.steps import NON_FINITE
+
+_BLOCK = 128  # as in segue.sampling.gumbel_max
+_BLOCKS = 32  # a program; 128 took 229 instead of 141 µs for 256 rows of 151,936
+
+
+Filters = tuple[Tensor, Tensor, Tensor]
+"""Top-k, top-p and min-p by batch row."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabPart:
+    """One rank's part of the vocabulary."""
+
+    one_shot: OneShot
+    start: int  # a multiple of 128
+    vocab_size: int  # of all ranks' parts together
+
+
+@triton.jit
+def _partial_sum(x, maxima, sums, at):
+    """Store the maximum of a chunk of logits and the sum of exponentials below it."""
+    top = tl.max(tl.max(x, 1), 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(maxima + at, top)
+    tl.store(sums + at, tl.sum(tl.sum(tl.exp(x - shift), 1), 0))
+
+
+@triton.jit
+def _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS: tl.constexpr):
+    """Add up what `_partial_sum` stored for row `i`."""
+    chunk = tl.arange(0, CHUNKS)
+    here = chunk < num_chunks
+    high = tl.load(maxima + i * num_chunks + chunk, mask=here, other=float("-inf"))
+    total = tl.load(sums + i * num_chunks + chunk, mask=here, other=0.0)
+    top = tl.max(high, 0)
+    return top + tl.log(tl.sum(total * tl.exp(high - top), 0))
+
+
+@triton.jit
+def _sum_chunk(logits, maxima, sums, vocab_size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    i = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(0)
+    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(logits + i * vocab_size + token, mask=token < vocab_size, other=float("-inf"))
+    _partial_sum(x, maxima, sums, i * tl.num_programs(0) + chunk)
+
+
+@triton.jit
+def _sum_row(maxima, sums, out, num_chunks, CHUNKS: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    tl.store(out + i, _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS))
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """float32 `[n]` of float32 `[n, V]`, with the arithmetic of `sample_plain`."""
+    count, vocab_size = logits.shape
+    num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)
+    partial = torch.empty((2, count, num_chunks), device=logits.device)
+    out = torch.empty(count, device=logits.device)
+    if count:
+        _sum_chunk[(num_chunks, count)](
+            logits.contiguous(), *partial, vocab_size, BLOCK=_BLOCK, BLOCKS=_BLOCKS
+        )
+        _sum_row[(count,)](*partial, out, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1)
+    return out
+
+
+@triton.jit
+def _larger(a, b):
+    """The maximum of two, NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _choose_block(
+    logits,
+    rows,
+    positions,
+    temperatures,
+    inverse_temperatures,
+    seeds,
+    num_top,
+    scores,
+    choices,
+    maxima,
+    sums,
+    stride,
+    start,
+    size,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    i = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(0)
+    begin(PDL)
+    row = tl.load(rows + i).to(tl.int64)
+    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
+    largest = tl.reduce(x, 1, _larger)
+    out = i * tl.num_programs(0) + chunk
+    if WHOLE:
+        if tl.load(num_top + row) >= 0:
+            _partial_sum(x, maxima, sums, out)
+    if tl.load(temperatures + row) == 0.0:
+        top = tl.reduce(largest, 0, _larger)
+        first = tl.min(tl.min(tl.where(x == top, token, size), 1), 0)
+        tl.store(scores + out, top.to(tl.float64))
+        tl.store(choices + out, first)
+    else:
+        inverse = tl.load(inverse_temperatures + row)
+        shift = tl.where(largest == float("-inf"), 0.0, largest * inverse)
+        total = tl.sum(tl.exp(x * inverse - shift[:, None]), 1).to(tl.float64)
+        position = tl.load(positions + i).to(tl.int64)
+        noise = gumbel(tl.load(seeds + row), position, start // BLOCK + block)
+        score = tl.log(total) + shift.to(tl.float64) + noise
+        best = tl.max(score, 0)
+        spoilt = tl.max((score != score).to(tl.int32), 0) > 0
+        tl.store(scores + out, tl.where(spoilt, float("inf"), best))
+        tl.store(choices + out, tl.min(tl.where(score == best, block, 2147483647), 0))
+    let_next_start(PDL)
+
+
+@triton.jit
+def _choose_token(
+    logits,
+    rows,
+    positions,
+    temperatures,
+    inverse_temperatures,
+    seeds,
+    num_top,
+    scores,
+    choices,
+    maxima,
+    sums,
+    token_pool,
+    pool_stride,
+    ring,
+    logprob_ring,
+    slot,
+    ring_stride,
+    filtered,
+    inboxes,
+    epochs,
+    most_rows,
+    stride,
+    start,
+    size,
+    vocab_size,
+    num_chunks,
+    FILTERS: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NONE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    begin(PDL)
+    row = tl.load(rows + i).to(tl.int64)
+    position = tl.load(positions + i).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    here = chunk < num_chunks
+    score = tl.load(scores + i * num_chunks + chunk, mask=here, other=float("-inf"))
+    choice = tl.load(choices + i * num_chunks + chunk, mask=here, other=2147483647)
+    spoilt = tl.max(((score != score) | (score == float("inf"))).to(tl.int32), 0) > 0
+    best = tl.where(spoilt, float("inf"), tl.max(score, 0))
+    chosen = tl.min(tl.where(score == best, choice, 2147483647), 0)
+    if tl.load(temperatures + row) > 0.0:
+        lane = tl.arange(0, BLOCK)
+        token = tl.maximum(tl.minimum(chosen, tl.cdiv(size, BLOCK) - 1), 0) * BLOCK + lane
+        x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
+        x = (x * tl.load(inverse_temperatures + row)).to(tl.float64)
+        x += gumbel(tl.load(seeds + row), position, tl.cdiv(vocab_size, BLOCK) + lane)
+        chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
+    chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # a spoilt row chooses nothing
+    if FILTERS:
+        drawn = tl.load(filtered + i)
+        chosen = tl.where(drawn >= 0, drawn, chosen)
+    logit, total = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    if WHOLE:
+        if tl.load(num_top + row) >= 0:
+            logit = tl.load(logits + i * stride + chosen, mask=chosen < size, other=float("-inf"))
+            total = _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS)
+    if WORLD > 1:
+        total = tl.where(size > 0, total, float("-inf"))
+        best, chosen, logit, total = best_of_ranks(
+            best, start + chosen, logit, total, i, inboxes, epochs, most_rows, RANK, WORLD
+        )
+        chosen = tl.minimum(chosen, vocab_size - 1)
+    is_finite = (best > float("-inf")) & (best < float("inf"))
+    line = tl.load(slot).to(tl.int64) * ring_stride + i
+    tl.store(ring + line, tl.where(is_finite, chosen, NONE))
+    if WHOLE:
+        tl.store(token_pool + row * pool_stride + position, tl.where(is_finite, chosen, 0))
+        if tl.load(num_top + row) >= 0:
+            tl.store(logprob_ring + line, logit - total)
+    let_next_start(PDL)
+
+
+def sample_plain(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    *,
+    temperatures: Tensor,
+    inverse_temperatures: Tensor,
+    seeds: Tensor,
+    num_top: Tensor,
+    token_pool: Tensor,
+    ring: Tensor,
+    logprob_ring: Tensor,
+    slot: Tensor,
+    filters: Filters | None = None,
+    part: VocabPart | None = None,
+) -> None:
+    """Sample one token for each of B rows; write it to the token pool and to a line of `ring`.
+
+    Where the logits allow none, the ring gets `NON_FINITE` and the token pool 0.
+
+    Args:
+        logits: float32 `[B, V]`, or the `part` of this rank.
+        rows: int32 `[B]`, batch rows.
+        positions: int32 `[B]`, of the tokens sampled.
+        temperatures: float32, by batch row; 0: the likeliest token, the lowest id among equals.
+        inverse_temperatures: float32, by batch row.
+        seeds: int64, by batch row.
+        num_top: int64, by batch row; negative: no log-probability is wanted, and none is written.
+        token_pool: int32 `[rows, max_seq_len + 1]`.
+        ring: int32 `[slots, at least B]`, may be pinned memory of the host.
+        logprob_ring: float32, of the same shape and strides.
+        slot: int32 `[1]`, the line to write.
+        filters: see `draw_filtered`; None: no row has any. Not with a `part`.
+        part: whose logits these are; all ranks come to the same token, and each writes it.
+    """
+    columns = (temperatures, inverse_temperatures, seeds, num_top)
+    targets = (token_pool, token_pool.stride(0), ring, logprob_ring, slot)
+    _launch(logits, rows, positions, columns, targets, filters=filters, part=part)
+
+
+def choose(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    *,
+    temperatures: Tensor,
+    inverse_temperatures: Tensor,
+    seeds: Tensor,
+    filters: Filters | None = None,
+) -> Tensor:
+    """The tokens that `sample_plain` would write, int64 `[B]`; `rows` and `positions` of any integer type."""
+    tokens = torch.empty((1, len(logits)), dtype=torch.int32, device=logits.device)
+    slot = torch.zeros(1, dtype=torch.int32, device=logits.device)
+    columns = (temperatures, inverse_temperatures, seeds, seeds)
+    targets = (tokens, 0, tokens, logits, slot)
+    _launch(logits, rows, positions, columns, targets, whole=False, filters=filters)
+    return tokens[0].to(torch.int64)
+
+
+def _launch(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    columns: tuple[Tensor, Tensor, Tensor, Tensor],
+    targets: tuple[Tensor | int, ...],
+    *,
+    whole: bool = True,
+    filters: Filters | None = None,
+    part: VocabPart | None = None,
+) -> None:
+    """Run both kernels; those of a `whole` tail also write the token pool and log-probabilities."""
+    logits = logits.contiguous()  # they may be cut out of a vocabulary padded for the ranks
+    count, width = logits.shape
+    start, vocab_size = (part.start, part.vocab_size) if part else (0, width)
+    size = max(0, min(width, vocab_size - start))
+    num_chunks = max(1, triton.cdiv(size, _BLOCK * _BLOCKS))
+    scores = torch.empty((count, num_chunks), dtype=torch.float64, device=logits.device)
+    choices = torch.empty((count, num_chunks), dtype=torch.int32, device=logits.device)
+    partial = torch.empty((2, count, num_chunks), device=logits.device)
+    common = (logits, rows, positions, *columns, scores, choices, *partial)
+    ring = targets[2]
+    assert isinstance(ring, Tensor)
+    assert filters is None or part is None
+    temperatures, inverse_temperatures, seeds, _ = columns
+    filtered = ring
+    if filters is not None:
+        filtered = draw_filtered(logits, rows, positions, temperatures, inverse_temperatures, seeds, *filters)
+    _choose_block[(num_chunks, count)](
+        *common,
+        logits.stride(0),
+        start,
+        size,
+        WHOLE=whole,
+        BLOCK=_BLOCK,
+        BLOCKS=_BLOCKS,
+        **launch_options(4, count),
+    )
+    _choose_token[(count,)](
+        *common,
+        *targets,
+        ring.stride(0),
+        filtered,
+        *((part.one_shot.candidates, part.one_shot.candidate_epochs) if part else (ring, ring)),
+        part.one_shot.sampling_rows if part else 0,
+        logits.stride(0),
+        start,
+        size,
+        vocab_size,
+        num_chunks,
+        FILTERS=filters is not None,
+        RANK=part.one_shot.tp.rank if part else 0,
+        WORLD=part.one_shot.tp.size if part else 1,
+        WHOLE=whole,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        BLOCK=_BLOCK,
+        NONE=NON_FINITE,
+        **launch_options(1, count),
+    )

@@ -1,0 +1,24 @@
+"""Deltas to device state: 32-bit words, wherever they belong, written by one kernel."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from segue.kernels.triton.launch import begin, launch_options, let_next_start
+
+_BLOCK = 512
+
+
+@triton.jit(do_not_specialize=["count"])
+def _scatter(addresses, values, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin(PDL)
+    to = tl.load(addresses + i, mask=i < count, other=0).to(tl.pointer_type(tl.int32))
+    value = tl.load(values + i, mask=i < count, other=0)
+    let_next_start(PDL)
+    tl.store(to, value, mask=i < count)
+
+
+def scatter(addresses: Tensor, values: Tensor, count: int) -> None:
+    """Write `values[i]` (int32) to the byte address `addresses[i]` (int64), i < `count`; none twice."""
+    _scatter[(triton.cdiv(count, _BLOCK),)](addresses, values, count, BLOCK=_BLOCK, **launch_options(4, 1))

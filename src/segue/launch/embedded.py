@@ -1,0 +1,65 @@
+"""The scheduler in a thread of this process: no worker, sockets over ``inproc://``."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from segue.config import EngineConfig
+from segue.launch.channel import Addresses
+from segue.launch.processes import POLL_S
+from segue.logs import logger
+
+
+class EmbeddedScheduler:
+    """Runs what a worker process would; there is no other rank."""
+
+    addresses = Addresses("inproc://to_scheduler", "inproc://to_frontend")
+
+    def __init__(self, config: EngineConfig, run_dir: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._context = context
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """No processes."""
+        return []
+
+    def start(self, on_exit: Callable[[str], None]) -> None:
+        """Start the thread. ``on_exit`` gets a sentence, on that thread, when it ends."""
+        self._thread = threading.Thread(
+            target=self._run, args=(on_exit,), name="segue-scheduler", daemon=True
+        )
+        self._thread.start()
+
+    async def stop(self, polite_s: float, patience_s: float) -> bool:
+        """Wait for the thread to see ``Shutdown``; it cannot be killed. True: it has ended."""
+        deadline = time.monotonic() + max(polite_s, patience_s)
+        while self._is_alive and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+        return not self._is_alive
+
+    @property
+    def _is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _run(self, on_exit: Callable[[str], None]) -> None:
+        pair = (self.addresses.to_scheduler, self.addresses.to_frontend)
+        reason = "the embedded scheduler ended"
+        try:
+            from segue.worker.main import run_scheduler  # torch
+
+            run_scheduler(self._config, self._run_dir, pair, self._context, embedded=True)
+        except Exception as error:
+            logger.exception("the embedded scheduler failed")
+            reason = f"the embedded scheduler failed: {type(error).__name__}: {error}"
+        on_exit(reason)

@@ -1,0 +1,305 @@
+"""One running engine as the frontend sees it: workers, sockets, tokenizer manager; from start to shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar, cast
+
+import zmq
+from msgspec.structs import asdict
+
+from segue.checkpoint.source import ModelSource, resolve
+from segue.config import EngineConfig
+from segue.errors import ConfigError, EngineDeadError, EngineStartError, SegueError
+from segue.frontend.tokenizer import Tokenizer
+from segue.frontend.tokenizer_manager import TokenizerManager, error_of
+from segue.frontend.worker_health import Vitals
+from segue.launch.channel import Addresses, Channel
+from segue.launch.embedded import EmbeddedScheduler
+from segue.launch.processes import WORKER_COMMAND, WorkerProcesses, make_run_dir, socket_addresses
+from segue.logs import logger
+from segue.messages.control import Heartbeat, Ready, SchedulerMessage, Shutdown, StartFailed
+from segue.models.sharding import check_tp_size
+from segue.version import __version__
+
+T = TypeVar("T")
+SECRETS = ("api_key", "admin_api_key")
+# Fields of ``internal_states`` that clients read, of features that this engine does not have.
+NOT_HERE: dict[str, Any] = {
+    "pending_dp_reqs_size": 0,
+    "prefill_decode_size": 0,
+    "disagg_prefill_bootstrap_queue_size": 0,
+    "disagg_prefill_inflight_queue_size": 0,
+    "disagg_decode_prealloc_queue_size": 0,
+    "disagg_decode_transfer_queue_size": 0,
+}
+ABORT_S = 0.7  # for requests that were aborted to end at a shutdown
+STOP_S = 0.8  # for workers to end, before they are killed
+LAST_WORDS_S = 0.3  # between a worker's exit and the arrival of its last message, at most
+
+
+class Runtime:
+    """Made by :meth:`start`; lives on the event loop that made it."""
+
+    def __init__(
+        self, config: EngineConfig, source: ModelSource, *, embedded: bool, command: Sequence[str]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.config = config
+        self.source = source
+        self.died: asyncio.Future[SegueError] = loop.create_future()  # the reason, once the engine is gone
+        self._ready: asyncio.Future[Ready] = loop.create_future()
+        self._manager: TokenizerManager | None = None
+        self._embedded = embedded
+        self._vitals: Vitals | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._context: zmq.Context[Any] = zmq.Context()
+        run_dir = make_run_dir()
+        self._workers: WorkerProcesses | EmbeddedScheduler
+        addresses: Addresses
+        if embedded:
+            self._workers = EmbeddedScheduler(config, run_dir, self._context)
+            addresses = EmbeddedScheduler.addresses
+        else:
+            self._workers = WorkerProcesses(config, run_dir, command)
+            addresses = socket_addresses(run_dir)
+        self._channel = Channel(self._context, addresses, self._receive)
+        self._loop = loop
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, *, embedded: bool = False, command: Sequence[str] = WORKER_COMMAND
+    ) -> Runtime:
+        """Resolve the model, start the workers, wait until they are ready.
+
+        Raises:
+            SegueError: what the workers, or the model's files, complained of.
+            TensorParallelError: the model cannot be cut into as many parts; no worker is started.
+            EngineStartError: a worker ended before it was ready.
+        """
+        if embedded and config.tp != 1:
+            raise ConfigError(
+                f"tp={config.tp}: an embedded engine has one rank; use tp=1 or embedded=False", param="tp"
+            )
+        source = await _in_thread(lambda: resolve(config.model, config.load_format, config.cache_dir))
+        check_tp_size(source.config, config.tp)
+        runtime = cls(config, source, embedded=embedded, command=command)
+        try:
+            runtime._workers.start(runtime._on_exit)
+            tokenizer = await _in_thread(lambda: _load_tokenizer(source))
+            ready = await runtime._ready
+            runtime._manager = TokenizerManager(
+                tokenizer,
+                ready,
+                runtime._channel.send,
+                source.eos_token_ids,
+                max_queued_requests=config.max_queued_requests,
+            )
+            if runtime.died.done():
+                raise EngineStartError(runtime.died.result().message)
+            runtime._watch()
+        except BaseException:
+            await runtime.shutdown()
+            raise
+        return runtime
+
+    @property
+    def manager(self) -> TokenizerManager:
+        """Where requests go."""
+        assert self._manager is not None, "the engine is not ready"
+        return self._manager
+
+    @property
+    def trouble(self) -> SegueError | None:
+        """Why no request can be served now; None: requests can be. Asks no worker."""
+        self._look()
+        return self.manager.trouble
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether the workers do not answer."""
+        self._look()
+        return self.manager.is_hung
+
+    @property
+    def heartbeat_ages(self) -> list[float]:
+        """Seconds since the last heartbeat of each worker, by rank; none if embedded."""
+        return self._vitals.ages(time.monotonic()) if self._vitals is not None else []
+
+    @property
+    def name(self) -> str:
+        """The model's name for clients."""
+        return self.config.served_model_name or self.source.name
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers, by rank; none if embedded."""
+        return self._workers.pids
+
+    async def server_info(self) -> dict[str, Any]:
+        """Options, version, what was decided at start, and the scheduler's state."""
+        state = await self.manager.get_state()
+        kv_tokens = state.state.get("available_kv_tokens", 0)
+        ready = self.manager.ready
+        options = dataclasses.asdict(self.config) | {
+            name: "***" for name in SECRETS if getattr(self.config, name) is not None
+        }
+        return {
+            **options,
+            "version": __version__,
+            "model_path": self.model_path,
+            "served_model_name": self.name,
+            "status": "ready",
+            "max_total_num_tokens": ready.num_pages * ready.page_size,
+            "decided": asdict(ready) | {"init_steps": [asdict(step) for step in ready.init_steps]},
+            "internal_states": [NOT_HERE | {"available_kv_tokens_per_dp": [kv_tokens]} | state.state],
+        }
+
+    @property
+    def model_path(self) -> str:
+        """Where the live weights were loaded from; what a trainer sent since is not told by it."""
+        return self.manager.weights.model_path or self.config.model or self.source.name
+
+    def model_info(self) -> dict[str, Any]:
+        """What is served, and which weights are live."""
+        return {
+            "model_path": self.model_path,
+            "served_model_name": self.name,
+            "model_type": self.source.config.architecture,
+            "is_generation": True,
+            "weight_version": self.manager.weight_version,
+            "tp_size": self.config.tp,
+        }
+
+    async def shutdown(self) -> None:
+        """End requests in flight with what they have, then the workers. May be called again."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._manager is not None:
+            await self._abort_all(self._manager)
+            self._manager.die(EngineDeadError("the engine was shut down"))
+        if not self._ready.cancel() and not self._ready.cancelled():
+            self._ready.exception()  # seen, or not needed any more
+        self._channel.send(Shutdown())
+        polite_s = STOP_S / 2 if self._manager is not None and not self.died.done() else 0.0
+        ended = await self._workers.stop(polite_s, STOP_S)
+        self._channel.close()
+        if ended:  # else a scheduler's thread holds sockets, and this would wait for it
+            self._context.term()
+
+    def _watch(self) -> None:
+        """Judge the workers from now on. An embedded scheduler is of this process, and lives with it."""
+        if self._embedded:
+            return
+        config = self.config
+        self._vitals = Vitals(config.tp, ping_s=config.ping_s, stall_s=config.stall_s, now=time.monotonic())
+        self._watching = self._loop.create_task(self._look_again(self._vitals.period / 2))
+
+    async def _look_again(self, seconds: float) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(seconds)
+
+    def _look(self) -> None:
+        """Have the manager know whether the engine hangs."""
+        if self._vitals is None or self.died.done():
+            return
+        reason = self._vitals.verdict(time.monotonic())
+        if reason is not None and not self.manager.is_hung:
+            logger.error("the engine hangs: %s", reason)
+            self.manager.hang(f"the engine hangs: {reason}; retry later, and if it stays so, restart it")
+        elif reason is None and self.manager.is_hung:
+            logger.warning("the engine goes on")
+            self.manager.recover()
+
+    async def _abort_all(self, manager: TokenizerManager) -> None:
+        if self.died.done() or not manager.num_requests:
+            return
+        manager.abort(abort_all=True, message="the engine is shutting down")
+        try:
+            await asyncio.wait_for(manager.wait_idle(), ABORT_S)
+        except TimeoutError:
+            logger.warning("%d requests did not end at shutdown", manager.num_requests)
+
+    def _receive(self, message: SchedulerMessage) -> None:
+        try:
+            if isinstance(message, Ready):
+                if not self._ready.done():
+                    self._ready.set_result(message)
+            elif isinstance(message, StartFailed):
+                self._fail_start(error_of(message.kind, message.message))
+            elif isinstance(message, Heartbeat):
+                if self._vitals is not None:
+                    self._vitals.note(message, time.monotonic())
+            elif self.died.done():
+                return
+            else:
+                self.manager.receive(message)
+        except Exception as error:
+            logger.exception("the frontend failed on a message of the scheduler")
+            self._die(EngineDeadError(f"the frontend failed: {type(error).__name__}: {error}"))
+
+    def _on_exit(self, reason: str) -> None:
+        """From a watcher's thread: a worker has ended by itself."""
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(self._on_worker_exit, reason)
+
+    def _on_worker_exit(self, reason: str) -> None:
+        if self._stopping or self.died.done():
+            return
+        if not self._ready.done():  # a message that says why may be on its way
+            error = EngineStartError(f"{reason} before it was ready; its log is above")
+            self._loop.call_later(LAST_WORDS_S, self._fail_start, error)
+        elif self._ready.exception() is None:  # else the start has failed, and it says why
+            self._die(EngineDeadError(f"{reason}; the engine is gone, start it again"))
+
+    def _fail_start(self, error: SegueError) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+
+    def _die(self, error: SegueError) -> None:
+        if self.died.done():
+            return
+        logger.error("%s", error.message)
+        self.died.set_result(error)
+        if self._manager is not None:
+            self._manager.die(error)
+
+
+def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
+    return None if source.tokenizer_directory is None else Tokenizer.load(source.tokenizer_directory)
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Like ``asyncio.to_thread``, but once its caller is cancelled nothing waits for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: Exception | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(cast(T, result))
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="segue-start", daemon=True).start()
+    return await future

@@ -1,0 +1,115 @@
+"""Copies and comparisons that leave the steps their threads, streams and memory.
+
+On a CPU all is done in blocks so small that torch uses one thread for them: the others are for the steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+BLOCK = 1 << 15  # elements taken at once
+BLOCK_CUDA = 1 << 22
+
+
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Copy and cast `source` to `target`, of the same shape; between a device and pinned memory no wait."""
+    if target.is_cuda:
+        target.copy_(source, non_blocking=True)
+    elif source.is_cuda:
+        for to, block in _blocks(target, source, limit=BLOCK_CUDA):
+            to.copy_(as_sent(block, target.dtype), non_blocking=True)
+    elif target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
+        np.copyto(_bytes(target), _bytes(source))
+    else:
+        for to, block in _blocks(target, source):
+            to.copy_(block)
+
+
+def as_sent(block: Tensor, dtype: torch.dtype) -> Tensor:
+    """What of a block goes from a device to the host: contiguous and cast."""
+    return block.to(dtype).contiguous()
+
+
+def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[bool]:
+    """Of each tensor whether it has, cast to `dtype`, neither infinities nor NaN."""
+    found = [True] * len(tensors)
+    on_cuda = [index for index, tensor in enumerate(tensors) if tensor.is_cuda and tensor.numel()]
+    if on_cuda:
+        finite = _are_finite_on_cuda([tensors[index] for index in on_cuda], dtype)
+        for index, is_finite in zip(on_cuda, finite, strict=True):
+            found[index] = is_finite
+    for index, tensor in enumerate(tensors):
+        if not tensor.is_cuda:
+            steps_on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            limit = BLOCK_CUDA if steps_on_cuda else BLOCK
+            found[index] = all(_is_finite(block, dtype) for block, _ in _blocks(tensor, tensor, limit=limit))
+    return found
+
+
+def warm_up(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile what updates run on a CUDA device: not while a receive is open, nor in a commit's pause."""
+    from segue.kernels.triton.grouped_copy import GroupedCopy
+
+    source, target = (torch.zeros(64, dtype=dtype, device=device) for _ in range(2))
+    GroupedCopy([(target, source)])()
+    are_finite([source], dtype)
+
+
+def _are_finite_on_cuda(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[bool]:
+    """The same for tensors that are not empty; waits twice for all."""
+    from segue.kernels.triton import grouped_copy
+
+    by_kernel = [grouped_copy.is_searchable(tensor, dtype) for tensor in tensors]
+    searched = [tensor for tensor, here in zip(tensors, by_kernel, strict=True) if here]
+    rest = [
+        torch.stack(torch.aminmax(tensor)).to(dtype)
+        for tensor, here in zip(tensors, by_kernel, strict=True)
+        if not here
+    ]
+    found = iter(grouped_copy.are_finite(searched, dtype).tolist() if searched else ())
+    others = iter(torch.isfinite(torch.stack(rest)).all(1).tolist() if rest else ())
+    return [next(found if here else others) for here in by_kernel]
+
+
+def equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two tensors of equal shape, cast to `dtype`, have equal bits; also on different devices."""
+    limit = BLOCK_CUDA if one.is_cuda else BLOCK
+    return all(
+        torch.equal(_bits(a, dtype), _bits(b.to(a.device), dtype))
+        for a, b in _blocks(one, other, limit=limit)
+    )
+
+
+def _is_finite(block: Tensor, dtype: torch.dtype) -> bool:
+    if not block.numel():
+        return True
+    low, high = torch.aminmax(block)
+    return math.isfinite(low.to(dtype).item()) and math.isfinite(high.to(dtype).item())
+
+
+def _bits(block: Tensor, dtype: torch.dtype) -> Tensor:
+    return block.to(dtype).contiguous().view(torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    array: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return array
+
+
+def _blocks(one: Tensor, other: Tensor, *, limit: int = BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut two tensors of equal shape into blocks of whole rows, at most `limit` elements each."""
+    if one.numel() <= limit:
+        yield one, other
+        return
+    step = limit // one[0].numel()
+    for start in range(0, len(one), max(step, 1)):
+        if step:
+            yield one[start : start + step], other[start : start + step]
+        else:
+            yield from _blocks(one[start], other[start], limit=limit)

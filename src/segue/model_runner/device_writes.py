@@ -1,0 +1,87 @@
+"""Changes to tensors on the device, gathered on the host and made by one copy and one kernel a step."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Writer(Protocol):
+    """Writes single elements of contiguous tensors of 4- or 8-byte elements."""
+
+    def write(self, tensor: Tensor, index: NDArray[np.int64], values: NDArray[Any]) -> None:
+        """Set elements `index`, counted through the flat tensor, to `values` of the tensor's type.
+
+        No element twice between two flushes.
+        """
+
+    def flush(self) -> None:
+        """Launch what was written since the last flush."""
+
+
+class HostWriter:
+    """On a CPU: at once."""
+
+    def write(self, tensor: Tensor, index: NDArray[np.int64], values: NDArray[Any]) -> None:
+        """See `Writer.write`."""
+        tensor.view(-1).numpy()[index] = values
+
+    def flush(self) -> None:
+        """Nothing is left to do."""
+
+
+class CUDAWriter:
+    """Stages words in a ring of pinned buffers; a buffer is used again when its copy is done."""
+
+    _RING = 4
+
+    def __init__(self, device: torch.device, capacity: int = 1 << 15) -> None:
+        """`capacity`: words a copy; more take several."""
+        self._capacity = capacity
+        self._staged = [torch.empty(3 * capacity, dtype=torch.int32).pin_memory() for _ in range(self._RING)]
+        self._arrived = [
+            torch.empty(3 * capacity, dtype=torch.int32, device=device) for _ in range(self._RING)
+        ]
+        self._copied = [torch.Event(device) for _ in range(self._RING)]
+        self._next = 0
+        self._addresses: list[NDArray[np.int64]] = []
+        self._values: list[NDArray[np.int32]] = []
+
+    def write(self, tensor: Tensor, index: NDArray[np.int64], values: NDArray[Any]) -> None:
+        """See `Writer.write`."""
+        size = tensor.element_size()
+        addresses = tensor.data_ptr() + index * size
+        words = np.ascontiguousarray(values).view(np.int32)
+        if size == 8:
+            addresses = (addresses[:, None] + np.array([0, 4])).ravel()
+        self._addresses.append(addresses)
+        self._values.append(words)
+
+    def flush(self) -> None:
+        """See `Writer.flush`."""
+        from segue.kernels.triton.scatter import scatter
+
+        if not self._addresses:
+            return
+        addresses, values = np.concatenate(self._addresses), np.concatenate(self._values)
+        self._addresses, self._values = [], []
+        for start in range(0, len(values), self._capacity):
+            count = min(self._capacity, len(values) - start)
+            slot, self._next = self._next, (self._next + 1) % self._RING
+            self._copied[slot].synchronize()
+            staged, arrived = self._staged[slot], self._arrived[slot]
+            host = staged.numpy()
+            host[: 2 * count].view(np.int64)[:] = addresses[start : start + count]
+            host[2 * count : 3 * count] = values[start : start + count]
+            arrived[: 3 * count].copy_(staged[: 3 * count], non_blocking=True)
+            self._copied[slot].record()
+            scatter(arrived[: 2 * count].view(torch.int64), arrived[2 * count :], count)
+
+
+def make_writer(device: torch.device) -> Writer:
+    """The writer for tensors on `device`."""
+    return HostWriter() if device.type == "cpu" else CUDAWriter(device)

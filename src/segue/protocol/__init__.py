@@ -1,1 +1,0 @@
-"""What crosses a process border: structs and request bodies, no logic."""

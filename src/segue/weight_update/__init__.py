@@ -1,0 +1,1 @@
+"""New weights for a running engine."""

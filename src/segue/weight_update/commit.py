@@ -1,0 +1,43 @@
+"""Copying what was staged onto the live weights, between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+
+class Copies:
+    """Copies and casts of tensors onto others: prepared, so that the pause for them is short."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], *, gently: bool = False) -> None:
+        """Each pair's second tensor is to come onto its first; on CUDA the current stream is used.
+
+        On CUDA one kernel does all that is there, contiguous, aligned and needs no cast; ``gently``: slower,
+        beside the steps.
+        """
+        grouped: list[tuple[Tensor, Tensor]] = []
+        self._rest: list[tuple[Tensor, Tensor]] = []
+        for to, source in pairs:
+            (grouped if is_groupable(to, source) else self._rest).append((to, source))
+        self._grouped: Callable[[], None] | None = None
+        if grouped:
+            from segue.kernels.triton.grouped_copy import GroupedCopy  # Triton is not there without CUDA
+
+            self._grouped = GroupedCopy(grouped, gently=gently)
+
+    def write(self) -> None:
+        """Copy; on CUDA as the current stream's next work. No address changes."""
+        if self._grouped is not None:
+            self._grouped()
+        for to, source in self._rest:
+            to.copy_(source, non_blocking=True)
+
+
+def is_groupable(to: Tensor, source: Tensor) -> bool:
+    """Whether the one kernel can do this copy."""
+    if not (to.is_cuda and source.device == to.device and to.dtype == source.dtype):
+        return False
+    from segue.kernels.triton.grouped_copy import is_whole
+
+    return is_whole(to) and is_whole(source)

@@ -1,0 +1,345 @@
+"""Weight updates: what clients ask for, and what is refused.
+
+How an update goes on from there is in `weight_machine.py`.
+"""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from segue.messages.weight_update import (
+    AbortSession,
+    BeginUpdate,
+    CheckWeights,
+    CommitSession,
+    Complete,
+    EndUpdate,
+    GetUpdateStatus,
+    GetWeights,
+    Inspect,
+    Join,
+    JoinGroup,
+    Leave,
+    LeaveGroup,
+    Manifest,
+    Prepare,
+    RankReply,
+    SetVersion,
+    UpdateFromDisk,
+    UpdateFromDistributed,
+    UpdateFromTensor,
+    WeightCall,
+)
+from segue.weight_update.control.fan_out import problems
+from segue.weight_update.control.merge_replies import merge
+from segue.weight_update.control.session import RECEIVE_S, Phase, Session
+from segue.weight_update.control.state_machine import WeightMachine
+
+
+class WeightControl(WeightMachine):
+    """The calls to one engine's state machine; each is answered once."""
+
+    def request(self, message: WeightCall, now: float) -> None:
+        """A call of the frontend."""
+        call, request = message.call, message.request
+        match request:
+            case JoinGroup():
+                self._join(call, request, now)
+            case LeaveGroup():
+                self._leave(call, request, now)
+            case Prepare():
+                self._prepare(call, request, now)
+            case Complete():
+                self._complete(call, request, now)
+            case CommitSession():
+                self._commit_session(call, request, now)
+            case AbortSession():
+                self._abort_session(call, request, now)
+            case GetUpdateStatus():
+                self._answer([call], True, **self.status(now))
+            case UpdateFromDistributed() | UpdateFromDisk() | UpdateFromTensor():
+                self._single(call, request, now)
+            case BeginUpdate():
+                self._begin(call, now)
+            case EndUpdate():
+                self._end_group(call, now)
+            case SetVersion():
+                self._set_version(call, request)
+            case GetWeights() | CheckWeights():
+                self._inspect(call, request)
+
+    # --- groups ---
+
+    def withdraw(self, call: int) -> None:
+        """Nobody waits for the answer to a call: a group that only it asked for is not joined."""
+        self._joins.withdraw(call)
+
+    def _join(self, call: int, request: JoinGroup, now: float) -> None:
+        group, size = request.group, self._num_ranks
+        if not 1 <= group.rank_offset <= group.world_size - size:
+            rule = f"must be 1 to world_size - {size} (rank 0 is the trainer, this engine has {size} ranks)"
+            text = f"rank_offset={group.rank_offset} in world_size={group.world_size}: rank_offset {rule}"
+            self._answer([call], False, text)
+            return
+        refusal = self._joins.refusal(group)
+        if refusal is not None:
+            self._answer([call], False, refusal)
+            return
+        joining = self._joins.wait(call, group, request.timeout_s, now)
+        if joining is None:  # it is being joined already
+            return
+
+        def joined(replies: list[RankReply], now: float) -> None:
+            wrong, calls = problems(replies), self._joins.end(joining)
+            for name in {name for reply in replies for name in reply.fields.get("dropped", ())} - {
+                group.name
+            }:
+                self.groups.pop(name, None)  # its trainer has gone
+                if self.session is not None and self.session.phase is not Phase.RECEIVED:
+                    self._end_session_of(name, "has lost its trainer", now)
+            is_new = any(reply.fields.get("is_new") for reply in replies)
+            if is_new:
+                self._end_session_of(group.name, "was joined anew", now)
+            if wrong:
+                if is_new:  # on some ranks only
+                    self.groups.pop(group.name, None)
+                    self._calls.tell(lambda _, inner: Leave(call=inner, name=group.name))
+                self._answer(calls, False, wrong)
+            else:
+                self.groups[group.name] = group
+                self._answer(calls, True, f"Joined group {group.name!r}.")
+
+        self._calls.tell(lambda _, inner: Join(call=inner, group=group, timeout_s=request.timeout_s), joined)
+
+    def _leave(self, call: int, request: LeaveGroup, now: float) -> None:
+        name = request.name
+        if name not in self.groups:
+            self._answer([call], False, self._no_group(name))
+            return
+        self._end_session_of(name, "was destroyed", now)
+        self._ended = None
+        del self.groups[name]
+
+        def left(replies: list[RankReply], now: float) -> None:
+            wrong = problems(replies)
+            self._answer([call], not wrong, wrong or f"Left group {name!r}.")
+
+        self._calls.tell(lambda _, inner: Leave(call=inner, name=name), left)
+
+    def _end_session_of(self, name: str, why: str, now: float) -> None:
+        """Of a group that is no more; a commit needs none."""
+        session = self.session
+        if session is not None and session.group_name == name and session.phase is not Phase.COMMITTING:
+            self._abort(session, f"group {name!r} {why}", now)
+
+    def _no_group(self, name: str) -> str:
+        known = f"known: {', '.join(map(repr, sorted(self.groups)))}" if self.groups else "there is none"
+        return f"unknown group {name!r} ({known}); join it with /init_weights_update_group first"
+
+    # --- a session in two phases ---
+
+    def _prepare(self, call: int, request: Prepare, now: float) -> None:
+        manifest, session = request.manifest, self.session
+        if session is not None:
+            same = session.kind == "session" and session.manifest == manifest
+            named = request.session_id is not None and session.id == request.session_id
+            if same and (
+                named or (request.session_id is None and session.phase.value <= Phase.PREPARED.value)
+            ):
+                session.preparing.append(call)
+                self._answer_prepared(session)
+                return
+        self._ended = None
+        refusal = self._refusal(manifest, is_partial=manifest.partial)
+        if refusal is None and request.num_buckets not in (None, len(manifest.buckets)):
+            refusal = f"num_buckets={request.num_buckets}, but buckets has {len(manifest.buckets)} entries"
+        if refusal is not None:
+            self._answer([call], False, refusal)
+            return
+        session = self._open("session", now, request.session_id)
+        session.manifest = manifest
+        session.weight_version = request.weight_version
+        session.timeout_s, session.arm_timeout_s = request.timeout_s, request.arm_timeout_s
+        session.preparing.append(call)
+        self._stage(session, manifest, now)
+
+    def _complete(self, call: int, request: Complete, now: float) -> None:
+        session = self._find(call, request.session_id, request.group_name)
+        if session is None:
+            return
+        if session.phase is Phase.COMMITTING:
+            session.ending.append(call)
+            return
+        session.ending.append(call)
+        session.flush_cache = session.flush_cache or request.flush_cache
+        if session.then != "commit":  # another call may have asked for it
+            session.then = "commit" if request.commit else "answer"
+        if session.phase is Phase.RECEIVED:
+            self._on_all_there(session, now)
+        else:
+            session.answer_by = now + session.timeout_s
+
+    def _commit_session(self, call: int, request: CommitSession, now: float) -> None:
+        session = self._find(call, request.session_id, None)
+        if session is None:
+            return
+        if session.phase not in (Phase.RECEIVED, Phase.COMMITTING):
+            self._answer([call], False, f"session {session.id!r} is {self.state}; complete it first")
+            return
+        session.ending.append(call)
+        if session.phase is Phase.RECEIVED:
+            session.flush_cache = session.flush_cache or request.flush_cache
+            self._hold(session, now)
+
+    def _abort_session(self, call: int, request: AbortSession, now: float) -> None:
+        session = self.session
+        if session is None and self._undone is not None and request.session_id is None:
+            self._undone = None
+            self._answer([call], True, "The update was undone; the weights are as they were.")
+        elif session is None or request.session_id not in (None, session.id):
+            self._answer([call], False, self._not_open(request.session_id))
+        elif session.phase is Phase.COMMITTING:
+            self._answer([call], False, f"session {session.id!r} is being committed, which takes a moment")
+        else:
+            self._abort(session, "it was aborted by a client", now)
+            self._undone = None
+            self._answer([call], True, f"Session {session.id!r} was aborted; the weights are as they were.")
+
+    def _find(self, call: int, session_id: str | None, group_name: str | None) -> Session | None:
+        """The open session, if it is the one that is meant; else the call is answered."""
+        session = self.session
+        if session is not None and session.kind == "session":
+            if session_id not in (None, session.id):
+                text = f"session {session_id!r} is not open; {session.id!r} is ({self.state})"
+                self._answer([call], False, text)
+                return None
+            if group_name not in (None, session.group_name):
+                text = f"session {session.id!r} is of group {session.group_name!r}, not {group_name!r}"
+                self._answer([call], False, text)
+                return None
+            return session
+        if self._ended is not None:
+            name, group, answer = self._ended
+            if session_id in (None, name) and group_name in (None, group):
+                self._answers.append(structs.replace(answer, call=call))
+                return None
+        self._answer([call], False, self._not_open(session_id))
+        return None
+
+    def _not_open(self, session_id: str | None) -> str:
+        named = "no session" if session_id is None else f"no session {session_id!r}"
+        return f"{named} is open; /prepare_weights_update opens one"
+
+    # --- the older calls ---
+
+    def _single(
+        self, call: int, request: UpdateFromDistributed | UpdateFromDisk | UpdateFromTensor, now: float
+    ) -> None:
+        manifest = request.manifest if isinstance(request, UpdateFromDistributed) else None
+        session = self.session
+        if session is not None and session.kind == "group of calls" and session.phase is Phase.RECEIVED:
+            if manifest is not None and (refusal := self._receive_refusal(manifest)):
+                self._answer([call], False, refusal)
+                return
+            session.then = "answer"
+        else:
+            refusal = self._refusal(manifest, is_partial=not isinstance(request, UpdateFromDisk))
+            if refusal is not None:
+                self._refuse(call, manifest, refusal, now)
+                return
+            session = self._open("call", now)
+            session.then = "commit"
+            if manifest is not None:
+                session.arm_timeout_s = RECEIVE_S  # the client sends at once
+        session.ending.append(call)
+        session.weight_version = request.weight_version or session.weight_version
+        session.flush_cache = session.flush_cache or request.flush_cache
+        session.abort_all = session.abort_all or request.abort_all
+        match request:
+            case UpdateFromDistributed():
+                self._stage(session, request.manifest, now)
+            case UpdateFromDisk():
+                self._load(session, request, now)
+            case UpdateFromTensor():
+                self._take(session, request, now)
+
+    def _refuse(self, call: int, manifest: Manifest | None, refusal: str, now: float) -> None:
+        """A client that sends already is let finish, where that can be received."""
+        if manifest is None or self.session is not None or self._receive_refusal(manifest):
+            self._answer([call], False, refusal)
+            return
+        session = self._open("call", now)
+        session.arm_timeout_s, session.then, session.refusal = RECEIVE_S, "refuse", refusal
+        session.ending.append(call)
+        self._stage(session, structs.replace(manifest, discard=True), now)
+
+    def _begin(self, call: int, now: float) -> None:
+        refusal = self._refusal(None, is_partial=True)
+        if refusal is not None:
+            self._answer([call], False, refusal)
+            return
+        session = self._open("group of calls", now)
+        session.phase = Phase.RECEIVED  # all of nothing
+        self._notify()
+        self._answer([call], True, "The calls that follow become live together, at /end_weight_update.")
+
+    def _end_group(self, call: int, now: float) -> None:
+        session = self.session
+        if session is None and self._undone is not None:
+            text = f"the update has failed ({self._undone}); the weights are as they were"
+            self._undone = None
+            self._answer([call], False, text)
+        elif session is None or session.kind != "group of calls":
+            self._answer([call], False, "no update was begun; /begin_weight_update begins one")
+        elif session.phase is not Phase.RECEIVED:
+            self._answer([call], False, f"a call of this update is still {self.state}; end it behind that")
+        elif session.is_empty:
+            self._close(session)
+            self._answer([call], True, "Nothing was sent; the weights are as they were.")
+        else:
+            session.ending.append(call)
+            self._hold(session, now)
+
+    # --- whether an update may begin ---
+
+    def _refusal(self, manifest: Manifest | None, *, is_partial: bool) -> str | None:
+        """Why an update cannot begin now."""
+        if self.session is not None:
+            session = self.session
+            way = "end it" if session.kind == "group of calls" else "complete or abort it"
+            return f"session {session.id!r} is open ({self.state}); {way} first"
+        if self._undone is not None:
+            return f"the update that was begun has failed ({self._undone}); end it with /end_weight_update"
+        if manifest is not None and (refusal := self._receive_refusal(manifest)):
+            return refusal
+        if self.poisoned is not None and is_partial:
+            return f"the weights are poisoned ({self.poisoned}); send all of them"
+        return None
+
+    def _receive_refusal(self, manifest: Manifest) -> str | None:
+        if manifest.group_name not in self.groups:
+            return self._no_group(manifest.group_name)
+        if self._port.receive_requires_pause and not self._port.stands_still:
+            return "generation runs, and --weight-recv-requires-pause is set; POST /pause_generation first"
+        return None
+
+    # --- versions, and looking ---
+
+    def _set_version(self, call: int, request: SetVersion) -> None:
+        if request.abort_all:
+            self._answers.append(self._port.abort_all())
+        self._port.rename(request.version)
+        self._notify()  # first: who has the answer may ask the frontend
+        self._answer([call], True, f"Weight version is {request.version!r}.", new_version=request.version)
+
+    def _inspect(self, call: int, request: GetWeights | CheckWeights) -> None:
+        def seen(replies: list[RankReply], now: float) -> None:
+            if wrong := problems(replies):
+                self._answer([call], False, wrong)
+                return
+            fields = merge(request, [reply.fields for reply in replies])
+            differing = fields.get("differ", [])
+            text = f"{len(differing)} tensors differ from the snapshot." if differing else ""
+            self._answer([call], not differing, text, **fields)
+
+        self._calls.tell(lambda _, inner: Inspect(call=inner, request=request), seen)

@@ -1,0 +1,154 @@
+"""Looking at the live weights, by the names they have in a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue.distributed.info import TPInfo
+from segue.errors import InvalidRequestError
+from segue.memory.checksum import MASK, scramble
+from segue.memory.tensor_ops import BLOCK, BLOCK_CUDA, equal
+from segue.messages.weight_update import CheckWeights, GetWeights
+from segue.models import weight_map
+from segue.models.weight_map import Slice
+from segue.weight_update.served import LiveWeights, box_of
+
+_MOST = 1 << 20  # values in an answer, which one process makes lists of while generation waits
+_MOST_ROWS = 100  # may be more than that: what is asked for by default is never too much
+
+
+class Inspector:
+    """Answers `Inspect`; to be asked where the steps run. It keeps the one snapshot there may be."""
+
+    def __init__(self, live: LiveWeights) -> None:
+        self._live = live
+        self._snapshot: dict[str, Tensor] | None = None  # parameter -> its values, in the host's memory
+        self._counted: dict[str, tuple[Slice, ...]] | None = None
+
+    def answer(self, request: GetWeights | CheckWeights) -> dict[str, Any]:
+        """The reply's fields of this rank; `merge.merge` makes one of all ranks'.
+
+        Raises:
+            InvalidRequestError: no such tensor, or nothing to compare with.
+        """
+        if isinstance(request, GetWeights):
+            return self._values(request.name, request.truncate_size)
+        if request.action == "checksum":
+            return {"checksums": self._checksums()}
+        if request.action == "snapshot":
+            self._snapshot = {
+                name: self._live.arena.view(name).to("cpu", copy=True) for name in self._live.arena.table
+            }
+            return {"num_bytes": self._live.arena.num_bytes}
+        return {"differ": self._differing()}
+
+    def _values(self, name: str, size: int) -> dict[str, Any]:
+        table = self._live.table
+        meaning = table.aliases.get(name, name)
+        if meaning not in table.slices:
+            raise InvalidRequestError(f"{name!r} is not a tensor of this model", param="name")
+        shape = table.shapes[meaning]
+        if len(shape) > 2:
+            raise InvalidRequestError(
+                f"{name!r} holds many experts; ask for one: {table.stacked[name][0]}", param="name"
+            )
+        if size < 0:
+            raise InvalidRequestError(
+                f"truncate_size is {size}; it cannot be negative", param="truncate_size"
+            )
+        columns = shape[1] if len(shape) == 2 else 1
+        most = max(_MOST_ROWS, _MOST // columns)
+        if min(size, shape[0]) > most:
+            raise InvalidRequestError(
+                f"truncate_size is {size}: that many rows of {name!r}, of {columns} values each, are more "
+                f"than {_MOST} values; ask for {most} at most",
+                param="truncate_size",
+            )
+        parts = []
+        for part in table.slices[meaning]:
+            rows = part.source[0]
+            count = min(size, rows.stop) - rows.start
+            if count > 0:
+                values = self._view(part)[:count].float().cpu().contiguous()
+                place = [
+                    [rows.start, rows.start + count],
+                    *([box.start, box.stop] for box in part.source[1:]),
+                ]
+                parts.append({"place": place, "float32": values.numpy().tobytes()})
+        return {"shape": [min(size, shape[0]), *shape[1:]], "parts": parts}
+
+    def _checksums(self) -> dict[str, int]:
+        if self._counted is None:
+            self._counted = _counted(self._live)
+        names = [name for name in self._counted if self._counted[name]]
+        sums = [
+            torch.stack([self._checksum(name, part) for part in self._counted[name]]).sum() for name in names
+        ]
+        found = torch.stack(sums).tolist() if sums else []
+        return {name: value & MASK for name, value in zip(names, found, strict=True)}
+
+    def _checksum(self, name: str, part: Slice) -> Tensor:
+        view = self._view(part)
+        rows, columns = (view, part.source[1]) if view.dim() == 2 else (view[:, None], slice(0, 1))
+        key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+        of_columns = _weights(columns.start, rows.shape[1], 1, view.device)
+        of_rows = _weights(part.source[0].start, rows.shape[0], key, view.device)
+        total = torch.zeros((), dtype=torch.int64, device=view.device)
+        step = max(1, (BLOCK_CUDA if view.is_cuda else BLOCK) // rows.shape[1])
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[view.itemsize]
+        for start in range(0, len(rows), step):
+            block = rows[start : start + step].view(kind).long()
+            total += block.mul_(of_columns).sum(1).mul_(of_rows[start : start + step]).sum()
+        return total
+
+    def _differing(self) -> list[str]:
+        if self._snapshot is None:
+            raise InvalidRequestError(
+                "there is no snapshot to compare with: take one first (action 'snapshot')"
+            )
+        table, arena = self._live.table, self._live.arena
+        changed = {
+            name
+            for name, values in self._snapshot.items()
+            if not equal(arena.view(name), values, self._live.dtype)
+        }
+        return [
+            name
+            for name in table.names
+            if any(
+                part.parameter in changed
+                and not equal(self._view(part), self._remembered(part), self._live.dtype)
+                for part in table.slices[name]
+            )
+        ]
+
+    def _remembered(self, part: Slice) -> Tensor:
+        assert self._snapshot is not None
+        return box_of(self._snapshot[part.parameter], part.destination, len(part.source))
+
+    def _view(self, part: Slice) -> Tensor:
+        return box_of(self._live.arena.view(part.parameter), part.destination, len(part.source))
+
+
+def _counted(live: LiveWeights) -> dict[str, tuple[Slice, ...]]:
+    """The slices that this rank counts: of those that several ranks hold alike the first rank's."""
+    table, tp = live.table, live.tp
+    if tp.rank == 0:
+        return {name: table.slices[name] for name in table.names}
+    before = weight_map.build(live.config, TPInfo(rank=tp.rank - 1, size=tp.size)).slices
+    return {
+        name: tuple(
+            part for part in table.slices[name] if all(part.source != held.source for held in before[name])
+        )
+        for name in table.names
+    }
+
+
+def _weights(first: int, count: int, key: int, device: torch.device) -> Tensor:
+    """An odd int64 for each of `count` places from `first`."""
+    places = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
+    return scramble(places.mul_(2 * key + 1)).bitwise_or_(1)

@@ -1,0 +1,125 @@
+"""What a trainer says it will send, held against what this rank's model takes, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+
+import msgspec
+
+from segue.messages.weight_update import Bucket, Manifest
+from segue.models.weight_map import NameTable
+
+DTYPES = {  # as clients write them, without "torch." -> torch's name
+    "float64": "float64", "double": "float64", "fp64": "float64", "f64": "float64",
+    "float32": "float32", "float": "float32", "fp32": "float32", "f32": "float32",
+    "float16": "float16", "half": "float16", "fp16": "float16", "f16": "float16",
+    "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "int64": "int64", "long": "int64", "int32": "int32", "int": "int32", "int16": "int16", "short": "int16",
+    "int8": "int8", "uint8": "uint8", "bool": "bool",
+}  # fmt: skip
+FLOATS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_SIZES = {**FLOATS, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+
+_SHOWN = 20  # problems told one by one
+
+
+def dtype_name(text: str) -> str | None:
+    """Torch's name, without "torch.", of the dtype that a client calls `text`; None if there is none."""
+    return DTYPES.get(text.strip().removeprefix("torch.").lower())
+
+
+def tensors(manifest: Manifest) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name, torch's dtype name and shape of each tensor, in order; of a manifest without problems."""
+    for bucket in manifest.buckets:
+        for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+            yield name, dtype_name(dtype) or dtype, tuple(shape)
+
+
+def normalised(manifest: Manifest) -> Manifest:
+    """The same, without problems, with torch's names of the dtypes."""
+    buckets = [
+        msgspec.structs.replace(bucket, dtypes=[dtype_name(dtype) or dtype for dtype in bucket.dtypes])
+        for bucket in manifest.buckets
+    ]
+    return msgspec.structs.replace(manifest, buckets=buckets)
+
+
+def bucket_bytes(bucket: Bucket) -> int:
+    """Bytes of a bucket on the wire."""
+    return sum(
+        prod(shape) * ITEM_SIZES[dtype_name(dtype) or dtype]
+        for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True)
+    )
+
+
+def landing_bytes(manifest: Manifest, is_direct: Callable[[str], bool] = lambda name: False) -> int:
+    """Bytes of the two buffers that broadcasts land in; alone, tensors that are `is_direct` need none."""
+    if manifest.flattened:
+        return 2 * max(map(bucket_bytes, manifest.buckets), default=0)
+    sizes = (
+        prod(shape) * ITEM_SIZES[dtype] for name, dtype, shape in tensors(manifest) if not is_direct(name)
+    )
+    return 2 * max(sizes, default=0)
+
+
+def check(manifest: Manifest, table: NameTable) -> list[str]:
+    """What is wrong with `manifest`, each problem in words and by name; no more than some twenty.
+
+    Of what is to be discarded only that which it takes to receive it.
+    """
+    problems = _wire_problems(manifest)
+    if not problems and not manifest.discard:
+        problems = _weight_problems(manifest, table)
+    return first(problems)
+
+
+def first(problems: list[str]) -> list[str]:
+    """As many as a message can have, and how many more there are."""
+    hidden = len(problems) - _SHOWN
+    return [*problems[:_SHOWN], f"and {hidden} more"] if hidden > 0 else problems
+
+
+def _wire_problems(manifest: Manifest) -> list[str]:
+    problems = []
+    for index, bucket in enumerate(manifest.buckets):
+        counts = (len(bucket.names), len(bucket.dtypes), len(bucket.shapes))
+        if len(set(counts)) > 1:
+            problems.append(
+                f"bucket {index} has {counts[0]} names, {counts[1]} dtypes and {counts[2]} shapes; it needs "
+                "as many of each"
+            )
+            continue
+        for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+            if dtype_name(dtype) is None:
+                problems.append(f"{name!r} has dtype {dtype!r}; known are {', '.join(ITEM_SIZES)}")
+            if any(size < 0 for size in shape):
+                problems.append(f"{name!r} has shape {shape}; a size cannot be negative")
+    return problems
+
+
+def _weight_problems(manifest: Manifest, table: NameTable) -> list[str]:
+    problems = []
+    names: set[str] = set()
+    brought: dict[str, str] = {}  # name, never a stacked one -> the name that brings it
+    for name, dtype, shape in tensors(manifest):
+        expected = table.shapes.get(table.aliases.get(name, name))
+        if name in names:
+            problems.append(f"{name!r} is there more than once")
+            continue
+        names.add(name)
+        if expected is None:
+            problems.append(f"{name!r} is not a tensor of this model")
+            continue
+        if shape != expected:
+            problems.append(f"{name!r} has shape {list(shape)}; this model's has {list(expected)}")
+        if dtype not in FLOATS:
+            problems.append(f"{name!r} has dtype {dtype}; weights have one of {', '.join(FLOATS)}")
+        twice = [each for each in table.stacked.get(name, (name,)) if brought.setdefault(each, name) != name]
+        if twice:
+            problems.append(f"{name!r} brings {twice[0]!r}, which {brought[twice[0]]!r} brings too")
+    if not manifest.partial:
+        missing = table.missing(brought)
+        problems += [f"{name!r} is missing; partial: true would allow it" for name in missing]
+    unknown = [name for name in manifest.checksums or () if name not in names]
+    return problems + [f"{name!r} has a checksum and is in no bucket" for name in unknown]

@@ -1,0 +1,399 @@
+"""Tensors in the body of a request: their values, or handles to GPU memory that another process owns.
+
+A payload is safetensors bytes, or a pickle as SGLang's clients make it: a list of (name, tensor), or a
+flattened bucket, where one tensor holds the bytes of all, and records tell which are whose.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from segue.errors import InvalidRequestError
+from segue.weight_update.payload.pickle_machine import REMEDY
+from segue.weight_update.payload.unpickle import (
+    DTYPES,
+    CudaView,
+    EmptyStorage,
+    PerRank,
+    SavedStorage,
+    TensorMetadata,
+    View,
+    load,
+    read_saved,
+)
+
+Form = Literal["safetensors", "flattened_bucket"]
+NamedTensors = list[tuple[str, Tensor]]
+
+LOAD_FORMATS = (None, "flattened_bucket")
+
+# Of torch's CUDA IPC: bytes of an event's handle, and counters in the shared file that says who still reads.
+_EVENT_HANDLE = 64
+_NUM_COUNTERS = 10_000
+_MAX_NAME = 1024  # characters of a tensor's name
+_BYTES_PER_TENSOR = 8  # an honest pickle has more for each, even for one whose memory another has too
+_FREE_TENSORS = 64
+_COUNTER_FILE = re.compile(rb"/torch_[A-Za-z0-9_]{1,64}")
+
+
+def decode(payload: bytes, load_format: str | None, device: torch.device, *, rank: int = 0) -> NamedTensors:
+    """The tensors of ``payload``, with their names, where they lie: values on the CPU, handles on their GPU.
+
+    Args:
+        payload: as it was before base64.
+        load_format: None or "flattened_bucket"; it is the payload that says which of the forms it has.
+        device: of this rank; GPU memory needs one with CUDA.
+        rank: this tensor-parallel rank, for a pickle with one tensor a rank in it.
+
+    Tensors in GPU memory are the sender's own: they are to be copied, and dropped, before it may change them.
+    Names may come twice.
+
+    Raises:
+        InvalidRequestError: the payload is in no known form, not whole, or does not fit its own description.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise InvalidRequestError(
+            f"load_format is {load_format!r}; null and 'flattened_bucket' are known", param="load_format"
+        )
+    if _is_safetensors(payload):
+        try:
+            return list(safetensors.torch.load(payload).items())
+        except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            raise InvalidRequestError(f"the payload is no whole safetensors file ({error})") from error
+    if payload[:1] != pickle.PROTO:
+        raise InvalidRequestError(
+            f"the payload ({len(payload)} bytes) is neither safetensors nor a pickle; {REMEDY}"
+        )
+    builder = _Builder(
+        device=device, rank=rank, max_tensors=len(payload) // _BYTES_PER_TENSOR + _FREE_TENSORS
+    )
+    try:
+        return builder.tensors(load(payload))
+    except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, LookupError) as error:
+        raise InvalidRequestError(
+            f"the payload's tensors cannot be built ({str(error)[:300]}); {REMEDY}"
+        ) from error
+
+
+def encode(named_tensors: Iterable[tuple[str, Tensor]], form: Form = "safetensors") -> bytes:
+    """What :func:`decode` reads: the values, or for "flattened_bucket" on a GPU a handle to a copy there.
+
+    The copy is one new tensor. torch keeps it until the reader has dropped what it decoded, and takes it back
+    at the next ``torch.cuda.ipc_collect()``.
+    """
+    tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
+    if form == "safetensors":
+        # clones: tied weights share memory, which the format refuses
+        return safetensors.torch.save({name: tensor.cpu().contiguous().clone() for name, tensor in tensors})
+    return pickle.dumps(_bucket(tensors))
+
+
+@dataclass
+class FlattenedTensorMetadata:
+    """A tensor's place in a flattened bucket, under the name that SGLang gave it."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int  # bytes
+    end_idx: int
+    numel: int  # bytes
+
+
+class _InGpuMemory:
+    """A tensor that pickles as a handle, with the UUID of its GPU in place of the index."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+        _, arguments = reduce_tensor(self.tensor)  # type: ignore[no-untyped-call]
+        uuid = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
+        return rebuild_cuda_tensor, (*arguments[:6], uuid, *arguments[7:])
+
+
+def _bucket(tensors: NamedTensors) -> dict[str, Any]:
+    if not tensors:
+        return {"flattened_tensor": None, "metadata": []}
+    flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in tensors])
+    metadata, end = [], 0
+    for name, tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, end - start))
+    return {"flattened_tensor": _InGpuMemory(flat) if flat.is_cuda else flat, "metadata": metadata}
+
+
+def _is_safetensors(payload: bytes) -> bool:
+    return (
+        len(payload) > 8
+        and payload[8:9] == b"{"
+        and int.from_bytes(payload[:8], "little") <= len(payload) - 8
+    )
+
+
+class _Builder:
+    """Tensors of descriptions whose types are known, and nothing else.
+
+    What a payload has once is read, copied and counted once, however often the payload refers to it.
+    """
+
+    def __init__(self, device: torch.device, rank: int, max_tensors: int) -> None:
+        self._device = device
+        self._rank = rank
+        self._max_tensors = max_tensors
+        # By the id of bytes, which are kept with what they are so that the id stays theirs.
+        self._storages: dict[int, tuple[bytes, torch.dtype, Tensor]] = {}
+        self._loaded: dict[int, tuple[bytes, Any]] = {}  # of one rank
+
+    def tensors(self, content: Any) -> NamedTensors:
+        if isinstance(content, dict) and content.keys() == {"flattened_tensor", "metadata"}:
+            return self._unflatten(**content)
+        if not isinstance(content, list):
+            raise InvalidRequestError(f"the payload is a pickled {type(content).__name__}; {REMEDY}")
+        self._check_number(content)
+        return [self._named(pair) for pair in content]
+
+    def _named(self, pair: Any) -> tuple[str, Tensor]:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise InvalidRequestError(f"the payload is a list, but not one of (name, tensor) alone; {REMEDY}")
+        name, what = pair
+        _check_name(name)
+        if isinstance(what, PerRank):
+            what = self._of_this_rank(what)
+        return name, self._tensor(name, what)
+
+    def _of_this_rank(self, record: PerRank) -> Any:
+        values = _field(record, "values")
+        data = values[self._rank] if type(values) is list else None
+        if type(data) is not bytes:
+            raise InvalidRequestError(f"a tensor for each rank is not pickled into a list of bytes; {REMEDY}")
+        if id(data) not in self._loaded:
+            self._loaded[id(data)] = data, load(data)
+        return self._loaded[id(data)][1]
+
+    def _check_number(self, items: list[Any]) -> None:
+        if len(items) > self._max_tensors:
+            raise InvalidRequestError(
+                f"the payload has {len(items)} tensors, more than so few bytes can describe "
+                f"({self._max_tensors}); {REMEDY}"
+            )
+
+    def _tensor(self, name: str, what: Any) -> Tensor:
+        if isinstance(what, View):
+            dtype, raw = self._storage(what.storage)
+            dtype = _dtype(what.dtype or dtype)
+            values = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            _check_view(name, what, values.numel())
+            return values.as_strided(what.size, what.stride, what.offset)
+        if isinstance(what, CudaView):
+            return self._in_gpu_memory(name, what)
+        raise InvalidRequestError(
+            f"the payload has a {type(what).__name__} where tensor {name[:80]!r} should be; {REMEDY}"
+        )
+
+    def _storage(self, what: Any) -> tuple[torch.dtype, Tensor]:
+        if isinstance(what, EmptyStorage):
+            return torch.uint8, torch.empty(0, dtype=torch.uint8)
+        assert isinstance(what, SavedStorage)
+        if id(what.data) not in self._storages:
+            dtype, content = read_saved(what.data)
+            raw = (
+                torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                if content
+                else torch.empty(0, dtype=torch.uint8)
+            )
+            self._storages[id(what.data)] = what.data, dtype, raw
+        return self._storages[id(what.data)][1:]
+
+    def _unflatten(self, flattened_tensor: Any, metadata: Any) -> NamedTensors:
+        if not isinstance(metadata, list) or not all(isinstance(item, TensorMetadata) for item in metadata):
+            raise InvalidRequestError(
+                f"the bucket's metadata is not a list of FlattenedTensorMetadata; {REMEDY}"
+            )
+        if not metadata:
+            return []
+        flat = self._tensor("flattened_tensor", flattened_tensor)
+        if flat.dim() != 1 or not flat.is_contiguous():
+            raise InvalidRequestError(
+                f"flattened_tensor has shape {list(flat.shape)}; it must be flat, without gaps"
+            )
+        self._check_number(metadata)
+        raw, pieces, num_bytes = flat.view(torch.uint8), [], 0
+        for item in metadata:
+            name, piece = _piece(raw, item, flat.itemsize)
+            num_bytes += piece.nbytes
+            if num_bytes > raw.numel():  # pieces may be copied, so all of them together are no more than it
+                raise InvalidRequestError(
+                    f"the tensors of the bucket have more than its {raw.numel()} bytes: some overlap. Give "
+                    "each tensor bytes of its own"
+                )
+            pieces.append((name, piece))
+        return pieces
+
+    def _in_gpu_memory(self, name: str, what: CudaView) -> Tensor:
+        dtype = _dtype(what.dtype)
+        if self._device.type != "cuda":
+            raise InvalidRequestError(
+                f"tensor {name[:80]!r} lies in GPU memory, and this engine runs on {self._device.type}; send "
+                "safetensors bytes"
+            )
+        if not what.storage_bytes:
+            _check_view(name, what, 0)
+            return torch.empty(what.size, dtype=dtype, device=self._device)
+        _check_handles(name, what)
+        _check_view(name, what, what.storage_bytes // dtype.itemsize)
+        device = torch.device("cuda", _device_index(what.device))
+        storage = torch.UntypedStorage._new_shared_cuda(
+            device.index, what.handle, what.storage_bytes, what.storage_offset,
+            what.counter_handle, what.counter_offset, what.event_handle, what.needs_event,
+        )  # fmt: skip
+        _check_allocation(name, storage)
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, what.offset, what.size, what.stride)
+
+
+def _dtype(dtype: Any) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        shown = str(dtype) if isinstance(dtype, torch.dtype) else f"a {type(dtype).__name__}"
+        raise InvalidRequestError(f"the payload has a tensor of dtype {shown}; known: {', '.join(DTYPES)}")
+    return dtype
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or len(name) > _MAX_NAME:
+        shown = f"{name[:80]!r}, {len(name)} characters" if isinstance(name, str) else type(name).__name__
+        raise InvalidRequestError(
+            f"the payload has a tensor called {shown}; a name is text of at most {_MAX_NAME} characters"
+        )
+
+
+def _field(record: Any, name: str) -> Any:
+    fields = record.fields
+    if not isinstance(fields, dict) or name not in fields:
+        raise InvalidRequestError(f"a record of the payload has no field {name!r}; {REMEDY}")
+    return fields[name]
+
+
+def _are_counts(*values: Any) -> bool:
+    return all(type(value) is int and 0 <= value < 1 << 62 for value in values)
+
+
+def _is_shape(shape: Any) -> bool:
+    return (
+        type(shape) in (tuple, list)
+        and len(shape) <= 64
+        and _are_counts(*shape)
+        and _are_counts(prod(max(size, 1) for size in shape))
+    )
+
+
+def _check_view(name: str, view: View | CudaView, num_items: int) -> None:
+    """Hold a view against the elements of its storage; it may not repeat them either (a stride of 0)."""
+    size, stride, offset = view.size, view.stride, view.offset
+    is_sound = (
+        _is_shape(size)
+        and type(stride) in (tuple, list)
+        and len(size) == len(stride)
+        and _are_counts(offset, *stride)
+        and prod(size) <= num_items
+        and (0 in size or offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) < num_items)
+    )
+    if not is_sound:
+        raise InvalidRequestError(
+            f"tensor {name[:80]!r} does not lie within its storage of {num_items} elements; send one that "
+            "does, and is contiguous"
+        )
+
+
+def _piece(raw: Tensor, record: TensorMetadata, unit: int) -> tuple[str, Tensor]:
+    """One tensor of a bucket of bytes, whose indices count ``unit`` bytes."""
+    name, shape, dtype, start, end = (
+        _field(record, field) for field in ("name", "shape", "dtype", "start_idx", "end_idx")
+    )
+    dtype = _dtype(dtype)
+    _check_name(name)
+    is_sound = (
+        _is_shape(shape)
+        and _are_counts(start, end)
+        and start <= end <= raw.numel() // unit
+        and prod(shape) * dtype.itemsize == (end - start) * unit
+    )
+    if not is_sound:
+        raise InvalidRequestError(
+            f"tensor {name[:80]!r} does not fill the part of the bucket's {raw.numel()} bytes that it "
+            "is said to; make the bucket's metadata and its bytes together"
+        )
+    values = raw[start * unit : end * unit]
+    if values.data_ptr() % dtype.itemsize or values.storage_offset() % dtype.itemsize:
+        values = values.clone()
+    return name, values.view(dtype).view(shape)
+
+
+def _check_handles(name: str, what: CudaView) -> None:
+    """Refuse what torch would take as it is: it counts down a number in a file that the sender names."""
+    is_sound = (
+        _are_counts(what.storage_bytes, what.storage_offset, what.counter_offset)
+        and type(what.needs_event) is bool
+        and all(type(handle) is bytes for handle in (what.handle, what.counter_handle, what.event_handle))
+        and (len(what.event_handle) == _EVENT_HANDLE or not what.needs_event)
+        and what.counter_offset < _NUM_COUNTERS
+        and _COUNTER_FILE.fullmatch(what.counter_handle) is not None
+        and _shared_file_size(what.counter_handle) >= _NUM_COUNTERS * 8
+    )
+    if not is_sound:
+        raise InvalidRequestError(
+            f"tensor {name[:80]!r} has no valid handle to GPU memory; its process must be alive, on this "
+            "machine and in the same IPC namespace, and hold the tensor until the update is answered"
+        )
+
+
+def _shared_file_size(handle: bytes) -> int:
+    try:
+        return os.stat(b"/dev/shm" + handle).st_size
+    except OSError:
+        return 0
+
+
+def _device_index(device: Any) -> int:
+    count = torch.cuda.device_count()
+    if type(device) is int and 0 <= device < count:
+        return device
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+    if device in uuids:
+        return uuids.index(device)
+    raise InvalidRequestError(
+        f"a tensor lies on GPU {str(device)[:80]}; this rank sees {', '.join(uuids)}: let sender and engine "
+        "see the same GPUs (CUDA_VISIBLE_DEVICES)"
+    )
+
+
+def _check_allocation(name: str, storage: torch.UntypedStorage) -> None:
+    """Hold a storage against the memory that is mapped there, which only the driver knows.
+
+    That may be several allocations, one behind the other: torch's expandable segments.
+    """
+    covered = storage.data_ptr()
+    end = covered + storage.nbytes()
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    address_range = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
+    while covered < end:
+        code = address_range(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(covered))
+        if code != 0 or base.value + size.value <= covered:
+            raise InvalidRequestError(
+                f"tensor {name[:80]!r} is said to have {storage.nbytes()} bytes of GPU memory; its "
+                f"allocation has fewer (the driver's answer: {code}). Send it from the process that owns it"
+            )
+        covered = base.value + size.value

@@ -1,0 +1,276 @@
+"""A pickle of tensors read into plain descriptions: nothing that it names is imported or called.
+
+Globals resolve to nothing but the small classes here, by an explicit list. What they are called with is
+checked by number and type, so that a description is never larger than a few words; whether it fits its
+storage is checked by who builds tensors of it (`payload.py`).
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from segue.errors import InvalidRequestError
+from segue.weight_update.payload.pickle_machine import (
+    MAX_ITEMS,
+    REMEDY,
+    Check,
+    Function,
+    PickleError,
+    PickleMachine,
+    Record,
+)
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+        "int64", "int32", "int16", "int8", "uint8", "bool",
+    )
+}  # fmt: skip
+
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class SavedStorage:
+    """A storage as `torch.save` wrote it before it wrote zip files; see :func:`read_saved`."""
+
+    data: bytes
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class EmptyStorage:
+    """A storage of no bytes."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class View:
+    """A tensor in a storage; ``offset`` and ``stride`` count elements. Nothing is checked yet."""
+
+    storage: Any
+    dtype: Any  # None: that of the storage
+    offset: Any
+    size: Any
+    stride: Any
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class CudaView:
+    """A tensor in another process's GPU memory, in the order of torch's reduction. Nothing is checked yet."""
+
+    tensor_class: Any
+    size: Any
+    stride: Any
+    offset: Any  # elements
+    storage_class: Any
+    dtype: Any
+    device: Any  # index as the sender counts, or the UUID
+    handle: Any
+    storage_bytes: Any
+    storage_offset: Any  # bytes from the start of the allocation
+    requires_grad: Any
+    counter_handle: Any
+    counter_offset: Any
+    event_handle: Any
+    needs_event: Any
+
+
+class TensorMetadata(Record):
+    """A tensor's place in a flattened bucket."""
+
+
+class PerRank(Record):
+    """A tensor pickled once for each rank."""
+
+
+# --- what functions are called with ---
+
+
+def _is(*types: type) -> Check:
+    return lambda value: type(value) in types
+
+
+def _is_sizes(value: Any) -> bool:
+    return type(value) in (tuple, list) and len(value) <= MAX_ITEMS and all(type(n) is int for n in value)
+
+
+def _is_storage(value: Any) -> bool:
+    if type(value) is tuple:
+        return len(value) == 2 and _is_bytes_storage(value[0]) and type(value[1]) is torch.dtype
+    return _is_bytes_storage(value)
+
+
+def _is_metadata(value: Any) -> bool:
+    """The offset, size, stride and requires_grad that torch's reduction of a shared tensor has."""
+    return (
+        type(value) is tuple
+        and len(value) == 4
+        and type(value[0]) is int
+        and _is_sizes(value[1])
+        and _is_sizes(value[2])
+        and type(value[3]) is bool
+    )
+
+
+_is_bytes_storage = _is(SavedStorage, EmptyStorage)
+_INT, _BOOL, _TEXT, _HOOKS = _is(int), _is(bool), _is(str), _is(dict, type(None))
+_HANDLE, _MAYBE_INT = _is(bytes, type(None)), _is(int, type(None))
+
+
+def _inline(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> View:
+    return View(storage=storage, dtype=None, offset=offset, size=size, stride=stride)
+
+
+def _shared(_: Any, storage: Any, metadata: Any) -> View:
+    offset, size, stride, _ = metadata
+    dtype = None
+    if type(storage) is tuple:
+        storage, dtype = storage
+    return View(storage=storage, dtype=dtype, offset=offset, size=size, stride=stride)
+
+
+_REDUCTIONS = "torch.multiprocessing.reductions"
+
+
+def _function(name: str, make: Any, *kinds: Check, least: int | None = None) -> Function:
+    return Function(name, make, kinds, len(kinds) if least is None else least)
+
+
+_CUDA = _function(
+    "rebuild_cuda_tensor", CudaView,
+    _TEXT, _is_sizes, _is_sizes, _INT, _TEXT, _is(torch.dtype), _is(int, str), _HANDLE, _INT, _INT, _BOOL,
+    _HANDLE, _MAYBE_INT, _HANDLE, _is(bool, type(None)),
+)  # fmt: skip
+
+_CALLS = {
+    ("torch", "Size"): _function("torch.Size", tuple, _is_sizes),
+    ("collections", "OrderedDict"): _function("OrderedDict", dict),
+    ("torch._utils", "_rebuild_tensor_v2"): _function(
+        "_rebuild_tensor_v2", _inline, _is_storage, _INT, _is_sizes, _is_sizes, _BOOL, _HOOKS, _HOOKS, least=4
+    ),
+    ("torch._utils", "_rebuild_parameter"): _function(
+        "_rebuild_parameter", lambda tensor, *_: tensor, _is(View, CudaView), _BOOL, _HOOKS, least=1
+    ),
+    ("torch.storage", "_load_from_bytes"): _function("_load_from_bytes", SavedStorage, _is(bytes)),
+    (_REDUCTIONS, "rebuild_tensor"): _function("rebuild_tensor", _shared, _TEXT, _is_storage, _is_metadata),
+    (_REDUCTIONS, "rebuild_storage_empty"): _function(
+        "rebuild_storage_empty", lambda _: EmptyStorage(), _TEXT
+    ),
+    (_REDUCTIONS, "rebuild_typed_storage"): _function(
+        "rebuild_typed_storage", lambda *both: both, _is_bytes_storage, _is(torch.dtype)
+    ),
+    (_REDUCTIONS, "rebuild_cuda_tensor"): _CUDA,
+}
+
+# Clients have copies of SGLang's code in modules of their own.
+_BY_NAME: dict[str, Any] = {
+    "_rebuild_cuda_tensor_modified": _CUDA,
+    "FlattenedTensorMetadata": TensorMetadata,
+    "LocalSerializedTensor": PerRank,
+}
+
+_CLASSES = frozenset(
+    [
+        ("torch", "Tensor"),
+        ("torch.nn.parameter", "Parameter"),
+        ("torch.storage", "TypedStorage"),
+        ("torch.storage", "UntypedStorage"),
+    ]
+)
+
+_IN_SHARED_MEMORY = ("rebuild_storage_fd", "rebuild_storage_filename")
+_MAX_SHOWN = 120  # characters of a refused name
+
+
+def load(payload: bytes) -> Any:
+    """What ``payload``, one pickle, describes: lists, dicts, numbers, and the classes of this module.
+
+    Only leaves of it are shared; a payload of n bytes takes O(n) time and memory.
+
+    Raises:
+        InvalidRequestError: it is no pickle, not one of tensors, or too large a one.
+    """
+    return _read(PickleMachine(io.BytesIO(payload), resolve))
+
+
+def read_saved(data: bytes) -> tuple[torch.dtype, memoryview]:
+    """The dtype and the bytes of a storage in the format that :class:`SavedStorage` has.
+
+    Raises:
+        InvalidRequestError: as :func:`load`, or its parts do not fit together.
+    """
+    file = io.BytesIO(data)
+    magic, protocol, _, storage, keys = (
+        _read(PickleMachine(file, _resolve_saved, has_persistent_ids=True)) for _ in range(5)
+    )
+    if (type(magic), type(protocol)) != (int, int) or (magic, protocol) != (0x1950A86A20F9469CFC6C, 1001):
+        raise InvalidRequestError(f"an inlined storage is not in torch.save's format; {REMEDY}")
+    content = memoryview(data)[file.tell() :]
+    if not _is_whole(storage, keys, content):
+        raise InvalidRequestError(
+            f"an inlined storage of {len(data)} bytes does not have what its header says; {REMEDY}"
+        )
+    return storage[1], content[8:]
+
+
+def _is_whole(storage: Any, keys: Any, content: memoryview) -> bool:
+    """Whether the storage is the only one, and ``content`` its number of elements and their bytes."""
+    if type(storage) is not tuple or len(storage) != 6 or type(keys) is not list or len(keys) != 1:
+        return False
+    kind, dtype, key, _, count, view = storage
+    if (type(kind), type(dtype), type(key), type(count)) != (str, torch.dtype, str, int) or view is not None:
+        return False
+    return (
+        (kind, keys[0]) == ("storage", key)
+        and int.from_bytes(content[:8], "little") == count
+        and len(content) == 8 + count * dtype.itemsize
+    )
+
+
+def resolve(module: str, name: str) -> Any:
+    """What stands for ``module.name`` if it is on the list.
+
+    Raises:
+        PickleError: it is not.
+    """
+    if (module, name) in _CALLS:
+        return _CALLS[module, name]
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if module == "torch" and name in DTYPES:
+        return DTYPES[name]
+    if (module, name) in _CLASSES:
+        return name
+    if module == _REDUCTIONS and name in _IN_SHARED_MEMORY:
+        raise PickleError(
+            "the payload's tensors lie in the sender's shared memory, which only its own children can "
+            f"open; {REMEDY}"
+        )
+    shown = f"{module[:_MAX_SHOWN]}.{name}"[:_MAX_SHOWN]
+    raise PickleError(f"the payload's pickle refers to {shown!r}, which is not allowed; {REMEDY}")
+
+
+def _resolve_saved(module: str, name: str) -> Any:
+    """The same, and the dtype of a storage class."""
+    return _STORAGES[name] if module == "torch" and name in _STORAGES else resolve(module, name)
+
+
+def _read(machine: PickleMachine) -> Any:
+    try:
+        return machine.run()
+    except InvalidRequestError:
+        raise
+    except Exception as error:  # whatever broken bytes make pickletools, or the machine, stumble over
+        raise PickleError(
+            f"the payload is no pickle of tensors ({type(error).__name__}: {str(error)[:_MAX_SHOWN]}); "
+            + REMEDY
+        ) from error

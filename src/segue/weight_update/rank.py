@@ -1,0 +1,489 @@
+"""Weight updates on one rank: commands of rank 0 in, replies out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from segue.errors import SegueError, WeightSyncError
+from segue.logs import logger
+from segue.memory.tensor_ops import warm_up
+from segue.messages.weight_update import (
+    Bucket,
+    CheckWeights,
+    Commit,
+    Discard,
+    GetWeights,
+    Inspect,
+    Join,
+    Leave,
+    Load,
+    Manifest,
+    RankReply,
+    Receive,
+    Received,
+    Stage,
+    StopJoin,
+    Take,
+    WeightCommand,
+)
+from segue.weight_update import commit, from_checkpoint
+from segue.weight_update.incoming import Borrowed, Incoming
+from segue.weight_update.inspect import Inspector
+from segue.weight_update.manifest import bucket_bytes, check, landing_bytes, normalised
+from segue.weight_update.payload.decode import decode
+from segue.weight_update.served import LiveWeights
+from segue.weight_update.staging import StagedWeights
+from segue.weight_update.staging_memory import StagingMemory
+from segue.weight_update.transport.group import JoinedGroup
+from segue.weight_update.transport.joining import Attempt, Groups
+from segue.weight_update.transport.receiver import Callbacks, Receiver
+
+Send = Callable[[RankReply | Received], None]
+Fields = dict[str, Any]
+
+_FREED_S, _FREED_POLL_S = 30.0, 0.2
+_MAX_ERROR = 4096  # characters of one error in a reply
+_QUIET_S = 10.0  # that a receive which was cancelled may take until it leaves its memory alone
+
+
+@dataclass(slots=True)
+class _Session:
+    """What came under one session number; its lock is held by the one command that works on it."""
+
+    staged: StagedWeights
+    num_bytes: int = 0  # that `Load` and `Take` brought to this rank
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    errors: list[str] = field(default_factory=list)  # it can only be discarded
+    borrowed: Borrowed | None = None
+    manifest: Manifest | None = None  # of a `Stage` that `Receive` has not followed
+    sink: Incoming | None = None  # of it, unless it is to be discarded
+    receiver: Receiver | None = None
+    is_receiving: bool = False
+    changes: tuple[commit.Copies, set[str]] | None = None  # to commit, and the parameters that they write
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """Work of the compute stream: run on a CPU, launched on CUDA."""
+
+    errors: list[str]
+    fields: Fields
+    seconds: float
+    events: list[torch.Event]  # CUDA's: before and behind it
+
+
+class WeightUpdater:
+    """Does what each `WeightCommand` says, and answers with a `RankReply`, from any thread.
+
+    Of a session's commands the next comes after the reply to the last, but for `Discard`; no two sessions are
+    open at a time. Nothing here waits for another rank of the engine.
+    """
+
+    def __init__(self, live: LiveWeights, send: Send) -> None:
+        """Take the memory that is reserved for staging.
+
+        Raises:
+            torch.OutOfMemoryError: it is not there.
+        """
+        self._live = live
+        self._send = send
+        self._groups = Groups(live.device, live.master_allow)
+        self._memory = StagingMemory(live.device, live.specs, reserved=live.reserved, headroom=live.headroom)
+        if live.device.type == "cuda":
+            live.submit(partial(warm_up, live.device, live.dtype)).result()
+        self._inspector = Inspector(live)
+        self._sessions: dict[int, _Session] = {}
+        self._freed: list[threading.Event] = []  # of sessions that have ended: their memory is
+        self._threads: set[threading.Thread] = set()
+
+    def handle(self, command: WeightCommand) -> None:
+        """Begin with `command` and return at once; a commit is queued behind the steps submitted so far."""
+        match command:
+            case Commit():
+                self._start_commit(command)
+            case Inspect():
+                self._submit(command.call, partial(self._look, command.request), {}, lambda succeeded: None)
+            case Receive():
+                self._spawn(partial(self._start_receive, command))
+            case Join():
+                self._start_join(command)
+            case StopJoin():
+                self._answer(command.call, partial(self._stop_join, command))
+            case Leave():
+                self._spawn(partial(self._answer, command.call, partial(self._leave, command)))
+            case Discard():
+                self._cancel(command.session)
+                self._freed.append(freed := threading.Event())
+                work = partial(self._discard, command.session, freed)
+                self._spawn(partial(self._answer, command.call, work))
+            case Stage() | Load() | Take():
+                session = self._sessions.setdefault(
+                    command.session, _Session(StagedWeights(self._live, self._memory))
+                )
+                self._freed = [event for event in self._freed if not event.is_set()]
+                work = partial(self._add, session, command, self._freed)
+                self._spawn(partial(self._answer, command.call, work))
+
+    def close(self) -> None:
+        """End what is going on and give all memory back; nothing may be handled any more."""
+        for session in list(self._sessions):
+            self._cancel(session)
+        self._groups.close()
+        for thread in list(self._threads):
+            thread.join(timeout=10)
+        for left in self._sessions.values():
+            self._release(left)
+        self._sessions.clear()
+        self._memory.close()
+
+    def _start_receive(self, command: Receive) -> None:
+        errors = _caught(partial(self._receive, command))
+        if errors:
+            self._send(RankReply(rank=self._live.tp.rank, call=command.call, errors=errors))
+
+    def _add(
+        self, session: _Session, command: Stage | Load | Take, freed: list[threading.Event]
+    ) -> tuple[list[str], Fields]:
+        errors = _wait_freed(session, freed)
+        with session.lock:
+            errors = (
+                ["the session was discarded"]
+                if session.cancelled.is_set()
+                else errors or self._bring(session, command)
+            )
+            staged = session.staged
+            return errors, {
+                "num_bytes": session.num_bytes,
+                "staging_bytes": staged.num_bytes,
+                "place": staged.place,
+                "note": staged.note,
+            }
+
+    def _start_join(self, command: Join) -> None:
+        """Begin at once, so that a `StopJoin` behind it finds what it is to stop."""
+        dropped, started = self._groups.drop_dead(), list[Attempt | None]()
+        errors = _caught(
+            lambda: started.append(self._groups.start(command.group, self._live.tp.rank, command.timeout_s))
+        )
+        attempt = started[0] if started else None
+        work = partial(self._join, command, attempt, errors, dropped)
+        if attempt is None:
+            self._answer(command.call, work)
+        else:
+            self._spawn(partial(self._answer, command.call, work))
+
+    def _join(
+        self, command: Join, attempt: Attempt | None, errors: list[str], dropped: list[str]
+    ) -> tuple[list[str], Fields]:
+        """`is_new`: this made the group; `kept`: one of its name lives that was there; `dropped`: dead."""
+        if attempt is not None:
+            errors = _caught(partial(self._groups.wait, attempt, command.timeout_s))
+        found = self._groups.get(command.group.name)
+        is_new = attempt is not None and not errors
+        kept = not is_new and found is not None and found.alive
+        dropped = [name for name in dropped if self._groups.get(name) is None]
+        return errors, {"is_new": is_new, "kept": kept, "dropped": dropped}
+
+    def _stop_join(self, command: StopJoin) -> tuple[list[str], Fields]:
+        self._groups.stop(command.group, command.why)
+        return [], {}
+
+    def _leave(self, command: Leave) -> tuple[list[str], Fields]:
+        self._groups.leave(command.name)
+        return [], {}
+
+    def _bring(self, session: _Session, command: Stage | Load | Take) -> list[str]:
+        drops = isinstance(command, Stage) and command.manifest.discard
+        if session.errors and not drops:
+            return session.errors
+        if session.borrowed is not None:
+            return ["the session has tensors that were not copied, and takes nothing more: commit it first"]
+        if isinstance(command, Stage):
+            return self._stage(session, command.manifest)
+        session.changes = None
+        bring = (
+            partial(self._load, session, command)
+            if isinstance(command, Load)
+            else partial(self._take, session, command)
+        )
+        session.errors = _caught(bring) or _caught(partial(self._prepare, session))
+        return session.errors
+
+    def _stage(self, session: _Session, manifest: Manifest) -> list[str]:
+        group = self._group(manifest)
+        problems = check(manifest, self._live.table)
+        if problems:
+            return problems
+        manifest = normalised(manifest)
+        session.sink = session.changes = None  # a sink of a `Stage` that another rank refused
+        if not manifest.discard:
+            session.errors = ["memory could not be taken for all of it"]
+            landing = landing_bytes(manifest)
+            if manifest.flattened:
+                landing = group.landing_cost(landing)
+            session.sink = Incoming(session.staged, manifest, group.device, landing=landing)
+            session.errors = []
+        session.manifest = manifest
+        return []
+
+    def _receive(self, command: Receive) -> None:
+        """Begin to receive; `entered` answers, or `done` where that never comes."""
+        session = self._sessions.get(command.session)
+        if session is None or session.manifest is None:
+            raise WeightSyncError(f"session {command.session} has nothing staged that is to be received")
+        manifest, sink = session.manifest, session.sink
+        group = self._group(manifest)
+        reply = partial(RankReply, rank=self._live.tp.rank, call=command.call)
+        report = partial(Received, rank=self._live.tp.rank, session=command.session)
+        unanswered = threading.Semaphore(1)
+        counts = (0, 0)
+
+        def entered() -> None:
+            if unanswered.acquire(blocking=False):
+                self._send(reply())
+
+        def progress(num_buckets: int, num_bytes: int) -> None:
+            nonlocal counts
+            counts = (num_buckets, num_bytes)
+            self._send(report(num_buckets=num_buckets, num_bytes=num_bytes))
+
+        def done(error: str | None) -> None:
+            errors = [error] if error is not None else _caught(sink.finish) if sink is not None else []
+            errors = errors or _caught(partial(self._prepare, session))
+            session.errors, session.is_receiving = session.errors or errors, False
+            if unanswered.acquire(blocking=False):
+                self._send(reply(errors=errors))
+            self._send(
+                report(num_buckets=counts[0], num_bytes=counts[1], done=True, error="; ".join(errors) or None)
+            )
+
+        takes = cast(Incoming, sink)  # None for what is to be discarded, of which it is not asked
+        with session.lock:  # who discards the session from here on finds the receiver
+            if session.cancelled.is_set():
+                raise WeightSyncError("the session was discarded")
+            session.manifest = session.sink = None
+            session.is_receiving = True
+            session.receiver = Receiver(
+                group, manifest, takes, Callbacks(entered, progress, done), longest_s=command.longest_s
+            )
+
+    def _group(self, manifest: Manifest) -> JoinedGroup:
+        group = self._groups.get(manifest.group_name)
+        if group is None:
+            raise WeightSyncError(
+                f"There is no group {manifest.group_name!r}: join it first (init_weights_update_group).",
+                param="group_name",
+            )
+        if not group.alive:
+            raise WeightSyncError(
+                f"The group {manifest.group_name!r} is dead: {group.reason}. Join it again.",
+                param="group_name",
+            )
+        return group
+
+    def _load(self, session: _Session, command: Load) -> list[str]:
+        errors = from_checkpoint.load(session.staged, command, session.cancelled.is_set)
+        session.num_bytes = session.staged.num_bytes
+        return errors
+
+    def _take(self, session: _Session, command: Take) -> list[str]:
+        live = self._live
+        tensors = decode(command.payload, command.load_format, live.device, rank=live.tp.rank)
+        bucket = Bucket(
+            names=[name for name, _ in tensors],
+            dtypes=[str(tensor.dtype) for _, tensor in tensors],
+            shapes=[list(tensor.shape) for _, tensor in tensors],
+        )
+        manifest = Manifest(group_name="", buckets=[bucket], partial=True)
+        problems = check(manifest, live.table)
+        if problems:
+            return problems
+        session.num_bytes += bucket_bytes(bucket)
+        if command.copy or session.staged.parameters or any(t.device != live.device for _, t in tensors):
+            sink = Incoming(session.staged, manifest, live.device, landing=0)
+            for name, tensor in tensors:
+                sink.take(name, tensor)
+            return sink.finish()
+        session.borrowed = Borrowed(live, self._memory, dict(tensors))
+        return session.borrowed.problems()
+
+    def _start_commit(self, command: Commit) -> None:
+        session = self._sessions.get(command.session)
+        errors = (
+            [f"there is no session {command.session}"]
+            if session is None
+            else ["the session is being received yet"]
+            if session.is_receiving
+            else session.errors
+        )
+        if session is None or errors:
+            self._spawn(partial(self._answer, command.call, lambda: (errors, {"touched": False})))
+            return
+        freed = threading.Event()
+        then = partial(self._clean_up, command.session, freed)
+        self._submit(command.call, partial(self._commit, session), {"touched": True}, then)
+        self._freed.append(freed)
+
+    def _clean_up(self, number: int, freed: threading.Event, succeeded: bool) -> None:
+        """Behind a commit's reply: no pause waits for it. One that failed is yet to be discarded."""
+        try:
+            if succeeded:
+                self._discard(number, freed)
+        except Exception:
+            logger.exception("the memory of a committed weight update was not given back")
+        finally:
+            freed.set()
+
+    def _prepare(self, session: _Session) -> None:
+        """Do for a commit what can be done before it."""
+        pairs, parameters = session.staged.pairs(), set(session.staged.parameters)
+        if session.borrowed is not None:
+            pairs += session.borrowed.pairs()
+            parameters |= session.borrowed.parameters
+        with self._memory.on_stream():
+            session.changes = commit.Copies(pairs), parameters
+        self._memory.synchronize()
+
+    def _commit(self, session: _Session, fields: Fields) -> None:
+        fields["touched"] = False
+        if session.changes is None:
+            raise WeightSyncError("nothing has been brought that could be committed")
+        copies, parameters = session.changes
+        fields["touched"] = bool(parameters)
+        copies.write()
+        self._live.rebuild(parameters)
+
+    def _look(self, request: GetWeights | CheckWeights, fields: Fields) -> None:
+        fields.update(self._inspector.answer(request))
+
+    def _submit(
+        self, call: int, work: Callable[[Fields], None], fields: Fields, then: Callable[[bool], None]
+    ) -> None:
+        """Queue `work`, which fills the reply's fields, where the steps run.
+
+        `fields`: of the reply where `work` does not say otherwise, or cannot. `then` is told, behind the
+        reply, whether it succeeded.
+        """
+        future = self._live.submit(partial(self._on_stream, work))
+        self._spawn(partial(self._finish, call, future, fields, then))
+
+    def _on_stream(self, work: Callable[[Fields], None]) -> _Done:
+        """Run `work` where the steps run, where nothing may be raised: later steps would fail with it."""
+        on_cuda = self._live.device.type == "cuda"
+        events = [torch.Event(self._live.device, enable_timing=True) for _ in range(2)] if on_cuda else []
+        started = time.monotonic()
+        for event in events[:1]:
+            event.record()
+        fields: Fields = {}
+        errors = _caught(partial(work, fields))
+        for event in events[1:]:
+            event.record()
+        return _Done(errors=errors, fields=fields, seconds=time.monotonic() - started, events=events)
+
+    def _finish(self, call: int, future: Future[_Done], fields: Fields, then: Callable[[bool], None]) -> None:
+        def result() -> tuple[list[str], Fields]:
+            done = future.result()
+            fields.update(done.fields)
+            seconds = done.seconds
+            if done.events:
+                first, last = done.events
+                last.synchronize()
+                seconds = first.elapsed_time(last) / 1e3
+            return done.errors, {"seconds": seconds}
+
+        succeeded = False
+        try:
+            succeeded = not self._answer(call, result, fields)
+        finally:
+            then(succeeded)
+
+    def _cancel(self, number: int) -> None:
+        session = self._sessions.get(number)
+        if session is not None:
+            session.cancelled.set()
+
+    def _discard(self, number: int, freed: threading.Event) -> tuple[list[str], Fields]:
+        try:
+            session = self._sessions.pop(number, None)
+            if session is not None:
+                with session.lock:
+                    self._release(session)
+        finally:
+            freed.set()
+        return [], {}
+
+    def _release(self, session: _Session) -> None:
+        quiet = True
+        if session.receiver is not None:
+            session.receiver.cancel("discarded")
+            quiet = session.receiver.quiet.wait(_QUIET_S)
+        session.receiver = session.sink = session.borrowed = session.changes = None
+        session.staged.release(in_use=not quiet)
+
+    def _answer(
+        self, call: int, work: Callable[[], tuple[list[str], Fields]], fields: Fields | None = None
+    ) -> list[str]:
+        """Reply with the errors and fields that `work` gives; with `fields` even if it raises."""
+        fields = {} if fields is None else fields
+
+        def keep() -> list[str]:
+            errors, found = work()
+            fields.update(found)
+            return errors
+
+        errors = _caught(keep)
+        self._send(RankReply(rank=self._live.tp.rank, call=call, errors=errors, fields=fields))
+        return errors
+
+    def _spawn(self, work: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name="segue-weights", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+
+def _wait_freed(session: _Session, freed: list[threading.Event]) -> list[str]:
+    """Wait for the memory of the sessions before this one, which it may get."""
+    deadline = time.monotonic() + _FREED_S
+    for event in freed:
+        while not event.wait(_FREED_POLL_S):
+            if session.cancelled.is_set():
+                return []
+            if time.monotonic() >= deadline:
+                return [
+                    "the update before this one was ended, and has not given its memory back for "
+                    f"{_FREED_S:g} s: something that it reads or waits for does not answer; retry later"
+                ]
+    return []
+
+
+def _caught(work: Callable[[], Sequence[str] | None]) -> list[str]:
+    """The errors that `work` gives, or what it raised, as they can be sent."""
+    try:
+        errors = list(work() or ())
+    except SegueError as error:
+        errors = [error.message]
+    except Exception as error:
+        logger.exception("a weight update failed")
+        errors = [f"{type(error).__name__}: {error}"]
+    return [_sendable(error) for error in errors]
+
+
+def _sendable(error: str) -> str:
+    """Names in it may be long, and a file's need not be text; the reply has to leave all the same."""
+    text = error.encode(errors="backslashreplace").decode()
+    return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}… ({len(text)} characters in all)"

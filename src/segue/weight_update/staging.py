@@ -1,0 +1,162 @@
+"""New weights beside the live ones: received, checked, and not yet served with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from segue.memory.arena import Arena, TensorSpec
+from segue.memory.tensor_ops import are_finite, copy_into, equal
+from segue.messages.weight_update import StagingPlace
+from segue.models.weight_map import Box
+from segue.weight_update.served import LiveWeights, box_of
+from segue.weight_update.staging_memory import Staging, StagingMemory
+
+
+class StagedWeights:
+    """All that one session brings."""
+
+    def __init__(self, live: LiveWeights, memory: StagingMemory) -> None:
+        self.live = live
+        self.names: set[str] = set()  # of the checkpoint, none of them stacked
+        self.note = ""
+        self.num_bytes = 0
+        self.memory = memory
+        self._stagings: list[Staging] = []
+        self._whole: Arena | None = None
+        self._views: dict[str, Tensor] = {}  # parameter, or tied name -> where it is staged
+
+    @property
+    def place(self) -> str:
+        """Where the weights are staged: `device`, `host`, or `none` while there are none."""
+        places = {staging.place for staging in self._stagings}
+        return "host" if "host" in places else "device" if places else "none"
+
+    @property
+    def parameters(self) -> list[str]:
+        """Ours, those staged."""
+        return [name for name in self._views if name not in self.live.table.aliases]
+
+    @property
+    def whole(self) -> Arena:
+        """The arena of a session that took memory for all weights at once."""
+        assert self._whole is not None
+        return self._whole
+
+    def add(self, names: Iterable[str], place: StagingPlace = "auto", landing: int = 0) -> None:
+        """Take memory for what `names` of the checkpoint write, unless it was taken before.
+
+        What they do not write of a parameter is as in the live one. `landing`: see `StagingMemory.take`.
+
+        Raises:
+            OutOfMemoryError: there is too little memory; says how many bytes are missing.
+        """
+        table = self.live.table
+        names = list(names)
+        aliases = [name for name in names if name in table.aliases and name not in self._views]
+        written = {
+            each for name in names if name not in table.aliases for each in table.stacked.get(name, (name,))
+        }
+        touched = {part.parameter for name in written for part in table.slices[name]}
+        new = [spec for spec in self.live.specs if spec.name in touched and spec.name not in self._views]
+        if new:
+            self._take(None if len(new) == len(table.parameters) else new, new, place, landing)
+        if aliases:
+            tied = [self._tied_spec(name) for name in aliases]
+            self._take(tied, tied, place, 0)
+        self.names |= written
+        with self.memory.on_stream():
+            for spec in new:
+                self._prepare(spec.name)
+        self.memory.synchronize()
+
+    def parts(self, name: str) -> Iterator[tuple[Tensor, Box]]:
+        """Where the slices that this rank takes of checkpoint tensor `name` are staged."""
+        meaning = self.live.table.aliases.get(name)
+        for part in self.live.table.slices[meaning or name]:
+            if meaning is None:
+                yield box_of(self._views[part.parameter], part.destination, len(part.source)), part.source
+            else:
+                yield self._views[name], part.source
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Live memory, and the staged memory to be copied there."""
+        live = self.live.arena
+        if self._whole is not None:
+            return list(zip(live.slabs, self._whole.slabs, strict=True))
+        return [(live.view(name), self._views[name]) for name in self.parameters]
+
+    def problems(self, names: Collection[str]) -> list[str]:
+        """What is wrong with the values staged of `names`: not finite, or tied and yet different."""
+        with self.memory.on_stream():
+            return [*self._not_finite(names), *self._untied(names)]
+
+    def release(self, *, in_use: bool = False) -> None:
+        """Give the memory back; what is `in_use` to whoever uses it, for good."""
+        self._views.clear()
+        self.memory.synchronize()
+        for staging in self._stagings:
+            self.memory.give_back(staging, in_use=in_use)
+        self._stagings.clear()
+        self._whole = None
+        self.names.clear()
+        self.num_bytes = 0
+
+    def _take(
+        self, specs: list[TensorSpec] | None, new: list[TensorSpec], place: StagingPlace, landing: int
+    ) -> None:
+        staging = self.memory.take(specs, place, landing)
+        self._stagings.append(staging)
+        if specs is None:
+            self._whole = staging.arena
+        self.note = staging.note or self.note
+        self.num_bytes += sum(spec.num_bytes for spec in new)
+        for spec in new:
+            self._views[spec.name] = staging.arena.view(spec.name)
+
+    def _tied_spec(self, name: str) -> TensorSpec:
+        rows = [part.source[0] for part in self.live.table.slices[self.live.table.aliases[name]]]
+        shape = (sum(box.stop - box.start for box in rows), self.live.config.hidden_size)
+        return TensorSpec(name=name, shape=shape, dtype=self.live.dtype)
+
+    def _prepare(self, parameter: str) -> None:
+        view = self._views[parameter]
+        if not self.live.writers[parameter] <= self.names:
+            copy_into(view, self.live.arena.view(parameter))
+        elif parameter in self.live.table.padding:
+            view[self.live.table.padding[parameter]].zero_()
+
+    def _not_finite(self, names: Collection[str]) -> list[str]:
+        table = self.live.table
+        parameters = list({part.parameter for name in names for part in table.slices.get(name, ())})
+        found = are_finite([self._views[name] for name in parameters], self.live.dtype)
+        bad = {name for name, finite in zip(parameters, found, strict=True) if not finite}
+        return [
+            not_finite(name, self.live.dtype)
+            for name in names
+            if any(part.parameter in bad for part in table.slices.get(name, ()))
+            and not all(are_finite([view for view, _ in self.parts(name)], self.live.dtype))
+        ]
+
+    def _untied(self, names: Collection[str]) -> list[str]:
+        table, found = self.live.table, []
+        for name, meaning in table.aliases.items():
+            if name not in names:
+                continue
+            for part in table.slices[meaning]:
+                held = self._views.get(part.parameter, self.live.arena.view(part.parameter))
+                if not equal(self._views[name], held[part.destination], self.live.dtype):
+                    found.append(untied(name, meaning))
+        return found
+
+
+def not_finite(name: str, dtype: torch.dtype) -> str:
+    """What is said of a tensor with infinities or NaN."""
+    return f"{name!r} has values that are not finite in {str(dtype).removeprefix('torch.')}"
+
+
+def untied(name: str, meaning: str) -> str:
+    """What is said of a tied tensor that differs."""
+    return f"{name!r} differs from {meaning!r}, to which this model ties it: send either, or both equal"

@@ -1,1 +1,0 @@
-"""Checkpoints, name tables and weight updates."""

@@ -1,1 +1,0 @@
-"""Weight updates while the engine serves."""

@@ -1,0 +1,1 @@
+"""The worker processes, one per tensor-parallel rank."""

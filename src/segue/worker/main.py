@@ -1,0 +1,235 @@
+"""The worker process of one tensor-parallel rank, and the engine that rank 0 runs, embedded or not.
+
+Started as ``python -m segue.worker.main`` with one line of JSON on standard input, which then stays open as a
+lifeline: when it closes, because the frontend ended in whatever way, the worker ends at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from segue.checkpoint.source import resolve
+from segue.config import EngineConfig
+from segue.distributed.info import TPInfo
+from segue.errors import EngineStartError, SegueError
+from segue.heartbeat import Pulse, Turn
+from segue.host import settle_heap
+from segue.logs import configure, logger
+from segue.messages.control import InitStep, Ready, StartFailed
+from segue.messages.steps import RankEvent
+from segue.model_runner.runner import ModelRunner
+from segue.scheduler.scheduler import Limits, Scheduler
+from segue.weight_update.rank import WeightUpdater
+from segue.worker.loop import SchedulerLoop, follow
+
+SPIN_S = 0.01  # of an idle loop beside a GPU, which leaves cores free; a wake-up takes 0.1 ms and more there
+OVERLAP_DEPTH = 2  # steps launched and not yet read
+
+
+def run_scheduler(
+    config: EngineConfig,
+    run_dir: Path,
+    addresses: tuple[str, str],
+    context: zmq.Context[Any],
+    *,
+    size: int = 1,
+    embedded: bool = False,
+    turn: Turn | None = None,
+) -> None:
+    """Rank 0: start the engine and serve until ``Shutdown``.
+
+    ``addresses`` are those of the frontend's messages and of the answers. What goes wrong before the engine
+    is ready is answered with ``StartFailed``; what goes wrong later is raised.
+    """
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, address in zip((inbox, outbox), addresses, strict=True):
+        socket.set_hwm(0)
+        socket.connect(address)
+    followers = [context.socket(zmq.PUSH) for _ in range(1, size)]
+    for rank, socket in enumerate(followers, 1):
+        socket.set_hwm(0)
+        socket.bind(_plan_address(run_dir, rank))
+    events = context.socket(zmq.PULL)
+    events.set_hwm(0)
+    events.bind(_event_address(run_dir))
+    sender = EventSender(context, run_dir)
+    try:
+        started = start_runner(config, TPInfo(rank=0, size=size), run_dir, outbox)
+        if started is None:
+            return
+        runner, steps = started
+        updater = WeightUpdater(runner.live_weights(), sender.send)
+        try:
+            loop = SchedulerLoop(
+                Scheduler(limits_of(config, runner)),
+                runner,
+                updater,
+                inbox=inbox,
+                outbox=outbox,
+                followers=followers,
+                events=events,
+                overlap=not config.disable_overlap,
+                spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,
+                turn=turn,
+                memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
+            )
+            if not embedded:
+                settle_heap()
+            outbox.send(msgspec.msgpack.encode(_ready(runner, steps)))
+            loop.run()
+        finally:
+            updater.close()
+            runner.close()
+    finally:
+        sender.close()
+        for socket in (inbox, outbox, events, *followers):
+            socket.close(linger=500)
+
+
+def start_runner(
+    config: EngineConfig, tp: TPInfo, run_dir: Path, outbox: zmq.Socket[bytes]
+) -> tuple[ModelRunner, list[InitStep]] | None:
+    """Initialise a rank's runner; None after telling the frontend why that failed."""
+    steps: list[InitStep] = []
+
+    def report(step: InitStep) -> None:
+        steps.append(step)
+        size = f", {step.num_bytes / 2**20:.0f} MiB" if step.num_bytes else ""
+        detail = f" ({step.detail})" if step.detail else ""
+        logger.info("start %2d/12 %s: %.2f s%s%s", len(steps), step.name, step.seconds, size, detail)
+
+    try:
+        source = resolve(config.model, config.load_format, config.cache_dir)
+        return ModelRunner(config, source, tp, run_dir, report), steps
+    except Exception as error:
+        if isinstance(error, SegueError):
+            failed = StartFailed(type(error).__name__, error.message)
+        else:
+            logger.exception("rank %d could not start", tp.rank)
+            failed = StartFailed(
+                EngineStartError.__name__, f"rank {tp.rank}: {type(error).__name__}: {error}"
+            )
+        outbox.send(msgspec.msgpack.encode(failed))
+        return None
+
+
+def limits_of(config: EngineConfig, runner: ModelRunner) -> Limits:
+    """The scheduler's limits: what the runner can hold."""
+    return Limits(
+        num_pages=runner.limits.num_pages,
+        page_size=runner.limits.page_size,
+        max_seq_len=runner.limits.max_seq_len,
+        max_running_requests=runner.limits.max_running_requests,
+        max_queued_requests=config.max_queued_requests,
+        chunked_prefill_size=runner.limits.chunked_prefill_size,
+        prefix_cache=not config.disable_prefix_cache,
+        reject_while_paused=config.paused_policy == "reject",
+        receive_requires_pause=config.weight_recv_requires_pause,
+    )
+
+
+def _ready(runner: ModelRunner, steps: list[InitStep]) -> Ready:
+    return Ready(
+        max_seq_len=runner.limits.max_seq_len,
+        vocab_size=runner.vocab_size,
+        num_pages=runner.limits.num_pages,
+        page_size=runner.limits.page_size,
+        max_running_requests=runner.limits.max_running_requests,
+        chunked_prefill_size=runner.limits.chunked_prefill_size,
+        device=str(runner.device),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        attention_backend=runner.attention_backend,
+        weight_bytes=runner.weight_bytes,
+        kv_bytes=runner.kv_bytes,
+        init_steps=steps,
+    )
+
+
+def _plan_address(run_dir: Path, rank: int) -> str:
+    return f"ipc://{run_dir}/plan{rank}"
+
+
+def _event_address(run_dir: Path) -> str:
+    return f"ipc://{run_dir}/events"
+
+
+class EventSender:
+    """What a rank tells rank 0, from any of its threads."""
+
+    def __init__(self, context: zmq.Context[Any], run_dir: Path) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set_hwm(0)
+        self._socket.connect(_event_address(run_dir))
+        self._lock = threading.Lock()
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def send(self, event: RankEvent) -> None:
+        """Never blocks; once closed, nothing happens: a thread may have been left behind."""
+        with self._lock:
+            if not self._socket.closed:
+                self._socket.send(self._encode(event))
+
+    def close(self) -> None:
+        """No more is sent."""
+        with self._lock:
+            self._socket.close(linger=0)
+
+
+def _run_follower(
+    config: EngineConfig, tp: TPInfo, run_dir: Path, address: str, context: zmq.Context[Any], turn: Turn
+) -> None:
+    messages, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    messages.set_hwm(0)
+    messages.connect(_plan_address(run_dir, tp.rank))
+    outbox.connect(address)
+    started = start_runner(config, tp, run_dir, outbox)
+    outbox.close(linger=500)
+    if started is not None:
+        settle_heap()
+        runner, sender = started[0], EventSender(context, run_dir)
+        updater = WeightUpdater(runner.live_weights(), sender.send)
+        follow(runner, updater, messages, sender.send, depth=OVERLAP_DEPTH, turn=turn)
+
+
+def _watch_lifeline(run_dir: Path) -> None:
+    while os.read(0, 1024):
+        pass
+    shutil.rmtree(run_dir, ignore_errors=True)  # a parent that was killed could not
+    os._exit(0)
+
+
+def main() -> None:
+    """Entry point of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the frontend decides
+    spec = json.loads(sys.stdin.buffer.readline())
+    config = EngineConfig(**spec["config"])
+    tp, run_dir = TPInfo(rank=spec["rank"], size=spec["size"]), Path(spec["run_dir"])
+    threading.Thread(target=_watch_lifeline, args=(run_dir,), name="lifeline", daemon=True).start()
+    configure(config.log_level, rank=tp.rank if tp.size > 1 else None)
+    addresses = (f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        with Pulse(context, addresses[1], tp.rank, config.ping_s) as pulse:
+            if tp.rank == 0:
+                run_scheduler(config, run_dir, addresses, context, size=tp.size, turn=pulse.turn)
+            else:
+                _run_follower(config, tp, run_dir, addresses[1], context, pulse.turn)
+    except Exception:
+        if run_dir.exists():
+            raise
+        os._exit(0)  # the frontend has given up, and another rank, sooner to notice, has removed its files
+    context.term()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, usage
+from segue.frontend.detokenizer import TokenTable
+from segue.frontend.request import End, Output
+from segue.messages.requests import TokenLogprob
+
+TABLE = TokenTable([b"a", b"b", b"\xe6"])
+END = End(
+    reason="stop",
+    matched=None,
+    message=None,
+    num_tokens=3,
+    prompt_tokens=5,
+    cached_tokens=4,
+    versions=[("0", 0, 3)],
+)
+IMPOSSIBLE = Output("a", [0], [TokenLogprob(0, float("-inf"), [(0, float("-inf"))])], [0], None)
+
+
+def chunks(dialect: Any, *outputs: Output, **options: Any) -> list[Any]:
+    made = Chunks(
+        dialect, id="i", created=1, model="m", **{"logprobs": False, "usage_in_stream": False, **options}
+    )
+    data = made.first(0) + b"".join(made.of(0, output) for output in outputs)
+    return [json.loads(event.removeprefix(b"data: ")) for event in data.split(b"\n\n") if event]
+
+
+@pytest.mark.parametrize("dialect", [ChatDialect(TABLE), CompletionDialect(TABLE)])
+def test_impossible_tokens_have_a_logprob_that_json_can_write(dialect: Any) -> None:
+    assert "-9999.0" in json.dumps(dialect.logprobs(IMPOSSIBLE), allow_nan=False)
+
+
+def test_an_output_without_text_makes_no_chunk_unless_logprobs_are_wanted() -> None:
+    silent = Output("", [2], [TokenLogprob(2, -1.0)], [0], None)
+    assert chunks(CompletionDialect(TABLE), silent) == []
+    (chunk,) = chunks(CompletionDialect(TABLE), silent, logprobs=True)
+    assert chunk["choices"][0]["logprobs"]["tokens"] == ["\ufffd"]
+
+
+def test_the_last_chunk_has_the_reason_and_no_text() -> None:
+    *_, last = chunks(ChatDialect(TABLE), Output("b", [1], [], [], END))
+    assert last["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize("text", ['"quoted"', "line\nbreak", "\\", "\u2028 🙂", "\x00"])
+def test_any_text_survives_the_encoding(text: str) -> None:
+    (chunk,) = chunks(CompletionDialect(TABLE), Output(text, [0], [], [], None))
+    assert chunk["choices"][0]["text"] == text
+
+
+def test_usage_adds_up_choices() -> None:
+    assert usage([END, END]) == {
+        "prompt_tokens": 10,
+        "completion_tokens": 6,
+        "total_tokens": 16,
+        "prompt_tokens_details": {"cached_tokens": 8},
+    }

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from segue.api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from segue.api.openai.requests import chat_call, completion_call
+from segue.config import EngineConfig
+from segue.errors import ModelNotFoundError
+from segue.launch.runtime import Runtime
+
+
+async def render(messages: list[dict[str, Any]]) -> str:
+    return str(messages)
+
+
+RUNTIME = cast(
+    Runtime,
+    SimpleNamespace(
+        name="name", config=EngineConfig(model="path/to"), manager=SimpleNamespace(render=render)
+    ),
+)
+
+
+def chat(**fields: Any) -> Any:
+    body = {"model": "name", "messages": [{"role": "user", "content": "x"}], **fields}
+    return asyncio.run(chat_call(ChatCompletionRequest.model_validate(body), RUNTIME, "rid"))
+
+
+def complete(**fields: Any) -> Any:
+    return completion_call(
+        CompletionRequest.model_validate({"model": "name", "prompt": "x", **fields}), RUNTIME, "rid"
+    )
+
+
+def test_a_rendered_template_has_its_own_special_tokens_and_a_text_gets_them() -> None:
+    assert chat().requests[0].add_special_tokens is False
+    assert complete().requests[0].add_special_tokens is True
+
+
+def test_defaults_are_openais() -> None:
+    options = chat().requests[0].options
+    assert (options.temperature, options.top_p, options.max_tokens, options.seed) == (1.0, 1.0, None, None)
+    assert options.must_fit
+
+
+def test_zero_is_a_value_and_not_a_missing_one() -> None:
+    options = complete(temperature=0, seed=0, min_tokens=0).requests[0].options
+    assert (options.temperature, options.seed) == (0, 0)
+
+
+def test_the_models_path_is_a_name_too() -> None:
+    complete(model="path/to")
+    with pytest.raises(ModelNotFoundError, match="'other'"):
+        complete(model="other")
+
+
+def test_choices_of_a_batch_have_rids_of_their_own() -> None:
+    assert [request.rid for request in complete(prompt=["a", "b"]).requests] == ["rid-0", "rid-1"]
+    assert [request.rid for request in complete().requests] == ["rid"]

@@ -1,0 +1,88 @@
+"""The weight calls of the Python engine, over a worker whose ranks do at once what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import inspect
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from segue.api import weights
+from segue.api.weight_bodies import UpdateWeightsFromTensorRequest
+from segue.api.weights import CALLS
+from segue.errors import InvalidRequestError
+from segue.messages.weight_update import UpdateFromTensor
+from tests.support.fake_engine import FakeEngine
+
+BUCKET = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
+GROUP = {
+    "master_address": "localhost",
+    "master_port": 1,
+    "rank_offset": 1,
+    "world_size": 2,
+    "backend": "gloo",
+}
+
+
+def test_every_call_has_a_method_and_a_twin(engine: FakeEngine) -> None:
+    for name in CALLS:
+        method, twin = getattr(engine, name), getattr(engine, f"async_{name}")
+        assert inspect.signature(method) == inspect.signature(twin)
+        assert inspect.iscoroutinefunction(twin)
+        assert method.__doc__
+
+
+def test_a_session(engine: FakeEngine) -> None:
+    assert engine.init_weights_update_group(**GROUP)["success"]
+    ready = engine.prepare_weights_update([BUCKET], "weight_update_group")
+    assert ready["status"] == "ready"
+    done = engine.complete_weights_update("weight_update_group")
+    assert (done["success"], done["num_buckets_received"], done["weight_version"]) == (True, 1, "1")
+    assert engine.get_weight_version() == "1"
+    assert engine.destroy_weights_update_group()["success"]
+
+
+def test_a_session_on_another_loop(engine: FakeEngine) -> None:
+    async def session() -> str:
+        await engine.async_begin_weight_update()
+        await engine.async_update_weights_from_tensor(b"x", weight_version="7")
+        await engine.async_end_weight_update()
+        return await engine.async_get_weight_version()
+
+    assert asyncio.run(session()) == "7"
+    assert not engine.end_weight_update()["success"]
+
+
+def test_tensors_are_packed(engine: FakeEngine) -> None:
+    assert engine.update_weights_from_tensor([("a", torch.ones(2))])["success"]
+    assert engine.update_weights_from_tensor([])["success"], "an empty bucket"
+    tied = torch.ones(2)
+    assert engine.update_weights_from_tensor([("a", tied), ("b", tied)])["success"]
+
+
+def test_wrong_arguments(engine: FakeEngine, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="master_port"):
+        engine.init_weights_update_group(**{**GROUP, "master_port": 0})
+    with pytest.raises(InvalidRequestError, match="model_path"):
+        engine.update_weights_from_disk("")
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 29, 30, 31, 59, 60, 61, 200])
+def test_base64_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "BASE64_PIECE", 40)
+    payload = random.Random(size).randbytes(size)
+    body = UpdateWeightsFromTensorRequest(serialized_named_tensors=[base64.b64encode(payload).decode()])
+    request = weights.CALLS["update_weights_from_tensor"].request(body)
+    assert isinstance(request, UpdateFromTensor) and request.payloads == [payload]
+
+
+@pytest.mark.parametrize("text", ["%", "abc", "A" * 37 + "A==" + "A" * 40, "A" * 40 + "="])
+def test_what_is_not_base64_is_refused_in_any_piece(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "BASE64_PIECE", 40)
+    body = UpdateWeightsFromTensorRequest(serialized_named_tensors=[text])
+    with pytest.raises(InvalidRequestError, match="base64"):
+        weights.CALLS["update_weights_from_tensor"].request(body)

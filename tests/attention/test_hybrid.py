@@ -1,0 +1,58 @@
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from segue.attention.base import AttentionShape
+from segue.attention.context import Context
+from segue.attention.hybrid import PairedAttention
+from segue.kvcache.pool import KVPool
+from tests.attention.case import Case
+
+
+class Half:
+    """Writes its number into the tokens it is to serve."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.prepared = 0
+
+    def prepare(self, ctx: Context) -> None:
+        self.prepared += 1
+
+    def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+        output[: ctx.num_decode] = self.number
+
+    def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+        output[ctx.num_decode :] = self.number
+
+    def queries_per_block(self, tokens: int) -> int:
+        return self.number
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "num_decode", "prefill"),
+    [([1, 1], 2, 0), ([3, 4], 0, 9), ([1, 1, 4], 2, 5), ([1, 1, 5], 2, 9), ([1, 1], 1, 5), ([40], 0, 9)],
+)
+def test_each_half_serves_its_sequences_and_sizes(q_lens: list[int], num_decode: int, prefill: int) -> None:
+    small, large, decode = Half(5), Half(9), Half(7)
+
+    def make(shape: AttentionShape, pool: KVPool) -> Any:
+        return PairedAttention([(6, small), (20, large)], decode)  # type: ignore[list-item,arg-type]
+
+    case = Case(q_lens, [q + 2 for q in q_lens], num_decode, make=make)
+    output = case.run()
+    assert (output[:num_decode] == 7).all() and (output[num_decode:] == prefill).all()
+    prepared = {half.number for half in (small, large, decode) if half.prepared}
+    assert prepared == {prefill, 7 if num_decode else 0} - {0}
+    assert [make(case.shape, case.ctx.kv).queries_per_block(tokens) for tokens in (6, 7, 21)] == [5, 9, 9]
+
+
+def test_one_that_serves_both_halves_prepares_once() -> None:
+    both = Half(3)
+
+    def make(shape: AttentionShape, pool: KVPool) -> Any:
+        return PairedAttention([(6, both), (20, Half(4))], both)  # type: ignore[list-item,arg-type]
+
+    Case([1, 2], [5, 5], 1, make=make).run()
+    assert both.prepared == 1

@@ -1,0 +1,72 @@
+"""Checksums of files of ours: whatever is not as it was written is found, wherever in the file it lies."""
+
+from pathlib import Path
+
+import pytest
+
+from segue.checkpoint import file_checksums
+
+PIECE = 64
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With files of no piece, one, and several, one of them just full; small pieces and blocks."""
+    monkeypatch.setattr(file_checksums, "_PIECE", PIECE)
+    monkeypatch.setattr(file_checksums, "_BLOCK", 16)
+    for name, size in (("none", 0), ("one", 10), ("full", 2 * PIECE), ("many", 5 * PIECE + 7)):
+        (tmp_path / name).write_bytes(bytes(i % 251 for i in range(size)))
+    file_checksums.write(tmp_path / "record", ["none", "one", "full", "many"])
+    return tmp_path
+
+
+def test_files_as_they_were_written_are_sound(directory: Path) -> None:
+    assert file_checksums.find_damage(directory / "record") is None
+    (directory / "another").touch()
+    assert file_checksums.find_damage(directory / "record") is None
+
+
+@pytest.mark.parametrize("name", ["one", "full", "many"])
+def test_every_changed_byte_is_found(name: str, directory: Path) -> None:
+    content = (directory / name).read_bytes()
+    for position in range(len(content)):
+        changed = bytearray(content)
+        changed[position] ^= 1 << position % 8
+        (directory / name).write_bytes(changed)
+        assert file_checksums.find_damage(directory / "record") == f"{name} differs from what was written"
+
+
+@pytest.mark.parametrize("name", ["none", "one", "full", "many"])
+def test_a_byte_more_or_less_and_pieces_in_another_order_are_found(name: str, directory: Path) -> None:
+    content = (directory / name).read_bytes()
+    wrong = [content + b"\0", content[:-1] if content else b"\0", content[PIECE:] + content[:PIECE] + b"\0"]
+    for other in wrong:
+        (directory / name).write_bytes(other)
+        assert file_checksums.find_damage(directory / "record") == f"{name} differs from what was written"
+
+
+def test_what_is_gone_or_no_file_is_found(directory: Path) -> None:
+    (directory / "one").unlink()
+    assert (
+        file_checksums.find_damage(directory / "record") == "one cannot be read (No such file or directory)"
+    )
+    (directory / "one").mkdir()
+    assert file_checksums.find_damage(directory / "record") == "one cannot be read (Is a directory)"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "3", "null", "[" * 100_000, "\udcff"])
+def test_a_record_that_is_none_is_damage(content: str, directory: Path) -> None:
+    (directory / "record").write_text(content, errors="surrogateescape")
+    assert file_checksums.find_damage(directory / "record") in (
+        "record cannot be read",
+        "record names no files",
+    )
+    (directory / "record").unlink()
+    assert file_checksums.find_damage(directory / "record") == "record is missing"
+
+
+@pytest.mark.parametrize("name", [r"\u0000", r"\ud800"])
+def test_a_record_with_a_name_that_no_file_has_is_damage(name: str, directory: Path) -> None:
+    (directory / "record").write_text(f'{{"{name}": [1]}}')
+    damage = file_checksums.find_damage(directory / "record")
+    assert damage is not None and damage.startswith("record names a file") and damage.isascii()

@@ -1,0 +1,78 @@
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+from segue.checkpoint import hub
+from segue.errors import ModelFileError
+
+
+@pytest.mark.parametrize("model", ["gpt2", "owner/name", "Qwen/Qwen3-0.6B", "a_b/c.d-e"])
+def test_a_repository_id(model: str) -> None:
+    assert hub.is_repository_id(model)
+
+
+@pytest.mark.parametrize(
+    "model", ["", ".", "..", "./a", "/a/b", "a/b/c", "a b", "a/", "~/a", "a\nb", ".hidden/x"]
+)
+def test_no_repository_id(model: str) -> None:
+    assert not hub.is_repository_id(model)
+
+
+class FakeHub:
+    """Answers `snapshot_download`, or fails with an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: str | Exception) -> None:
+        self.answer = answer
+        self.patterns: list[str] = []
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
+
+    def download(self, model: str, *, allow_patterns: list[str]) -> str:
+        self.patterns = allow_patterns
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return f"{self.answer}/{model}"
+
+
+def test_fetch_gives_the_local_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeHub(monkeypatch, "/hub")
+    assert hub.fetch("owner/name", weights=True) == Path("/hub/owner/name")
+    assert "*.safetensors" in fake.patterns
+
+
+def test_fetch_without_weights_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeHub(monkeypatch, "/hub")
+    hub.fetch("owner/name", weights=False)
+    assert "*.safetensors" not in fake.patterns
+    assert "*.json" in fake.patterns
+
+
+def unknown_repository() -> Exception:
+    response: Any = type("Response", (), {"headers": {}, "request": None, "status_code": 404, "url": ""})()
+    return RepositoryNotFoundError("404 Client Error.\nmore", response=response)
+
+
+def test_an_unknown_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeHub(monkeypatch, unknown_repository())
+    with pytest.raises(ModelFileError, match=r"model 'owner/name' is neither .*Check the name"):
+        hub.fetch("owner/name", weights=True)
+
+
+@pytest.mark.parametrize(
+    "error", [LocalEntryNotFoundError("offline"), OSError("no route"), ConnectionError("x")]
+)
+def test_without_a_network_the_error_names_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    FakeHub(monkeypatch, error)
+    with pytest.raises(ModelFileError, match=r"'owner/name' .* cannot be reached .*`hf download owner/name`"):
+        hub.fetch("owner/name", weights=True)
+
+
+def test_the_real_library_offline_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The tests run with the hub switched off; nothing is asked of the network.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelFileError, match="cannot be reached"):
+        hub.fetch("segue-tests/there-is-no-such-model", weights=True)

@@ -1,0 +1,101 @@
+"""Tiny checkpoints of transformers models, and their weights as the engine should hold them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from segue.checkpoint.load import load_weights
+from segue.checkpoint.source import ModelSource, resolve
+from segue.distributed.collectives import SingleRank
+from segue.distributed.info import TPInfo
+from segue.memory.arena import Arena
+from segue.models.config import ModelConfig
+from segue.models.decoder import Decoder
+from segue.models.registry import build_model
+from segue.models.sharding import shard
+from tests.models.reference import convert, hf_config, hf_model
+
+EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama-biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", EIGHT),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            **EIGHT,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+        },
+    ),
+}
+
+
+class Rank(SingleRank):
+    """A rank that exchanges nothing: enough to build its share of a model."""
+
+    def __init__(self, tp: TPInfo) -> None:
+        self.tp = tp
+
+
+def make(kind: str, **options: Any) -> Any:
+    """A transformers model with random weights."""
+    architecture, own = MODELS[kind]
+    return hf_model(architecture, **{**own, **options})
+
+
+def config_of(model: nn.Module) -> ModelConfig:
+    return ModelConfig.from_hf(hf_config(model))
+
+
+def save(model: Any, directory: Path, **options: Any) -> Path:
+    model.save_pretrained(directory, **options)
+    return directory
+
+
+def save_config(model: nn.Module, directory: Path) -> Path:
+    """Only what a model with dummy weights needs."""
+    (directory / "config.json").write_text(json.dumps(hf_config(model), default=str))
+    return directory
+
+
+def expected(model: nn.Module, tp: TPInfo, config: ModelConfig | None = None) -> dict[str, Tensor]:
+    """Our parameters on one rank, made from the transformers weights by hand."""
+    config = config or config_of(model)
+    return convert(model.state_dict(), config, shard(config, tp))
+
+
+def load(
+    path: Path,
+    *,
+    tp: TPInfo | None = None,
+    dtype: torch.dtype = torch.float32,
+    load_format: Any = "auto",
+    cache_dir: Path = Path("/nonexistent"),
+    **options: Any,
+) -> tuple[Decoder, Arena]:
+    """Resolve, build and load, as the model runner does."""
+    return load_source(resolve(str(path), load_format, cache_dir), tp=tp, dtype=dtype, **options)
+
+
+def load_source(
+    source: ModelSource, *, tp: TPInfo | None = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Decoder, Arena]:
+    tp = tp or TPInfo()
+    model = build_model(source.config, dtype=dtype, collectives=Rank(tp))
+    return model, load_weights(model, source.config, source, tp, "cpu", dtype, **options)
+
+
+def assert_equal(arena: Arena, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+    """The arena holds exactly `weights`, cast to `dtype`."""
+    assert arena.table.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(arena.view(name), weight.to(dtype)), name

@@ -1,0 +1,96 @@
+"""``segue chat --url`` against servers that are not what they should be."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from segue.cli.chat import RemoteChat
+from segue.cli.remote import Remote, RemoteError
+
+OK = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
+MODELS = OK + b'{"data": [{"id": "some-model"}]}'
+HELLO = b'data: {"choices": [{"delta": {"content": "Hello"}}]}\n\n'
+
+
+@contextmanager
+def answering(*answers: bytes) -> Iterator[str]:
+    """The URL of a server that gives one answer a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def work() -> None:
+            for answer in answers:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.settimeout(5)
+                    connection.recv(65536)
+                    connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(65536):  # else it is reset
+                        pass
+
+        thread = threading.Thread(target=work, daemon=True)  # nobody may come
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"", "cannot reach"),
+        (b"SSH-2.0-x\r\n", "cannot reach"),
+        (OK + b"<html>", "does not answer as"),
+        (OK + b"[]", "does not answer as"),
+        (OK + b'{"data": []}', "does not answer as"),
+        (b'HTTP/1.1 404 No\r\n\r\n{"error": "nothing here"}', "404 nothing here"),
+        (b'HTTP/1.1 404 No\r\n\r\n{"error": {"message": "nothing here"}}', "404 nothing here"),
+        (b"HTTP/1.1 500 Broken\r\n\r\n<html>", "500 Broken"),
+    ],
+)
+def test_what_is_no_openai_server_is_an_error_in_words(answer: bytes, words: str) -> None:
+    with answering(answer) as url, pytest.raises(RemoteError, match=words):
+        RemoteChat(Remote(url, None), {})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_on_this_machine_is_not_asked_through_a_proxy(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    with answering(MODELS) as url:
+        assert RemoteChat(Remote(url.replace("127.0.0.1", host), None), {}).model == "some-model"
+
+
+def test_a_server_elsewhere_is_asked_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(MODELS) as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        assert RemoteChat(Remote("http://models.invalid:30000", None), {}).model == "some-model"
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        (HELLO, "ended in the middle"),
+        (HELLO + b"data: {\n\n", "does not answer as"),
+        (HELLO + b'data: {"error": {"message": "too bad"}}\n\n', "too bad"),
+        (HELLO + b'data: {"error": "too bad"}\n\n', "too bad"),
+    ],
+)
+def test_an_answer_that_breaks_off_says_why(events: bytes, words: str) -> None:
+    with answering(MODELS, OK + events) as url:
+        reply = RemoteChat(Remote(url, None), {}).reply([])
+        assert next(reply) == "Hello"
+        with pytest.raises(RemoteError, match=words):
+            next(reply)
+
+
+def test_comments_and_chunks_without_a_choice_are_passed_over() -> None:
+    events = b": ping\n\n" + HELLO + b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n'
+    with answering(MODELS, OK + events) as url:
+        assert list(RemoteChat(Remote(url, None), {}).reply([])) == ["Hello"]

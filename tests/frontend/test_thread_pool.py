@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from segue.errors import EngineDeadError
+from segue.frontend.thread_pool import NUM_THREADS, TURN, Workers, turn
+
+
+def test_what_is_cancelled_before_its_turn_is_never_begun() -> None:
+    begun: list[int] = []
+    go_on = threading.Event()
+
+    def hold() -> None:
+        begun.append(0)
+        assert go_on.wait(10)
+
+    async def work() -> None:
+        workers = Workers()
+        holders = [asyncio.create_task(workers.run(hold)) for _ in range(NUM_THREADS)]
+        queued = [asyncio.create_task(workers.run(lambda: begun.append(1))) for _ in range(5)]
+        while len(begun) < NUM_THREADS:
+            await asyncio.sleep(0)
+        for task in queued[:4]:
+            task.cancel()
+        await asyncio.wait(queued[:4])
+        go_on.set()
+        await asyncio.gather(*holders, queued[4])
+        assert sum(begun) == 1
+
+    asyncio.run(work())
+
+
+def test_long_work_takes_turns_with_that_of_others() -> None:
+    order: list[str] = []
+
+    async def in_pieces(workers: Workers, name: str) -> None:
+        for _ in range(20):
+            await workers.run(lambda: order.append(name))
+
+    async def work() -> None:
+        workers = Workers()
+        await asyncio.gather(*(in_pieces(workers, name) for name in "abcd"))
+
+    asyncio.run(work())
+    assert {*order[:12]} == {*"abcd"}
+
+
+def test_the_end_of_the_engine_ends_what_waits_and_what_comes() -> None:
+    go_on = threading.Event()
+
+    async def work() -> None:
+        workers = Workers()
+        tasks = [asyncio.create_task(workers.run(lambda: go_on.wait(10))) for _ in range(NUM_THREADS + 1)]
+        await asyncio.sleep(0)
+        workers.close(EngineDeadError("gone"))
+        for waiting in (tasks[-1], workers.run(lambda: 1)):
+            with pytest.raises(EngineDeadError, match="gone"):
+                await waiting
+        go_on.set()
+        await asyncio.gather(*tasks[:-1])
+
+    asyncio.run(work())
+
+
+def test_everything_else_has_its_turn() -> None:
+    async def work() -> None:
+        others = 0
+
+        async def count() -> None:
+            nonlocal others
+            while True:
+                others += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(count())
+        for number in range(10 * TURN):
+            await turn(number)
+        task.cancel()
+        assert others == 10
+
+    asyncio.run(work())

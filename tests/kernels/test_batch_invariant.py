@@ -1,0 +1,113 @@
+"""Operations whose rows must not notice each other, on a CPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from segue.errors import ConfigError
+from segue.kernels import batch_invariant
+from segue.kernels.activation import silu_mul
+from segue.kernels.batch_invariant import InvariantProduct, cancelling, cut
+from segue.kernels.linear import Plain, linear, pack
+from segue.kernels.log_softmax import log_probabilities
+from segue.kernels.norm import rms_norm
+from segue.kernels.rotary import rotate
+
+ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 44, 64, 70, 129, 256, 300, 600]
+
+
+@pytest.mark.parametrize("count", [*range(1, 70), 255, 256, 257, 511, 512, 513, 8192])
+@pytest.mark.parametrize("sizes", [(4, 8, 16, 32, 64, 128, 256), (16,), (16, 256)])
+def test_blocks_hold_all_rows_and_little_else(count: int, sizes: tuple[int, ...]) -> None:
+    blocks = cut(count, sizes)
+    assert set(blocks) <= set(sizes)
+    assert count <= sum(blocks) < count + max(sizes[0], count)
+    assert sum(blocks[:-1]) < count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(96, 64), (331, 64), (576, 1536), (40, 24)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_row_of_a_product_has_the_same_bits_among_any_others(
+    shape: tuple[int, int], dtype: torch.dtype, bias: bool
+) -> None:
+    rows, weight = cancelling(max(ROWS), shape[1], shape[0], dtype)  # what is left is rounding
+    # As small as what is left, so that it shows whether it is added first or last.
+    added = (torch.randn(shape[0]) * 1e-6).to(dtype) if bias else None
+    product = pack(weight, deterministic=True)
+    expected = linear(rows[:16], weight, added, product)
+    for count in ROWS:
+        places = torch.randint(0, 16, (count,))
+        assert torch.equal(linear(rows[places], weight, added, product), expected[places]), count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_deterministic_product_agrees_with_the_plain_one(dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(37, 64), torch.randn(48, 64), torch.randn(48)
+    x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
+    found = linear(x, weight, bias, pack(weight, deterministic=True))
+    torch.testing.assert_close(found, F.linear(x, weight, bias))
+
+
+def product_of(changed_rows: int) -> type[Plain]:
+    """A product that adds up in another order for so many rows."""
+
+    class Other(Plain):
+        def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+            if len(x) == changed_rows:
+                return F.linear(x.flip(1), self.weight.flip(1), bias)
+            return F.linear(x, self.weight, bias)
+
+    return Other
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sizes_that_add_up_in_another_order_are_not_used(dtype: torch.dtype) -> None:
+    product = InvariantProduct.of(torch.randn(96, 64).to(dtype), product_of(64))
+    assert 64 not in product.sizes and 16 in product.sizes
+
+
+def test_a_cpu_on_which_a_row_depends_on_its_place_is_refused() -> None:
+    class Placed(Plain):
+        def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+            front, back = F.linear(x[:9], self.weight), F.linear(x[9:].flip(1), self.weight.flip(1))
+            return torch.cat([front, back])
+
+    with pytest.raises(ConfigError, match=r"16 rows by a weight \[96, 64\]"):
+        InvariantProduct.of(torch.randn(96, 64), Placed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_invariant_silu_is_the_ordinary_one(dtype: torch.dtype) -> None:
+    gate_up = (torch.randn(5, 200) * 8).to(dtype)
+    torch.testing.assert_close(batch_invariant.silu_mul(gate_up, dtype), silu_mul(gate_up.clone(), dtype))
+
+
+# Wide enough that threads part a tensor in the middle of a row, and odd, so that vectors do not fit.
+ROWWISE = {
+    "silu_mul": (lambda x: batch_invariant.silu_mul(x, x.dtype), (198,)),
+    "rms_norm": (lambda x: rms_norm(x, torch.linspace(0.5, 2, x.shape[-1]), 1e-5), (331,)),
+    "rms_norm of heads": (lambda x: rms_norm(x, torch.linspace(0.5, 2, 27).expand(9, -1), 1e-5), (9, 27)),
+    "rotate": (lambda x: rotate(x, x[:, :1].cos(), x[:, :1].sin()), (9, 26)),
+    "angles": (lambda x: torch.cat([(x * 999).cos(), (x * 999).sin()], -1), (331,)),
+    "softmax": (lambda x: x.softmax(-1), (331,)),
+    "softmax of a large vocabulary": (lambda x: x.float().softmax(-1), (49157,)),
+    "logprobs": (lambda x: log_probabilities(x.float(), torch.zeros(len(x), 1, dtype=torch.int64)), (331,)),
+    "logprobs of a large vocabulary": (
+        lambda x: log_probabilities(x.float(), torch.zeros(len(x), 1, dtype=torch.int64)),
+        (49157,),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ROWWISE)
+def test_a_row_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype) -> None:
+    operation, shape = ROWWISE[name]
+    most = 40 if shape[0] > 10000 else max(ROWS)
+    rows = (torch.randn(most, *shape) * 3).to(dtype)
+    expected = torch.cat([operation(row[None].clone()) for row in rows])
+    for count in (count for count in [*ROWS, 257, 271, 433] if count <= most):
+        places = torch.randperm(most)[:count]
+        assert torch.equal(operation(rows[places]), expected[places]), count

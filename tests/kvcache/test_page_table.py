@@ -1,0 +1,35 @@
+import torch
+
+from segue.kvcache.page_table import PageTable, TokenPool
+
+
+def make() -> PageTable:
+    return PageTable(max_running=3, max_seq_len=100, page_size=4, scratch_page=9, device="cpu")
+
+
+def test_rows_are_aligned_and_hold_the_scratch_page_until_assigned() -> None:
+    table = make()
+    assert table.data.shape == (4, 32)
+    assert table.data.dtype == torch.int32
+    assert table.dummy_row == 3
+    assert (table.data == 9).all()
+
+
+def test_assigned_pages_start_at_their_column() -> None:
+    table = make()
+    table.assign(1, 2, [7, 5])
+    assert table.data[1, :5].tolist() == [9, 9, 7, 5, 9]
+
+
+def test_slots_follow_pages_and_offsets() -> None:
+    table = make()
+    table.assign(0, 0, [6, 2])
+    table.assign(2, 0, [8])
+    assert table.slots(torch.tensor([0, 0, 2]), torch.tensor([3, 4, 1])).tolist() == [27, 8, 33]
+
+
+def test_the_token_pool_has_room_for_the_token_sampled_last() -> None:
+    pool = TokenPool(max_running=2, max_seq_len=5, device="cpu")
+    assert pool.data.shape == (3, 6)
+    pool.data[1, 5] = 42
+    assert pool.tokens(torch.tensor([1, 0]), torch.tensor([5, 0])).tolist() == [42, 0]

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segue.config import EngineConfig
+from segue.launch.processes import (
+    WORKER_COMMAND,
+    WorkerProcesses,
+    cgroup_cores,
+    describe_exit,
+    make_run_dir,
+    socket_addresses,
+    usable_cores,
+    worker_environment,
+)
+
+SLEEPER = (sys.executable, "-c", "import sys; sys.stdin.buffer.read()")
+STUBBORN = (sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def workers(tmp_path: Path, command: tuple[str, ...], tp: int = 1) -> WorkerProcesses:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    return WorkerProcesses(EngineConfig(tp=tp), run_dir, command)
+
+
+def test_workers_end_when_their_lifeline_closes(tmp_path: Path) -> None:
+    group = workers(tmp_path, SLEEPER, tp=2)
+    exits: list[str] = []
+    group.start(exits.append)
+    pids = group.pids
+    assert len(pids) == 2
+    assert all(is_alive(pid) for pid in pids)
+    assert asyncio.run(group.stop(0.0, 10.0))
+    assert not any(is_alive(pid) for pid in pids)
+    assert exits == []  # it was asked for
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_worker_that_does_not_listen_is_killed(tmp_path: Path) -> None:
+    group = workers(tmp_path, STUBBORN)
+    group.start(lambda _: None)
+    (pid,) = group.pids
+    asyncio.run(group.stop(0.0, 0.05))
+    assert not is_alive(pid)
+
+
+def test_stopping_twice_is_harmless(tmp_path: Path) -> None:
+    group = workers(tmp_path, SLEEPER)
+    group.start(lambda _: None)
+    asyncio.run(group.stop(0.0, 10.0))
+    asyncio.run(group.stop(0.0, 10.0))
+
+
+def test_a_workers_death_is_told_with_its_reason(tmp_path: Path, wait_until: Any) -> None:
+    group = workers(tmp_path, SLEEPER)
+    exits: list[str] = []
+    group.start(exits.append)
+    os.kill(group.pids[0], signal.SIGKILL)
+    wait_until(lambda: exits, 1.0)
+    assert f"rank 0 (pid {group.pids[0]}) ended by signal SIGKILL" in exits[0]
+    asyncio.run(group.stop(0.0, 1.0))
+
+
+def test_a_worker_that_never_reads_its_configuration_is_told_of_too(tmp_path: Path, wait_until: Any) -> None:
+    group = workers(tmp_path, ("/bin/false",))
+    exits: list[str] = []
+    group.start(exits.append)
+    wait_until(lambda: exits)
+    assert "exit code 1" in exits[0]
+    asyncio.run(group.stop(0.0, 1.0))
+
+
+def test_the_users_directory_does_not_shadow_the_standard_library(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')")
+    program = "from segue.launch.processes import WORKER_COMMAND as c; print(*c[1:3])"
+    command = [sys.executable, "-P", "-c", program]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout.split() == ["-P", "-m"], result.stderr
+
+
+def test_a_worker_finds_the_package_that_its_parent_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH")
+    environment = worker_environment(1)
+    del environment["OMP_NUM_THREADS"]
+    # -S: not by way of an installed package either
+    command = [sys.executable, "-S", "-P", "-c", "import segue; print(segue.__path__[0])"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    import segue
+
+    assert Path(result.stdout.strip()) == Path(segue.__path__[0]), result.stderr
+
+
+def test_cores_are_shared_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = usable_cores()
+    assert worker_environment(1)["OMP_NUM_THREADS"] == str(cores)
+    assert worker_environment(cores)["OMP_NUM_THREADS"] == "1"
+    assert worker_environment(10 * cores)["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_users_own_threads_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert worker_environment(2)["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_cgroup_quotas(tmp_path: Path, files: dict[str, str], cores: float | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cgroup_cores(tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    "name", [b"x" * 75, "\N{SNOWMAN}".encode() * 25]
+)  # as long in bytes, not in characters
+def test_the_run_directory_is_private_and_its_sockets_fit(
+    name: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tempfile
+
+    long = Path(tempfile.mkdtemp(dir="/tmp", prefix="segue-")) / os.fsdecode(name)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    run_dir = make_run_dir()
+    try:
+        assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+        assert len(os.fsencode(socket_addresses(run_dir).to_scheduler)) - len("ipc://") <= 107
+        assert list(long.iterdir()) == []
+    finally:
+        run_dir.rmdir()
+        long.rmdir()
+        long.parent.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL, perhaps"), (-11, "SIGSEGV")]
+)
+def test_exit_codes_in_words(code: int, words: str) -> None:
+    assert words in describe_exit(code)
+
+
+def test_a_worker_that_starts_after_its_run_directory_went_ends_without_a_word(tmp_path: Path) -> None:
+    # Another rank removes it once the frontend has given up.
+    group = WorkerProcesses(EngineConfig(tp=2), tmp_path / "gone", ())
+    with subprocess.Popen(WORKER_COMMAND, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        group._send_config(process, 0)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from segue.checkpoint.source import resolve
+from segue.config import EngineConfig
+from segue.errors import EngineStartError, OutOfMemoryError, TensorParallelError
+from segue.launch.runtime import Runtime
+from segue.messages.control import StartFailed
+from tests.launch.test_processes import SLEEPER
+
+
+def run(model: Path, work: Callable[[Runtime], Awaitable[None]]) -> None:
+    """With a runtime whose workers are not started."""
+
+    async def whole() -> None:
+        config = EngineConfig(model=str(model), load_format="dummy")
+        source = resolve(config.model, config.load_format, config.cache_dir)
+        runtime = Runtime(config, source, embedded=False, command=SLEEPER)
+        try:
+            await work(runtime)
+        finally:
+            await runtime.shutdown()
+
+    asyncio.run(asyncio.wait_for(whole(), 10))
+
+
+def test_a_workers_last_words_that_come_after_its_exit_are_the_reason(tiny_model: Path) -> None:
+    async def work(runtime: Runtime) -> None:
+        runtime._on_worker_exit("worker rank 0 ended with exit code 0")
+        runtime._receive(StartFailed("OutOfMemoryError", "only 1 page fits"))
+        with pytest.raises(OutOfMemoryError, match="only 1 page"):
+            await runtime._ready
+
+    run(tiny_model, work)
+
+
+def test_an_exit_after_the_last_words_is_no_second_failure(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(runtime: Runtime) -> None:
+        runtime._receive(StartFailed("OutOfMemoryError", "only 1 page fits"))
+        runtime._on_worker_exit("worker rank 0 ended with exit code 0")
+        assert not runtime.died.done()
+
+    run(tiny_model, work)
+    assert caplog.text == ""
+
+
+def test_without_last_words_the_exit_is_the_reason(tiny_model: Path) -> None:
+    async def work(runtime: Runtime) -> None:
+        runtime._on_worker_exit("worker rank 0 ended with exit code 5")
+        with pytest.raises(EngineStartError, match="exit code 5 before it was ready"):
+            await runtime._ready
+
+    run(tiny_model, work)
+
+
+def test_a_model_that_cannot_be_cut_is_refused_before_a_worker_is_started(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Runtime, "__init__", lambda *_, **__: pytest.fail("an engine was made"))
+    config = EngineConfig(model=str(tiny_model), load_format="dummy", tp=64)
+    with pytest.raises(TensorParallelError, match=r"size 64 does not fit .* Sizes that fit: 1, 2, 4"):
+        asyncio.run(Runtime.start(config))

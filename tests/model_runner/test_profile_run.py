@@ -1,0 +1,79 @@
+"""Sizes that cannot fit are refused before anything takes long; what takes long is announced."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segue.errors import OutOfMemoryError
+from segue.model_runner import profile_run, runner
+from tests.model_runner import making, tiny
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    tiny.save_llama(directory)
+    return directory
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither are weights loaded nor is a step run."""
+    monkeypatch.setattr(runner, "load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"max_running_requests": 65536}, {"chunked_prefill_size": 1 << 20, "max_running_requests": 8192}],
+    ids=str,
+)
+def test_sizes_that_cannot_fit_are_refused_at_once(
+    sizes: dict[str, Any], llama: Path, no_model: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "free_cpu_memory", lambda: GIB // 4)
+    began = time.monotonic()
+    with pytest.raises(OutOfMemoryError) as raised:
+        making.make_runner(llama, **sizes)
+    assert time.monotonic() - began < 2
+    assert f"max_running_requests={sizes['max_running_requests']} and chunked_prefill_size=" in str(
+        raised.value
+    )
+    assert "lower --max-running-requests or --chunked-prefill-size" in str(raised.value)
+
+
+def test_memory_that_is_kept_for_weight_updates_is_named_where_it_is_too_much(
+    llama: Path, no_model: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "free_cpu_memory", lambda: GIB // 4)
+    with pytest.raises(OutOfMemoryError, match=r"of it for weight updates.* or --weight-staging-gb"):
+        making.make_runner(llama, weight_staging_gb=4.0)
+
+
+def test_a_trial_that_takes_long_is_announced_before_it_begins(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "segue")
+    monkeypatch.setattr(profile_run, "_CPU_SPEED", 1e6)
+
+    def measure(*_: Any) -> int:
+        assert "trying a step of 64 tokens" in caplog.text
+        assert "--chunked-prefill-size (64) or --max-running-requests (8)" in caplog.text
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(profile_run, "_measure", measure)
+    with pytest.raises(OutOfMemoryError, match=r"a step of 64 tokens .*lower --chunked-prefill-size or"):
+        making.make_runner(llama)
+
+
+def test_a_short_trial_is_not_announced(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "segue")
+    making.make_runner(llama).close()
+    assert "trying a step" not in caplog.text

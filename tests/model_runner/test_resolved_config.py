@@ -1,0 +1,145 @@
+"""What is chosen where the user did not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segue.checkpoint.source import ModelSource
+from segue.config import EngineConfig
+from segue.distributed.info import TPInfo
+from segue.errors import ConfigError, TensorParallelError
+from segue.model_runner.resolved_config import Choices, choose
+from segue.models.config import ModelConfig
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+}
+
+
+def _choose(
+    *, hf: dict[str, Any] | None = None, gguf: bool = False, rank: int = 0, **options: Any
+) -> Choices:
+    hf_config = {**LLAMA, **(hf or {})}
+    source = ModelSource(
+        name="tiny",
+        format="gguf" if gguf else "safetensors",
+        directory=Path("/m"),
+        gguf=Path("/m.gguf") if gguf else None,
+        tokenizer_directory=None,
+        config=ModelConfig.from_hf(hf_config),
+        hf_config=hf_config,
+        generation_config={},
+        eos_token_ids=(),
+    )
+    return choose(EngineConfig(**options), source, TPInfo(rank, max(1, rank + 1)))
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A machine with two CUDA devices."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.fixture
+def no_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_sizes_on_a_cpu(no_cuda):
+    chosen = _choose()
+    assert chosen.device.type == "cpu"
+    assert (chosen.page_size, chosen.max_running_requests, chosen.chunked_prefill_size) == (16, 16, 512)
+
+
+def test_sizes_on_cuda(cuda):
+    chosen = _choose(rank=1)
+    assert chosen.device == torch.device("cuda", 1)
+    assert (chosen.page_size, chosen.max_running_requests, chosen.chunked_prefill_size) == (64, 256, 8192)
+
+
+def test_the_user_comes_first(no_cuda):
+    chosen = _choose(page_size=1, max_running_requests=3, chunked_prefill_size=7, dtype="float16")
+    assert (chosen.page_size, chosen.max_running_requests, chosen.chunked_prefill_size) == (1, 3, 7)
+    assert chosen.dtype == torch.float16
+
+
+def test_the_cpu_can_be_asked_for_where_there_is_cuda(cuda):
+    assert _choose(device="cpu").device.type == "cpu"
+
+
+def test_cuda_without_a_device_is_an_error(no_cuda):
+    with pytest.raises(ConfigError, match="--device cpu"):
+        _choose(device="cuda")
+
+
+def test_more_ranks_than_devices_is_an_error(cuda):
+    with pytest.raises(TensorParallelError, match=r"tp=3.*2 CUDA devices"):
+        _choose(rank=2)
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"rank": 1}, TensorParallelError, "deterministic=True with tp=2.*--tp 1"),
+        ({"hf": EXPERTS}, ConfigError, "mixture of experts"),
+        ({"dtype": "float32"}, ConfigError, "dtype='float32'.*bfloat16"),
+    ],
+)
+def test_what_determinism_does_not_have_on_cuda_is_refused(cuda, options, error, words):
+    assert not _choose(**options).deterministic
+    with pytest.raises(error, match=f"{words}.*leave --deterministic out"):
+        _choose(**options, deterministic=True)
+    assert _choose(deterministic=True).deterministic
+
+
+def test_determinism_is_refused_on_devices_whose_bits_nobody_compared(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"capability \(8, 0\).*\(9, 0\) alone"):
+        _choose(deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("stored", "gguf", "dtype"),
+    [
+        ("bfloat16", False, torch.bfloat16),
+        ("float16", False, torch.float16),
+        ("float32", False, torch.bfloat16),
+        (None, False, torch.bfloat16),
+        ("float16", True, torch.bfloat16),
+    ],
+)
+def test_dtype_is_the_checkpoints_but_bfloat16_for_float32_and_gguf(no_cuda, stored, gguf, dtype):
+    assert _choose(hf={"torch_dtype": stored}, gguf=gguf).dtype == dtype
+
+
+@pytest.mark.parametrize(("asked", "longest"), [(None, 2048), (100, 100), (5000, 2048)])
+def test_longest_is_the_lesser_of_the_models_and_the_users(no_cuda, asked, longest):
+    assert _choose(max_model_len=asked).longest == longest
+
+
+def test_a_chunk_that_is_never_full_is_cut_and_said_so(no_cuda, caplog):
+    caplog.set_level("INFO", "segue")
+    assert _choose(chunked_prefill_size=32768, max_running_requests=16).chunked_prefill_size == 32768
+    assert not caplog.records
+    chosen = _choose(chunked_prefill_size=32769, max_running_requests=16)
+    assert (chosen.chunked_prefill_size, chosen.largest_step) == (32768, 32768)
+    assert "chunked_prefill_size is 32768, not 32769: 16 requests of 2048 tokens never" in caplog.text
+    assert _choose(max_running_requests=4096).largest_step == 4096

@@ -1,0 +1,87 @@
+"""Heartbeats of a process: what they say, and what they do not count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from segue.heartbeat import AwakeClock, Pulse, Turn, TurnWatch, heartbeat_period
+from segue.messages.control import Heartbeat, SchedulerMessage
+
+
+def test_the_period_leaves_room_for_heartbeats_that_come_late() -> None:
+    assert [heartbeat_period(ping_s) for ping_s in (0.5, 5.0, 60.0)] == [0.1, 1.0, 1.0]
+
+
+def test_an_absence_counts_as_a_short_time_only() -> None:
+    clock = AwakeClock(100.0, most=2.0)
+    assert [clock.read(now) for now in (101.0, 101.5, 4000.0, 4001.0)] == [1.0, 1.5, 3.5, 4.5]
+
+
+def test_a_clock_does_not_go_back() -> None:
+    clock = AwakeClock(100.0, most=2.0)
+    assert [clock.read(now) for now in (101.0, 99.0, 99.5)] == [1.0, 1.0, 1.5]
+
+
+def test_a_turn_is_measured_from_its_first_sight_on() -> None:
+    turn = Turn()
+    watch = TurnWatch(turn, 10.0, most=2.0)
+    assert watch.seconds(11.0) == 0.0
+    turn.since = 11.5
+    assert [watch.seconds(now) for now in (12.0, 13.0, 14.0)] == [0.0, 1.0, 2.0]
+    turn.since = 14.5  # the next one
+    assert [watch.seconds(now) for now in (15.0, 16.0)] == [0.0, 1.0]
+    turn.rest()
+    assert watch.seconds(17.0) == 0.0
+
+
+def test_a_process_that_was_stopped_in_a_step_has_not_stalled() -> None:
+    turn = Turn()
+    watch = TurnWatch(turn, 10.0, most=2.0)
+    turn.since = 10.5
+    watch.seconds(11.0)
+    assert watch.seconds(611.0) == 2.0
+
+
+@pytest.fixture
+def socket() -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull:
+        pull.setsockopt(zmq.LINGER, 0)
+        pull.setsockopt(zmq.RCVTIMEO, 10_000)
+        pull.bind("inproc://frontend")
+        yield pull
+
+
+def beats(socket: zmq.Socket[bytes], pulse: Pulse, until: Any) -> Heartbeat:
+    """The first heartbeat of which something holds."""
+    deadline = time.monotonic() + 10
+    while True:
+        beat = msgspec.msgpack.decode(socket.recv(), type=SchedulerMessage)
+        assert isinstance(beat, Heartbeat)
+        if until(beat):
+            return beat
+        assert time.monotonic() < deadline, f"the last heartbeat was {beat}"
+
+
+def test_a_loop_that_is_busy_is_told_and_so_is_its_rest(socket: zmq.Socket[bytes]) -> None:
+    with Pulse(socket.context, "inproc://frontend", 3, ping_s=0.05) as pulse:
+        assert beats(socket, pulse, lambda _: True).rank == 3
+        pulse.turn.begin()
+        beats(socket, pulse, lambda beat: beat.turn_s > 0.05)
+        pulse.turn.rest()
+        beats(socket, pulse, lambda beat: beat.turn_s == 0.0)
+
+
+def test_a_frontend_that_does_not_read_does_not_stop_the_pulse(socket: zmq.Socket[bytes]) -> None:
+    socket.context.sndhwm = socket.context.rcvhwm = 1
+    with Pulse(socket.context, "inproc://nowhere", 0, ping_s=0.005) as pulse:
+        deadline = time.monotonic() + 0.1
+        while time.monotonic() < deadline:
+            assert pulse._thread.is_alive()
+            pulse._stopped.wait(0.001)
+    assert not pulse._thread.is_alive()

@@ -1,0 +1,880 @@
+"""Weight updates on the pure scheduler: ranks are lists of commands, answered by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from segue.messages.control import Continue, Flush, Flushed, Pause, Paused, StepOutput
+from segue.messages.requests import AddRequest, SamplingParams, pack_ids
+from segue.messages.weight_update import (
+    AbortSession,
+    BeginUpdate,
+    Bucket,
+    CheckWeights,
+    Commit,
+    CommitSession,
+    Complete,
+    Discard,
+    EndUpdate,
+    GetUpdateStatus,
+    Group,
+    Inspect,
+    Join,
+    JoinGroup,
+    LeaveGroup,
+    Load,
+    Manifest,
+    Prepare,
+    RankReply,
+    Receive,
+    Received,
+    SetVersion,
+    Stage,
+    Take,
+    UpdateFromDisk,
+    UpdateFromDistributed,
+    UpdateFromTensor,
+    WeightAnswer,
+    WeightCall,
+    WeightCommand,
+    WeightNotice,
+    WeightRequest,
+)
+from segue.scheduler.weight_port import SchedulerPort
+from segue.weight_update.control.calls import WeightControl
+from tests.scheduler.simulation import Simulation
+
+GROUP = Group(
+    name="g", master_address="localhost", master_port=1, rank_offset=1, world_size=3, backend="gloo"
+)
+TWO = Manifest(
+    group_name="g",
+    buckets=[Bucket(names=["a"], dtypes=["float32"], shapes=[[2]]), Bucket(names=[], dtypes=[], shapes=[])],
+)
+PART = structs.replace(TWO, partial=True)
+
+
+class Engine:
+    """A simulation with two ranks. By default they do at once what they are told."""
+
+    def __init__(self, **limits: int) -> None:
+        self.sim = Simulation(**limits)
+        self.scheduler = self.sim.scheduler
+        self.weights = WeightControl(SchedulerPort(self.scheduler), 2)
+        self.now = 0.0
+        self.calls = 0
+        self.answers: dict[int, list[WeightAnswer]] = {}
+        self.others: list[Any] = []
+        self.told: list[tuple[int, WeightCommand]] = []  # in order, not yet answered
+        self.done: list[WeightCommand] = []  # of rank 0
+        self.silent: set[type] = set()  # kinds of commands that nobody answers
+        self.broken: dict[tuple[int, type], list[str]] = {}  # what a rank says of a kind of command
+        self.touched: set[int] = {0, 1}
+        self.dropped: list[str] = []  # groups that ranks found dead
+        self.arrives = True  # what was announced is there at once
+
+    def ask(self, request: WeightRequest) -> int:
+        self.calls += 1
+        self.weights.request(WeightCall(self.calls, request, self.now), self.now)
+        self.go()
+        return self.calls
+
+    def answer(self, call: int) -> WeightAnswer:
+        assert call in self.answers, "no answer yet"
+        (answer,) = self.answers[call]
+        return answer
+
+    def reply(self, request: WeightRequest) -> WeightAnswer:
+        return self.answer(self.ask(request))
+
+    def go(self) -> None:
+        """Until nobody has anything to say."""
+        while True:
+            pauses = self.scheduler.control.advance(self.now)
+            messages, commands = self.weights.advance(self.now)
+            for message in [*pauses, *messages]:
+                if isinstance(message, WeightAnswer):
+                    self.answers.setdefault(message.call, []).append(message)
+                else:
+                    self.others.append(message)
+                    if isinstance(message, StepOutput):
+                        self.sim.end(message.finished)
+            for pair in commands:
+                self.told += enumerate(pair)
+                if type(pair[0]) not in (Discard,):
+                    self.done.append(pair[0])
+            ready = [each for each in self.told if type(each[1]) not in self.silent]
+            self.told = [each for each in self.told if type(each[1]) in self.silent]
+            for rank, command in ready:
+                self.carry_out(rank, command)
+            if not messages and not commands and not ready:
+                return
+
+    def carry_out(self, rank: int, command: WeightCommand) -> None:
+        errors = self.broken.get((rank, type(command)), [])
+        fields: dict[str, Any] = {}
+        if isinstance(command, Commit):
+            fields = {"touched": rank in self.touched}
+        if isinstance(command, Join):
+            fields = {"is_new": True, "dropped": self.dropped}
+        if isinstance(command, Inspect):
+            fields = {"checksums": {"a": 1 + rank}}
+        self.weights.on_rank(RankReply(rank=rank, call=command.call, errors=errors, fields=fields), self.now)
+        if isinstance(command, Receive) and self.arrives:
+            self.receive(rank, 2, done=True)
+
+    def receive(self, rank: int, count: int, *, done: bool = False, error: str | None = None) -> None:
+        session = self.weights._num_sessions
+        event = Received(
+            rank=rank, session=session, num_buckets=count, num_bytes=8 * count, done=done, error=error
+        )
+        self.weights.on_rank(event, self.now)
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.go()
+
+    def pause(self, mode: Any) -> None:
+        self.scheduler.control.pause(Pause(1000 + self.calls, mode), self.now)
+        self.go()
+
+    @property
+    def state(self) -> str:
+        return self.weights.state
+
+    def kinds(self) -> list[str]:
+        """What rank 0 was told since the last look."""
+        names = [type(command).__name__ for command in self.done]
+        self.done.clear()
+        return names
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    assert engine.reply(JoinGroup(group=GROUP)).success
+    engine.kinds()
+    yield engine
+    assert not engine.scheduler.check_invariants()
+    assert all(len(answers) == 1 for answers in engine.answers.values()), "a call has one answer"
+    assert "weight_commit" not in engine.scheduler.control.holders or engine.state == "committing"
+
+
+def prepare(manifest: Manifest = TWO, **fields: Any) -> Prepare:
+    return Prepare(manifest=manifest, **fields)
+
+
+def test_ready_and_status_say_whether_steps_are_run(engine: Engine) -> None:
+    assert engine.reply(prepare()).fields["generating"] is False
+    engine.reply(AbortSession())
+    engine.sim.add("a", [1, 2, 3], max_new_tokens=5)
+    assert engine.reply(prepare()).fields["generating"] is True
+    assert engine.reply(GetUpdateStatus()).fields["generating"] is True
+    engine.pause("in_place")
+    assert engine.reply(GetUpdateStatus()).fields["generating"] is False
+
+
+def test_prepare_receive_complete(engine: Engine) -> None:
+    engine.arrives = False
+    ready = engine.reply(prepare())
+    assert ready.success and ready.fields["session_id"] == "session-1"
+    assert engine.kinds() == ["Stage", "Receive"]
+    assert engine.state == "prepared"
+    engine.receive(0, 1)
+    assert engine.state == "receiving"
+    waiting = engine.ask(Complete(group_name="g"))
+    engine.receive(0, 2, done=True)
+    engine.go()
+    assert waiting not in engine.answers, "rank 1 is not through"
+    assert engine.reply(GetUpdateStatus()).fields["num_buckets_received"] == 0, "the slowest rank counts"
+    engine.receive(1, 2, done=True)
+    engine.go()
+    done = engine.answer(waiting)
+    assert done.success and done.fields["num_buckets_received"] == 2
+    assert done.fields["weight_version"] == "1" == engine.scheduler.weight_version
+    assert engine.kinds() == ["Commit"]
+    assert engine.state == "idle"
+    assert engine.others[-1].version == "1"
+
+
+def test_no_rank_receives_before_every_rank_has_checked(engine: Engine) -> None:
+    engine.broken[1, Stage] = ["tensor 'a' is unknown"]
+    answer = engine.reply(prepare())
+    assert not answer.success and "rank 1: tensor 'a' is unknown" in answer.message
+    assert engine.kinds() == ["Stage"]
+    assert engine.state == "idle"
+    engine.broken = {}
+    assert engine.reply(prepare()).success
+
+
+def test_ready_means_that_every_rank_waits(engine: Engine) -> None:
+    engine.silent.add(Receive)
+    call = engine.ask(prepare())
+    rank, command = engine.told[0]
+    engine.carry_out(rank, command)
+    engine.go()
+    assert call not in engine.answers
+    engine.carry_out(*engine.told[1])
+    engine.go()
+    assert engine.answer(call).success
+
+
+def test_a_rank_may_receive_before_another_is_ready(engine: Engine) -> None:
+    engine.silent.add(Receive)
+    call = engine.ask(prepare())
+    engine.carry_out(*engine.told[0])
+    engine.carry_out(*engine.told[1])
+    engine.go()
+    assert engine.answer(call).success
+    assert engine.state == "received"
+
+
+def test_the_group_and_the_count_are_checked_first(engine: Engine) -> None:
+    other = structs.replace(TWO, group_name="h")
+    assert "unknown group 'h' (known: 'g')" in engine.reply(prepare(other)).message
+    assert "num_buckets=3, but buckets has 2" in engine.reply(prepare(num_buckets=3)).message
+    assert engine.kinds() == []
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 3), (2, 3), (1, 2), (-1, 9)])
+def test_ranks_that_do_not_fit_the_group(engine: Engine, offset: int, size: int) -> None:
+    group = structs.replace(GROUP, name="h", rank_offset=offset, world_size=size)
+    answer = engine.reply(JoinGroup(group=group))
+    assert not answer.success and f"rank_offset={offset}" in answer.message
+    assert engine.kinds() == []
+
+
+def test_a_group_that_only_some_ranks_have_joined_is_left(engine: Engine) -> None:
+    engine.broken[1, Join] = ["nobody there"]
+    answer = engine.reply(JoinGroup(group=structs.replace(GROUP, name="h")))
+    assert not answer.success
+    assert engine.kinds() == ["Join", "Leave"]
+    assert "h" not in engine.weights.groups
+    engine.broken = {}
+    assert engine.reply(JoinGroup(group=structs.replace(GROUP, name="h"))).success
+
+
+def test_a_group_joined_anew_ends_its_session(engine: Engine) -> None:
+    engine.arrives = False
+    engine.reply(prepare())
+    assert engine.reply(JoinGroup(group=GROUP)).success
+    assert engine.state == "idle"
+    answer = engine.reply(Complete(group_name="g"))
+    assert not answer.success and "joined anew" in answer.message
+
+
+def test_groups_whose_trainers_have_gone_are_forgotten(engine: Engine) -> None:
+    engine.arrives = False
+    engine.reply(prepare())
+    engine.dropped = ["g"]
+    assert engine.reply(JoinGroup(group=structs.replace(GROUP, name="h"))).success
+    assert list(engine.weights.groups) == ["h"]
+    assert "lost its trainer" in engine.reply(Complete()).message
+
+
+def test_a_group_joined_anew_does_not_disturb_a_commit(engine: Engine) -> None:
+    engine.silent.add(Commit)
+    engine.reply(prepare())
+    waiting = engine.ask(Complete())
+    assert engine.state == "committing"
+    assert engine.reply(JoinGroup(group=GROUP)).success
+    engine.reply(LeaveGroup(name="g"))
+    assert engine.state == "committing"
+    for rank, command in engine.told:
+        engine.carry_out(rank, command)
+    engine.go()
+    assert engine.answer(waiting).success and engine.scheduler.weight_version == "1"
+
+
+def test_one_session_at_a_time(engine: Engine) -> None:
+    engine.reply(prepare(session_id="one"))
+    answer = engine.reply(prepare(session_id="two"))
+    assert not answer.success and "session 'one' is open (received); complete or abort it" in answer.message
+    assert not engine.reply(BeginUpdate()).success
+    assert not engine.reply(UpdateFromDisk(model_path="p")).success
+    assert engine.reply(Complete(session_id="one")).success
+
+
+def test_a_repeated_prepare_gets_the_same_answer(engine: Engine) -> None:
+    first = engine.reply(prepare(session_id="one"))
+    again = engine.reply(prepare(session_id="one"))
+    assert again.fields == first.fields and again.success
+    assert engine.kinds() == ["Stage", "Receive"], "nothing is done twice"
+    other = structs.replace(TWO, flattened=True)
+    assert not engine.reply(prepare(other, session_id="one")).success
+
+
+def test_a_prepare_without_an_id_is_a_repeat_until_something_arrives(engine: Engine) -> None:
+    engine.arrives = False
+    first = engine.reply(prepare())
+    assert engine.reply(prepare()).fields == first.fields
+    engine.receive(0, 1)
+    assert not engine.reply(prepare()).success
+
+
+def test_a_prepare_repeated_while_the_first_is_under_way(engine: Engine) -> None:
+    engine.silent.add(Receive)
+    calls = [engine.ask(prepare()), engine.ask(prepare())]
+    for rank, command in engine.told:
+        engine.carry_out(rank, command)
+    engine.go()
+    assert all(engine.answer(call).success for call in calls)
+
+
+def test_a_complete_whose_reply_was_lost(engine: Engine) -> None:
+    engine.reply(prepare())
+    first = engine.reply(Complete(group_name="g"))
+    assert engine.reply(Complete(group_name="g")).fields == first.fields
+    assert engine.reply(Complete(session_id="session-1")).fields == first.fields
+    assert not engine.reply(Complete(session_id="another")).success
+    assert engine.kinds() == ["Stage", "Receive", "Commit"]
+    assert not engine.reply(prepare(num_buckets=9)).success, "even a refused one"
+    assert "no session is open" in engine.reply(Complete(group_name="g")).message
+
+
+def test_destroying_the_group_forgets_the_answer(engine: Engine) -> None:
+    engine.reply(prepare())
+    engine.reply(Complete())
+    assert engine.reply(LeaveGroup(name="g")).success
+    assert not engine.reply(Complete()).success
+    assert "unknown group 'g'" in engine.reply(LeaveGroup(name="g")).message
+
+
+def test_destroying_the_group_ends_its_session(engine: Engine) -> None:
+    engine.arrives = False
+    engine.reply(prepare())
+    waiting = engine.ask(Complete())
+    engine.reply(LeaveGroup(name="g"))
+    assert "group 'g' was destroyed" in engine.answer(waiting).message
+    assert engine.state == "idle"
+
+
+def test_complete_without_prepare_and_for_another_session(engine: Engine) -> None:
+    assert "no session is open" in engine.reply(Complete()).message
+    engine.reply(prepare(session_id="one"))
+    assert "session 'two' is not open; 'one' is" in engine.reply(Complete(session_id="two")).message
+    assert "of group 'g', not 'h'" in engine.reply(Complete(group_name="h")).message
+    assert engine.reply(Complete(session_id="one")).success
+
+
+def test_three_phases(engine: Engine) -> None:
+    engine.reply(prepare())
+    assert not engine.reply(CommitSession(session_id="no")).success
+    received = engine.reply(Complete(commit=False))
+    assert received.success and received.fields["weight_version"] == "0"
+    assert engine.state == "received"
+    done = engine.reply(CommitSession())
+    assert done.success and done.fields["weight_version"] == "1"
+
+
+def test_what_was_received_and_never_completed_does_not_become_live(engine: Engine) -> None:
+    engine.reply(prepare(arm_timeout_s=100.0))
+    engine.tick(99)
+    assert engine.state == "received"
+    engine.tick(1)
+    assert engine.state == "idle" and engine.scheduler.weight_version == "0"
+    assert "nobody committed it" in engine.reply(Complete()).message
+
+
+def test_a_commit_before_everything_is_there_is_refused(engine: Engine) -> None:
+    engine.arrives = False
+    engine.reply(prepare())
+    answer = engine.reply(CommitSession())
+    assert not answer.success and "is prepared; complete it first" in answer.message
+
+
+def test_an_abort_leaves_the_weights(engine: Engine) -> None:
+    engine.reply(prepare())
+    assert engine.reply(AbortSession()).success
+    assert engine.state == "idle" and engine.scheduler.weight_version == "0"
+    assert "aborted by a client" in engine.reply(Complete()).message
+    assert not engine.reply(AbortSession()).success
+
+
+def test_a_rank_that_fails_ends_the_session(engine: Engine) -> None:
+    engine.arrives = False
+    engine.reply(prepare())
+    waiting = engine.ask(Complete())
+    engine.receive(0, 1)
+    engine.receive(1, 1, error="checksum of 'a' differs")
+    engine.go()
+    assert "rank 1: checksum of 'a' differs" in engine.answer(waiting).message
+    assert engine.scheduler.weight_version == "0"
+    engine.receive(0, 2, done=True)  # late
+    engine.go()
+    assert engine.state == "idle"
+
+
+@pytest.mark.parametrize("after", ["nothing", "a byte", "the call to complete"])
+def test_each_clock(engine: Engine, after: str) -> None:
+    engine.arrives = False
+    engine.reply(prepare(timeout_s=10.0, arm_timeout_s=50.0))
+    engine.tick(5)
+    waiting = None
+    if after == "a byte":
+        engine.receive(0, 0)
+    elif after == "the call to complete":
+        waiting = engine.ask(Complete())
+    limit = 50.0 if after == "nothing" else 15.0
+    assert engine.weights.next_deadline == limit
+    engine.tick(limit - engine.now - 0.1)
+    assert engine.state != "idle"
+    engine.tick(0.1)
+    assert engine.state == "idle"
+    assert engine.weights.next_deadline is None
+    if waiting is not None:
+        assert "timeout_s=10" in engine.answer(waiting).message
+
+
+def test_every_bucket_starts_the_clock_anew(engine: Engine) -> None:
+    engine.arrives = False
+    engine.reply(prepare(timeout_s=10.0))
+    for count in range(5):
+        engine.receive(0, count)
+        engine.tick(9)
+    assert engine.state == "receiving"
+
+
+# --- the commit ---
+
+
+def test_a_commit_waits_for_the_step_in_flight_and_marks_tokens(engine: Engine) -> None:
+    engine.sim.add("r", [1, 2, 3], max_new_tokens=6)
+    engine.sim.launch()
+    engine.sim.apply()
+    engine.sim.launch()
+    engine.reply(prepare(weight_version="v7"))
+    waiting = engine.ask(Complete())
+    assert engine.state == "committing" and engine.kinds() == ["Stage", "Receive"]
+    assert engine.sim.launch() is None, "generation is held"
+    engine.sim.apply()
+    engine.go()
+    assert engine.answer(waiting).fields["weight_version"] == "v7"
+    engine.sim.run()
+    assert engine.sim.finished["r"].versions == [("0", 0, 2), ("v7", 2, 6)]
+
+
+def test_generation_goes_on_while_weights_arrive(engine: Engine) -> None:
+    engine.arrives = False
+    engine.sim.add("r", [1, 2, 3], max_new_tokens=6)
+    engine.reply(prepare())
+    engine.receive(0, 1)
+    engine.sim.run()
+    assert engine.sim.finished["r"].num_tokens == 6
+
+
+@pytest.mark.parametrize("mode", ["wait", "in_place", "retract", "abort"])
+@pytest.mark.parametrize("flush", [False, True])
+def test_a_pause_and_its_mode_stay(engine: Engine, mode: str, flush: bool) -> None:
+    engine.sim.add("r", [1, 2, 3], max_new_tokens=6)
+    engine.sim.launch()
+    engine.sim.apply()
+    engine.pause(mode)
+    engine.reply(prepare())
+    assert engine.reply(Complete(flush_cache=flush)).success
+    control = engine.scheduler.control
+    assert control.mode == mode and list(control.holders) == ["user"]
+    if mode in ("in_place", "wait"):
+        assert bool(engine.scheduler.running) is not flush, "a flush takes its KV"
+    assert (engine.scheduler.resources.prefix.num_pages == 0) or not flush
+    control.continue_(Continue(99))
+    engine.go()
+    engine.sim.run()
+
+
+def test_a_pause_during_the_commit_outlasts_it(engine: Engine) -> None:
+    engine.silent.add(Commit)
+    engine.reply(prepare())
+    engine.ask(Complete())
+    engine.pause("in_place")
+    assert any(isinstance(other, Paused) for other in engine.others), "nothing runs"
+    engine.scheduler.control.flush(Flush(77), engine.now)
+    for rank, command in engine.told:
+        engine.carry_out(rank, command)
+    engine.go()
+    assert engine.scheduler.weight_version == "1"
+    assert engine.scheduler.control.mode == "in_place"
+    assert any(isinstance(other, Flushed) for other in engine.others)
+
+
+def test_a_continue_during_the_commit_does_not_let_anything_run(engine: Engine) -> None:
+    engine.silent.add(Commit)
+    engine.pause("in_place")
+    engine.reply(prepare())
+    waiting = engine.ask(Complete())
+    engine.scheduler.control.continue_(Continue(99))
+    engine.sim.add("r", [1, 2, 3], max_new_tokens=2)
+    engine.go()
+    assert engine.sim.launch() is None
+    for rank, command in engine.told:
+        engine.carry_out(rank, command)
+    engine.go()
+    assert engine.answer(waiting).success
+    engine.sim.run()
+
+
+def test_kv_of_old_weights_is_not_shared_even_under_the_same_name(engine: Engine) -> None:
+    def cached() -> int:
+        engine.sim.add(f"r{engine.calls}", list(range(40)), max_new_tokens=2)
+        engine.sim.run()
+        return engine.sim.finished[f"r{engine.calls}"].cached_tokens
+
+    assert cached() == 0
+    engine.calls += 1
+    assert cached() > 0
+    engine.reply(prepare(weight_version="0"))
+    assert engine.reply(Complete()).success and engine.scheduler.weight_version == "0"
+    assert cached() == 0
+    engine.reply(SetVersion(version="renamed"))
+    assert cached() > 0, "another name is not other weights"
+
+
+def test_a_request_that_spans_a_commit_shares_no_more_pages(engine: Engine) -> None:
+    engine.sim.add("r", list(range(20)), max_new_tokens=30)
+    engine.sim.launch()
+    engine.sim.apply()
+    before = engine.scheduler.resources.prefix.num_pages
+    engine.reply(prepare())
+    engine.reply(Complete())
+    engine.sim.run()
+    assert engine.scheduler.resources.prefix.num_pages == before
+
+
+def test_abort_all_ends_every_request(engine: Engine) -> None:
+    engine.sim.add("r", [1, 2, 3], max_new_tokens=6)
+    engine.sim.launch()
+    engine.sim.apply()
+    assert engine.reply(UpdateFromDisk(model_path="p", abort_all=True)).success
+    assert engine.sim.finished["r"].reason == "abort"
+
+
+def test_receiving_may_require_a_pause() -> None:
+    engine = Engine(receive_requires_pause=True)
+    engine.reply(JoinGroup(group=GROUP))
+    for request in (prepare(), UpdateFromDistributed(manifest=PART)):
+        answer = engine.reply(request)
+        assert not answer.success and "--weight-recv-requires-pause" in answer.message
+    assert engine.reply(UpdateFromDisk(model_path="p")).success, "nothing is received"
+    engine.pause("in_place")
+    assert engine.reply(prepare()).success
+    assert engine.reply(Complete()).success
+
+
+# --- poisoned ---
+
+
+def test_a_commit_that_fails_half_way_poisons(engine: Engine) -> None:
+    engine.sim.add("r", [1, 2, 3], max_new_tokens=6)
+    engine.sim.launch()
+    engine.sim.apply()
+    engine.broken[1, Commit] = ["out of memory"]
+    engine.touched = {0}
+    engine.reply(prepare())
+    assert not engine.reply(Complete()).success
+    assert engine.state == "poisoned"
+    assert engine.sim.finished["r"].reason == "abort"
+    rejected = engine.scheduler.add(
+        AddRequest(rid="s", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=1))
+    )
+    assert rejected is not None and rejected.kind == "PoisonedError" and "out of memory" in rejected.message
+    engine.broken = {}
+    assert "poisoned" in engine.reply(prepare(PART)).message, "a part does not heal it"
+    assert "poisoned" in engine.reply(BeginUpdate()).message
+    engine.reply(prepare())
+    assert engine.reply(Complete()).success
+    assert engine.state == "idle"
+    engine.sim.add("t", [1, 2, 3], max_new_tokens=2)
+    engine.sim.run()
+
+
+def test_a_checkpoint_heals_too(engine: Engine) -> None:
+    engine.broken[0, Commit] = ["no"]
+    engine.reply(prepare())
+    engine.reply(Complete())
+    assert engine.state == "poisoned"
+    engine.broken = {}
+    assert engine.reply(UpdateFromDisk(model_path="p")).success
+    assert engine.state == "idle"
+
+
+def test_a_commit_that_failed_before_it_wrote_leaves_the_weights(engine: Engine) -> None:
+    engine.broken = {(0, Commit): ["no"], (1, Commit): ["no"]}
+    engine.touched = set()
+    engine.reply(prepare())
+    answer = engine.reply(Complete())
+    assert not answer.success and answer.message == "no"
+    assert engine.state == "idle" and engine.scheduler.weight_version == "0"
+
+
+# --- the older calls ---
+
+
+def test_the_old_single_call(engine: Engine) -> None:
+    answer = engine.reply(UpdateFromDistributed(manifest=PART))
+    assert answer.success and engine.kinds() == ["Stage", "Receive", "Commit"]
+    assert engine.reply(UpdateFromDistributed(manifest=PART, weight_version="9")).success
+    assert engine.reply(UpdateFromDistributed(manifest=PART, weight_version="9")).success
+    assert engine.scheduler.weight_version == "9"
+    assert engine.reply(UpdateFromDistributed(manifest=PART)).fields["weight_version"] == "10"
+
+
+def test_a_wrong_single_call_receives_all_the_same(engine: Engine) -> None:
+    engine.broken[0, Stage] = ["unknown tensor 'a'"]
+    engine.silent.add(Stage)
+    call = engine.ask(UpdateFromDistributed(manifest=PART))
+    first, engine.told = engine.told, []
+    for rank, command in first:
+        engine.carry_out(rank, command)
+    engine.broken, engine.silent = {}, set()
+    engine.go()
+    answer = engine.answer(call)
+    assert not answer.success and "unknown tensor 'a'" in answer.message
+    stages = [command for command in engine.done if isinstance(command, Stage)]
+    assert [stage.manifest.discard for stage in stages] == [False, True]
+    assert engine.kinds() == ["Stage", "Stage", "Receive"], "nothing becomes live"
+
+
+def test_a_single_call_that_cannot_even_be_received(engine: Engine) -> None:
+    engine.broken[0, Stage] = ["three names, two shapes"]
+    answer = engine.reply(UpdateFromDistributed(manifest=PART))
+    assert not answer.success and "three names, two shapes" in answer.message
+    assert engine.state == "idle"
+
+
+def test_calls_between_begin_and_end_become_live_together(engine: Engine) -> None:
+    assert engine.reply(BeginUpdate()).success
+    assert engine.reply(UpdateFromDistributed(manifest=PART)).success
+    assert engine.reply(UpdateFromTensor(payloads=[b"x"], weight_version="5")).success
+    takes = [command for command in engine.done if isinstance(command, Take)]
+    assert all(take.copy for take in takes), "the client may overwrite its tensors"
+    assert engine.scheduler.weight_version == "0"
+    assert len({c.session for c in engine.done if isinstance(c, Stage | Take)}) == 1
+    assert engine.reply(EndUpdate()).success
+    assert engine.scheduler.weight_version == "5"
+    assert engine.weights.num_committed == 1
+
+
+def test_begin_and_end_with_nothing_between(engine: Engine) -> None:
+    engine.reply(BeginUpdate())
+    assert engine.reply(EndUpdate()).success
+    assert engine.scheduler.weight_version == "0"
+    assert not engine.reply(EndUpdate()).success
+
+
+def test_one_wrong_call_undoes_the_others_and_those_behind_it(engine: Engine) -> None:
+    engine.reply(BeginUpdate())
+    assert engine.reply(UpdateFromDistributed(manifest=PART)).success
+    engine.broken[1, Take] = ["not a tensor"]
+    assert not engine.reply(UpdateFromTensor(payloads=[b"x", b"y"])).success
+    engine.broken = {}
+    engine.kinds()
+    for request in (
+        UpdateFromTensor(payloads=[b"x"]),
+        UpdateFromDisk(model_path="p"),
+        prepare(),
+        BeginUpdate(),
+    ):
+        answer = engine.reply(request)
+        assert (
+            not answer.success and "not a tensor" in answer.message and "/end_weight_update" in answer.message
+        )
+    assert not engine.reply(UpdateFromDistributed(manifest=PART)).success
+    assert engine.kinds() == ["Stage", "Receive"], "the client that sends already is let finish"
+    assert not engine.reply(EndUpdate()).success
+    assert engine.scheduler.weight_version == "0"
+    assert engine.reply(UpdateFromTensor(payloads=[b"x"])).success
+
+
+def test_a_group_of_calls_that_nobody_ends(engine: Engine) -> None:
+    engine.reply(BeginUpdate())
+    assert engine.reply(UpdateFromDistributed(manifest=PART)).success
+    engine.tick(3600)
+    assert not engine.reply(UpdateFromDistributed(manifest=PART)).success
+    assert engine.reply(AbortSession()).success
+    assert engine.reply(UpdateFromDistributed(manifest=PART)).success
+
+
+def test_figures_of_a_group_are_those_of_all_its_calls(engine: Engine) -> None:
+    engine.reply(BeginUpdate())
+    engine.tick(5)
+    engine.reply(UpdateFromDistributed(manifest=PART))
+    engine.reply(UpdateFromDistributed(manifest=PART))
+    figures = engine.reply(EndUpdate()).fields
+    assert (figures["num_buckets_received"], figures["num_bytes"]) == (4, 32)
+    assert figures["timings"]["receive_s"] == 0
+
+
+def test_a_name_that_is_a_long_number(engine: Engine) -> None:
+    engine.reply(SetVersion(version="9" * 200))
+    assert engine.reply(UpdateFromTensor(payloads=[b"x"])).success
+    assert engine.scheduler.weight_version == "1" + "0" * 200
+
+
+def test_a_commit_rejects_nobody() -> None:
+    engine = Engine(reject_while_paused=True)
+    engine.reply(JoinGroup(group=GROUP))
+    engine.silent.add(Commit)
+    engine.reply(prepare())
+    engine.ask(Complete())
+    assert engine.state == "committing"
+    engine.sim.add("r", [1, 2, 3], max_new_tokens=2)  # which asserts that it is accepted
+    engine.pause("in_place")
+    rejected = engine.scheduler.add(
+        AddRequest(rid="s", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=1))
+    )
+    assert rejected is not None and rejected.kind == "PausedError"
+
+
+def test_poisoned_weights_let_a_sender_finish(engine: Engine) -> None:
+    engine.broken[0, Commit] = ["no"]
+    engine.reply(prepare())
+    engine.reply(Complete())
+    engine.broken = {}
+    engine.kinds()
+    answer = engine.reply(UpdateFromDistributed(manifest=PART))
+    assert not answer.success and "poisoned" in answer.message
+    assert engine.kinds() == ["Stage", "Receive"]
+
+
+def test_a_checkpoint_is_read_before_anything_is_held(engine: Engine) -> None:
+    engine.sim.add("r", [1, 2, 3], max_new_tokens=4)
+    engine.silent.add(Load)
+    call = engine.ask(UpdateFromDisk(model_path="new"))
+    engine.sim.run()
+    assert engine.sim.finished["r"].num_tokens == 4
+    for rank, command in engine.told:
+        engine.carry_out(rank, command)
+    engine.go()
+    assert engine.answer(call).success
+    notice = engine.weights.notice()
+    assert (notice.model_path, notice.version) == ("new", "1")
+
+
+def test_a_checkpoint_may_take_longer_to_read_than_a_client_to_send(engine: Engine) -> None:
+    engine.silent = {Load, Receive}
+    engine.ask(UpdateFromDisk(model_path="new"))
+    engine.tick(1000)
+    assert engine.state == "arming"
+    engine.reply(AbortSession())
+    call = engine.ask(UpdateFromDistributed(manifest=PART))
+    engine.tick(300)
+    assert "nothing was received" in engine.answer(call).message
+
+
+def test_a_bad_checkpoint_changes_nothing(engine: Engine) -> None:
+    engine.broken[0, Load] = engine.broken[1, Load] = ["no such directory"]
+    answer = engine.reply(UpdateFromDisk(model_path="new"))
+    assert not answer.success and answer.message == "no such directory"
+    assert engine.weights.notice().model_path is None
+
+
+def test_each_rank_gets_its_payload(engine: Engine) -> None:
+    engine.reply(UpdateFromTensor(payloads=[b"x", b"y"]))
+    assert engine.reply(UpdateFromTensor(payloads=[b"x"])).success, "one for all"
+    answer = engine.reply(UpdateFromTensor(payloads=[b"x"] * 3))
+    assert not answer.success and "has 3 entries" in answer.message
+
+
+def test_looking_gathers_what_every_rank_says(engine: Engine) -> None:
+    answer = engine.reply(CheckWeights(action="checksum"))
+    assert answer.success and answer.fields == {"checksums": {"a": 3}, "total": 3, "ranks": [1, 2]}
+    engine.broken[1, Inspect] = ["nothing was remembered"]
+    assert not engine.reply(CheckWeights(action="compare")).success
+
+
+def test_the_frontend_hears_of_every_change(engine: Engine) -> None:
+    engine.others.clear()
+    engine.reply(prepare())
+    engine.reply(Complete())
+    states = [other.state for other in engine.others if isinstance(other, WeightNotice)]
+    assert states == ["arming", "prepared", "receiving", "received", "committing", "idle"]
+
+
+# --- joining groups ---
+
+
+def other(name: str, **fields: Any) -> JoinGroup:
+    return JoinGroup(group=structs.replace(GROUP, name=name, **fields), timeout_s=10.0)
+
+
+def give_up(engine: Engine) -> None:
+    """The ranks answer the joins that they are busy with, as they do when they are stopped."""
+    engine.broken = {(rank, Join): ["it was given up"] for rank in (0, 1)}
+    engine.silent.clear()
+    engine.tick(0.0)
+    engine.broken = {}
+
+
+def test_calls_for_one_group_share_one_attempt(engine: Engine) -> None:
+    engine.silent = {Join}
+    calls = [engine.ask(other("h")) for _ in range(400)]
+    assert engine.kinds() == ["Join"]
+    assert not any(call in engine.answers for call in calls)
+    engine.silent.clear()
+    engine.tick(0.0)
+    assert all(engine.answer(call).success for call in calls)
+    assert "h" in engine.weights.groups
+
+
+def test_a_few_groups_are_joined_at_a_time(engine: Engine) -> None:
+    engine.silent = {Join}
+    for index in range(4):
+        engine.ask(other(f"h{index}"))
+    for _ in range(400):
+        answer = engine.reply(other("h4", master_port=7))
+        assert not answer.success and "the limit is 4" in answer.message
+        assert all(f"'h{index}' at localhost:1" in answer.message for index in range(4))
+    assert engine.kinds() == ["Join"] * 4
+    engine.ask(other("h0"))  # shared
+    engine.ask(other("h1", master_port=7))  # given up by the ranks for this one
+    assert engine.kinds() == ["Join"]
+    give_up(engine)
+    assert engine.reply(other("h4")).success
+
+
+def test_a_group_that_nobody_waits_for_any_more_is_not_joined(engine: Engine) -> None:
+    engine.silent = {Join}
+    first, second = engine.ask(other("h")), engine.ask(other("h"))
+    engine.weights.withdraw(first)
+    engine.weights.withdraw(12345)
+    engine.tick(0.0)
+    assert engine.kinds() == ["Join"]
+    engine.weights.withdraw(second)
+    engine.tick(0.0)
+    assert engine.kinds() == ["StopJoin"]
+    engine.tick(0.0)
+    assert engine.kinds() == [], "once"
+    again = engine.ask(other("h"))
+    assert engine.kinds() == ["Join"], "an attempt of its own"
+    give_up(engine)
+    assert not engine.answer(again).success
+    assert first not in engine.answers and second not in engine.answers
+    assert "h" not in engine.weights.groups
+
+
+def test_a_call_ends_at_its_own_deadline(engine: Engine) -> None:
+    engine.silent = {Join}
+    long, short = engine.ask(other("h")), engine.ask(structs.replace(other("h"), timeout_s=2.0))
+    assert engine.weights.next_deadline is not None
+    engine.tick(3.1)
+    assert "within 2 s" in engine.answer(short).message
+    assert long not in engine.answers and engine.kinds() == ["Join"]
+    engine.tick(8.0)
+    assert "within 10 s" in engine.answer(long).message
+    assert engine.kinds() == ["StopJoin"]
+    assert engine.weights.next_deadline is None
+    give_up(engine)
+
+
+def test_a_group_that_was_met_when_its_client_left_is_kept(engine: Engine) -> None:
+    engine.silent = {Join}
+    engine.weights.withdraw(engine.ask(other("h")))
+    engine.tick(0.0)
+    engine.silent.clear()
+    engine.tick(0.0)
+    assert "h" in engine.weights.groups
+    assert engine.reply(other("h")).success

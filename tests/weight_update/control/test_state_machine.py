@@ -1,0 +1,411 @@
+"""Anything may happen to an update, in any order: the ranks never serve a mixture of weights.
+
+The ranks are modelled from the commands alone. Each takes its commands in order; what it is told to do may
+fail, and a commit may fail half-way. Calls, requests, pauses and time come in between.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+)
+from msgspec import structs
+
+from segue.messages.control import Continue, Pause, StepOutput
+from segue.messages.weight_update import (
+    AbortSession,
+    BeginUpdate,
+    Bucket,
+    Commit,
+    CommitSession,
+    Complete,
+    Discard,
+    EndUpdate,
+    Group,
+    Join,
+    JoinGroup,
+    Leave,
+    LeaveGroup,
+    Load,
+    Manifest,
+    Prepare,
+    RankReply,
+    Receive,
+    Received,
+    Stage,
+    Take,
+    UpdateFromDisk,
+    UpdateFromDistributed,
+    UpdateFromTensor,
+    WeightAnswer,
+    WeightCall,
+    WeightCommand,
+    WeightRequest,
+)
+from segue.scheduler.weight_port import SchedulerPort
+from segue.weight_update.control.calls import WeightControl
+from segue.weight_update.control.fan_out import RankCalls
+from segue.weight_update.control.session import Phase
+from tests.scheduler.simulation import Simulation
+from tests.scheduler.test_pause_properties import prove
+
+RANKS = 2
+GROUP = Group(name="g", master_address="a", master_port=1, rank_offset=1, world_size=3, backend="gloo")
+BUCKETS = [Bucket(names=[name], dtypes=["float32"], shapes=[[2]]) for name in "ab"]
+WHOLE = Manifest(group_name="g", buckets=BUCKETS)
+
+
+class Rank:
+    """What a rank has: its weights, by the session that brought them; and what it keeps for sessions."""
+
+    def __init__(self) -> None:
+        self.commands: deque[WeightCommand] = deque()
+        self.weights = 0
+        self.torn = False
+        self.staged: set[int] = set()
+        self.complete: set[int] = set()  # sessions all of which has arrived
+        self.receiving: int | None = None  # session
+        self.buckets = 0
+
+
+class WeightMachine(RuleBasedStateMachine):
+    """Rank 0's state machine, the scheduler, and ranks that may fail."""
+
+    num_steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sim = Simulation()
+        self.control = WeightControl(SchedulerPort(self.sim.scheduler), RANKS)
+        self.ranks = [Rank() for _ in range(RANKS)]
+        self.now = 0.0
+        self.calls = 0
+        self.owed: set[int] = set()
+        self.names = 0
+
+    # --- plumbing ---
+
+    def ask(self, request: WeightRequest) -> None:
+        self.calls += 1
+        self.owed.add(self.calls)
+        self.control.request(WeightCall(self.calls, request, self.now), self.now)
+        self.go()
+
+    def go(self) -> None:
+        type(self).num_steps += 1
+        for _ in range(10):
+            messages = self.sim.scheduler.control.advance(self.now)
+            more, commands = self.control.advance(self.now)
+            for message in [*messages, *more]:
+                if isinstance(message, WeightAnswer):
+                    assert message.call in self.owed, "a call was answered twice"
+                    self.owed.remove(message.call)
+                elif isinstance(message, StepOutput):
+                    self.sim.end(message.finished)
+            for pair in commands:
+                for rank, command in zip(self.ranks, pair, strict=True):
+                    rank.commands.append(command)
+            if not messages and not more and not commands:
+                return
+        raise AssertionError("it never comes to rest")
+
+    # --- clients ---
+
+    @rule(offset=st.sampled_from([1, 1, 1, 0]))
+    def join(self, offset: int) -> None:
+        self.ask(JoinGroup(group=structs.replace(GROUP, rank_offset=offset)))
+
+    @rule()
+    def leave(self) -> None:
+        self.ask(LeaveGroup(name="g"))
+
+    @rule(partial=st.booleans(), name=st.sampled_from([None, "one", "two"]), empty=st.booleans())
+    def prepare(self, partial: bool, name: str | None, empty: bool) -> None:
+        manifest = structs.replace(WHOLE, partial=partial, buckets=[] if empty else BUCKETS)
+        self.ask(Prepare(manifest=manifest, session_id=name, timeout_s=10.0, arm_timeout_s=100.0))
+
+    @rule(flush=st.booleans(), commit=st.booleans(), name=st.sampled_from([None, None, "one"]))
+    def complete(self, flush: bool, commit: bool, name: str | None) -> None:
+        self.ask(Complete(session_id=name, flush_cache=flush, commit=commit))
+
+    @rule()
+    def commit(self) -> None:
+        self.ask(CommitSession())
+
+    @rule()
+    def abort(self) -> None:
+        self.ask(AbortSession())
+
+    @rule(kind=st.integers(0, 2), flush=st.booleans(), abort=st.booleans())
+    def single(self, kind: int, flush: bool, abort: bool) -> None:
+        options: Any = {"flush_cache": flush, "abort_all": abort}
+        if kind == 0:
+            self.ask(UpdateFromDistributed(manifest=structs.replace(WHOLE, partial=True), **options))
+        elif kind == 1:
+            self.ask(UpdateFromDisk(model_path="p", **options))
+        else:
+            self.ask(UpdateFromTensor(payloads=[b"x"], **options))
+
+    @rule()
+    def begin(self) -> None:
+        self.ask(BeginUpdate())
+
+    @rule()
+    def end(self) -> None:
+        self.ask(EndUpdate())
+
+    @rule(mode=st.sampled_from(["wait", "in_place", "retract", "abort"]))
+    def pause(self, mode: Any) -> None:
+        self.sim.scheduler.control.pause(Pause(0, mode), self.now)
+        self.go()
+
+    @rule()
+    def proceed(self) -> None:
+        self.sim.scheduler.control.continue_(Continue(0))
+        self.go()
+
+    @rule(length=st.integers(1, 12), count=st.integers(1, 20))
+    def request(self, length: int, count: int) -> None:
+        self.names += 1
+        if len(self.sim.scheduler.requests) >= 6:
+            return
+        if self.control.poisoned is None:
+            self.sim.add(f"r{self.names}", list(range(length)), max_new_tokens=count)
+        else:
+            with pytest.raises(AssertionError):  # it is rejected
+                self.sim.add(f"r{self.names}", [1], max_new_tokens=1)
+            for table in (self.sim.prompts, self.sim.params, self.sim.outputs, self.sim.prompt_logprobs):
+                del table[f"r{self.names}"]
+        self.go()
+
+    @rule(seconds=st.sampled_from([1.0, 9.0, 30.0, 101.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.go()
+
+    # --- the loop ---
+
+    @rule()
+    def launch(self) -> None:
+        if len(self.sim.results) < 2 and self.sim.launch() is not None:
+            assert all(not rank.torn for rank in self.ranks), "a step runs on torn weights"
+            assert len({rank.weights for rank in self.ranks}) == 1, "a step runs on a mixture of weights"
+            assert not any(isinstance(command, Commit) for rank in self.ranks for command in rank.commands)
+        self.go()
+
+    @precondition(lambda self: self.sim.results)
+    @rule()
+    def apply(self) -> None:
+        self.sim.apply()
+        self.go()
+
+    # --- the ranks ---
+
+    @rule(index=st.integers(0, RANKS - 1), fate=st.sampled_from(["good"] * 6 + ["bad", "torn"]))
+    def work(self, index: int, fate: str) -> None:
+        """A rank carries out its next command."""
+        rank = self.ranks[index]
+        if not rank.commands:
+            return
+        command = rank.commands.popleft()
+        errors: list[str] = [] if fate == "good" else ["no"]
+        fields: dict[str, Any] = {}
+        match command:
+            case Join():
+                fields = {"is_new": not errors, "kept": False}
+            case Stage():
+                rank.staged.add(command.session)
+                rank.complete.discard(command.session)
+                if command.manifest.discard and fate != "torn":
+                    errors = []
+            case Receive():
+                if not errors:
+                    rank.receiving, rank.buckets = command.session, 0
+            case Load() | Take():
+                rank.staged.add(command.session)
+                rank.complete.add(command.session)
+            case Commit():
+                assert not self.sim.results, "weights change under a step in flight"
+                assert command.session in rank.staged & rank.complete, "not everything is there"
+                if not errors:
+                    rank.weights, rank.torn = command.session, False
+                    rank.staged.discard(command.session)
+                else:
+                    rank.torn = rank.torn or fate == "torn"
+                fields = {"touched": not errors or fate == "torn"}
+            case Discard():
+                errors = []
+                rank.staged.discard(command.session)
+                if rank.receiving == command.session:
+                    rank.receiving = None
+            case Leave():
+                errors = []
+        self.control.on_rank(RankReply(rank=index, call=command.call, errors=errors, fields=fields), self.now)
+        self.go()
+
+    @rule(receiving=st.sampled_from([(), (0,), (1,), (0, 1)]), commits=st.booleans())
+    def hurry(self, receiving: tuple[int, ...], commits: bool) -> None:
+        """The ranks do what they are told, and some get all there is to receive."""
+        for _ in range(5):  # one reply leads to the next command
+            for index, rank in enumerate(self.ranks):
+                while rank.commands and (commits or not isinstance(rank.commands[0], Commit)):
+                    self.work(index, "good")
+        for index in receiving:
+            while self.ranks[index].receiving is not None:
+                self.receive(index, None)
+
+    @rule(index=st.integers(0, RANKS - 1), error=st.sampled_from([None] * 9 + ["gone"]))
+    def receive(self, index: int, error: str | None) -> None:
+        """A rank gets one more bucket, or learns that the trainer has gone."""
+        rank = self.ranks[index]
+        if rank.receiving is None:
+            return
+        session, done = rank.receiving, rank.buckets >= 2
+        rank.buckets = min(rank.buckets + 1, 2)
+        if error or done:
+            rank.receiving = None
+        if done and error is None:
+            rank.complete.add(session)
+        event = Received(
+            rank=index,
+            session=session,
+            num_buckets=rank.buckets,
+            num_bytes=8 * rank.buckets,
+            done=done and error is None,
+            error=error,
+        )
+        self.control.on_rank(event, self.now)
+        self.go()
+
+    # --- what always holds ---
+
+    @invariant()
+    def nothing_is_held_without_a_commit(self) -> None:
+        session = self.control.session
+        held = "weight_commit" in self.sim.scheduler.control.holders
+        assert held == (session is not None and session.phase is Phase.COMMITTING)
+
+    @invariant()
+    def the_ranks_agree(self) -> None:
+        session = self.control.session
+        if session is not None and session.phase is Phase.COMMITTING:
+            return
+        if self.control.poisoned is None:
+            assert len({rank.weights for rank in self.ranks}) == 1 and not any(r.torn for r in self.ranks)
+        assert (self.sim.scheduler.refuses is None) == (self.control.poisoned is None)
+
+    @invariant()
+    def nothing_is_left_staged(self) -> None:
+        session = self.control.session
+        for rank in self.ranks:
+            open_ = {session.number} if session is not None else set()
+            leaving = {command.session for command in rank.commands if isinstance(command, Discard)}
+            assert rank.staged <= open_ | leaving, "a session that has ended keeps its memory"
+
+    @invariant()
+    def the_scheduler_is_sound(self) -> None:
+        assert self.sim.scheduler.check_invariants() == []
+
+    def teardown(self) -> None:
+        """Everything comes to an end: no call is left without an answer."""
+        self.sim.scheduler.control.continue_(Continue(0))
+        self.go()
+        for _ in range(2000):
+            if not self.owed and not self.sim.scheduler.has_work and self.control.session is None:
+                break
+            while self.sim.results:
+                self.apply()
+            self.launch()
+            for index in range(RANKS):
+                self.work(index, "good")
+            self.wait(101.0)
+        assert not self.owed, f"calls {self.owed} were never answered ({self.control.state})"
+        self.nothing_is_left_staged()
+
+
+def test_anything_may_happen_to_an_update() -> None:
+    print(f"{prove(WeightMachine, examples=60)} events without a violation")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_anything_may_happen_to_an_update_for_long() -> None:
+    count = prove(WeightMachine, examples=1500)
+    print(f"{count} events without a violation")
+    assert count >= 50_000
+
+
+# What the machine must catch: each is put into the state machine in turn.
+
+_on_rank, _on_committed, _abort = WeightControl.on_rank, WeightControl._on_committed, WeightControl._abort
+
+
+def hears_one_rank_only(self: WeightControl, event: Any, now: float) -> None:
+    if isinstance(event, RankReply) and event.call in self._calls._asked:
+        self._calls._asked[event.call].missing = {event.rank}
+    _on_rank(self, event, now)
+
+
+def believes_in_any_rank(self: WeightControl, event: Any, now: float) -> None:
+    if isinstance(event, Received) and event.done and self.session is not None:
+        self.session.done.update(range(RANKS))
+    _on_rank(self, event, now)
+
+
+def never_poisons(self: WeightControl, why: str) -> None:
+    pass
+
+
+def forgets_to_discard(self: WeightControl, session: Any, why: str, now: float) -> None:
+    calls, self._calls = self._calls, RankCalls(RANKS)
+    try:
+        _abort(self, session, why, now)
+    finally:
+        self._calls = calls
+
+
+def writes_at_once(self: WeightControl, session: Any, now: float) -> None:
+    if "WRITING" not in session.times:
+        session.times["WRITING"] = now
+        self._calls.tell(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
+
+
+def lets_go_before_the_ranks_have_written(self: WeightControl, session: Any, now: float) -> None:
+    writes_at_once(self, session, now)
+    self._port.release()
+
+
+SEEDED: list[tuple[str, Callable[..., Any]]] = [
+    ("on_rank", hears_one_rank_only),
+    ("on_rank", believes_in_any_rank),
+    ("_poison", never_poisons),
+    ("_abort", forgets_to_discard),
+    ("_write", writes_at_once),
+    ("_write", lets_go_before_the_ranks_have_written),
+]
+
+
+QUICK = {hears_one_rank_only, forgets_to_discard, lets_go_before_the_ranks_have_written}
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        pytest.param(*each, id=each[1].__name__, marks=[] if each[1] in QUICK else [pytest.mark.slow])
+        for each in SEEDED
+    ],
+)
+def test_a_seeded_bug_is_caught(name: str, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightControl, name, bug)
+    with pytest.raises((AssertionError, KeyError)) as caught:
+        prove(WeightMachine, examples=2000, derandomize=True)  # until it is caught
+    print(WeightMachine.num_steps, caught.value)

@@ -1,0 +1,146 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from segue.distributed.info import TPInfo
+from segue.messages.weight_update import CheckWeights, Commit, GetWeights, Inspect, Take
+from segue.weight_update import inspect
+from segue.weight_update.control.merge_replies import merge
+from tests.checkpoint import tiny
+from tests.weight_update.test_rank import checkpoint
+from tests.weight_update.updating import Rank, State, rank_of
+
+SIZES = {"llama-tied": 2, "qwen3": 4, "qwen3-moe": 8}
+
+
+def look(ranks: list[Rank], request: GetWeights | CheckWeights) -> Any:
+    found = merge(request, [rank.do(Inspect, request=request) for rank in ranks])
+    found.pop("ranks", None)
+    return found.get("values", found)
+
+
+@pytest.fixture(params=[(kind, size) for kind, most in SIZES.items() for size in (1, most)], ids=str)
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[list[Rank], State]]:
+    """All ranks of an engine, more than KV heads in some, and its weights."""
+    kind, size = request.param
+    path, state = checkpoint(kind, tmp_path / "old", 0)
+    with torch.no_grad():
+        opened = [rank_of(path, TPInfo(number, size)) for number in range(size)]
+    ranks = [each.__enter__() for each in opened]
+    try:
+        yield ranks, state
+    finally:
+        for each in opened:
+            each.__exit__(None, None, None)
+
+
+def test_tensors_are_found_by_their_checkpoint_names(engine: tuple[list[Rank], State]) -> None:
+    ranks, state = engine
+    for name, tensor in state.items():
+        if tensor.dim() < 3:
+            expected = tensor.to(torch.bfloat16).float()
+            for size in (0, 3, 10**6):
+                values = look(ranks, GetWeights(name=name, truncate_size=size))
+                assert torch.equal(torch.tensor(values).reshape(expected[:size].shape), expected[:size]), name
+
+
+def test_checksums_do_not_depend_on_the_number_of_ranks(
+    engine: tuple[list[Rank], State], tmp_path: Path
+) -> None:
+    ranks, _ = engine
+    found = look(ranks, CheckWeights(action="checksum"))
+    assert found["checksums"].keys() == set(ranks[0].live.table.names)
+    with rank_of(tmp_path / "old") as alone:
+        assert look([alone], CheckWeights(action="checksum")) == found
+
+
+def change(rank: Rank, name: str, tensor: torch.Tensor) -> None:
+    rank.do(Take, session=1, payload=save({name: tensor}), load_format=None, copy=False)
+    rank.do(Commit, session=1)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
+def test_one_changed_value_is_seen_in_checksum_and_comparison(name: str, tmp_path: Path) -> None:
+    path, state = checkpoint("qwen3", tmp_path / "old", 0)
+    with rank_of(path) as rank:
+        (error,) = rank.ask(Inspect, request=CheckWeights(action="compare")).errors
+        assert "no snapshot" in error
+        before = look([rank], CheckWeights(action="checksum"))
+        assert look([rank], CheckWeights(action="snapshot")) == {"num_bytes": rank.live.arena.num_bytes}
+        assert look([rank], CheckWeights(action="compare")) == {"differ": []}
+        tensor = state[name].clone()
+        tensor.view(-1)[5] += 1
+        change(rank, name, tensor)
+        after = look([rank], CheckWeights(action="checksum"))
+        differ = [key for key, value in after["checksums"].items() if value != before["checksums"][key]]
+        assert differ == [name] and after["total"] != before["total"]
+        assert look([rank], CheckWeights(action="compare")) == {"differ": [name]}
+        change(rank, name, state[name])
+        assert look([rank], CheckWeights(action="checksum")) == before
+        assert look([rank], CheckWeights(action="compare")) == {"differ": []}
+
+
+def test_swapped_rows_columns_and_tensors_have_other_checksums(tmp_path: Path) -> None:
+    path, state = checkpoint("qwen3", tmp_path / "old", 0)
+    gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    weight = state[gate]
+    rows, columns = (weight.index_select(dim, torch.arange(weight.shape[dim]).flip(0)) for dim in (0, 1))
+    with rank_of(path) as rank:
+        totals = [look([rank], CheckWeights(action="checksum"))["total"]]
+        for payload in ({gate: rows}, {gate: columns}, {gate: state[up], up: state[gate]}):
+            rank.do(
+                Take,
+                session=1,
+                payload=save({gate: state[gate], up: state[up]} | payload),
+                load_format=None,
+                copy=False,
+            )
+            rank.do(Commit, session=1)
+            totals.append(look([rank], CheckWeights(action="checksum"))["total"])
+    assert len(set(totals)) == 4
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (GetWeights(name="model.nothing"), "'model.nothing' is not a tensor of this model"),
+        (GetWeights(name="model.norm.weight", truncate_size=-1), "truncate_size is -1"),
+        (
+            GetWeights(name="model.layers.0.mlp.experts.down_proj"),
+            "ask for one: model.layers.0.mlp.experts.0",
+        ),
+    ],
+)
+def test_what_cannot_be_looked_at_is_told(request_: GetWeights, said: str, tmp_path: Path) -> None:
+    with rank_of(checkpoint("qwen3-moe", tmp_path / "old", 0)[0]) as rank:
+        (error,) = rank.ask(Inspect, request=request_).errors
+        assert said in error
+
+
+def test_an_answer_has_a_limited_number_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "model.embed_tokens.weight"
+    with rank_of(checkpoint("llama-tied", tmp_path / "old", 0)[0]) as rank:
+        rows, columns = rank.live.table.shapes[name]
+        assert rows > 110
+        monkeypatch.setattr(inspect, "_MOST", 110 * columns)
+        assert len(look([rank], GetWeights(name=name, truncate_size=110))) == 110
+        (error,) = rank.ask(Inspect, request=GetWeights(name=name, truncate_size=111)).errors
+        assert "truncate_size is 111" in error and f"{110 * columns} values; ask for 110 at most" in error
+        monkeypatch.setattr(inspect, "_MOST", 1)
+        assert len(look([rank], GetWeights(name=name))) == 100
+
+
+def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
+    with rank_of(checkpoint("llama-tied", tmp_path / "old", 0)[0]) as rank:
+        head, embed = (
+            look([rank], GetWeights(name=name)) for name in ("lm_head.weight", "model.embed_tokens.weight")
+        )
+        assert head == embed and len(head) == min(100, rank.live.config.vocab_size)
+
+
+def test_kinds_are_those_there_are() -> None:
+    assert SIZES.keys() <= tiny.MODELS.keys()

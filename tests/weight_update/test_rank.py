@@ -1,0 +1,438 @@
+"""Weights received over gloo, staged and committed, or not: what the arena holds then."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from segue.distributed.info import TPInfo
+from segue.layers.norm import RMSNorm
+from segue.memory.arena import ALIGNMENT, Arena
+from segue.messages.weight_update import Commit, Discard, Group, Join, Receive, Stage, Take
+from segue.models.decoder import Decoder
+from segue.weight_update import incoming, staging_memory
+from segue.weight_update.checksum import checksum
+from segue.weight_update.rank import WeightUpdater
+from segue.weight_update.staging import StagedWeights
+from tests.checkpoint import tiny
+from tests.weight_update.updating import Rank, State, Trainer, manifest_of, rank_of, transfer
+
+QKV = "model.layers.0.self_attn.{}_proj.weight"
+NORM = "model.norm.weight"
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def checkpoint(kind: str, directory: Path, seed: int) -> tuple[Path, State]:
+    """A checkpoint and its state dict, in float32; every value is another one with another seed."""
+    model = tiny.make(kind)
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.normal_(mean=0.3, std=0.2)
+    directory.mkdir()
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return tiny.save(model, directory), state
+
+
+def derived(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """What the steps use of the weights, behind whatever was made of them."""
+    for name, module in model.named_modules():
+        if (product := getattr(module, "packed", None)) is not None:
+            size = module._weight().shape[1] if hasattr(module, "_weight") else module.weight.shape[1]
+            x = torch.randn(3, size, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+            yield name, product(x, None)
+        elif isinstance(module, RMSNorm):
+            yield name, module.wide
+        elif getattr(module, "qk_weight", None) is not None:
+            yield name, module.qk_weight
+
+
+def assert_same(rank: Rank, path: Path) -> None:
+    """Bit for bit what a rank started with this checkpoint has, copies for the steps included."""
+    model, arena = tiny.load(path, tp=rank.live.tp, dtype=torch.bfloat16)
+    model.build_derived()
+    assert_same_arena(rank.live.arena, arena)
+    for (name, mine), (_, fresh) in zip(derived(rank.model), derived(model), strict=True):
+        assert torch.equal(mine, fresh), name
+
+
+def assert_same_arena(one: Arena, other: Arena) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(one.slabs, other.slabs, strict=True))
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    with rank_of(checkpoint("qwen3", tmp_path / "old", 0)[0]) as rank:
+        yield rank
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Iterator[Rank]:
+    with rank_of(checkpoint("llama-tied", tmp_path / "old", 0)[0]) as rank:
+        yield rank
+
+
+@pytest.mark.parametrize("kind", tiny.MODELS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_behind_a_commit_all_is_as_in_a_fresh_start(kind: str, size: int, tmp_path: Path) -> None:
+    old, before = checkpoint(kind, tmp_path / "old", 0)
+    new, state = checkpoint(kind, tmp_path / "new", 1)
+    state = {
+        name: tensor.to(torch.bfloat16) if "v_proj" in name else tensor for name, tensor in state.items()
+    }
+    with rank_of(old, TPInfo(0, size)) as first, rank_of(old, TPInfo(size - 1, size)) as last:
+        ranks = [first, last][:size]
+        trainer = Trainer(ranks)
+        for session, (path, sent, flattened) in enumerate(((new, state, True), (old, before, False)), 1):
+            manifest = manifest_of(sent, flattened=flattened)
+            for received in transfer(ranks, trainer, sent, manifest, session):
+                assert received.error is None and received.num_buckets == 3
+            for rank in ranks:
+                assert rank.do(Commit, session=session)["touched"]
+                assert_same(rank, path)
+
+
+def test_progress_is_told_at_the_first_byte_and_behind_each_bucket(rank: Rank, tmp_path: Path) -> None:
+    _, state = checkpoint("qwen3", tmp_path / "new", 1)
+    transfer([rank], Trainer([rank]), state, manifest_of(state))
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    assert [message.num_buckets for message in rank.received] == [0, 1, 2, 3, 3]
+    assert [message.done for message in rank.received] == [False] * 4 + [True]
+    assert rank.received[-1].num_bytes == num_bytes
+
+
+def test_a_part_of_a_parameter_leaves_the_rest(rank: Rank) -> None:
+    before = {name: rank.live.arena.view(name).clone() for name in rank.live.arena.table}
+    state = {QKV.format("k"): torch.randn(rank.live.table.shapes[QKV.format("k")])}
+    transfer([rank], Trainer([rank]), state, manifest_of(state, partial=True))
+    rank.do(Commit, session=1)
+    (part,) = rank.live.table.slices[QKV.format("k")]
+    before[part.parameter][part.destination] = state[QKV.format("k")].to(torch.bfloat16)
+    for name, expected in before.items():
+        assert torch.equal(rank.live.arena.view(name), expected), name
+
+
+def test_calls_of_one_session_become_live_together(rank: Rank, tmp_path: Path) -> None:
+    new, state = checkpoint("qwen3", tmp_path / "new", 1)
+    names = list(state)
+    parts = [{name: state[name] for name in names[start::3]} for start in range(3)]
+    before = rank.live.arena.checksum()
+    trainer = Trainer([rank])
+    for part in parts[:2]:
+        transfer([rank], trainer, part, manifest_of(part, partial=True))
+    rank.do(Take, session=1, payload=save(parts[2]), load_format=None, copy=True)
+    assert rank.live.arena.checksum() == before
+    rank.do(Commit, session=1)
+    assert_same(rank, new)
+
+
+def test_what_was_only_received_changes_nothing(rank: Rank, tmp_path: Path) -> None:
+    _, state = checkpoint("qwen3", tmp_path / "new", 1)
+    before = rank.live.arena.checksum()
+    transfer([rank], Trainer([rank]), state, manifest_of(state))
+    rank.do(Discard, session=1)
+    assert rank.live.arena.checksum() == before
+    assert rank.ask(Commit, session=1).errors == ["there is no session 1"]
+
+
+def test_a_receive_can_be_given_up(rank: Rank, tmp_path: Path) -> None:
+    new, state = checkpoint("qwen3", tmp_path / "new", 1)
+    trainer = Trainer([rank])
+    rank.do(Stage, session=1, manifest=manifest_of(state))
+    rank.do(Receive, session=1)
+    reply = rank.ask(Commit, session=1)
+    assert reply.errors == ["the session is being received yet"] and reply.fields["touched"] is False
+    rank.do(Discard, session=1)
+    assert [message.error for message in rank.received] == ["discarded"]
+    assert "is dead" in rank.ask(Stage, session=2, manifest=manifest_of(state)).errors[0]
+    del trainer
+    again = Trainer([rank], name="again")
+    transfer([rank], again, state, manifest_of(state, group="again"), session=3)
+    rank.do(Commit, session=3)
+    assert_same(rank, new)
+
+
+@pytest.mark.parametrize("end", [Commit, Discard])
+def test_a_session_begins_when_the_memory_of_the_one_before_is_free(
+    end: type[Any], rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added, overlaps, release, add = threading.Event(), [], StagedWeights.release, StagedWeights.add
+
+    def slow_release(self: StagedWeights, **options: Any) -> None:
+        overlaps.append(added.wait(0.2))
+        release(self, **options)
+
+    def seen_add(self: StagedWeights, *arguments: Any) -> None:
+        added.set()
+        add(self, *arguments)
+
+    payload = save({NORM: torch.ones(rank.live.table.shapes[NORM])})
+    rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
+    monkeypatch.setattr(StagedWeights, "release", slow_release)
+    monkeypatch.setattr(StagedWeights, "add", seen_add)
+    calls = [
+        rank.send(end, session=1),
+        rank.send(Take, session=2, payload=payload, load_format=None, copy=True),
+    ]
+    assert [rank.reply(call).errors for call in calls] == [[], []]
+    assert overlaps == [False]
+    monkeypatch.undo()
+
+
+def test_a_commit_is_answered_before_its_memory_is_given_back(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, seen = threading.Event(), []
+
+    def release(self: StagedWeights, **options: Any) -> None:
+        seen.append(answered.wait(2))
+        raise RuntimeError("it cannot be unmapped")
+
+    payload = save({NORM: torch.ones(rank.live.table.shapes[NORM])})
+    rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(StagedWeights, "release", release)
+        assert rank.do(Commit, session=1)["touched"] is True
+        answered.set()
+        rank.do(Take, session=2, payload=payload, load_format=None, copy=True)
+    assert seen == [True]
+
+
+def test_a_manifest_that_does_not_fit_leaves_a_session_to_drop_what_comes(rank: Rank) -> None:
+    state = {"model.nothing": torch.zeros(3)}
+    manifest = manifest_of(state, partial=True)
+    trainer = Trainer([rank])
+    assert rank.ask(Stage, session=1, manifest=manifest).errors == [
+        "'model.nothing' is not a tensor of this model"
+    ]
+    before = rank.live.arena.checksum()
+    (received,) = transfer([rank], trainer, state, manifest_of(state, partial=True, discard=True))
+    assert received.error is None and received.num_buckets == 1
+    rank.do(Discard, session=1)
+    assert rank.live.arena.checksum() == before
+
+
+def test_what_is_dropped_is_not_held_against_an_earlier_manifest(rank: Rank) -> None:
+    state = {NORM: torch.ones(rank.live.table.shapes[NORM])}
+    options = {"partial": True, "checksums": {NORM: checksum(state[NORM])}}
+    trainer = Trainer([rank])
+    rank.do(Stage, session=1, manifest=manifest_of(state, **options))  # another rank refuses it
+    (received,) = transfer([rank], trainer, state, manifest_of(state, discard=True, **options))
+    assert received.error is None
+
+
+def test_a_join_says_what_became_of_groups(
+    rank: Rank, new_trainer: Callable[[], Any], new_group: Callable[..., Group]
+) -> None:
+    def join(group: Group, timeout_s: float = 20.0) -> tuple[bool, bool, list[str]]:
+        fields = rank.ask(Join, group=group, timeout_s=timeout_s).fields
+        return fields["is_new"], fields["kept"], fields["dropped"]
+
+    group, trainer = new_group("a"), new_trainer()
+    assert join(group, 0.2) == (False, False, [])  # nobody is there
+    trainer.host(group)
+    assert join(group) == (True, False, [])
+    assert trainer.answer() == {}
+    assert join(group) == (False, True, [])
+    assert join(new_group("a")) == (False, True, [])  # refused
+    assert join(new_group("b"), 0.2) == (False, False, [])
+    trainer.kill()
+    assert join(new_group("b"), 0.2) == (False, False, ["a"])
+    again, trainer = new_group("a"), new_trainer()
+    trainer.host(again)
+    assert join(again) == (True, False, [])
+    trainer.kill()
+    assert join(again, 0.2) == (False, False, ["a"])
+
+
+def test_an_unknown_group_is_named(rank: Rank) -> None:
+    (error,) = rank.ask(Stage, session=1, manifest=manifest_of({}, partial=True)).errors
+    assert "no group 'g'" in error
+
+
+def test_a_manifest_without_buckets_is_received_at_once(rank: Rank) -> None:
+    (received,) = transfer([rank], Trainer([rank]), {}, manifest_of({}, partial=True))
+    assert received.error is None
+    assert rank.do(Commit, session=1)["touched"] is False
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_checksums_are_compared(flattened: bool, rank: Rank, tmp_path: Path) -> None:
+    new, state = checkpoint("qwen3", tmp_path / "new", 1)
+    state = {
+        name: tensor.to(torch.bfloat16) if "k_proj" in name else tensor for name, tensor in state.items()
+    }
+    sums = {name: checksum(tensor) for name, tensor in state.items()}
+    trainer = Trainer([rank])
+    wrong = [QKV.format("k"), QKV.format("q")]  # received where they belong, and cast
+    manifest = manifest_of(
+        state, flattened=flattened, checksums=sums | {name: sums[name] + 1 for name in wrong}
+    )
+    (received,) = transfer([rank], trainer, state, manifest)
+    assert received.error is not None
+    assert [name for name in state if repr(name) in received.error] == [QKV.format("q"), QKV.format("k")]
+    assert rank.ask(Commit, session=1).errors
+    rank.do(Discard, session=1)
+    transfer([rank], trainer, state, manifest_of(state, flattened=flattened, checksums=sums), session=2)
+    rank.do(Commit, session=2)
+    assert_same(rank, new)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.4e38])
+def test_values_that_are_not_finite_are_named(value: float, rank: Rank, tmp_path: Path) -> None:
+    old, state = tmp_path / "old", checkpoint("qwen3", tmp_path / "new", 1)[1]
+    state[QKV.format("v")][3, 5] = value
+    (received,) = transfer([rank], Trainer([rank]), state, manifest_of(state))
+    assert received.error == f"{QKV.format('v')!r} has values that are not finite in bfloat16"
+    assert rank.ask(Commit, session=1).fields == {"touched": False}
+    rank.do(Discard, session=1)
+    assert_same(rank, old)
+
+
+def test_a_tied_head_may_be_absent_or_equal(tied: Rank, tmp_path: Path) -> None:
+    new, state = checkpoint("llama-tied", tmp_path / "new", 1)
+    trainer = Trainer([tied])
+    first = {HEAD: state[HEAD], **{name: tensor for name, tensor in state.items() if name != HEAD}}
+    (received,) = transfer([tied], trainer, first, manifest_of(first), session=1)
+    assert received.error is None
+    tied.do(Discard, session=1)
+    for session, change in ((2, 1e-2), (3, 0.0)):
+        sent = {**state, HEAD: state[HEAD] + change}
+        (received,) = transfer([tied], trainer, sent, manifest_of(sent), session)
+        if change:
+            assert received.error is not None
+            assert received.error.startswith(f"{HEAD!r} differs from {EMBED!r}, to which this model ties it")
+            tied.do(Discard, session=session)
+    tied.do(Commit, session=3)
+    assert_same(tied, new)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_tensors_of_a_payload_are_taken(copy: bool, tied: Rank, tmp_path: Path) -> None:
+    new, state = checkpoint("llama-tied", tmp_path / "new", 1)
+    state[HEAD] = state[HEAD].clone()
+    before = tied.live.arena.checksum()
+    fields = tied.do(Take, session=1, payload=save(state), load_format=None, copy=copy)
+    assert fields["num_bytes"] == sum(tensor.nbytes for tensor in state.values())
+    assert bool(fields["staging_bytes"]) == copy
+    assert tied.live.arena.checksum() == before
+    tied.do(Commit, session=1)
+    assert_same(tied, new)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        (NORM, torch.full((48,), float("inf")), "not finite"),
+        (HEAD, torch.zeros(1, 1), "has shape [1, 1]"),
+        ("model.nothing", torch.zeros(1), "is not a tensor of this model"),
+        (NORM, torch.zeros(48, dtype=torch.int32), "has dtype int32"),
+    ],
+)
+def test_a_payload_is_checked_too(copy: bool, name: str, tensor: Tensor, said: str, tied: Rank) -> None:
+    reply = tied.ask(Take, session=1, payload=save({name: tensor}), load_format=None, copy=copy)
+    (error,) = reply.errors
+    assert repr(name) in error and said in error
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_head_alone_has_to_equal_the_embedding_there_is(copy: bool, tied: Rank) -> None:
+    live = tied.live.arena.view("embed.weight")
+    for session, value in ((1, live + 1), (2, live.clone())):
+        payload = save({HEAD: value})
+        errors = tied.ask(Take, session=session, payload=payload, load_format=None, copy=copy).errors
+        assert bool(errors) == (session == 1)
+
+
+def test_without_a_copy_a_session_has_one_payload(rank: Rank) -> None:
+    payload = save({NORM: torch.ones(rank.live.table.shapes[NORM])})
+    rank.do(Take, session=1, payload=payload, load_format=None, copy=False)
+    (error,) = rank.ask(Take, session=1, payload=payload, load_format=None, copy=False).errors
+    assert "takes nothing more" in error
+
+
+def test_what_a_payload_is_not_is_told(rank: Rank) -> None:
+    (error,) = rank.ask(Take, session=1, payload=b"nothing", load_format=None, copy=False).errors
+    assert "neither safetensors nor a pickle" in error
+
+
+def test_too_little_memory_is_told_in_bytes(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer([rank])
+    monkeypatch.setattr(staging_memory, "free_cpu_memory", lambda: 1000)
+    state = {EMBED: torch.zeros(rank.live.table.shapes[EMBED])}
+    staging = -(-state[EMBED].numel() * 2 // ALIGNMENT) * ALIGNMENT
+    needed = staging + 2 * state[EMBED].nbytes
+    (error,) = rank.ask(Stage, session=1, manifest=manifest_of(state, partial=True)).errors
+    assert f"staging needs {needed} bytes" in error and f"{needed - 1000} are missing" in error
+    del trainer
+
+
+def test_a_commit_that_fails_says_whether_it_has_written(tmp_path: Path) -> None:
+    def rebuild(changed: Any) -> None:
+        raise RuntimeError("no memory")
+
+    old, _ = checkpoint("llama", tmp_path / "old", 0)
+    with rank_of(old, rebuild=rebuild) as rank:
+        payload = save({NORM: torch.ones(rank.live.table.shapes[NORM])})
+        rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
+        reply = rank.ask(Commit, session=1)
+        assert reply.errors == ["RuntimeError: no memory"] and reply.fields["touched"] is True
+        rank.do(Discard, session=1)
+        assert rank.stream.submit(lambda: "goes on").result() == "goes on"
+
+
+def test_a_commit_whose_end_is_not_known_has_written(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_stream, raises = WeightUpdater._on_stream, ["where steps run", "behind"]
+
+    class Event:
+        def synchronize(self) -> None:
+            raise RuntimeError(raises.pop())
+
+    def failing(self: WeightUpdater, work: Any) -> Any:
+        done = on_stream(self, work)
+        if len(raises) == 1:
+            raise RuntimeError(raises.pop())
+        return replace(done, events=[Event(), Event()])  # type: ignore[list-item]
+
+    monkeypatch.setattr(WeightUpdater, "_on_stream", failing)
+    payload = save({NORM: torch.ones(rank.live.table.shapes[NORM])})
+    for session, where in ((1, "behind"), (2, "where steps run")):
+        rank.do(Take, session=session, payload=payload, load_format=None, copy=True)
+        reply = rank.ask(Commit, session=session)
+        assert reply.errors == [f"RuntimeError: {where}"] and reply.fields == {"touched": True}
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("tp", [TPInfo(), TPInfo(1, 2)], ids=str)
+def test_tensors_are_taken_at_once_as_one_by_one(
+    kind: str, tp: TPInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where what needs no cast goes by one kernel; here by torch."""
+    monkeypatch.setattr(incoming, "is_groupable", lambda to, source: to.dtype == source.dtype)
+    path, state = checkpoint(kind, tmp_path / "model", 0)
+    state = {
+        name: tensor if index % 3 == 0 else tensor.bfloat16()
+        for index, (name, tensor) in enumerate(state.items())
+    }
+    manifest = manifest_of(state)
+    with rank_of(path, tp) as rank:
+        staged = [
+            StagedWeights(rank.live, staging_memory.StagingMemory(rank.live.device, rank.live.specs))
+            for _ in range(2)
+        ]
+        one_by_one, at_once = (
+            incoming.Incoming(each, manifest, rank.live.device, landing=0) for each in staged
+        )
+        for name, tensor in state.items():
+            one_by_one.take(name, tensor)
+        take = at_once.prepare(list(state.items()))
+        assert not staged[1].whole.slabs[0].any()
+        take()
+        for one, other in zip(*(each.whole.slabs for each in staged), strict=True):
+            assert torch.equal(one, other)

@@ -1,0 +1,369 @@
+"""What receiving over NCCL does in which order, with gloo in its place and streams that are done at once."""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from segue.errors import WeightSyncError
+from segue.memory.nccl_buffers import GRANULARITY
+from segue.trainer import group as trainer_group
+from segue.weight_update.transport.group import ANNOUNCED_KEY, REGISTERED_KEY, JoinedGroup, prefixed
+from segue.weight_update.transport.joining import Groups
+from segue.weight_update.transport.wires import Broadcast, CudaWire, plan
+from tests.conftest import WaitUntil
+from tests.weight_update.transport.test_receiver import BUCKETS, NewGroup, assert_received, manifest
+
+
+class Over(Exception):
+    pass
+
+
+class Session:
+    """Counts what it is told."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.said: list[str] = []
+
+    def check(self) -> None:
+        if self.is_over:
+            raise Over
+
+    def entered(self) -> None:
+        self.said.append("entered")
+
+    def landed(self, broadcast: Broadcast) -> None:
+        self.said.append(f"landed {broadcast.bucket}")
+
+    def taken(self, broadcast: Broadcast) -> None:
+        self.said.append(f"taken {broadcast.bucket}")
+
+
+class Store:
+    """A group whose trainer's store answers when it is let."""
+
+    def __init__(self) -> None:
+        self.announced = 0
+        self.asked, self.answers = threading.Event(), threading.Event()
+        self.answers.set()
+        self.process_group = SimpleNamespace(broadcast=self._broadcast)
+
+    def connect(self) -> None:
+        pass
+
+    def is_announced(self, bucket: int) -> bool:
+        self.asked.set()
+        assert self.answers.wait(20)
+        return bucket < self.announced
+
+    def _broadcast(self, *_: object) -> None:
+        raise AssertionError("a receive was queued")
+
+
+class Event:
+    """Has happened."""
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Stream(nullcontext[None]):
+    """Has done what it was given."""
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def record_event(self) -> Event:
+        return Event()
+
+
+class Kept:
+    """Keeps copies; the tensors in `PLACES` land where they stay."""
+
+    PLACES = ("scale", "large")
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        shapes = {name: (dtype, shape) for bucket in BUCKETS for name, dtype, shape in bucket}
+        self._places = {
+            name: torch.zeros(shapes[name][1], dtype=getattr(torch, shapes[name][0])) for name in self.PLACES
+        }
+
+    def direct(self, name: str) -> Tensor | None:
+        return self._places.get(name)
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        is_there = name in self._places and tensor.data_ptr() == self._places[name].data_ptr()
+        self.tensors[name] = tensor if is_there else tensor.clone()
+
+    def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Callable[[], None]:
+        def take() -> None:
+            for name, tensor in tensors:
+                self.take(name, tensor)
+
+        return take
+
+
+def wire_of(group: Store, num_buckets: int = 2) -> CudaWire:
+    wire: Any = object.__new__(CudaWire)
+    wire._group = group
+    wire._broadcasts = [Broadcast(8, [], torch.empty(8), index, index + 1) for index in range(num_buckets)]
+    wire._targets = [each.direct for each in wire._broadcasts]
+    wire._turns, wire._takes = [None] * num_buckets, [lambda: None] * num_buckets
+    wire._landed = wire._copied = [None] * 32
+    wire._wire = wire._copies = Stream()
+    wire._under_way, wire._is_asking, wire._registered = deque(), False, None
+    found: CudaWire = wire
+    return found
+
+
+def in_thread(wire: CudaWire, session: Session) -> tuple[threading.Thread, list[BaseException]]:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            wire.receive(session)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, raised
+
+
+@pytest.fixture
+def joined(trainer: Any, groups: Groups, new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> JoinedGroup:
+    """A group whose broadcasts have landed when they are queued."""
+    found: JoinedGroup = trainer.meet(groups, new_group())
+    gloo: Any = found.process_group
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    monkeypatch.setattr(found, "streams", (Stream(), Stream()), raising=False)
+    monkeypatch.setattr(
+        found,
+        "_process_group",
+        SimpleNamespace(broadcast=lambda *given: gloo.broadcast(*given).wait(), recv=gloo.recv),
+    )
+    monkeypatch.setattr(found, "_is_connected", True)
+    return found
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_all_tensors_arrive(trainer: Any, joined: JoinedGroup, flattened: bool) -> None:
+    sink, session = Kept(), Session()
+    broadcasts = plan(manifest("g", BUCKETS, flattened=flattened), sink, torch.device("cuda"))
+    thread, raised = in_thread(CudaWire(joined, broadcasts, sink), session)
+    trainer.send(joined.group, BUCKETS, flattened=flattened)
+    thread.join(20)
+    assert not raised
+    assert_received(sink.tensors, BUCKETS)
+    assert session.said == ["entered"] + [
+        f"{what} {each.bucket}" for each in broadcasts for what in ("landed", "taken")
+    ]
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_tensors_arrive_as_their_buckets_are_announced(
+    trainer: Any, joined: JoinedGroup, wait_until: WaitUntil, flattened: bool
+) -> None:
+    store = prefixed(joined._store, joined.group)
+    store.set(ANNOUNCED_KEY, "0")
+    announced = 0
+    for _ in range(2):  # sessions
+        sink, session = Kept(), Session()
+        broadcasts = plan(manifest("g", BUCKETS, flattened=flattened), sink, torch.device("cuda"))
+        thread, raised = in_thread(CudaWire(joined, broadcasts, sink), session)
+        trainer.send(joined.group, BUCKETS, flattened=flattened)
+        due: list[str] = []
+        for bucket in BUCKETS:
+            assert list(sink.tensors) == due
+            announced += 1
+            store.set(ANNOUNCED_KEY, str(announced))
+            due += [tensor for tensor, *_ in bucket]
+            wait_until(partial(has_just, sink, due), what=f"{due} and nothing else")
+        thread.join(20)
+        assert not raised and "error" not in trainer.answer()
+        assert_received(sink.tensors, BUCKETS)
+        joined.num_buckets += len(BUCKETS)
+
+
+def has_just(sink: Kept, names: list[str]) -> bool:
+    return list(sink.tensors) == names
+
+
+def test_no_receive_is_queued_before_its_bucket_is_announced() -> None:
+    group, session = Store(), Session()
+    wire = wire_of(group)
+    thread, raised = in_thread(wire, session)
+    for _ in range(3):
+        group.asked.clear()
+        assert group.asked.wait(20)
+    assert session.said == ["entered"] and not raised
+    group.announced = 1
+    thread.join(20)
+    assert [type(error) for error in raised] == [AssertionError]
+
+
+def test_what_has_landed_is_counted_while_the_next_bucket_is_waited_for(wait_until: WaitUntil) -> None:
+    group, session = Store(), Session()
+    wire: Any = wire_of(group)
+    has_landed = threading.Event()
+    wire._under_way.append((wire._broadcasts[0], SimpleNamespace(query=has_landed.is_set)))
+    thread, raised = in_thread(wire, session)
+    assert group.asked.wait(20)
+    has_landed.set()
+    wait_until(lambda: "taken 0" in session.said, what="the bucket counted")
+    session.is_over = True
+    thread.join(20)
+    assert [type(error) for error in raised] == [Over]
+
+
+@pytest.mark.parametrize("answer", [0, 2])
+def test_a_receive_whose_trainer_never_answers_is_abandoned_and_does_nothing_later(answer: int) -> None:
+    group, session = Store(), Session()
+    wire: Any = wire_of(group)
+    group.answers.clear()
+    thread, raised = in_thread(wire, session)
+    assert group.asked.wait(20)
+    session.is_over = True
+    assert wire.abandon()
+    assert wire._targets == [] and all(each.direct is None for each in wire._broadcasts)
+    group.announced = answer
+    group.answers.set()
+    thread.join(20)
+    assert [type(error) for error in raised] == [Over]
+
+
+def test_what_is_queued_is_not_abandoned() -> None:
+    wire: Any = wire_of(Store())
+    assert not wire.abandon()
+    wire._is_asking, wire._copies = True, SimpleNamespace(query=lambda: False)
+    assert not wire.abandon()
+
+
+class Registered:
+    """Buffers on the CPU in place of registered ones."""
+
+    made: list["Registered"]
+
+    def __init__(self, nccl: object, device: object, num_bytes: int, count: int) -> None:
+        self.nccl, self.num_bytes, self.is_registered = nccl, num_bytes, False
+        self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(count)]
+        self.made.append(self)
+
+    def register(self) -> None:
+        self.is_registered = True
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[Registered]:
+    """All that were made."""
+    monkeypatch.setattr(Registered, "made", [], raising=False)
+    monkeypatch.setattr("segue.weight_update.transport.group.RegisteredBuffers", Registered)
+    monkeypatch.setattr("segue.weight_update.transport.group.can_register", lambda nccl, device: True)
+    monkeypatch.setattr("segue.trainer.group.RegisteredBuffers", Registered)
+    return Registered.made
+
+
+def test_flattened_buckets_land_in_registered_buffers_that_the_group_keeps(
+    trainer: Any, joined: JoinedGroup, registered: list[Registered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefixed(joined._store, joined.group).set(REGISTERED_KEY, "1")
+    assert joined.registers
+    connected = []
+
+    def connect(device: torch.device) -> None:
+        connected.append([each.is_registered for each in registered])
+
+    monkeypatch.setattr(joined.process_group, "eager_connect_single_device", connect, raising=False)
+    monkeypatch.setattr(joined, "_is_connected", False)
+    for _ in range(2):
+        sink, session = Kept(), Session()
+        broadcasts = plan(manifest("g", BUCKETS, flattened=True), sink, torch.device("cuda"))
+        wire = CudaWire(joined, broadcasts, sink, registered=True)
+        (buffers,) = registered
+        assert {target.untyped_storage().data_ptr() for target in wire._targets} == {
+            buffer.data_ptr() for buffer in buffers.buffers
+        }
+        thread, raised = in_thread(wire, session)
+        trainer.send(joined.group, BUCKETS, flattened=True)
+        thread.join(20)
+        assert not raised and "error" not in trainer.answer()
+        assert_received(sink.tensors, BUCKETS)
+        assert buffers.is_registered
+    assert connected == [[False]], "connected once, and before anything was registered"
+
+
+def test_landing_buffers_are_counted_until_they_are_there(joined: JoinedGroup, registered: object) -> None:
+    assert joined.landing_cost(10) == 10  # gloo
+    joined.group = msgspec.structs.replace(joined.group, backend="nccl")
+    assert joined.landing_cost(10) == GRANULARITY
+    assert joined.landing_cost(GRANULARITY + 1) == 2 * GRANULARITY
+    first = joined.landing(5)
+    assert joined.landing(3) is first
+    assert (joined.landing_cost(10), joined.landing_cost(12)) == (0, GRANULARITY)
+    assert joined.landing(6) is not first and joined.landing_cost(12) == 0
+
+
+def test_a_device_without_such_memory_says_how_to_do_without(
+    joined: JoinedGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("segue.weight_update.transport.group.can_register", lambda nccl, device: False)
+    with pytest.raises(WeightSyncError, match="send with flattened=False"):
+        joined.landing(8)
+
+
+def test_registered_buffers_are_there_until_the_communicator_has_ended(
+    joined: JoinedGroup, registered: list[Registered], wait_until: WaitUntil
+) -> None:
+    landing: Any = joined.landing(8)
+    kept, aborted = weakref.ref(landing), []
+    gloo = joined.process_group
+    joined.group = msgspec.structs.replace(joined.group, backend="nccl")
+    gloo.abort = lambda: aborted.append(kept() is not None)
+    registered.clear()
+    joined.mark_dead("for a test")
+    with pytest.raises(WeightSyncError, match="for a test"):
+        joined.register(landing)
+    assert not landing.is_registered
+    with pytest.raises(WeightSyncError, match="for a test"):
+        joined.landing(1)
+    del landing
+    wait_until(lambda: aborted and kept() is None, what="the buffers gone")
+    assert aborted == [True]
+
+
+def test_a_trainer_keeps_its_registered_buffers_until_it_leaves(registered: list[Registered]) -> None:
+    group = object.__new__(trainer_group.Group)
+    group.name, group.device, group._left = "g", torch.device("cpu"), False
+    group._lock, group._buffers, group._registers = threading.Lock(), [], True
+    group._group = SimpleNamespace(_get_backend=lambda device: "nccl")
+    first = group.buffers(8, 1)
+    assert [each.is_registered for each in registered] == [True] and registered[0].nccl == "nccl"
+    assert group.buffers(5, 1) is first
+    assert len(group.buffers(8, 2)) == 2 and group.buffers(9, 1)[0].numel() == 9
+    assert len(registered) == 3 and len(group._buffers) == 3
+    group._left = True
+    with pytest.raises(RuntimeError, match="was left"):
+        group.buffers(10, 1)
+    assert len(registered) == 3
+    group._registers = False
+    assert group.buffers(10, 2)[0].numel() == 10 and len(registered) == 3

@@ -1,0 +1,454 @@
+"""The loop: real sockets, a fake runner."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+import zmq
+
+from segue.messages.control import (
+    Continue,
+    Continued,
+    Flush,
+    Flushed,
+    FrontendMessage,
+    GetState,
+    Pause,
+    Paused,
+    SchedulerMessage,
+    Shutdown,
+    State,
+    StepOutput,
+)
+from segue.messages.requests import Abort, AddRequest, Rejected, SamplingParams, pack_ids
+from segue.messages.steps import NON_FINITE, Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
+from segue.scheduler.scheduler import Scheduler
+from segue.worker.loop import Launched, SchedulerLoop, StepSpeed, Throughput, follow
+from tests.scheduler.simulation import FakeDevice, Simulation, expected_output
+from tests.worker.updaters import FakeUpdater
+
+DEADLINE_MS = 10_000
+NO_UPDATER = FakeUpdater(lambda event: None)
+
+
+@dataclass
+class Done:
+    """A step that is already finished."""
+
+    value: StepResult
+
+    def ready(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        return self.value
+
+
+class FakeRunner:
+    """Launches on the simulation's device and counts the steps in flight."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.device = FakeDevice(scheduler.limits)
+        self.scheduler = scheduler
+        self.deepest = 0
+
+    def forward_batch(self, plan: StepPlan) -> Done:
+        self.deepest = max(self.deepest, len(self.scheduler.in_flight))
+        result = self.device.launch(plan, "0")
+        if len(self.device.unapplied) > 1:
+            self.device.unapplied.popleft()
+        return Done(result)
+
+
+class Client:
+    """The frontend's side of the sockets."""
+
+    def __init__(self, *, overlap: bool, ranks: int = 1, **limits: int) -> None:
+        context = zmq.Context.instance()
+        self.to_loop, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        outbox, self.from_loop = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        followers, self.plans = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        events, self.events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        for name, (bound, connected) in {
+            "in": (self.to_loop, inbox),
+            "out": (self.from_loop, outbox),
+            "plan": (followers, self.plans),
+            "events": (events, self.events),
+        }.items():
+            bound.bind(f"inproc://{id(self)}-{name}")
+            connected.connect(f"inproc://{id(self)}-{name}")
+        self.sockets = [
+            self.to_loop,
+            inbox,
+            outbox,
+            self.from_loop,
+            followers,
+            self.plans,
+            events,
+            self.events,
+        ]
+        scheduler = Simulation(**limits).scheduler
+        self.runner = FakeRunner(scheduler)
+        self.loop = SchedulerLoop(
+            scheduler,
+            self.runner,
+            FakeUpdater(self.tell),
+            inbox=inbox,
+            outbox=outbox,
+            followers=[followers][: ranks - 1],
+            events=events,
+            overlap=overlap,
+            memory_usage={"weights": 1},
+        )
+        self.thread = threading.Thread(target=self.loop.run)
+        self.thread.start()
+
+    def tell(self, event: RankEvent) -> None:
+        """As a rank does."""
+        self.events.send(msgspec.msgpack.encode(event))
+
+    def send(self, message: FrontendMessage) -> None:
+        self.to_loop.send(msgspec.msgpack.encode(message))
+
+    def receive(self) -> SchedulerMessage:
+        assert self.from_loop.poll(DEADLINE_MS), "no answer from the loop"
+        return msgspec.msgpack.decode(self.from_loop.recv(), type=SchedulerMessage)
+
+    def collect(self, rid: str) -> list[int]:
+        tokens: list[int] = []
+        while True:
+            message = self.receive()
+            assert isinstance(message, StepOutput)
+            tokens += [t for r, t in zip(message.rids, message.tokens, strict=True) if r == rid]
+            if any(finished.rid == rid for finished in message.finished):
+                return tokens
+
+    def close(self) -> None:
+        if self.thread.is_alive():
+            self.send(Shutdown())
+        self.thread.join(DEADLINE_MS / 1000)
+        assert not self.thread.is_alive()
+
+    def close_sockets(self) -> None:
+        for socket in self.sockets:
+            socket.close(linger=0)
+
+
+@pytest.fixture(params=[False, True], ids=["normal", "overlap"])
+def client(request: pytest.FixtureRequest) -> Iterator[Client]:
+    client = Client(overlap=request.param)
+    yield client
+    client.close()
+    client.close_sockets()
+
+
+@pytest.fixture(params=[False, True], ids=["normal", "overlap"])
+def leader(request: pytest.FixtureRequest) -> Iterator[Client]:
+    """A client of a loop with a second rank to lead."""
+    client = Client(overlap=request.param, ranks=2)
+    yield client
+    client.close()
+    client.close_sockets()
+
+
+PARAMS = SamplingParams(max_new_tokens=9)
+
+
+def test_a_request_goes_through(client: Client) -> None:
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
+    assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
+
+
+def test_overlap_keeps_two_steps_in_flight(client: Client) -> None:
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
+    client.collect("r")
+    assert client.runner.deepest == (2 if client.loop._overlap else 1)
+
+
+def test_followers_get_every_plan_in_order(leader: Client) -> None:
+    leader.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
+    leader.collect("r")
+    ran: list[int] = []
+
+    class Stop(Exception):
+        pass
+
+    class Recorder:
+        def forward_batch(self, plan: StepPlan) -> Done:
+            ran.append(plan.step)
+            if plan.step == PARAMS.max_new_tokens:
+                raise Stop
+            return Done(StepResult(plan.step, [], 0.0))
+
+    with pytest.raises(Stop):
+        follow(Recorder(), NO_UPDATER, leader.plans, leader.tell, depth=2)
+    assert ran == list(range(1, 10))
+
+
+def test_an_abort_ends_the_request_with_its_tokens(client: Client) -> None:
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=SamplingParams(max_new_tokens=90)))
+    first = client.receive()
+    client.send(Abort("r"))
+    assert isinstance(first, StepOutput)
+    ends = list(first.finished)
+    while not ends:
+        message = client.receive()
+        assert isinstance(message, StepOutput)
+        ends += message.finished
+    assert ends[0].rid == "r"
+    client.send(GetState(1, check=True))
+    state = client.receive()
+    while not isinstance(state, State):
+        state = client.receive()
+    assert state.problems == []
+
+
+def test_state_names_what_waits_and_runs(client: Client) -> None:
+    client.send(GetState(7, check=True))
+    state = client.receive()
+    assert isinstance(state, State)
+    assert (state.call, state.problems, state.state["waiting_queue_rids"]) == (7, [], [])
+    assert state.state["memory_usage"] == {"weights": 1}
+
+
+def test_logits_that_are_not_finite_are_logged_once(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    launch = client.runner.forward_batch
+
+    def spoilt(plan: StepPlan) -> Done:
+        client.runner.device.unapplied.clear()  # each has been read before the next request comes
+        done = launch(plan)
+        return Done(msgspec.structs.replace(done.value, tokens=[NON_FINITE] * len(done.value.tokens)))
+
+    client.runner.forward_batch = spoilt  # type: ignore[method-assign]
+    for rid in ("first", "second"):
+        client.send(AddRequest(rid=rid, prompt=pack_ids([1, 2, 3]), params=PARAMS))
+        assert client.collect(rid) == []
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert "not finite (NaN or infinite) for request first " in record.getMessage()
+
+
+def test_a_rejection_is_answered(client: Client) -> None:
+    client.send(AddRequest(rid="r", prompt=b"", params=PARAMS))
+    rejected = client.receive()
+    assert isinstance(rejected, Rejected) and rejected.kind == "ContextLengthError"
+
+
+def test_throughput_is_of_the_last_window_and_fades() -> None:
+    now = 0.0
+    throughput = Throughput(lambda: now)
+    now = 0.5
+    throughput.add(100)
+    now = 1.0
+    throughput.add(100)
+    assert throughput.per_second() == 200
+    now = 3.5
+    assert throughput.per_second() == 0
+
+
+class Slow:
+    """A step that takes a while, after those before it."""
+
+    ends = 0.0
+
+    def __init__(self, value: StepResult, seconds: float) -> None:
+        self.value = value
+        Slow.ends = self.end = max(time.monotonic(), Slow.ends) + seconds
+
+    def ready(self) -> bool:
+        return time.monotonic() >= self.end
+
+    def result(self) -> StepResult:
+        time.sleep(max(0.0, self.end - time.monotonic()))
+        return self.value
+
+
+def slow_down(client: Client, seconds: float) -> None:
+    """Let every step take so long."""
+    launch = client.runner.forward_batch
+    client.loop._runner.forward_batch = lambda plan: Slow(launch(plan).value, seconds)  # type: ignore[attr-defined]
+
+
+def ask(client: Client, message: FrontendMessage) -> SchedulerMessage:
+    """The answer to a call, behind whatever comes before it."""
+    client.send(message)
+    while isinstance(answer := client.receive(), StepOutput):
+        pass
+    return answer
+
+
+@pytest.fixture
+def follower(leader: Client) -> Iterator[list[int]]:
+    """A second rank behind the loop, on a thread: the steps it has finished."""
+    finished: list[int] = []
+
+    class Late(Done):
+        def result(self) -> StepResult:
+            time.sleep(0.01)
+            finished.append(self.value.step)
+            return self.value
+
+    class Runner:
+        def forward_batch(self, plan: StepPlan) -> Done:
+            return Late(StepResult(plan.step, [], 0.0))
+
+    def run() -> None:
+        with suppress(msgspec.DecodeError):
+            follow(Runner(), NO_UPDATER, leader.plans, leader.tell, depth=2)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield finished
+    leader.close()
+    leader.sockets[4].send(b"not a plan")
+    thread.join(DEADLINE_MS / 1000)
+    assert not thread.is_alive()
+
+
+def test_a_pause_is_answered_when_every_rank_has_drained(leader: Client, follower: list[int]) -> None:
+    slow_down(leader, 0.01)
+    leader.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=SamplingParams(max_new_tokens=90)))
+    leader.receive()
+    paused = ask(leader, Pause(1, "in_place"))
+    assert isinstance(paused, Paused) and paused.num_running == 1
+    steps = leader.loop.scheduler.totals.num_steps
+    assert follower == list(range(1, steps + 1))
+    assert ask(leader, Continue(2)) == Continued(2)
+    tokens = leader.collect("r")
+    assert tokens == expected_output([1, 2, 3], SamplingParams(max_new_tokens=90), 100)[-len(tokens) :]
+
+
+def test_the_time_of_a_pause_counts_every_rank(leader: Client) -> None:
+    leader.send(Pause(1, "in_place"))
+    assert msgspec.msgpack.decode(leader.plans.recv(), type=RankMessage) == Drain()
+    assert not leader.from_loop.poll(50)
+    leader.tell(Drained())
+    while not isinstance(paused := leader.receive(), Paused):
+        pass
+    assert paused.drained_ms >= 50
+
+
+def test_a_pause_that_was_overtaken_waits_for_no_rank(leader: Client) -> None:
+    if not leader.loop._overlap:
+        return  # no step is in flight when messages are taken, and no pause overtaken
+    slow_down(leader, 0.01)
+    leader.send(AddRequest(rid="r", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=90)))
+    leader.receive()
+    send_together(leader, Pause(1, "in_place"), Continue(2))
+    while not isinstance(message := leader.receive(), Continued):
+        assert not isinstance(message, Paused) or message.mode is None
+    leader.collect("r")
+    while leader.plans.poll(0):
+        assert isinstance(msgspec.msgpack.decode(leader.plans.recv(), type=RankMessage), StepPlan)
+
+
+def test_a_pause_ends_by_itself_when_its_time_is_up(client: Client) -> None:
+    assert isinstance(ask(client, Pause(1, "retract", ttl_s=0.05)), Paused)
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
+    assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
+
+
+def send_together(client: Client, *messages: FrontendMessage) -> None:
+    """The loop finds all of them when it looks."""
+    decode, sent = client.loop._decode, threading.Event()
+
+    def held(frame: bytes) -> FrontendMessage:
+        assert sent.wait(DEADLINE_MS / 1000)
+        return decode(frame)
+
+    client.loop._decode = held  # type: ignore[method-assign]
+    for message in messages:
+        client.send(message)
+    sent.set()
+
+
+def test_an_idle_engine_is_paused_before_the_next_message(client: Client) -> None:
+    send_together(
+        client,
+        Pause(1, "abort"),
+        AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS),
+        Pause(2, "in_place"),
+        GetState(3),
+        Continue(4),
+    )
+    messages: list[SchedulerMessage] = []
+    while not isinstance(message := client.receive(), Continued):
+        messages.append(message)
+    assert [m.mode for m in messages if isinstance(m, Paused)] == ["abort", "abort"]
+    states = [m.state for m in messages if isinstance(m, State)]
+    assert [(s["engine_paused"], s["waiting_queue_rids"]) for s in states] == [(True, ["r"])]
+    assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
+
+
+def test_the_counters_tell_what_waits_while_paused(client: Client) -> None:
+    assert isinstance(ask(client, Pause(1, "in_place")), Paused)
+    for count in (1, 2):
+        client.send(AddRequest(rid=str(count), prompt=pack_ids([1, 2, 3]), params=PARAMS))
+        output = client.receive()
+        assert isinstance(output, StepOutput) and output.counters.num_waiting == count
+
+
+def test_a_flush_waits_until_its_deadline(client: Client) -> None:
+    slow_down(client, 0.01)
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=SamplingParams(max_new_tokens=90)))
+    client.receive()
+    client.send(Pause(1, "in_place"))
+    while not isinstance(client.receive(), Paused):
+        pass
+    refused = ask(client, Flush(2, timeout_s=0.05))
+    assert isinstance(refused, Flushed) and not refused.success and "pause with mode" in refused.error_msg
+    client.send(Continue(3))
+    flushed = ask(client, Flush(4, timeout_s=10.0))
+    while not isinstance(flushed, Flushed):
+        flushed = client.receive()
+    assert flushed.success
+
+
+def test_a_pause_in_a_long_prefill_waits_for_one_chunk_at_most() -> None:
+    chunk_s, length = 0.1, 16 * 512
+    client = Client(overlap=True, num_pages=2 * length // 4, max_seq_len=2 * length, chunked_prefill_size=512)
+    slow_down(client, chunk_s)
+    client.send(AddRequest(rid="r", prompt=pack_ids([1] * length), params=PARAMS))
+    for _ in range(2):
+        client.receive()  # its pace is known from the first chunk on
+    drained = []
+    for call in range(2):
+        time.sleep(chunk_s / 3)  # in the middle of a chunk
+        sent = time.monotonic()
+        assert isinstance(ask(client, Pause(call, "in_place")), Paused)
+        drained.append(time.monotonic() - sent)
+        client.send(Continue(9))
+        while not isinstance(client.receive(), Continued):
+            pass
+        client.receive()
+    client.send(Abort("r"))
+    client.close()
+    client.close_sockets()
+    assert max(drained) <= 1.2 * chunk_s  # it would be up to two chunks
+
+
+def test_the_end_of_a_long_step_is_foreseen_whatever_one_step_took() -> None:
+    speed, now = StepSpeed(), 10.0
+
+    def run(num_tokens: int, seconds: float) -> None:
+        nonlocal now
+        launched = Launched(Done(StepResult(1, [], 0.0)), num_tokens, now)
+        now += seconds
+        speed.note(launched, now)
+
+    def expected(num_tokens: int) -> float:
+        return speed.foresee(Launched(Done(StepResult(1, [], 0.0)), num_tokens, now))[1]
+
+    assert expected(8192) == 0.0
+    for seconds in (0.2, 1.7, 0.001, 0.2, 0.2):  # the second compiled a kernel, and the third ran meanwhile
+        run(8192, seconds)
+        run(1, 0.01)
+    assert expected(8192) == pytest.approx(0.2)
+    assert expected(9000) == pytest.approx(0.2 * 9000 / 8192)
+    assert expected(256) == 0.0
