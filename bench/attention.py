@@ -76,9 +76,9 @@ def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) ->
     if q_len > 1:
         ctx = replace(
             ctx,
-            rows_device=F.pad(ctx.rows_device, (0, SLOTS - count), value=count),
+            slots_device=F.pad(ctx.slots_device, (0, SLOTS - count), value=count),
             kv_lens_device=F.pad(ctx.kv_lens_device, (0, SLOTS - count), value=1),
-            q_starts_device=F.pad(ctx.q_starts_device, (0, SLOTS - count), value=count * q_len),
+            cu_seqlens_q_device=F.pad(ctx.cu_seqlens_q_device, (0, SLOTS - count), value=count * q_len),
         )
     query = torch.randn(count * q_len, shape.num_heads, shape.head_dim, device=device, dtype=setting.dtype)
     ctx.backend.prepare(ctx)

@@ -2,7 +2,7 @@
 
     python -m bench.floor /path/to/model [--measure]
 
-A step has three parts, one after the other: the layers' products, attention, and the head. Each takes as long
+A step has three parts, one after the other: the layers' GEMMs, attention, and the head. Each takes as long
 as the slower of reading what it needs once and of its arithmetic; what lies between them is free. `--measure`
 takes the machine's two constants from this GPU instead of an H200.
 """
@@ -56,7 +56,7 @@ Sequences = Iterable[tuple[int, int]]
 
 
 def step(model: ModelConfig, sequences: Sequences, num_logits: int) -> tuple[Work, Work, Work]:
-    """Products, attention and head of one bfloat16 step of a dense model.
+    """GEMMs, attention and head of one bfloat16 step of a dense model.
 
     Every layer counts in full for every token, though the last one's MLP is needed only where a token is
     sampled (an engine may go below by 1 / layers).
@@ -130,8 +130,8 @@ def measure() -> Machine:
     data = torch.randn(1 << 30, device="cuda")
     square = torch.randn(8192, 8192, device="cuda").to(torch.bfloat16)
     read = min(_seconds(torch.cuda.synchronize, run) for run in (data.sum, data.amax))
-    product = _seconds(torch.cuda.synchronize, lambda: square @ square)
-    return Machine(read=data.nbytes / read, flops=2 * 8192**3 / product)
+    gemm = _seconds(torch.cuda.synchronize, lambda: square @ square)
+    return Machine(read=data.nbytes / read, flops=2 * 8192**3 / gemm)
 
 
 def _seconds(synchronize: Callable[[], None], run: Callable[[], object]) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from bench import report
-from segue.messages.control import StepOutput
+from segue.messages.control import SchedulerOutput
 from segue.messages.requests import AddRequest, SamplingParams, pack_ids
 from segue.messages.steps import StepPlan, StepResult
 from segue.scheduler.scheduler import Limits, Scheduler
@@ -45,7 +45,7 @@ def measure(
     encode = msgspec.msgpack.Encoder().encode
     plan_decoder = msgspec.msgpack.Decoder(StepPlan)
     result_decoder = msgspec.msgpack.Decoder(StepResult)
-    output_decoder = msgspec.msgpack.Decoder(StepOutput)
+    output_decoder = msgspec.msgpack.Decoder(SchedulerOutput)
     seconds = {"plan": 0.0, "plan_message": 0.0, "result_message": 0.0, "apply": 0.0, "output_message": 0.0}
 
     def turn() -> None:

@@ -1,4 +1,4 @@
-"""A tokenizer for a model of made-up weights, so that a server can turn what it samples into text.
+"""A tokenizer for a model of dummy weights, so that a server can turn what it samples into text.
 
 Every token is visible ASCII, so each one sampled is text at once, and no stream waits for half a character.
 """

@@ -67,7 +67,7 @@ class Server:
             self.most_padding = 1 << 20
             executor = self.runner._executor
             assert isinstance(executor, CUDAExecutor)
-            executor._ladders = replace(executor._ladders, trunk=(), prompts=())
+            executor._ladders = replace(executor._ladders, forward=(), prompts=())
         self.scheduler = Scheduler(limits_of(config, self.runner))
         self._count = 0
 

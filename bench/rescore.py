@@ -26,7 +26,7 @@ from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.kvcache.page_table import PageTable
 from segue.model_runner.profile_run import make_pool
-from segue.model_runner.resolved_config import choose
+from segue.model_runner.resolved_config import resolve_config
 from segue.models.registry import build_model
 from segue.sampling.rng import gumbel
 
@@ -70,7 +70,7 @@ class Teacher:
     def __init__(self, config: EngineConfig, weights: torch.dtype | None = None) -> None:
         """Load the weights; with `weights` their values are rounded to that type."""
         source, tp = resolve(config.model, config.load_format, config.cache_dir), TPInfo()
-        self._config, self._choices = config, choose(config, source, tp)
+        self._config, self._choices = config, resolve_config(config, source, tp)
         device, dtype = self._choices.device, self._choices.dtype
         self._model = build_model(source.config, dtype=dtype)
         load_weights(self._model, source.config, source, tp, device, dtype, progress=False, seed=config.seed)

@@ -1,6 +1,6 @@
 """The pinned offline workload, the same for every engine.
 
-Qwen3 shapes with made-up weights, prompts of token ids drawn with seed 0, EOS ignored. A line that begins
+Qwen3 shapes with dummy weights, prompts of token ids drawn with seed 0, EOS ignored. A line that begins
 with RESULT is one figure.
 """
 

@@ -30,7 +30,7 @@ from segue.distributed.info import TPInfo
 BATCHES = (1, 32, 256)
 ROWS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024)
 HIDDEN = 4096
-SPLITS = 2  # what the products of a few rows give at these sizes
+SPLITS = 2  # what the GEMMs of a few rows give at these sizes
 LINKS = 72  # sums in a chain
 
 
@@ -74,7 +74,7 @@ def sums(rank: int, size: int, directory: str) -> None:
     path = Path(directory)
     groups = connect(tp, rendezvous=path / "rendezvous", device=device, timeout=timedelta(seconds=60))
     all_reduce.MOST_BYTES = 8 * HIDDEN * 256 * (size - 1)
-    one_shot = all_reduce.OneShot(groups, device, HIDDEN, 1)
+    one_shot = all_reduce.OneShotAllReduce(groups, device, HIDDEN, 1)
     with torch.cuda.stream(torch.cuda.Stream()):
         found = []
         for rows in ROWS:

@@ -1,11 +1,11 @@
-"""Measure how each product of a decode step is cut best, and store it where the kernels look.
+"""Measure how each GEMM of a decode step is cut best, and store it where the kernels look.
 
     python -m bench.tune_gemm qwen3-0.6b qwen3-8b qwen3-8b:2 qwen3-8b:4
 
 `:2` means one rank's share of tensor parallel 2; there only tiles are tried that have won for whole models.
-Every plan is timed as a chain of products with different weights in one CUDA graph, so that neither launches
-nor cached weights flatter it, against cuBLAS in the same chain. For split sums the time that their reader
-needs is added. Only the shapes measured are replaced in the table.
+Every plan is timed as a chain of GEMMs with different weights in one CUDA graph, so that neither launches
+nor cached weights flatter it, against cuBLAS in the same chain. For split-K partials the time that their
+reader needs is added. Only the shapes measured are replaced in the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from bench.floor import Machine
 from segue.kernels.triton import gemm
-from segue.kernels.triton.gemm import Plan
+from segue.kernels.triton.gemm import GemmPlan
 from segue.models.sharding import shard_rows
 
 # hidden, query heads, KV heads, head size, intermediate, vocabulary
@@ -32,13 +32,13 @@ MODELS = {
     "qwen3-8b": (4096, 32, 8, 128, 12288, 151936),
 }
 ROWS = (1, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-MEMORY = 3.5e12  # bytes a second, for the readers of split sums
+MEMORY = 3.5e12  # bytes a second, for the readers of split-K partials
 SHARED = 227 << 10  # bytes of shared memory a program can have
 WORTH = 0.98  # of cuBLAS's time, at most, for a plan of ours to be stored
 
 
 def shapes(model: str) -> Iterator[tuple[int, int, bool]]:
-    """(N, K, whether the reader takes split sums) of a model, or of one rank's share of it."""
+    """(N, K, whether the reader takes split-K partials) of a model, or of one rank's share of it."""
     name, _, ranks = model.partition(":")
     hidden, heads, kv_heads, dim, inner, vocab = MODELS[name]
     tp = int(ranks or 1)
@@ -49,7 +49,7 @@ def shapes(model: str) -> Iterator[tuple[int, int, bool]]:
     yield vocab if tp == 1 else shard_rows(vocab, tp), hidden, False
 
 
-def plans(rows: int, size: int, depth: int, may_split: bool) -> Iterator[Plan]:
+def plans(rows: int, size: int, depth: int, may_split: bool) -> Iterator[GemmPlan]:
     """What is worth a try."""
     tiles_m = (
         {max(16, 1 << (rows - 1).bit_length())} if rows <= 64 else {64, 128, 256} if rows > 128 else {64, 128}
@@ -67,13 +67,13 @@ def plans(rows: int, size: int, depth: int, may_split: bool) -> Iterator[Plan]:
             continue
         if block_m * block_n // (32 * warps) > 128 or (tma and block_m < 64 and stages != 4):
             continue
-        yield Plan(tma, block_m, block_n, block_k, count, stages, warps)
+        yield GemmPlan(tma, block_m, block_n, block_k, count, stages, warps)
 
 
-def tiles_that_won(table: dict[str, Any]) -> set[Plan]:
+def tiles_that_won(table: dict[str, Any]) -> set[GemmPlan]:
     """The stored plans of all shapes, however often they split."""
     stored = (plan for rows in table.values() for kinds in rows.values() for plan in kinds.values() if plan)
-    return {replace(Plan(**plan), splits=1) for plan in stored}
+    return {replace(GemmPlan(**plan), splits=1) for plan in stored}
 
 
 def chain_time(run: Callable[[int], object], copies: int) -> float:
@@ -95,7 +95,7 @@ def chain_time(run: Callable[[int], object], copies: int) -> float:
     return best
 
 
-def compile_plan(job: tuple[Plan, int, int, int, torch.dtype]) -> None:
+def compile_plan(job: tuple[GemmPlan, int, int, int, torch.dtype]) -> None:
     """Fill Triton's cache, in a process of its own."""
     plan, rows, size, depth, dtype = job
     x = torch.zeros(rows, depth, dtype=torch.bfloat16, device="cuda")
@@ -105,7 +105,7 @@ def compile_plan(job: tuple[Plan, int, int, int, torch.dtype]) -> None:
     gemm.run(plan, x, weight, None, dtype)
 
 
-def measure(rows: int, size: int, depth: int, may_split: bool, tried: list[Plan]) -> dict[str, object]:
+def measure(rows: int, size: int, depth: int, may_split: bool, tried: list[GemmPlan]) -> dict[str, object]:
     """The best plans of one shape, and their times."""
     dtype = torch.bfloat16 if may_split else torch.float32
     copies = max(2, min(28, int(3e9 // (size * depth * 2))))
@@ -118,7 +118,7 @@ def measure(rows: int, size: int, depth: int, may_split: bool, tried: list[Plan]
         ),
         copies,
     )
-    timed: list[tuple[float, float, Plan]] = []
+    timed: list[tuple[float, float, GemmPlan]] = []
     for plan in tried:
         result = gemm.run(plan, x, weights[0], None, dtype)
         result = result.sum(0) if plan.splits > 1 else result.float()

@@ -1,8 +1,8 @@
-"""Measure how the two grouped products of a mixture of experts are cut best; stored where the kernels look.
+"""Measure how the two grouped GEMMs of a mixture of experts are cut best; stored where the kernels look.
 
     python -m bench.tune_moe qwen3-30b-a3b
 
-Each product is timed alone, in one CUDA graph over several routings of random tokens, with every cut; then
+Each GEMM is timed alone, in one CUDA graph over several routings of random tokens, with every cut; then
 the best cuts of each tile size together, sorting and adding up included. Only the shapes measured are
 replaced.
 """
@@ -24,18 +24,18 @@ from torch import Tensor
 from bench.tune_gemm import SHARED, chain_time
 from segue.kernels.moe import route
 from segue.kernels.triton import moe
-from segue.kernels.triton.moe import Cut, Plan
+from segue.kernels.triton.moe import Cut, MoEPlan
 from segue.kernels.triton.moe_routing import sort
 
 # experts, experts a token, expert size, hidden size
 MODELS = {"qwen3-30b-a3b": (128, 8, 768, 2048)}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-TOGETHER = 2  # of the best cuts of each product, timed in all combinations
+TOGETHER = 2  # of the best cuts of each GEMM, timed in all combinations
 COPIES = 2  # of the weights
 ROUTINGS = 6  # in a graph: few tokens choose other experts each time
 
 Shape = tuple[int, int, int, int]
-Job = tuple[str, int, Cut]  # product, pairs in a tile, cut
+Job = tuple[str, int, Cut]  # GEMM, pairs in a tile, cut
 
 
 def blocks(tokens: int, shape: Shape) -> list[int]:
@@ -45,15 +45,15 @@ def blocks(tokens: int, shape: Shape) -> list[int]:
     return ([1] if tokens <= 16 else []) + found
 
 
-def cuts(product: str, block: int, shape: Shape) -> Iterator[Cut]:
+def cuts(gemm: str, block: int, shape: Shape) -> Iterator[Cut]:
     """What is worth a try for tiles of so many pairs."""
-    depth, size = (shape[3], shape[2]) if product == "gate_up" else (shape[2], shape[3])
+    depth, size = (shape[3], shape[2]) if gemm == "gate_up" else (shape[2], shape[3])
     if block == 1:
         for rows, deep, stages, warps in itertools.product((4, 8, 16), (256, 512), (1, 2, 3), (2, 4, 8)):
             if 8 <= rows * deep // (32 * warps) <= 64:
                 yield Cut(rows, deep, stages, warps)
         return
-    weights = 2 if product == "gate_up" else 1
+    weights = 2 if gemm == "gate_up" else 1
     for rows, deep, stages, warps, tma in itertools.product(
         (64, 128, 256), (64, 128), (2, 3, 4, 5), (4, 8), (False, True)
     ):
@@ -82,26 +82,26 @@ class Case:
             logits = torch.randn(tokens, num_experts, device="cuda")
             self.inputs.append((x, *route(logits, per_token, renormalise=True)))
 
-    def product(self, product: str, block: int, cut: Cut) -> float:
-        """Microseconds of one product."""
+    def gemm(self, gemm: str, block: int, cut: Cut) -> float:
+        """Microseconds of one GEMM."""
         prepared = []
         for i, (x, factors, experts) in enumerate(self.inputs):
             gate_up, down = self.weights[i % COPIES]
             inner = torch.randn(experts.numel(), down.shape[2], device="cuda", dtype=torch.bfloat16)
             if block == 1:
-                if product == "gate_up":
+                if gemm == "gate_up":
                     prepared.append((moe.gate_up_by_pair, (cut, x, gate_up, factors, experts)))
                 else:
                     prepared.append((moe.down_by_token, (cut, inner, down, experts)))
                 continue
             order, tiles = sort(experts, gate_up.shape[0], block)
-            if product == "gate_up":
+            if gemm == "gate_up":
                 prepared.append((moe.gate_up_by_tile, (block, cut, x, gate_up, factors, order, tiles)))
             else:
                 prepared.append((moe.down_by_tile, (block, cut, inner, down, order, tiles)))
         return chain_time(lambda i: prepared[i][0](*prepared[i][1]), ROUTINGS)
 
-    def whole(self, plan: Plan) -> float:
+    def whole(self, plan: MoEPlan) -> float:
         """Microseconds of everything behind the routing."""
         return chain_time(
             lambda i: moe.run(plan, self.inputs[i][0], *self.weights[i % COPIES], *self.inputs[i][1:]),
@@ -121,25 +121,25 @@ def attempt(measure: Callable[[], float], label: object) -> float:
 def measure(shape: Shape, tokens: int, weights: list[tuple[Tensor, Tensor]]) -> dict[str, object]:
     """The best plan of one shape for so many tokens."""
     case = Case(shape, tokens, weights)
-    found: list[tuple[float, Plan]] = []
+    found: list[tuple[float, MoEPlan]] = []
     for block in blocks(tokens, shape):
-        first, second = (best(case, product, block, shape) for product in ("gate_up", "down"))
-        plans = [Plan(block, *each) for each in itertools.product(first, second)]
+        first, second = (best(case, gemm, block, shape) for gemm in ("gate_up", "down"))
+        plans = [MoEPlan(block, *each) for each in itertools.product(first, second)]
         timed = [(attempt(partial(case.whole, plan), plan), plan) for plan in plans]
         found.append(min(timed, key=lambda each: each[0]))
         print(f"{tokens} tokens, tiles of {block}: {found[-1][0]:.1f} µs, {found[-1][1]}", flush=True)
     return asdict(min(found, key=lambda each: each[0])[1])
 
 
-def best(case: Case, product: str, block: int, shape: Shape) -> list[Cut]:
-    """The fastest cuts of one product."""
+def best(case: Case, gemm: str, block: int, shape: Shape) -> list[Cut]:
+    """The fastest cuts of one GEMM."""
     timed = [
-        (attempt(partial(case.product, product, block, cut), (product, block, cut)), cut)
-        for cut in cuts(product, block, shape)
+        (attempt(partial(case.gemm, gemm, block, cut), (gemm, block, cut)), cut)
+        for cut in cuts(gemm, block, shape)
     ]
     timed.sort(key=lambda each: each[0])
     first = "; ".join(f"{microseconds:.1f} {show(cut)}" for microseconds, cut in timed[:4])
-    print(f"{case.tokens} tokens, tiles of {block}, {product}: {first}; {timed[-1][0]:.1f}", flush=True)
+    print(f"{case.tokens} tokens, tiles of {block}, {gemm}: {first}; {timed[-1][0]:.1f}", flush=True)
     return [cut for _, cut in timed[:TOGETHER]]
 
 
@@ -151,22 +151,22 @@ def show(cut: Cut) -> str:
 
 def compile_cut(job: tuple[Shape, Job]) -> None:
     """Fill Triton's cache, in a process of its own."""
-    (_, per_token, size, hidden), (product, block, cut) = job
+    (_, per_token, size, hidden), (gemm, block, cut) = job
     few = 16
     gate_up = torch.zeros(few, 2 * size, hidden, dtype=torch.bfloat16, device="cuda")
     down = torch.zeros(few, hidden, size, dtype=torch.bfloat16, device="cuda")
     case = Case((few, per_token, size, hidden), 64, [(gate_up, down)] * COPIES)
-    attempt(partial(case.product, product, block, cut), job)
+    attempt(partial(case.gemm, gemm, block, cut), job)
 
 
 def compile_cuts(shapes: list[Shape]) -> None:
     """Compile every kernel that will be timed."""
     begun = time.monotonic()
     jobs = {
-        (shape, (product, block, cut))
-        for shape, tokens, product in itertools.product(shapes, TOKENS, ("gate_up", "down"))
+        (shape, (gemm, block, cut))
+        for shape, tokens, gemm in itertools.product(shapes, TOKENS, ("gate_up", "down"))
         for block in blocks(tokens, shape)
-        for cut in cuts(product, block, shape)
+        for cut in cuts(gemm, block, shape)
     }
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.map(compile_cut, list(jobs), chunksize=4)

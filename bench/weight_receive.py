@@ -67,10 +67,10 @@ def receive_plainly(group: JoinedGroup, buckets: list[Any], kept: torch.Tensor, 
     messages = (
         [sum(bucket) for bucket in sizes] if flattened else [size for bucket in sizes for size in bucket]
     )
-    landing = torch.empty(max(messages), dtype=torch.uint8)
+    receive_buffer = torch.empty(max(messages), dtype=torch.uint8)
     options = dist.BroadcastOptions()
     for size in messages:
-        group.process_group.broadcast([landing[:size]], options).wait()
+        group.process_group.broadcast([receive_buffer[:size]], options).wait()
 
 
 def main() -> None:

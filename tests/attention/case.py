@@ -67,7 +67,7 @@ class Case:
         )
         self.layer = 1
         for row, kv in enumerate(kv_lens):
-            slots = table.slots(torch.full((kv,), row, device=device), torch.arange(kv, device=device))
+            slots = table.kv_slots(torch.full((kv,), row, device=device), torch.arange(kv, device=device))
             pool.write(self.layer, pool.token_rows(slots), self.keys[row], self.values[row])
         self.ctx = Context.build(
             input_ids=torch.zeros(sum(q_lens), dtype=torch.int64, device=device),

@@ -16,7 +16,7 @@ class Static:
     def __init__(self, case: Case, *, slots: int, tokens: int) -> None:
         self.case, self.slots, self.tokens = case, slots, tokens
         self.backend: Any = case.ctx.backend
-        self.dummy = case.ctx.page_table.dummy_row
+        self.dummy = case.ctx.page_table.dummy_slot
         self.query = case.queries[0].new_zeros((tokens, *case.queries[0].shape[1:]))
         self.per_block = self.backend.queries_per_block(tokens)
         int32: dict[str, Any] = {"dtype": torch.int32, "device": case.ctx.kv.data.device}
@@ -26,9 +26,9 @@ class Static:
             q_lens=(),
             kv_lens=(),
             positions=torch.zeros(tokens, **int32),
-            rows_device=torch.zeros(slots + 1, **int32),
+            slots_device=torch.zeros(slots + 1, **int32),
             kv_lens_device=torch.zeros(slots + 1, **int32),
-            q_starts_device=torch.zeros(slots + 2, **int32),
+            cu_seqlens_q_device=torch.zeros(slots + 2, **int32),
             num_decode=slots,
             num_decode_device=torch.zeros(1, **int32),
             blocks=torch.zeros((tokens // self.per_block + slots + 2, 2), **int32),
@@ -46,9 +46,9 @@ class Static:
         def put(target: Tensor, values: list[int]) -> None:
             target.copy_(torch.tensor(values, dtype=torch.int32))
 
-        put(ctx.rows_device, [*members, *[self.dummy] * idle])
+        put(ctx.slots_device, [*members, *[self.dummy] * idle])
         put(ctx.kv_lens_device, [*(len(case.keys[i]) for i in members), *[1] * idle])
-        put(ctx.q_starts_device, [0, *ends, *[self.tokens] * idle])
+        put(ctx.cu_seqlens_q_device, [0, *ends, *[self.tokens] * idle])
         put(ctx.num_decode_device, [num_decode])
         ctx.blocks.fill_(-1)[: len(table)] = torch.from_numpy(table)
 

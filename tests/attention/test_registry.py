@@ -105,12 +105,12 @@ def test_determinism_takes_a_backend_that_has_it_and_refuses_one_that_has_not(cu
     measured(cuda, tmp_path, {"9.0": {"64": {"16": fast}}})
     same = Capabilities(devices=("cuda",), dtypes=(torch.bfloat16,), deterministic=True)
     cuda.setitem(registry._BACKENDS, "same", entry("same", same))
-    wanted = replace(setting("cuda"), deterministic=True)
+    logits_indices = replace(setting("cuda"), deterministic=True)
     assert select("auto", setting("cuda")).name == "plain"
-    assert select("auto", wanted).name == select("same", wanted).name == "same"
+    assert select("auto", logits_indices).name == select("same", logits_indices).name == "same"
     for name in ("plain", "auto,plain"):
         with pytest.raises(ConfigError, match=r"'plain' .*depend on the batch.*leave --attention-backend"):
-            select(name, wanted)
+            select(name, logits_indices)
 
 
 def test_backends_of_cuda_that_are_deterministic() -> None:

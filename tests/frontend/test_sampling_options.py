@@ -8,15 +8,15 @@ from segue.errors import ContextLengthError, InvalidRequestError
 from segue.frontend.sampling_options import (
     MAX_STOP_CHARS,
     MAX_STOPS,
+    RequestLimits,
     SamplingOptions,
-    Vocabulary,
     build_params,
     check_prompt_len,
     check_token_ids,
 )
 from segue.messages.requests import SamplingParams
 
-LIMITS = Vocabulary(max_seq_len=100, vocab_size=50, eos_ids=(2, 7))
+LIMITS = RequestLimits(max_seq_len=100, vocab_size=50, eos_ids=(2, 7))
 
 
 def build(prompt_len: int = 10, names: dict[str, str] | None = None, **options: Any) -> SamplingParams:
@@ -129,7 +129,7 @@ def test_top_k_that_excludes_nothing_is_off(top_k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "tail"),
+    ("options", "mode"),
     [
         ({"temperature": 0}, "plain"),
         ({"temperature": 0.7, "logprobs": 0}, "plain"),
@@ -141,9 +141,9 @@ def test_top_k_that_excludes_nothing_is_off(top_k: int) -> None:
     ],
 )
 def test_a_request_takes_the_least_tail_that_does_what_it_asks_for(
-    options: dict[str, Any], tail: str
+    options: dict[str, Any], mode: str
 ) -> None:
-    assert build(**options).tail == tail
+    assert build(**options).sampling_mode == mode
 
 
 def test_empty_and_too_long_prompts_are_errors() -> None:

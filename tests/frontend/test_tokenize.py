@@ -18,7 +18,7 @@ from segue.errors import ContextLengthError, EngineDeadError, InvalidRequestErro
 from segue.frontend import sampling_options
 from segue.frontend import tokenize as arriving
 from segue.frontend.request import GenerateRequest
-from segue.frontend.sampling_options import SamplingOptions, Vocabulary
+from segue.frontend.sampling_options import RequestLimits, SamplingOptions
 from segue.frontend.thread_pool import TURN, Workers
 from segue.frontend.tokenize import PIECE_COST, Encoder, prepare_all
 from segue.messages.control import Pause, Paused
@@ -55,7 +55,7 @@ def spaces(request: pytest.FixtureRequest, bench: Bench) -> SpaceTokenizer:
     tokenizer = SpaceTokenizer()
     manager = bench.manager
     manager.tokenizer = cast(Any, tokenizer)
-    manager.limits = Vocabulary(max_seq_len=8192, vocab_size=320, eos_ids=())
+    manager.limits = RequestLimits(max_seq_len=8192, vocab_size=320, eos_ids=())
     manager._chars_per_token = request.param
     return tokenizer
 
@@ -128,7 +128,7 @@ class HeldTokenizer:
 
 
 def encoder_of(tokenizer: Any, workers: Workers, context: int = 1 << 16) -> Encoder:
-    return Encoder(tokenizer, Vocabulary(max_seq_len=context, vocab_size=320, eos_ids=()), None, workers)
+    return Encoder(tokenizer, RequestLimits(max_seq_len=context, vocab_size=320, eos_ids=()), None, workers)
 
 
 def test_a_call_that_is_left_ends_with_its_present_piece() -> None:
@@ -214,7 +214,7 @@ def test_options_with_many_entries_are_checked_in_a_thread(monkeypatch: pytest.M
     )
 
     async def work() -> None:
-        limits = Vocabulary(max_seq_len=10, vocab_size=10**6, eos_ids=())
+        limits = RequestLimits(max_seq_len=10, vocab_size=10**6, eos_ids=())
         for count in (10, 100_000):
             bias = dict.fromkeys(range(count), 1.0)
             await prepare_all([request(logit_bias=bias)], limits, Workers())

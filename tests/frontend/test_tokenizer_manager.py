@@ -21,8 +21,8 @@ from segue.errors import (
 )
 from segue.frontend.merge import merged
 from segue.frontend.request import GenerateRequest
-from segue.frontend.sampling_options import SamplingOptions, Vocabulary
-from segue.frontend.stream import Stream
+from segue.frontend.sampling_options import RequestLimits, SamplingOptions
+from segue.frontend.stream import RequestStream
 from segue.frontend.tokenizer import Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
 from segue.messages.control import (
@@ -36,8 +36,8 @@ from segue.messages.control import (
     Pause,
     Paused,
     Ready,
+    SchedulerOutput,
     State,
-    StepOutput,
 )
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected, unpack_ids
 from segue.messages.weight_update import BeginUpdate, WeightCall, WithdrawCall
@@ -75,8 +75,8 @@ class Bench:
     @staticmethod
     def output(
         counters: Counters, *tokens: tuple[str, int], finished: tuple[Finished, ...] = ()
-    ) -> StepOutput:
-        return StepOutput(
+    ) -> SchedulerOutput:
+        return SchedulerOutput(
             rids=[rid for rid, _ in tokens],
             tokens=[token for _, token in tokens],
             finished=list(finished),
@@ -125,10 +125,13 @@ def test_a_rid_in_flight_is_refused_and_free_again_after_its_end(bench: Bench) -
 def test_of_two_calls_with_one_rid_that_are_tokenized_at_once_one_is_refused(bench: Bench) -> None:
     async def work() -> None:
         text = "Hello " * 1000  # long enough for a thread
-        bench.manager.limits = Vocabulary(max_seq_len=10_000, vocab_size=320, eos_ids=())
+        bench.manager.limits = RequestLimits(max_seq_len=10_000, vocab_size=320, eos_ids=())
         calls = [bench.manager.submit(request("r", text)) for _ in range(2)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["InvalidRequestError", "Stream"]
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == [
+            "InvalidRequestError",
+            "RequestStream",
+        ]
         assert len(bench.sent) == 1
 
     run(work())
@@ -160,7 +163,7 @@ class HeldTokenizer:
 def held(bench: Bench) -> HeldTokenizer:
     tokenizer = HeldTokenizer()
     bench.manager.tokenizer = cast(Any, tokenizer)
-    bench.manager.limits = Vocabulary(max_seq_len=10_000, vocab_size=320, eos_ids=())
+    bench.manager.limits = RequestLimits(max_seq_len=10_000, vocab_size=320, eos_ids=())
     return tokenizer
 
 
@@ -169,7 +172,7 @@ TEXT = "a" * 5000  # long enough for a thread
 
 async def arriving(
     bench: Bench, *requests: GenerateRequest, batch_id: str | None = None
-) -> asyncio.Task[list[Stream]]:
+) -> asyncio.Task[list[RequestStream]]:
     """A call whose prompts are being tokenized."""
     task = asyncio.create_task(bench.manager.submit_batch(requests, batch_id))
     while bench.manager.num_requests < len(requests):

@@ -66,7 +66,7 @@ def _smollm2(directory: Path) -> Any:
 
 
 def _qwen3_layers(directory: Path) -> Any:
-    """A few layers of Qwen3-0.6B, whose products have stored plans."""
+    """A few layers of Qwen3-0.6B, whose GEMMs have stored plans."""
     torch.manual_seed(3)
     with torch.device("cuda"):
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**QWEN3_0_6B))
@@ -157,7 +157,7 @@ def our_logits(checkpoint: Checkpoint, dtype: str, spy: Spy) -> tuple[Tensor, Te
     planner = Planner(runner)
     sequences = [planner.add(ids[:start]) for start in checkpoint.starts]
     prefill, decode, reasons = [], [], []
-    for first in range(0, count, 4):  # ragged steps, and trunks and tails that are padded
+    for first in range(0, count, 4):  # ragged steps, and forward and sampling graphs that are padded
         group = sequences[first : first + 4]
         reasons.append(planner.run([(sequence, sequence.prompt_len) for sequence in group]).eager)
         prefill.append(spy.logits[: len(group)].clone())

@@ -87,7 +87,7 @@ def drive(runner, **params):
 @pytest.mark.parametrize("grid", [{}, GRID], ids=["ragged", "grid"])
 def test_logits_of_a_replay_are_those_of_the_same_bucket_run_eagerly_bit_for_bit(make, dtype, backend, grid):
     # The self-check runs every bucket eagerly beside its replay, padding, splits and all, and compares hidden
-    # states behind trunks and logits behind decode steps and tails.
+    # states behind forward graphs and logits behind decode and sampling graphs.
     if "fa3" in backend:
         pytest.importorskip("flash_attn_3._C")
     runner = make(dtype=dtype, attention_backend=backend, graph_self_check=True, **grid)
@@ -127,7 +127,7 @@ def test_padding_of_an_earlier_step_changes_nothing(make):
     for sequence in rest:
         planner.remove(sequence)
     state = executor_of(used)._state
-    assert int(state.page_table.data[state.page_table.dummy_row].min()) == used.kv.scratch_page
+    assert int(state.page_table.data[state.page_table.dummy_slot].min()) == used.kv.scratch_page
     again = planner_of(used)
     sequences = [again.add(prompt, seed=i) for i, prompt in enumerate(prompts(17, 30, 14, 40))]
     for work in WORK:
@@ -183,7 +183,8 @@ def test_the_self_check_finds_a_graph_that_reads_elsewhere(make):
             norm.weight = torch.nn.Parameter(norm.weight * 1.5, requires_grad=False)
         torch.cuda.synchronize()
         with pytest.raises(
-            GraphMismatchError, match=r"the (trunk|prompts) graph of size 32 is wrong: \d+ of 64 values.*most"
+            GraphMismatchError,
+            match=r"the (forward|prompts) graph of size 32 is wrong: \d+ of 64 values.*most",
         ):
             planner.generate(making.prompt(20, seed=2), 3)
 
@@ -238,8 +239,8 @@ def test_what_does_not_fit_the_reserve_is_left_out_with_a_warning_and_runs_eager
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 80 << 30))
     monkeypatch.setattr(graph_capture, "GRAPH_RESERVE", 20 << 20)
     runner = make(dtype="float32")
-    assert executor_of(runner).num_graphs == 19  # 8 for decode, 8 tails, 3 trunks
-    assert "after 19; left out, to run eagerly: trunk 48, 64," in caplog.text
+    assert executor_of(runner).num_graphs == 19  # 8 for decode, 8 for sampling, 3 forward
+    assert "after 19; left out, to run eagerly: forward 48, 64," in caplog.text
     assert "Lower --max-running-requests" in caplog.text
     planner = planner_of(runner)
     sequence = planner.add(making.prompt(120))

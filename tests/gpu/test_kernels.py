@@ -100,12 +100,12 @@ def test_place(heads, kv_heads, dim, norms, splits, dtype) -> None:
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("biased", [False, True])
 def test_product(rows, tma, splits, biased) -> None:
-    from segue.kernels.triton.gemm import Plan, run
+    from segue.kernels.triton.gemm import GemmPlan, run
 
     x = normal(rows, 1024, dtype=torch.bfloat16)
     weight = normal(192, 1024, dtype=torch.bfloat16, seed=1)
     bias = normal(192, dtype=torch.bfloat16, seed=2) if biased else None
-    plan = Plan(tma, 16 if rows <= 16 else 64, 64, 64, splits, 3, 4)
+    plan = GemmPlan(tma, 16 if rows <= 16 else 64, 64, 64, splits, 3, 4)
     result = run(plan, x, weight, bias, torch.float32)
     expected = x.double() @ weight.double().T + (bias.double() if biased else 0)
     result = result.sum(0) if splits > 1 else result
@@ -113,18 +113,18 @@ def test_product(rows, tma, splits, biased) -> None:
 
 
 def test_look_up() -> None:
-    from segue.kernels.triton.gather_inputs import look_up
+    from segue.kernels.triton.gather_inputs import gather_inputs
 
     pool = torch.arange(5 * 300, dtype=torch.int32, device="cuda").view(5, 300)
     table = torch.arange(5 * 32, dtype=torch.int32, device="cuda").view(5, 32) * 7
     table[4] += 2**30  # so that a token row takes more than 32 bits
     rows = torch.tensor([0, 4, 2] * 60, dtype=torch.int32, device="cuda")
     positions = torch.arange(180, dtype=torch.int32, device="cuda")
-    ids, kv_rows = look_up(rows, positions, pool, table, page_size=16, page_rows=16 * 6)
+    ids, slot_mapping = gather_inputs(rows, positions, pool, table, page_size=16, page_rows=16 * 6)
     at = rows.long(), positions.long()
     assert torch.equal(ids, pool[at].long())
     pages = table[at[0], at[1] // 16].long()
-    assert torch.equal(kv_rows, pages * 96 + at[1] % 16)
+    assert torch.equal(slot_mapping, pages * 96 + at[1] % 16)
 
 
 @pytest.mark.parametrize("vocab", [100, 128, 4096, 50257])
@@ -150,7 +150,7 @@ def test_plain_sampling_takes_the_tokens_the_cpu_takes(vocab) -> None:
     columns = {"temperatures": temperatures, "inverse_temperatures": inverse, "seeds": seeds}
     sample_plain(
         logits, rows, positions, **columns, num_top=num_top, token_pool=pool, ring=ring,
-        logprob_ring=logprob_ring, slot=torch.tensor([2], dtype=torch.int32, device="cuda"),
+        logprob_ring=logprob_ring, ring_index=torch.tensor([2], dtype=torch.int32, device="cuda"),
     )  # fmt: skip
     cut_out = logits.repeat(1, 2)[:, :vocab]  # as of a vocabulary padded for the ranks
     chosen = choose(cut_out, rows.long(), positions.long(), **columns)
@@ -166,7 +166,7 @@ def test_plain_sampling_takes_the_tokens_the_cpu_takes(vocab) -> None:
     assert torch.equal(pool[rows.long(), positions.long()].cpu().long(), taken)
     assert (ring[[0, 1, 3]] == -1).all() and (ring[2, count:] == -1).all()
     assert torch.equal(chosen.cpu(), taken)
-    # The full tail's log-probabilities have the same bits; rows that want none get none.
+    # The full sampling's log-probabilities have the same bits; rows that want none get none.
     logprobs = (logits.gather(1, chosen[:, None]).squeeze(1) - log_sum_exp(logits)).cpu()
     wanted = num_top.cpu()[at] >= 0
     assert torch.equal(logprob_ring[2, :count], torch.where(wanted, logprobs, torch.ones(count)))
@@ -217,7 +217,7 @@ def test_rows_that_are_not_finite_have_no_token_and_leave_the_others_alone(vocab
         sample_plain(
             logits, index, index, **columns, num_top=torch.tensor([-1, 0], device="cuda").repeat(14),
             logprob_ring=torch.zeros(1, count).pin_memory(), token_pool=pool, ring=ring,
-            slot=torch.zeros(1, dtype=torch.int32, device="cuda"),
+            ring_index=torch.zeros(1, dtype=torch.int32, device="cuda"),
         )  # fmt: skip
         chosen = choose(logits, index.long(), index.long(), **columns)
         torch.cuda.synchronize()
@@ -244,7 +244,7 @@ def test_draws_follow_the_distribution(temperature) -> None:
         seeds=torch.tensor([11], device="cuda"), num_top=torch.tensor([-1], device="cuda"),
         logprob_ring=torch.zeros(1, count).pin_memory(),
         token_pool=torch.zeros((1, count), dtype=torch.int32, device="cuda"), ring=ring,
-        slot=torch.zeros(1, dtype=torch.int32, device="cuda"),
+        ring_index=torch.zeros(1, dtype=torch.int32, device="cuda"),
     )  # fmt: skip
     torch.cuda.synchronize()
     expected = (logits[0] / temperature).softmax(-1).double().cpu() * count
@@ -379,12 +379,12 @@ def test_gated_product_of_many(rows, inner, hidden, dtype) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 40, 64])
 @pytest.mark.parametrize("size", [(3072, 1024), (12288, 4096)])
 def test_gated_product(rows, size) -> None:
-    from segue.kernels.triton.gemm import gated_product
+    from segue.kernels.triton.gemm import gate_up_silu_gemm
 
     inner, hidden = size
     x = normal(rows, hidden, dtype=torch.bfloat16)
     weight = normal(2 * inner, hidden, dtype=torch.bfloat16, seed=1) * hidden**-0.5
-    gated = gated_product(x, weight)
+    gated = gate_up_silu_gemm(x, weight)
     if gated is None:
         pytest.skip("no plan is stored for this shape on this device")
     gate, up = (x.float() @ weight.float().T).chunk(2, -1)
@@ -395,11 +395,11 @@ def test_gated_product(rows, size) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_product_without_a_stored_plan(biased, wide, dtype) -> None:
-    from segue.kernels.triton.gemm import product
+    from segue.kernels.triton.gemm import gemm
 
     x, weight = normal(7, 40, dtype=dtype), normal(24, 40, dtype=dtype, seed=1)
     bias = normal(24, dtype=dtype, seed=2) if biased else None
-    result = product(x, weight, bias, may_split=True, dtype=torch.float32 if wide else None)
+    result = gemm(x, weight, bias, may_split=True, dtype=torch.float32 if wide else None)
     expected = x.double() @ weight.double().T + (bias.double() if biased else 0)
     assert result.dtype == (torch.float32 if wide else dtype)
     if wide:

@@ -54,12 +54,12 @@ def close(actual, expected):
 
 def plan(name):
     """Of one of `CUTS`."""
-    from segue.kernels.triton.moe import Cut, Plan
+    from segue.kernels.triton.moe import Cut, MoEPlan
 
     if name == "by pair":
-        return Plan(1, Cut(8, 128, 2, 4), Cut(8, 128, 2, 4))
+        return MoEPlan(1, Cut(8, 128, 2, 4), Cut(8, 128, 2, 4))
     cut = Cut(64, 64, 3, 8 if "128" in name else 4, tma="TMA" in name, halves="halves" in name)
-    return Plan(128 if "128" in name else 16, cut, replace(cut, block_n=128))
+    return MoEPlan(128 if "128" in name else 16, cut, replace(cut, block_n=128))
 
 
 @pytest.mark.parametrize(("tokens", "shape", "dtype"), CASES)
@@ -212,9 +212,9 @@ def test_what_pads_a_captured_step_goes_to_no_expert(tmp_path, monkeypatch):
     try:
         planner = Planner(runner)
         planner.run([(planner.add(making.prompt(20)), 20)])
-        trunk = min(size for size in seen if size >= 20)
-        assert trunk > 20, sorted(seen)
-        for experts, real in ((seen[trunk], 20), (seen[8], 1)):  # of the first layer; of the last, trimmed
+        size = min(size for size in seen if size >= 20)
+        assert size > 20, sorted(seen)
+        for experts, real in ((seen[size], 20), (seen[8], 1)):  # of the first layer; of the last, trimmed
             assert (experts[:real] < 11).all() and (experts[real:] == 11).all()
     finally:
         runner.close()

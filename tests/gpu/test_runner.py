@@ -64,7 +64,7 @@ def test_both_tails_give_the_same_tokens_and_logprob_bits(runner):
     planner = Planner(runner)
     wanted = {"temperature": 0.8, "logprobs": 0}
     outputs = []
-    for other in ({}, {"top_p": 0.9, "temperature": 1.0}):  # a neighbour that needs the full tail
+    for other in ({}, {"top_p": 0.9, "temperature": 1.0}):  # a neighbour that needs the full sampling
         ours = [planner.add(making.prompt(12, seed=i), **wanted, seed=i) for i in range(3)]
         neighbour = planner.add(making.prompt(9, seed=7), **other)
         planner.run([*((sequence, 12) for sequence in ours), (neighbour, 9)])
@@ -85,7 +85,7 @@ def test_sizes_that_are_given_are_those_captured(tmp_path):
     planner, prompt = Planner(runner), making.prompt(30)
     found = planner.generate(prompt, 10, chunk=4).output
     runner.close()
-    assert [list(sizes) for sizes in (ladders.decode, ladders.trunk, ladders.prompts)] == [[4]] * 3
+    assert [list(sizes) for sizes in (ladders.decode, ladders.forward, ladders.prompts)] == [[4]] * 3
     assert found == tiny.reference(model, prompt, 10)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from segue.kvcache.page_table import PageTable
 from segue.messages.requests import SamplingParams, pack_ids
-from segue.messages.steps import NON_FINITE, NewRow, StepPlan
+from segue.messages.steps import NON_FINITE, NewSlot, StepPlan
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.sampler import Sampler
 
@@ -29,13 +29,13 @@ def _sample(device: str, logits: torch.Tensor):
     state = BatchState(
         max_running_requests=ROWS, max_seq_len=64, page_table=table, device=torch.device(device)
     )
-    new_rows = [
-        NewRow(row, pack_ids(range(row, row + 20)), 15, SamplingParams(max_new_tokens=9, seed=row, **kind))
+    new_slots = [
+        NewSlot(row, pack_ids(range(row, row + 20)), 15, SamplingParams(max_new_tokens=9, seed=row, **kind))
         for row, kind in enumerate(KINDS[i % len(KINDS)] for i in range(ROWS))
     ]
     rows, flags = list(range(ROWS)), [True] * ROWS
     pages = [(row, 0, [row]) for row in rows]
-    state.apply(StepPlan(1, new_rows, pages, 0, rows, [0] * ROWS, [20] * ROWS, [1] * ROWS, flags, "full"))
+    state.apply(StepPlan(1, new_slots, pages, 0, rows, [0] * ROWS, [20] * ROWS, [1] * ROWS, flags, "full"))
     state.writer.flush()
     assert state.page_table.data[:ROWS, 0].tolist() == rows
     return Sampler(state).sample(logits.to(device), np.array(rows), np.full(ROWS, 20), "full")

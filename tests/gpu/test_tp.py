@@ -48,10 +48,10 @@ def _exchange(tp: TPInfo, run_dir: Path) -> list[torch.Tensor]:
 
 def _sums(groups: TPGroups, hidden: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Chains of three sums in a graph, replayed many times."""
-    from segue.kernels.triton.all_reduce import OneShot
+    from segue.kernels.triton.all_reduce import OneShotAllReduce
 
     size, rank = groups.tp.size, groups.tp.rank
-    one_shot = OneShot(groups, torch.device("cuda", rank), hidden, 8)
+    one_shot = OneShotAllReduce(groups, torch.device("cuda", rank), hidden, 8)
     weight = _random(0, (hidden,), dtype)
     found = []
     for rows, splits in ((1, 1), (3, 4), (min(200, one_shot.most_rows), 1), (1, 4)):
@@ -97,13 +97,13 @@ def _sums(groups: TPGroups, hidden: int, dtype: torch.dtype) -> list[torch.Tenso
 
 def _samples(groups: TPGroups, vocab: int) -> list[torch.Tensor]:
     """Tokens and log-probabilities that ranks agree on are those of one rank with all logits."""
-    from segue.kernels.triton.all_reduce import OneShot
+    from segue.kernels.triton.all_reduce import OneShotAllReduce
     from segue.kernels.triton.sampling import VocabPart, sample_plain
     from segue.models.sharding import shard_rows
 
     tp, device = groups.tp, torch.device("cuda", groups.tp.rank)
     share = shard_rows(vocab, tp.size)
-    part = VocabPart(OneShot(groups, device, 64, 40), tp.rank * share, vocab)
+    part = VocabPart(OneShotAllReduce(groups, device, 64, 40), tp.rank * share, vocab)
     temperatures = torch.tensor([0.0, 0.7, 1.3, 0.0], device=device).repeat(10)
     columns = {
         "temperatures": temperatures,
@@ -147,7 +147,7 @@ def test_what_ranks_exchange_is_torchs_and_the_same_on_all(size):
 
 
 def _traffic(engine: segue.Engine, count: int) -> list[list[int]]:
-    """The ids of mixed requests: chunks, shared prefixes, retractions, both tails."""
+    """The ids of mixed requests: chunks, shared prefixes, retractions, two sampling modes."""
     rng = random.Random(count)
     stem = making.prompt(70, seed=99)
     prompts = [

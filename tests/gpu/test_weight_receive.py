@@ -134,7 +134,7 @@ def test_nothing_is_allocated_while_a_receive_is_open(
         counts.append(after["num_device_alloc"])
         del session
         gc.collect()  # its callbacks know it
-    assert counts[0] == counts[1]  # the second session's landing buffers are the first one's
+    assert counts[0] == counts[1]  # the second session's receive buffers are the first one's
 
 
 @two_gpus

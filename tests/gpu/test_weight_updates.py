@@ -30,8 +30,8 @@ PLACES: dict[str, dict[str, Any]] = {
 
 def assert_committed(rank: Rank, path: Path, places: list[int]) -> None:
     """On the device are the weights of `path`, where the old ones were."""
-    _, fresh = tiny.load(path, tp=rank.live.tp, dtype=torch.bfloat16)
-    arena = rank.live.arena
+    _, fresh = tiny.load(path, tp=rank.served.tp, dtype=torch.bfloat16)
+    arena = rank.served.arena
     assert [arena.view(name).data_ptr() for name in arena.table] == places
     assert arena.checksum() == fresh.checksum()
 
@@ -44,7 +44,7 @@ def test_weights_of_any_dtype_become_live(kind: str, tp: TPInfo, case: str, tmp_
     new, state = checkpoint(kind, tmp_path / "new", 1)
     state = {name: value.bfloat16() if "v_proj" in name else value for name, value in state.items()}
     with rank_of(old, tp, device=DEVICE, **PLACES[case]) as rank:
-        places = [rank.live.arena.view(name).data_ptr() for name in rank.live.arena.table]
+        places = [rank.served.arena.view(name).data_ptr() for name in rank.served.arena.table]
         trainer = Trainer([rank])
         for session in range(1, 5):
             path, sent = ((old, before), (new, state))[session % 2]
@@ -73,7 +73,7 @@ def test_landing_buffers_that_do_not_fit_are_told() -> None:
     specs = [TensorSpec(name="w", shape=(8,), dtype=torch.bfloat16)]
     staging = StagingMemory(torch.device(DEVICE), specs)
     staging.check_landing(1 << 20)
-    with pytest.raises(OutOfMemoryError, match="missing for two landing buffers"):
+    with pytest.raises(OutOfMemoryError, match="missing for two receive_buffer buffers"):
         staging.check_landing(1 << 50)
 
 
@@ -100,7 +100,7 @@ def test_tensors_on_the_device_are_taken(
     sent: State = {name: tensor.bfloat16() if "mlp" in name else tensor for name, tensor in state.items()}
     assert HEAD in sent
     with rank_of(old, tp, device=DEVICE) as rank:
-        places = [rank.live.arena.view(name).data_ptr() for name in rank.live.arena.table]
+        places = [rank.served.arena.view(name).data_ptr() for name in rank.served.arena.table]
         rank.do(Take, session=1, payload=b"", load_format=None, copy=copy)
         rank.do(Commit, session=1)
         assert_committed(rank, new, places)

@@ -8,7 +8,7 @@ from torch import Tensor
 from segue.errors import ConfigError
 from segue.kernels import batch_invariant
 from segue.kernels.activation import silu_mul
-from segue.kernels.batch_invariant import InvariantProduct, cancelling, cut
+from segue.kernels.batch_invariant import BatchInvariantGemm, cancelling, cut
 from segue.kernels.linear import Plain, linear, pack
 from segue.kernels.log_softmax import log_probabilities
 from segue.kernels.norm import rms_norm
@@ -35,11 +35,11 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_others(
     rows, weight = cancelling(max(ROWS), shape[1], shape[0], dtype)  # what is left is rounding
     # As small as what is left, so that it shows whether it is added first or last.
     added = (torch.randn(shape[0]) * 1e-6).to(dtype) if bias else None
-    product = pack(weight, deterministic=True)
-    expected = linear(rows[:16], weight, added, product)
+    gemm = pack(weight, deterministic=True)
+    expected = linear(rows[:16], weight, added, gemm)
     for count in ROWS:
         places = torch.randint(0, 16, (count,))
-        assert torch.equal(linear(rows[places], weight, added, product), expected[places]), count
+        assert torch.equal(linear(rows[places], weight, added, gemm), expected[places]), count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,7 +51,7 @@ def test_a_deterministic_product_agrees_with_the_plain_one(dtype: torch.dtype) -
 
 
 def product_of(changed_rows: int) -> type[Plain]:
-    """A product that adds up in another order for so many rows."""
+    """A GEMM that adds up in another order for so many rows."""
 
     class Other(Plain):
         def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -64,8 +64,8 @@ def product_of(changed_rows: int) -> type[Plain]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sizes_that_add_up_in_another_order_are_not_used(dtype: torch.dtype) -> None:
-    product = InvariantProduct.of(torch.randn(96, 64).to(dtype), product_of(64))
-    assert 64 not in product.sizes and 16 in product.sizes
+    gemm = BatchInvariantGemm.of(torch.randn(96, 64).to(dtype), product_of(64))
+    assert 64 not in gemm.sizes and 16 in gemm.sizes
 
 
 def test_a_cpu_on_which_a_row_depends_on_its_place_is_refused() -> None:
@@ -75,7 +75,7 @@ def test_a_cpu_on_which_a_row_depends_on_its_place_is_refused() -> None:
             return torch.cat([front, back])
 
     with pytest.raises(ConfigError, match=r"16 rows by a weight \[96, 64\]"):
-        InvariantProduct.of(torch.randn(96, 64), Placed)
+        BatchInvariantGemm.of(torch.randn(96, 64), Placed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,7 +11,7 @@ def test_rows_are_aligned_and_hold_the_scratch_page_until_assigned() -> None:
     table = make()
     assert table.data.shape == (4, 32)
     assert table.data.dtype == torch.int32
-    assert table.dummy_row == 3
+    assert table.dummy_slot == 3
     assert (table.data == 9).all()
 
 
@@ -25,7 +25,7 @@ def test_slots_follow_pages_and_offsets() -> None:
     table = make()
     table.assign(0, 0, [6, 2])
     table.assign(2, 0, [8])
-    assert table.slots(torch.tensor([0, 0, 2]), torch.tensor([3, 4, 1])).tolist() == [27, 8, 33]
+    assert table.kv_slots(torch.tensor([0, 0, 2]), torch.tensor([3, 4, 1])).tolist() == [27, 8, 33]
 
 
 def test_the_token_pool_has_room_for_the_token_sampled_last() -> None:

@@ -25,10 +25,10 @@ CUDA = Demand(
     reserve=Reserve(batch_state=80_000, derived=20_000, activations=250_000, sampling=50_000, graphs=400_000),
     page_bytes=1000,
     page_size=64,
-    longest=32768,
+    max_len=32768,
     max_running_requests=256,
 )
-CPU = replace(CUDA, page_size=16, longest=1000, max_running_requests=4, pool_limit=2_000_000)
+CPU = replace(CUDA, page_size=16, max_len=1000, max_running_requests=4, pool_limit=2_000_000)
 
 
 def test_page_bytes_of_smollm2():
@@ -83,7 +83,7 @@ def test_cpu_pool_is_at_most_all_requests_at_full_length():
 
 
 def test_one_short_request_at_a_time_still_gets_two_pages():
-    assert plan_pages(replace(CPU, longest=16, max_running_requests=1)).num_pages == 2
+    assert plan_pages(replace(CPU, max_len=16, max_running_requests=1)).num_pages == 2
 
 
 def test_cpu_pool_with_its_scratch_page_is_at_most_the_limit():

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from segue.messages.requests import SamplingParams, TokenLogprob, pack_ids
-from segue.messages.steps import NewRow, StepPlan, StepResult
+from segue.messages.steps import NewSlot, StepPlan, StepResult
 from segue.model_runner.runner import ModelRunner
 from segue.model_runner.step_result import ForwardOutput
 
@@ -36,32 +36,32 @@ class Planner:
         self.runner = runner
         self.step = 0
         self.free_pages = list(range(runner.limits.num_pages))[::-1]
-        self.free_rows = list(range(runner.limits.max_running_requests))[::-1]
+        self.free_slots = list(range(runner.limits.max_running_requests))[::-1]
 
     def add(self, prompt: list[int], *, prompt_len: int | None = None, **params: Any) -> Sequence:
         """A request; `prompt_len` less than the tokens is one that comes back after a retraction."""
         options = {"max_new_tokens": 1000, "temperature": 0.0, **params}
         length = len(prompt) if prompt_len is None else prompt_len
-        sequence = Sequence(self.free_rows.pop(), list(prompt), length, SamplingParams(**options))
+        sequence = Sequence(self.free_slots.pop(), list(prompt), length, SamplingParams(**options))
         sequence.launched = len(prompt)
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Give back row and pages."""
-        self.free_rows.append(sequence.row)
+        self.free_slots.append(sequence.row)
         self.free_pages += sequence.pages
 
-    def plan(self, work: list[tuple[Sequence, int]], tail: str | None = None) -> StepPlan:
+    def plan(self, work: list[tuple[Sequence, int]], sampling_mode: str | None = None) -> StepPlan:
         """A step of `(sequence, tokens)`; whoever reaches its last known token samples."""
         self.step += 1
         size = self.runner.limits.page_size
-        new_rows, pages, starts, num_logits, samples = [], [], [], [], []
+        new_slots, pages, starts, num_logits, samples = [], [], [], [], []
         work = sorted(work, key=lambda item: item[1] != 1 or item[0].is_new)
         num_decode = sum(count == 1 and not sequence.is_new for sequence, count in work)
         for sequence, count in work:
             if sequence.is_new:
                 tokens = pack_ids(sequence.tokens)
-                new_rows.append(NewRow(sequence.row, tokens, sequence.prompt_len, sequence.params))
+                new_slots.append(NewSlot(sequence.row, tokens, sequence.prompt_len, sequence.params))
                 sequence.is_new = False
                 if sequence.pages:  # shared with another, and computed
                     pages.append((sequence.row, 0, list(sequence.pages)))
@@ -81,10 +81,12 @@ class Planner:
             samples.append(last)
             sequence.computed = end
             sequence.launched += last
-        tails = {"full" if s.params.prompt_logprobs_start >= 0 else s.params.tail for s, _ in work}
+        sampling_modes = {
+            "full" if s.params.prompt_logprobs_start >= 0 else s.params.sampling_mode for s, _ in work
+        }
         return StepPlan(
             step=self.step,
-            new_rows=new_rows,
+            new_slots=new_slots,
             pages=pages,
             num_decode=num_decode,
             rows=[sequence.row for sequence, _ in work],
@@ -92,18 +94,19 @@ class Planner:
             lens=[count for _, count in work],
             num_logits=num_logits,
             samples=samples,
-            tail=tail or next(t for t in ("full", "filtered", "plain") if t in tails),
+            sampling_mode=sampling_mode
+            or next(t for t in ("full", "filtered", "plain") if t in sampling_modes),
         )
 
-    def launch(self, work: list[tuple[Sequence, int]], tail: str | None = None) -> "Launched":
+    def launch(self, work: list[tuple[Sequence, int]], sampling_mode: str | None = None) -> "Launched":
         """Submit a step without reading it."""
-        plan = self.plan(work, tail)
+        plan = self.plan(work, sampling_mode)
         by_row = {sequence.row: sequence for sequence, _ in work}
         return Launched(self.runner.forward_batch(plan), plan, by_row)
 
-    def run(self, work: list[tuple[Sequence, int]], tail: str | None = None) -> StepResult:
+    def run(self, work: list[tuple[Sequence, int]], sampling_mode: str | None = None) -> StepResult:
         """Submit a step and read it."""
-        return self.launch(work, tail).read()
+        return self.launch(work, sampling_mode).read()
 
     def prefill(self, sequence: Sequence, chunk: int = 1 << 30) -> None:
         """Compute all known tokens, at most `chunk` a step, and sample the first."""
@@ -111,10 +114,10 @@ class Planner:
         while sequence.computed < known:
             self.run([(sequence, min(chunk, known - sequence.computed))])
 
-    def decode(self, sequences: list[Sequence], steps: int, tail: str | None = None) -> None:
+    def decode(self, sequences: list[Sequence], steps: int, sampling_mode: str | None = None) -> None:
         """One token a step for each sequence."""
         for _ in range(steps):
-            self.run([(sequence, 1) for sequence in sequences], tail)
+            self.run([(sequence, 1) for sequence in sequences], sampling_mode)
 
     def generate(self, prompt: list[int], count: int, chunk: int = 1 << 30, **params: Any) -> Sequence:
         """One request from start to end, alone."""
@@ -136,7 +139,7 @@ class Launched:
     def read(self) -> StepResult:
         """Wait, and give every sequence what it got."""
         result = self.output.result()
-        sampling = [row for row, samples in zip(self.plan.rows, self.plan.samples, strict=True) if samples]
+        sampling = [row for row, samples in zip(self.plan.slots, self.plan.samples, strict=True) if samples]
         logprobs = result.logprobs or [None] * len(sampling)
         for row, token, logprob in zip(sampling, result.tokens, logprobs, strict=True):
             self.by_row[row].tokens.append(token)

@@ -8,7 +8,7 @@ import torch
 
 from segue.kvcache.page_table import PageTable
 from segue.messages.requests import SamplingParams, pack_ids
-from segue.messages.steps import NON_FINITE, NewRow, StepPlan
+from segue.messages.steps import NON_FINITE, NewSlot, StepPlan
 from segue.model_runner.batch_state import BatchState, PlanError
 
 SCRATCH = 99
@@ -19,10 +19,10 @@ def _state() -> BatchState:
     return BatchState(max_running_requests=3, max_seq_len=64, page_table=table, device=torch.device("cpu"))
 
 
-def _row(row: int, tokens: list[int], prompt_len: int | None = None, **params: Any) -> NewRow:
+def _row(row: int, tokens: list[int], prompt_len: int | None = None, **params: Any) -> NewSlot:
     options = {"max_new_tokens": 5, **params}
     length = len(tokens) if prompt_len is None else prompt_len
-    return NewRow(row, pack_ids(tokens), length, SamplingParams(**options))
+    return NewSlot(row, pack_ids(tokens), length, SamplingParams(**options))
 
 
 def _plan(step: int, *sequences: tuple[int, int, int], new=(), pages=()) -> StepPlan:
@@ -31,7 +31,7 @@ def _plan(step: int, *sequences: tuple[int, int, int], new=(), pages=()) -> Step
     )
     return StepPlan(
         step=step,
-        new_rows=list(new),
+        new_slots=list(new),
         pages=list(pages),
         num_decode=0,
         rows=rows,
@@ -39,7 +39,7 @@ def _plan(step: int, *sequences: tuple[int, int, int], new=(), pages=()) -> Step
         lens=lens,
         num_logits=[1] * len(rows),
         samples=[True] * len(rows),
-        tail="plain",
+        sampling_mode="plain",
     )
 
 

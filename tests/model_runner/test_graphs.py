@@ -12,27 +12,29 @@ from segue.model_runner.graphs import (
     Ladders,
     Route,
     grid_sizes,
+    max_forward_graph_tokens,
     most_prompts,
-    most_trunk_tokens,
     pick,
-    pick_slots,
+    pick_grid,
     prompt_sizes,
     route,
     row_sizes,
     token_sizes,
 )
 
-GRID = grid_sizes([1, 2, 4, 8], [16, 32, 64, 128, 256], longest=256, rows=256, tokens=8448)
-LADDERS = Ladders(decode=row_sizes(256), trunk=token_sizes(8448), prompts=token_sizes(256), grid=GRID)
+GRID = grid_sizes([1, 2, 4, 8], [16, 32, 64, 128, 256], max_len=256, rows=256, tokens=8448)
+LADDERS = Ladders(decode=row_sizes(256), forward=token_sizes(8448), prompts=token_sizes(256), grid=GRID)
 
 
-def make_plan(num_decode: int, prompts: list[int], *, tail: str = "plain", owed: int = 0) -> StepPlan:
+def make_plan(
+    num_decode: int, prompts: list[int], *, sampling_mode: str = "plain", owed: int = 0
+) -> StepPlan:
     lens = [1] * num_decode + prompts
     logits = [1] * len(lens)
     logits[-1] += owed
     starts = [100] * num_decode + [0] * len(prompts)
     rows = list(range(len(lens)))
-    return StepPlan(1, [], [], num_decode, rows, starts, lens, logits, [True] * len(lens), tail)  # type: ignore[arg-type]
+    return StepPlan(1, [], [], num_decode, rows, starts, lens, logits, [True] * len(lens), sampling_mode)  # type: ignore[arg-type]
 
 
 def test_every_number_of_rows_has_a_bucket_with_little_padding() -> None:
@@ -57,20 +59,20 @@ def test_sizes_that_are_given_replace_the_ladders() -> None:
     assert row_sizes(8, [16, 4, 4, 1]) == [1, 4]
     assert token_sizes(300, given=[4, 512, 260]) == [4, 260]
     assert prompt_sizes([4, 260, 2048]) == [4, 2048]
-    ladders = Ladders(decode=row_sizes(8, [4]), trunk=token_sizes(12, given=[4]))
+    ladders = Ladders(decode=row_sizes(8, [4]), forward=token_sizes(12, given=[4]))
     assert route(make_plan(3, []), ladders) == Route("decode", 4)
     assert route(make_plan(5, []), ladders).reason == "tokens"
 
 
 def test_several_ranks_filter_behind_a_trunk() -> None:
-    ladders = Ladders(tails=("plain",), decode=row_sizes(8), trunk=token_sizes(64))
+    ladders = Ladders(sampling_modes=("plain",), decode=row_sizes(8), forward=token_sizes(64))
     assert route(make_plan(5, []), ladders) == Route("decode", 5)
-    assert route(make_plan(5, [], tail="filtered"), ladders) == Route("trunk", 16)
+    assert route(make_plan(5, [], sampling_mode="filtered"), ladders) == Route("forward", 16)
 
 
 def test_small_models_have_larger_trunks_captured() -> None:
-    assert most_trunk_tokens(36, 7_000_000_000) == 1028
-    worth = most_trunk_tokens(28, 440_000_000)
+    assert max_forward_graph_tokens(36, 7_000_000_000) == 1028
+    worth = max_forward_graph_tokens(28, 440_000_000)
     assert 8448 < worth < 16384
     sizes = token_sizes(8448, worth)
     assert sizes[: len(token_sizes(8448))] == token_sizes(8448) and sizes[-2:] == [8192, 8448]
@@ -81,15 +83,17 @@ def test_small_models_have_larger_trunks_captured() -> None:
 
 
 def test_long_prompts_alone_have_graphs_of_their_own_with_room_for_few() -> None:
-    worth = most_trunk_tokens(28, 440_000_000)
+    worth = max_forward_graph_tokens(28, 440_000_000)
     ladders = Ladders(
-        decode=row_sizes(256), trunk=token_sizes(8448, worth), prompts=prompt_sizes(token_sizes(8448, worth))
+        decode=row_sizes(256),
+        forward=token_sizes(8448, worth),
+        prompts=prompt_sizes(token_sizes(8448, worth)),
     )
     assert [size for size in ladders.prompts if 256 < size < 2048] == []
     assert route(make_plan(0, [2048] * 4), ladders) == Route("prompts", 8192)
-    assert route(make_plan(0, [80] * 96 + [512]), ladders) == Route("trunk", 8192)  # one prompt too many
-    assert route(make_plan(0, [1500]), ladders) == Route("trunk", 1536)  # 2,048 would hold it too
-    assert route(make_plan(1, [2048]), ladders) == Route("trunk", 2304)
+    assert route(make_plan(0, [80] * 96 + [512]), ladders) == Route("forward", 8192)  # one prompt too many
+    assert route(make_plan(0, [1500]), ladders) == Route("forward", 1536)  # 2,048 would hold it too
+    assert route(make_plan(1, [2048]), ladders) == Route("forward", 2304)
 
 
 def test_a_runner_of_few_tokens_has_no_larger_buckets() -> None:
@@ -120,19 +124,19 @@ def test_a_step_is_not_padded_to_a_multiple_of_itself() -> None:
     [
         (make_plan(5, []), Route("decode", 5)),
         (make_plan(9, []), Route("decode", 12)),
-        (make_plan(9, [], tail="filtered"), Route("decode", 12)),
-        (make_plan(9, [], tail="full"), Route("trunk", 16)),
-        (make_plan(9, [30]), Route("trunk", 48)),
-        (make_plan(0, [17]), Route("grid", 32, slots=1)),
+        (make_plan(9, [], sampling_mode="filtered"), Route("decode", 12)),
+        (make_plan(9, [], sampling_mode="full"), Route("forward", 16)),
+        (make_plan(9, [30]), Route("forward", 48)),
+        (make_plan(0, [17]), Route("grid", 32, prompts=1)),
         (
-            make_plan(0, [17, 3, 12], tail="full"),
+            make_plan(0, [17, 3, 12], sampling_mode="full"),
             Route("prompts", 32),
         ),  # the grid's 4 x 32 would be mostly padding
-        (make_plan(0, [100, 120, 90]), Route("grid", 512, slots=4)),
-        (make_plan(0, [3]), Route("grid", 16, slots=1)),  # the smallest of all
-        (make_plan(1, [128]), Route("trunk", 144)),  # the grid is for prompts alone
-        (make_plan(0, [300]), Route("trunk", 320)),
-        (make_plan(0, [17], tail="full", owed=3), Route("eager", 17, reason="prompt_logprobs")),
+        (make_plan(0, [100, 120, 90]), Route("grid", 512, prompts=4)),
+        (make_plan(0, [3]), Route("grid", 16, prompts=1)),  # the smallest of all
+        (make_plan(1, [128]), Route("forward", 144)),  # the grid is for prompts alone
+        (make_plan(0, [300]), Route("forward", 320)),
+        (make_plan(0, [17], sampling_mode="full", owed=3), Route("eager", 17, reason="prompt_logprobs")),
         (make_plan(3, [1200]), Route("eager", 1203, reason="tokens")),
         (make_plan(0, [3] * 16), Route("prompts", 48)),  # a group whose prompt is cached but for its end
         (make_plan(0, [1] * 40), Route("eager", 40, reason="prompts")),
@@ -148,42 +152,42 @@ def test_the_way_of_a_step_hangs_on_its_plan_alone_and_never_pads_to_more_than_t
     kinds = set()
     for _ in range(3000):
         lens = [min(600, max(1, int(rng.lognormvariate(2.8, 1.6)))) for _ in range(rng.randint(0, 12))]
-        plan = make_plan(rng.randint(0 if lens else 1, 64), lens, tail=rng.choice(["plain", "full"]))
+        plan = make_plan(rng.randint(0 if lens else 1, 64), lens, sampling_mode=rng.choice(["plain", "full"]))
         way, count = route(plan, LADDERS), plan.num_tokens
         # What another rank has beside the plan and the captured sizes may differ: nothing of it is asked.
         other = StepPlan(99, [], [(0, 0, [1])], *[getattr(plan, name) for name in plan.__struct_fields__[3:]])
         assert route(other, LADDERS) == way
         kinds.add(way.kind)
         if way.kind == "grid":
-            length = way.tokens // way.slots
-            assert (way.slots, length) in GRID and len(lens) <= way.slots and max(lens) <= length
+            length = way.tokens // way.prompts
+            assert (way.prompts, length) in GRID and len(lens) <= way.prompts and max(lens) <= length
         if way.kind == "prompts":
             assert plan.num_decode == 0
-        if way.kind in ("trunk", "prompts"):
+        if way.kind in ("forward", "prompts"):
             assert len(lens) <= most_prompts(way.tokens)
-        if way.kind in ("grid", "trunk", "prompts"):
+        if way.kind in ("grid", "forward", "prompts"):
             assert count <= way.tokens <= max(MOST_PADDING * count, 16)
         if way.kind == "eager":
             assert way.tokens == count and way.reason in ("tokens", "prompts")
-    assert kinds == {"decode", "trunk", "prompts", "grid", "eager"}
+    assert kinds == {"decode", "forward", "prompts", "grid", "eager"}
 
 
 def test_the_grid_takes_the_smallest_slots_that_fit() -> None:
     for sequences in range(1, 9):
-        for longest in range(1, 257):
-            found = pick_slots(GRID, sequences, longest, sequences * longest)
-            fitting = [(n, length) for n, length in GRID if n >= sequences and length >= longest]
+        for max_len in range(1, 257):
+            found = pick_grid(GRID, sequences, max_len, sequences * max_len)
+            fitting = [(n, length) for n, length in GRID if n >= sequences and length >= max_len]
             least = min(n * length for n, length in fitting)
             if found is None:
-                assert least > MOST_PADDING * sequences * longest
+                assert least > MOST_PADDING * sequences * max_len
             else:
                 assert found in fitting and found[0] * found[1] == least
-    assert pick_slots(GRID, 9, 16, 144) is None and pick_slots(GRID, 1, 257, 257) is None
-    assert pick_slots([], 1, 16, 16) is None
+    assert pick_grid(GRID, 9, 16, 144) is None and pick_grid(GRID, 1, 257, 257) is None
+    assert pick_grid([], 1, 16, 16) is None
 
 
 def test_a_grid_has_no_size_that_a_runner_cannot_run() -> None:
-    assert grid_sizes([1, 4, 8], [16, 64, 256], longest=64, rows=4, tokens=128) == [(1, 16), (1, 64), (4, 16)]
+    assert grid_sizes([1, 4, 8], [16, 64, 256], max_len=64, rows=4, tokens=128) == [(1, 16), (1, 64), (4, 16)]
 
 
 def test_where_room_is_short_the_largest_and_the_smallest_sizes_are_captured(

@@ -8,7 +8,7 @@ from segue.attention.cpu import CPUAttention
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
 from segue.messages.requests import SamplingParams, pack_ids
-from segue.messages.steps import NewRow, StepPlan
+from segue.messages.steps import NewSlot, StepPlan
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.inputs import InputBuilder, StepInputs
 
@@ -29,12 +29,12 @@ def build():
         return builder.build(plan)
 
     params = SamplingParams(max_new_tokens=9)
-    new_rows = [NewRow(row, pack_ids(range(row * 100, row * 100 + 30)), 30, params) for row in range(3)]
+    new_slots = [NewSlot(row, pack_ids(range(row * 100, row * 100 + 30)), 30, params) for row in range(3)]
     pages = [(row, 0, [row * 10 + i for i in range(8)]) for row in range(3)]
     lens = [6, 9, 5]
-    first = build(StepPlan(1, new_rows, pages, 0, [0, 1, 2], [0] * 3, lens, [0] * 3, [False] * 3, "plain"))
+    first = build(StepPlan(1, new_slots, pages, 0, [0, 1, 2], [0] * 3, lens, [0] * 3, [False] * 3, "plain"))
     assert first.sampling.tolist() == []
-    assert first.context.wanted is None
+    assert first.context.logits_indices is None
     return build
 
 
@@ -47,25 +47,32 @@ def test_tokens_positions_and_rows_of_a_mixed_step(build):
     assert context.input_ids.tolist() == [109, 6, 205, 206, 207, 208]
     assert context.positions.tolist() == [9, 6, 5, 6, 7, 8]
     # A page's keys and values lie behind each other.
-    assert context.kv_rows.tolist() == [12 * 8 + 1, 1 * 8 + 2, 21 * 8 + 1, 21 * 8 + 2, 21 * 8 + 3, 22 * 8]
+    assert context.slot_mapping.tolist() == [
+        12 * 8 + 1,
+        1 * 8 + 2,
+        21 * 8 + 1,
+        21 * 8 + 2,
+        21 * 8 + 3,
+        22 * 8,
+    ]
     assert context.num_decode == 2
 
 
 def test_the_context_says_the_same_on_the_host_and_the_device(build):
     context = build(_mixed([1, 1, 0], [True, True, False])).context
-    assert list(context.rows) == context.rows_device.tolist() == [1, 0, 2]
+    assert list(context.slots) == context.slots_device.tolist() == [1, 0, 2]
     assert list(context.kv_lens) == context.kv_lens_device.tolist() == [10, 7, 9]
     assert list(context.q_lens) == [1, 1, 4]
-    assert context.q_starts_device.tolist() == [0, 1, 2, 6]
-    assert context.kv_lens_device.dtype == context.q_starts_device.dtype == torch.int32
-    assert context.rows_device.dtype == context.kv_rows.dtype == torch.int64
+    assert context.cu_seqlens_q_device.tolist() == [0, 1, 2, 6]
+    assert context.kv_lens_device.dtype == context.cu_seqlens_q_device.dtype == torch.int32
+    assert context.slots_device.dtype == context.slot_mapping.dtype == torch.int64
 
 
 def test_only_sampling_sequences_get_logits(build):
     inputs = build(_mixed([1, 0, 1], [True, False, True]))
     assert inputs.sampling.tolist() == [0, 5]
-    assert inputs.context.wanted is inputs.sampling
-    assert inputs.rows.tolist() == [1, 2]
+    assert inputs.context.logits_indices is inputs.sampling
+    assert inputs.slots.tolist() == [1, 2]
     assert inputs.positions.tolist() == [10, 9]
     assert inputs.prompt_runs == []
 
@@ -76,7 +83,7 @@ def test_a_decode_step_has_one_token_a_row(build):
     assert inputs.context.input_ids.tolist() == [205, 6, 109]
     assert inputs.context.positions.tolist() == [5, 6, 9]
     assert inputs.sampling.tolist() == [0, 1, 2]
-    assert inputs.context.wanted is None
+    assert inputs.context.logits_indices is None
 
 
 @pytest.mark.parametrize(
@@ -91,5 +98,5 @@ def test_a_decode_step_has_one_token_a_row(build):
 def test_logits_beyond_the_sampling_one_are_of_the_prompt(build, num_logits, samples, run):
     inputs = build(_mixed([1, 1, num_logits], [True, True, samples]))
     (found,) = inputs.prompt_runs
-    assert inputs.context.wanted is None
+    assert inputs.context.logits_indices is None
     assert (found.row, found.hidden_start, found.position, found.count) == run

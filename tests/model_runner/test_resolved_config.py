@@ -10,7 +10,7 @@ from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, TensorParallelError
-from segue.model_runner.resolved_config import Choices, choose
+from segue.model_runner.resolved_config import ResolvedConfig, resolve_config
 from segue.models.config import ModelConfig
 
 LLAMA = {
@@ -24,9 +24,9 @@ LLAMA = {
 }
 
 
-def _choose(
+def _resolve_config(
     *, hf: dict[str, Any] | None = None, gguf: bool = False, rank: int = 0, **options: Any
-) -> Choices:
+) -> ResolvedConfig:
     hf_config = {**LLAMA, **(hf or {})}
     source = ModelSource(
         name="tiny",
@@ -39,7 +39,7 @@ def _choose(
         generation_config={},
         eos_token_ids=(),
     )
-    return choose(EngineConfig(**options), source, TPInfo(rank, max(1, rank + 1)))
+    return resolve_config(EngineConfig(**options), source, TPInfo(rank, max(1, rank + 1)))
 
 
 @pytest.fixture
@@ -56,35 +56,35 @@ def no_cuda(monkeypatch):
 
 
 def test_sizes_on_a_cpu(no_cuda):
-    chosen = _choose()
+    chosen = _resolve_config()
     assert chosen.device.type == "cpu"
     assert (chosen.page_size, chosen.max_running_requests, chosen.chunked_prefill_size) == (16, 16, 512)
 
 
 def test_sizes_on_cuda(cuda):
-    chosen = _choose(rank=1)
+    chosen = _resolve_config(rank=1)
     assert chosen.device == torch.device("cuda", 1)
     assert (chosen.page_size, chosen.max_running_requests, chosen.chunked_prefill_size) == (64, 256, 8192)
 
 
 def test_the_user_comes_first(no_cuda):
-    chosen = _choose(page_size=1, max_running_requests=3, chunked_prefill_size=7, dtype="float16")
+    chosen = _resolve_config(page_size=1, max_running_requests=3, chunked_prefill_size=7, dtype="float16")
     assert (chosen.page_size, chosen.max_running_requests, chosen.chunked_prefill_size) == (1, 3, 7)
     assert chosen.dtype == torch.float16
 
 
 def test_the_cpu_can_be_asked_for_where_there_is_cuda(cuda):
-    assert _choose(device="cpu").device.type == "cpu"
+    assert _resolve_config(device="cpu").device.type == "cpu"
 
 
 def test_cuda_without_a_device_is_an_error(no_cuda):
     with pytest.raises(ConfigError, match="--device cpu"):
-        _choose(device="cuda")
+        _resolve_config(device="cuda")
 
 
 def test_more_ranks_than_devices_is_an_error(cuda):
     with pytest.raises(TensorParallelError, match=r"tp=3.*2 CUDA devices"):
-        _choose(rank=2)
+        _resolve_config(rank=2)
 
 
 EXPERTS = {
@@ -104,16 +104,16 @@ EXPERTS = {
     ],
 )
 def test_what_determinism_does_not_have_on_cuda_is_refused(cuda, options, error, words):
-    assert not _choose(**options).deterministic
+    assert not _resolve_config(**options).deterministic
     with pytest.raises(error, match=f"{words}.*leave --deterministic out"):
-        _choose(**options, deterministic=True)
-    assert _choose(deterministic=True).deterministic
+        _resolve_config(**options, deterministic=True)
+    assert _resolve_config(deterministic=True).deterministic
 
 
 def test_determinism_is_refused_on_devices_whose_bits_nobody_compared(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ConfigError, match=r"capability \(8, 0\).*\(9, 0\) alone"):
-        _choose(deterministic=True)
+        _resolve_config(deterministic=True)
 
 
 @pytest.mark.parametrize(
@@ -127,19 +127,19 @@ def test_determinism_is_refused_on_devices_whose_bits_nobody_compared(cuda, monk
     ],
 )
 def test_dtype_is_the_checkpoints_but_bfloat16_for_float32_and_gguf(no_cuda, stored, gguf, dtype):
-    assert _choose(hf={"torch_dtype": stored}, gguf=gguf).dtype == dtype
+    assert _resolve_config(hf={"torch_dtype": stored}, gguf=gguf).dtype == dtype
 
 
-@pytest.mark.parametrize(("asked", "longest"), [(None, 2048), (100, 100), (5000, 2048)])
-def test_longest_is_the_lesser_of_the_models_and_the_users(no_cuda, asked, longest):
-    assert _choose(max_model_len=asked).longest == longest
+@pytest.mark.parametrize(("asked", "max_len"), [(None, 2048), (100, 100), (5000, 2048)])
+def test_longest_is_the_lesser_of_the_models_and_the_users(no_cuda, asked, max_len):
+    assert _resolve_config(max_model_len=asked).max_len == max_len
 
 
 def test_a_chunk_that_is_never_full_is_cut_and_said_so(no_cuda, caplog):
     caplog.set_level("INFO", "segue")
-    assert _choose(chunked_prefill_size=32768, max_running_requests=16).chunked_prefill_size == 32768
+    assert _resolve_config(chunked_prefill_size=32768, max_running_requests=16).chunked_prefill_size == 32768
     assert not caplog.records
-    chosen = _choose(chunked_prefill_size=32769, max_running_requests=16)
+    chosen = _resolve_config(chunked_prefill_size=32769, max_running_requests=16)
     assert (chosen.chunked_prefill_size, chosen.largest_step) == (32768, 32768)
     assert "chunked_prefill_size is 32768, not 32769: 16 requests of 2048 tokens never" in caplog.text
-    assert _choose(max_running_requests=4096).largest_step == 4096
+    assert _resolve_config(max_running_requests=4096).largest_step == 4096

@@ -21,7 +21,7 @@ from segue.memory.budget import GIB, Demand, Reserve, formula_pages
 from segue.model_runner import graph_capture
 from segue.model_runner.batch_state import PlanError
 from segue.model_runner.graph_capture import grid_of
-from segue.model_runner.resolved_config import choose
+from segue.model_runner.resolved_config import resolve_config
 from segue.model_runner.runner import ModelRunner
 from segue.models.decoder import Decoder
 from tests.model_runner import making, tiny
@@ -169,10 +169,10 @@ def test_prompt_logits_are_computed_a_slice_at_a_time(llama, planner, monkeypatc
 
 
 def test_a_request_can_fill_the_longest_sequence(llama, planner):
-    longest = planner.runner.limits.max_seq_len
-    prompt = making.prompt(longest - 10)
+    max_len = planner.runner.limits.max_seq_len
+    prompt = making.prompt(max_len - 10)
     sequence = planner.generate(prompt, 11)  # the last token is sampled from the last position
-    assert len(sequence.tokens) == longest + 1
+    assert len(sequence.tokens) == max_len + 1
     assert sequence.output[:10] == tiny.reference(llama[1], prompt, 10)
 
 
@@ -204,7 +204,7 @@ def test_the_twelve_steps_are_reported_in_order_with_time_and_bytes(llama):
     assert by_name["weights"].num_bytes == runner.weight_bytes > 0
     assert by_name["KV pool"].num_bytes == runner.kv_bytes == 257 * 2 * 2 * 4 * 4 * 8 * 4
     assert by_name["free memory"].num_bytes > 1 << 20
-    assert "longest sequence 256 tokens" in by_name["page count"].detail
+    assert "max_len sequence 256 tokens" in by_name["page count"].detail
     assert "eager" in by_name["CUDA graphs"].detail
 
 
@@ -295,9 +295,9 @@ def test_a_grid_of_sizes_that_cannot_be_is_ignored_with_a_warning(llama, caplog,
     caplog.set_level("WARNING", logger.name)
     options = making.options(llama[0], enable_batch_prefill_cuda_graph=True, batch_prefill_seq_lengths="512")
     config = EngineConfig(**options)
-    choices = choose(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
+    resolved = resolve_config(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
     backend = SimpleNamespace(supports_batch_prefill_cuda_graph=lambda: True)
-    assert grid_of(config, choices, backend, "some", False, captures=True) == []
+    assert grid_of(config, resolved, backend, "some", False, captures=True) == []
     assert "ignored: no size of" in caplog.text
     assert "--batch-prefill-max-seq-len 256" in caplog.text
 
@@ -348,15 +348,15 @@ def warnings(caplog, monkeypatch):
 
 def test_a_grid_is_ignored_with_a_warning_where_no_graphs_are_captured(llama, warnings):
     config = EngineConfig(**making.options(llama[0], enable_batch_prefill_cuda_graph=True))
-    choices = choose(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
+    resolved = resolve_config(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
     backend = SimpleNamespace(supports_batch_prefill_cuda_graph=lambda: True)
-    assert grid_of(config, choices, backend, "some", False, captures=False) == []
+    assert grid_of(config, resolved, backend, "some", False, captures=False) == []
     assert "--enable-batch-prefill-cuda-graph is ignored: no CUDA graphs are captured" in warnings.text
 
 
 def _demand(**changes):
     sizes = {"free_before": 80 * GIB, "memory_ratio": 0.9, "arena_bytes": 2 * GIB, "page_bytes": 1 << 20}
-    limits = {"page_size": 16, "longest": 4096, "max_running_requests": 8}
+    limits = {"page_size": 16, "max_len": 4096, "max_running_requests": 8}
     return Demand(reserve=Reserve(batch_state=0, graphs=GIB), **{**sizes, **limits, **changes})
 
 

@@ -1,4 +1,4 @@
-"""All sampling parameters together: order, mixed batches, both tails."""
+"""All sampling parameters together: order, mixed batches, every sampling mode."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from segue.kvcache.page_table import PageTable
 from segue.messages.requests import SamplingParams, pack_ids
-from segue.messages.steps import NON_FINITE, NewRow, StepPlan
+from segue.messages.steps import NON_FINITE, NewSlot, StepPlan
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.sampler import Sampled, Sampler
 
@@ -26,20 +26,22 @@ class Rows:
         self.state = BatchState(
             max_running_requests=self.count, max_seq_len=64, page_table=table, device=torch.device("cpu")
         )
-        new_rows = [
-            NewRow(row, pack_ids(tokens), len(PROMPT), SamplingParams(**{"max_new_tokens": 9, **options}))
+        new_slots = [
+            NewSlot(row, pack_ids(tokens), len(PROMPT), SamplingParams(**{"max_new_tokens": 9, **options}))
             for row, options in enumerate(params)
         ]
         rows = list(range(self.count))
         lens = [len(tokens)] * self.count
         flags = [1] * self.count
-        self.state.apply(StepPlan(1, new_rows, [], 0, rows, [0] * self.count, lens, flags, flags, "full"))
+        self.state.apply(StepPlan(1, new_slots, [], 0, rows, [0] * self.count, lens, flags, flags, "full"))
         self.position = len(tokens)
 
-    def sample(self, logits: torch.Tensor, tail: str = "full", rows: list[int] | None = None) -> Sampled:
+    def sample(
+        self, logits: torch.Tensor, sampling_mode: str = "full", rows: list[int] | None = None
+    ) -> Sampled:
         rows = list(range(self.count)) if rows is None else rows
         positions = np.full(len(rows), self.position)
-        return Sampler(self.state).sample(logits.clone(), np.array(rows), positions, tail)
+        return Sampler(self.state).sample(logits.clone(), np.array(rows), positions, sampling_mode)
 
     def tokens(self, logits: torch.Tensor, **options: Any) -> list[int]:
         return self.sample(logits, **options).tokens.tolist()
@@ -63,8 +65,8 @@ MIXED = [
 
 def test_greedy_takes_the_likeliest():
     logits = _logits(2)
-    for tail in ("plain", "full"):
-        assert Rows(GREEDY, GREEDY).tokens(logits, tail=tail) == logits.argmax(-1).tolist()
+    for sampling_mode in ("plain", "full"):
+        assert Rows(GREEDY, GREEDY).tokens(logits, sampling_mode=sampling_mode) == logits.argmax(-1).tolist()
 
 
 def test_a_row_gets_the_same_token_in_any_batch():
@@ -80,32 +82,34 @@ def test_a_row_gets_the_same_token_in_any_batch():
 def test_a_plain_row_gets_the_same_token_in_both_tails():
     logits = _logits(60)
     rows = Rows(*[{"temperature": 0.9, "seed": seed} if seed % 3 else GREEDY for seed in range(60)])
-    assert rows.tokens(logits, tail="plain") == rows.tokens(logits, tail="full")
+    assert rows.tokens(logits, sampling_mode="plain") == rows.tokens(logits, sampling_mode="full")
 
 
 def test_the_chosen_tokens_logprob_comes_with_the_plain_tail_and_has_the_same_bits():
     logits = _logits(40)
     kinds = [{"temperature": 0.9, "seed": 1}, {"temperature": 0.9, "logprobs": 0}, {**GREEDY, "logprobs": 0}]
     rows = Rows(*[kinds[row % 3] for row in range(40)])
-    plain, full = (rows.sample(logits, tail=tail) for tail in ("plain", "full"))
+    plain, full = (rows.sample(logits, sampling_mode=sampling_mode) for sampling_mode in ("plain", "full"))
     assert plain.logprobs is not None and full.logprobs is not None
     assert plain.logprob_indices == full.logprob_indices == [row for row in range(40) if row % 3]
     assert torch.equal(plain.logprobs.chosen, full.logprobs.chosen)
     exact = logits.double().log_softmax(-1).gather(1, plain.tokens[:, None]).squeeze(1)
     asked = torch.tensor(plain.logprob_indices)
     assert (plain.logprobs.chosen - exact[asked]).abs().max() < 1e-5
-    assert Rows(GREEDY).sample(logits[:1], tail="plain").logprobs is None
+    assert Rows(GREEDY).sample(logits[:1], sampling_mode="plain").logprobs is None
 
 
 def test_a_row_with_filters_gets_the_same_token_and_logprob_in_both_tails():
     logits = _logits(60)
     kinds = [GREEDY, {"top_p": 0.8}, {"top_k": 3, "min_p": 0.1, "logprobs": 0}, {"logprobs": 0}]
     rows = Rows(*[{"temperature": 0.9, "seed": seed, **kinds[seed % 4]} for seed in range(60)])
-    filtered, full = (rows.sample(logits, tail=tail) for tail in ("filtered", "full"))
+    filtered, full = (
+        rows.sample(logits, sampling_mode=sampling_mode) for sampling_mode in ("filtered", "full")
+    )
     assert filtered.tokens.tolist() == full.tokens.tolist()
     assert filtered.logprobs is not None and full.logprobs is not None
     assert torch.equal(filtered.logprobs.chosen, full.logprobs.chosen)
-    assert filtered.tokens.tolist() != rows.tokens(logits, tail="plain")
+    assert filtered.tokens.tolist() != rows.tokens(logits, sampling_mode="plain")
 
 
 def test_the_row_itself_does_not_matter_only_seed_and_position():
@@ -117,7 +121,7 @@ def test_the_row_itself_does_not_matter_only_seed_and_position():
 def test_the_same_seed_draws_anew_at_each_position():
     logits = torch.zeros(1, VOCAB)
     drawn = {
-        Rows({"temperature": 1.0, "seed": 4}, output=(1,) * n).tokens(logits, tail="plain")[0]
+        Rows({"temperature": 1.0, "seed": 4}, output=(1,) * n).tokens(logits, sampling_mode="plain")[0]
         for n in range(20)
     }
     assert len(drawn) > 15
@@ -234,8 +238,8 @@ def test_a_row_of_any_kind_that_is_not_finite_has_no_token(options, value):
     if "logprobs" in options:
         assert found.logprobs is not None
         assert [bool(chosen.isnan()) for chosen in found.logprobs.chosen] == [False, True, False]
-    if SamplingParams(**{"max_new_tokens": 9, **options}).tail == "filtered":
-        assert rows.tokens(logits, tail="filtered") == [before[0], NON_FINITE, before[2]]
+    if SamplingParams(**{"max_new_tokens": 9, **options}).sampling_mode == "filtered":
+        assert rows.tokens(logits, sampling_mode="filtered") == [before[0], NON_FINITE, before[2]]
 
 
 EXTREMES = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from segue.attention.base import SlotMetadata
+from segue.attention.base import GridMetadata
 from segue.attention.query_blocks import block_table
 from segue.messages.steps import StepPlan
 from segue.model_runner.static_inputs import RING, DeviceInputs, StepShape
@@ -29,8 +29,8 @@ class SlottedBackend:
 
     def init_forward_metadata_capture_batch_prefill_cuda_graph(
         self, bs: int, seq_len: int, rows: torch.Tensor, kv_lens: torch.Tensor
-    ) -> SlotMetadata:
-        return SlotMetadata(q_starts=torch.arange(bs + 1) * seq_len, blocks=torch.zeros(bs, 2))
+    ) -> GridMetadata:
+        return GridMetadata(cu_seqlens_q=torch.arange(bs + 1) * seq_len, blocks=torch.zeros(bs, 2))
 
     def init_forward_metadata_replay_batch_prefill_cuda_graph(
         self, bs: int, seq_len: int, rows: torch.Tensor, kv_lens: torch.Tensor
@@ -39,10 +39,10 @@ class SlottedBackend:
 
 
 def make_inputs(max_rows: int, chunk: int) -> DeviceInputs:
-    table = SimpleNamespace(dummy_row=max_rows, data=None)
+    table = SimpleNamespace(dummy_slot=max_rows, data=None)
     state: Any = SimpleNamespace(device=torch.device("cpu"), page_table=table)
     backend: Any = SlottedBackend()
-    inputs = DeviceInputs(state, None, backend, max_tokens=chunk + max_rows, max_rows=max_rows)  # type: ignore[arg-type]
+    inputs = DeviceInputs(state, None, backend, max_tokens=chunk + max_rows, max_slots=max_rows)  # type: ignore[arg-type]
     inputs._look_up = lambda rows, positions: (rows, positions)  # type: ignore[method-assign]
     return inputs
 
@@ -83,22 +83,25 @@ def test_any_step_is_laid_out_with_its_padding_whatever_lay_there_before(max_row
         kv_lens = [start + length for start, length in zip(plan.starts, plan.lens, strict=True)]
         sampling = [i for i, samples in enumerate(plan.samples) if samples]
         missing = max_rows - len(sampling)
-        token_rows = [row for row, length in zip(plan.rows, plan.lens, strict=True) for _ in range(length)]
+        token_slots = [row for row, length in zip(plan.slots, plan.lens, strict=True) for _ in range(length)]
         positions = [start + i for start, n in zip(plan.starts, plan.lens, strict=True) for i in range(n)]
-        known = len(plan.rows)
-        assert context.input_ids.tolist() == token_rows + [max_rows] * padding
+        known = len(plan.slots)
+        assert context.input_ids.tolist() == token_slots + [max_rows] * padding
         assert context.positions.tolist() == positions + [0] * padding
-        assert context.rows_device.tolist() == plan.rows + [max_rows] * (max_rows + 1 - known)
+        assert context.slots_device.tolist() == plan.slots + [max_rows] * (max_rows + 1 - known)
         assert context.kv_lens_device.tolist() == kv_lens + [1] * (max_rows + 1 - known)
-        assert context.q_starts_device.tolist()[: known + 2] == [0, *ends, tokens]
+        assert context.cu_seqlens_q_device.tolist()[: known + 2] == [0, *ends, tokens]
         assert context.num_decode_device is not None and context.blocks is not None
         assert context.num_decode_device.tolist() == [plan.num_decode]
         assert context.blocks.tolist() == blocks + [[-1, -1]] * (shape.blocks - len(blocks))
-        assert inputs.slot.tolist() == [slot]
-        assert context.num_tokens is not None and context.num_wanted is not None
-        assert (context.num_tokens.tolist(), context.num_wanted.tolist()) == ([count], [len(sampling)])
-        # The tail may be padded further than the trunk: what an earlier step left must not sample again.
-        assert inputs.sample_rows.tolist() == [plan.rows[i] for i in sampling] + [max_rows] * missing
+        assert inputs.ring_index.tolist() == [slot]
+        assert context.num_tokens is not None and context.num_logits_indices is not None
+        assert (context.num_tokens.tolist(), context.num_logits_indices.tolist()) == (
+            [count],
+            [len(sampling)],
+        )
+        # The sampling graph may be padded further: what an earlier step left must not sample again.
+        assert inputs.sample_slots.tolist() == [plan.slots[i] for i in sampling] + [max_rows] * missing
         assert inputs.sample_positions.tolist() == [kv_lens[i] for i in sampling] + [1] * missing
         assert inputs.logit_indices.tolist() == [ends[i] - 1 for i in sampling] + [0] * missing
 
@@ -108,23 +111,25 @@ def test_decode_steps_are_padded_with_the_dummy_row(max_rows: int) -> None:
     inputs, rng = make_inputs(max_rows, 16), random.Random(max_rows)
     for _ in range(30):
         plan = random_plan(rng, max_rows, 0, rng.randint(1, max_rows))
-        size = rng.randint(len(plan.rows), max_rows)
+        size = rng.randint(len(plan.slots), max_rows)
         inputs.load_decode(plan, size, 2)
-        rows, positions = inputs.decode_rows(size)
-        padding = size - len(plan.rows)
-        assert rows.tolist() == plan.rows + [max_rows] * padding
+        rows, positions = inputs.decode_slots(size)
+        padding = size - len(plan.slots)
+        assert rows.tolist() == plan.slots + [max_rows] * padding
         assert positions.tolist() == [start + 1 for start in plan.starts] + [1] * padding
         context = inputs.decode_context(size)
         assert context.positions.tolist() == plan.starts + [0] * padding
         assert context.kv_lens_device.tolist() == positions.tolist()
-        assert context.num_tokens is not None and context.num_tokens.tolist() == [len(plan.rows)]
-        assert inputs.slot.tolist() == [2]
+        assert context.num_tokens is not None and context.num_tokens.tolist() == [len(plan.slots)]
+        assert inputs.ring_index.tolist() == [2]
 
 
 @pytest.mark.parametrize(("slots", "length"), [(1, 1), (1, 64), (4, 16), (8, 32)])
 def test_prompts_lie_at_the_end_of_their_slots_whatever_lay_there_before(slots: int, length: int) -> None:
     inputs, rng = make_inputs(8, 256), random.Random(length)
-    shape = StepShape(tokens=slots * length, decode=0, sequences=slots, blocks=0, logits=slots, slot=length)
+    shape = StepShape(
+        tokens=slots * length, decode=0, sequences=slots, blocks=0, logits=slots, prompt_len=length
+    )
     first = inputs.context(shape)
     for index in range(40):
         lens = [rng.randint(1, length) for _ in range(rng.randint(1, slots))]
@@ -134,24 +139,24 @@ def test_prompts_lie_at_the_end_of_their_slots_whatever_lay_there_before(slots: 
         kv_lens = [start + n for start, n in zip(starts, lens, strict=True)]
         inputs.load(plan, shape, index % RING)
         context = inputs.context(shape)
-        token_rows, positions = [], []
+        token_slots, positions = [], []
         for row, start, n in zip(rows, starts, lens, strict=True):
-            token_rows += [8] * (length - n) + [row] * n
+            token_slots += [8] * (length - n) + [row] * n
             positions += [0] * (length - n) + list(range(start, start + n))
         missing = slots - count
-        assert context.input_ids.tolist() == token_rows + [8] * (missing * length)
+        assert context.input_ids.tolist() == token_slots + [8] * (missing * length)
         assert context.positions.tolist() == positions + [0] * (missing * length)
-        assert context.rows_device.tolist() == rows + [8] * missing
+        assert context.slots_device.tolist() == rows + [8] * missing
         assert context.kv_lens_device.tolist() == kv_lens + [1] * missing
         assert context.num_decode == 0
         sampling = [i for i in range(count) if samples[i]]
         ends = [(i + 1) * length - 1 for i in sampling]
         assert inputs.logit_indices.tolist() == ends + [0] * (8 - len(ends))
-        assert inputs.sample_rows.tolist() == [rows[i] for i in sampling] + [8] * (8 - len(sampling))
+        assert inputs.sample_slots.tolist() == [rows[i] for i in sampling] + [8] * (8 - len(sampling))
         backend: Any = inputs._backend
         assert backend.replayed[-1] == (slots, length, rows + [8] * missing, kv_lens + [1] * missing)
         # A graph knows the addresses of its capture.
-        for name in ("positions", "rows_device", "kv_lens_device", "q_starts_device", "blocks"):
+        for name in ("positions", "slots_device", "kv_lens_device", "cu_seqlens_q_device", "blocks"):
             assert getattr(context, name).data_ptr() == getattr(first, name).data_ptr()
 
 
@@ -159,11 +164,16 @@ def test_what_queries_and_what_keys_are_counted_by_lie_apart() -> None:
     inputs = make_inputs(8, 64)
     for shape in (
         StepShape(tokens=32, decode=8, sequences=8, blocks=20, logits=8),
-        StepShape(tokens=32, decode=0, sequences=2, blocks=0, logits=2, slot=16),
+        StepShape(tokens=32, decode=0, sequences=2, blocks=0, logits=2, prompt_len=16),
     ):
         context = inputs.context(shape)
         spans = sorted(
             (t.data_ptr(), t.data_ptr() + t.nbytes)
-            for t in (context.q_starts_device, context.kv_lens_device, context.rows_device, context.positions)
+            for t in (
+                context.cu_seqlens_q_device,
+                context.kv_lens_device,
+                context.slots_device,
+                context.positions,
+            )
         )
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

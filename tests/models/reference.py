@@ -157,7 +157,7 @@ class Batch:
         self.backend = CPUAttention(shape, self.pool)
         self.lengths = [0] * self.num_sequences
 
-    def step(self, tokens: dict[int, list[int]], wanted: list[int] | None = None) -> Tensor | None:
+    def step(self, tokens: dict[int, list[int]], logits_indices: list[int] | None = None) -> Tensor | None:
         """Append tokens to rows, decode rows first; logits of every token, or those wanted, in this order."""
         q_lens = [len(ids) for ids in tokens.values()]
         for row, ids in tokens.items():
@@ -172,7 +172,7 @@ class Batch:
             page_table=self.table,
             kv=self.pool,
             backend=self.backend,
-            wanted=None if wanted is None else torch.tensor(wanted),
+            logits_indices=None if logits_indices is None else torch.tensor(logits_indices),
         )
         with torch.inference_mode():
             return self.model.logits(self.model(ctx))

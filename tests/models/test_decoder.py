@@ -73,7 +73,9 @@ def test_one_prefill_gives_the_logits_of_transformers(family: str) -> None:
 def test_of_tokens_that_are_wanted_the_logits_are_the_same(family: str) -> None:
     model = hf_model(FAMILIES[family][0], **FAMILIES[family][1])
     batch = Batch(our_model(model), page_size=16, num_sequences=2)
-    got = batch.step({0: PROMPTS[0], 1: PROMPTS[1]}, wanted=[len(PROMPTS[0]) - 1, len(PROMPTS[0]) + 3, 2])
+    got = batch.step(
+        {0: PROMPTS[0], 1: PROMPTS[1]}, logits_indices=[len(PROMPTS[0]) - 1, len(PROMPTS[0]) + 3, 2]
+    )
     first, second = (expected(model, ids) for ids in PROMPTS[:2])
     assert_equal(got, torch.stack([first[-1], second[3], first[2]]))
 

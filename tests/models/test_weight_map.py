@@ -8,7 +8,7 @@ from segue.errors import TensorParallelError
 from segue.models import weight_map
 from segue.models.config import ModelConfig
 from segue.models.registry import build_model
-from segue.models.weight_map import NameTable
+from segue.models.weight_map import WeightMap
 from tests.checkpoint import tiny
 
 SIZES = {"llama": 2, "llama-biases": 2, "llama-tied": 2, "mistral": 2, "qwen2": 2, "qwen3": 4, "qwen3-moe": 8}
@@ -20,11 +20,11 @@ def config(kind: str, **options: object) -> ModelConfig:
         return tiny.config_of(tiny.make(kind, **options))
 
 
-def table(kind: str, tp: TPInfo | None = None, **options: object) -> NameTable:
+def table(kind: str, tp: TPInfo | None = None, **options: object) -> WeightMap:
     return weight_map.build(config(kind, **options), tp or TPInfo())
 
 
-def rows_of(names: NameTable, name: str) -> list[tuple[int, int]]:
+def rows_of(names: WeightMap, name: str) -> list[tuple[int, int]]:
     return [(part.source[0].start, part.source[0].stop) for part in names.slices[name]]
 
 

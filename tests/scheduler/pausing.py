@@ -18,7 +18,7 @@ from segue.messages.control import (
     Paused,
     PauseMode,
     SchedulerMessage,
-    StepOutput,
+    SchedulerOutput,
 )
 from segue.messages.requests import Abort, Finish
 from segue.messages.steps import StepPlan
@@ -178,8 +178,8 @@ class PausingSimulation(Simulation):
             assert not (was_idle and may_run), "the engine is idle, requests may run, and nothing is planned"
             return None
         assert self.mode in (None, "wait"), "a step was planned during a pause"
-        rids = {request.row: rid for rid, request in self.scheduler.running.items()}
-        admitted = {rids[new.row] for new in plan.new_rows}
+        rids = {request.slot: rid for rid, request in self.scheduler.running.items()}
+        admitted = {rids[new.slot] for new in plan.new_slots}
         assert self.mode is None or admitted <= self.begun, "a request was admitted during a pause"
         self.begun |= admitted
         cached = {node.page for node in self.scheduler.resources.prefix.nodes()}
@@ -188,10 +188,10 @@ class PausingSimulation(Simulation):
                 foreign = used.get(page, set()) - {self.device.owner[row]}
                 assert not foreign or page in cached, f"page {page} is handed out under a step in flight"
         self.launched_versions.append(self.scheduler.weight_version)
-        self.launched_rows.append(plan.rows)
+        self.launched_rows.append(plan.slots)
         return plan
 
-    def apply(self) -> StepOutput:
+    def apply(self) -> SchedulerOutput:
         output = super().apply()
         self.launched_rows.popleft()
         version = self.launched_versions.popleft()
@@ -236,7 +236,7 @@ class PausingSimulation(Simulation):
         assert self.control.next_deadline == min(deadlines, default=None)
 
     def _take(self, message: SchedulerMessage) -> None:
-        if isinstance(message, StepOutput):
+        if isinstance(message, SchedulerOutput):
             assert not message.tokens
             aborting = any(isinstance(m, Pause) and m.mode == "abort" for m in self.owed.values())
             assert aborting or not message.finished, "requests were aborted, but no pause asks for it"
@@ -265,7 +265,7 @@ class PausingSimulation(Simulation):
             assert not scheduler.running
         if isinstance(question, Pause) and question.mode == message.mode == "abort":
             assert not self.live
-        self.kept = {r.rid: (r.row, list(r.pages), r.launched) for r in scheduler.running.values()}
+        self.kept = {r.rid: (r.slot, list(r.pages), r.launched) for r in scheduler.running.values()}
 
     def _on_flushed(self, message: Flushed) -> None:
         scheduler, resources = self.scheduler, self.scheduler.resources
@@ -278,7 +278,7 @@ class PausingSimulation(Simulation):
         assert not scheduler.running, "flushed the KV of a live request"
         assert not scheduler.waiting or self.mode is not None, "flushed although requests wait"
         assert resources.allocator.num_free == self.limits.num_pages
-        assert len(resources.free_rows) == self.limits.max_running_requests
+        assert len(resources.free_slots) == self.limits.max_running_requests
         assert (resources.prefix.num_pages, scheduler.num_decode_steps) == (0, 0)
         assert scheduler.new_token_ratio == NewTokenRatio()
 
@@ -298,10 +298,10 @@ class PausingSimulation(Simulation):
         unlocked = {node.page for node in resources.prefix.nodes() if not node.locks}
         assert not used & {*resources.allocator.free_pages()}, "a page is free under a step in flight"
         assert not used & unlocked, "a cached page may be evicted under a step in flight"
-        assert not rows & {*resources.free_rows}, "a row is free under a step in flight"
+        assert not rows & {*resources.free_slots}, "a row is free under a step in flight"
         for rid, what in self.kept.items() if self.settled else ():
             request = scheduler.running[rid]
-            assert (request.row, request.pages, request.launched) == what, "moved during a pause in place"
+            assert (request.slot, request.pages, request.launched) == what, "moved during a pause in place"
         for rid in self.unchecked:
             end = self.finished[rid]
             spans = [version for version, start, stop in end.versions for _ in range(start, stop)]

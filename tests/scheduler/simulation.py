@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from segue.messages.control import StepOutput
+from segue.messages.control import SchedulerOutput
 from segue.messages.requests import AddRequest, Finished, SamplingParams, TokenLogprob, pack_ids, unpack_ids
 from segue.messages.steps import StepPlan, StepResult
 from segue.scheduler.scheduler import Limits, Scheduler
@@ -58,25 +58,25 @@ class FakeDevice:
         """Run a step; asserts that it reads what was written for those very tokens."""
         assert plan.step == self.step + 1
         self.step = plan.step
-        for new in plan.new_rows:
-            self.tokens[new.row] = unpack_ids(new.tokens)
-            self.seeds[new.row] = new.params.seed
-            self.most[new.row] = min(new.prompt_len + new.params.max_new_tokens, self.limits.max_seq_len)
-            self.tables[new.row] = {}
-            self.born[new.row] = version
+        for new in plan.new_slots:
+            self.tokens[new.slot] = unpack_ids(new.tokens)
+            self.seeds[new.slot] = new.params.seed
+            self.most[new.slot] = min(new.prompt_len + new.params.max_new_tokens, self.limits.max_seq_len)
+            self.tables[new.slot] = {}
+            self.born[new.slot] = version
             self.num_owners += 1
-            self.owner[new.row] = self.num_owners
+            self.owner[new.slot] = self.num_owners
         entries = [(row, first + i) for row, first, pages in plan.pages for i in range(len(pages))]
         assert len(entries) == len(set(entries)), "an entry is told twice: a device may take either"
         for row, first, pages in plan.pages:
             self.tables[row].update(enumerate(pages, first))
         assert plan.lens[: plan.num_decode] == [1] * plan.num_decode
-        assert len(set(plan.rows)) == len(plan.rows) <= self.limits.max_running_requests
+        assert len(set(plan.slots)) == len(plan.slots) <= self.limits.max_running_requests
         assert sum(plan.lens[plan.num_decode :]) <= self.limits.chunked_prefill_size
         touched: dict[int, set[int]] = {}
         sampled: list[int] = []
         prompt_logprobs = {}
-        for index, row in enumerate(plan.rows):
+        for index, row in enumerate(plan.slots):
             start, end = plan.starts[index], plan.starts[index] + plan.lens[index]
             tokens, table = self.tokens[row], self.tables[row]
             assert end <= len(tokens), "a position is computed before its token is known"
@@ -140,7 +140,7 @@ class Simulation:
             self.results.append(self.device.launch(plan, str(self.scheduler.kv_epoch)))
         return plan
 
-    def apply(self) -> StepOutput:
+    def apply(self) -> SchedulerOutput:
         """Take the oldest result."""
         output = self.scheduler.apply(self.results.popleft())
         self.device.unapplied.popleft()

@@ -14,7 +14,7 @@ import pytest
 from segue.messages.control import Paused, PauseMode
 from segue.messages.requests import AddRequest, Rejected, SamplingParams, pack_ids
 from segue.scheduler.internal_state import internal_state
-from segue.scheduler.request import Phase
+from segue.scheduler.request import RequestPhase
 from tests.scheduler.pausing import MODES, PausingSimulation
 from tests.scheduler.simulation import next_token
 
@@ -223,7 +223,7 @@ def test_pause_in_the_middle_of_a_chunked_prefill(sim: Loop, mode: PauseMode) ->
         assert sim.scheduler.running["long"].launched == 16, "the cursor stays"
         sim.proceed()
         plan = sim.launch()
-        assert plan is not None and (plan.starts, plan.new_rows) == ([16], [])
+        assert plan is not None and (plan.starts, plan.new_slots) == ([16], [])
     else:
         assert (state["waiting_queue_rids"], state["chunked_req_is_none"]) == (["long"], True)
         free = (state["available_kv_tokens"], state["req_to_token_pool_available"])
@@ -275,7 +275,7 @@ def test_an_abort_or_a_disconnect_while_paused_acts_at_once_wherever_the_request
     sim.add("late", PROMPT)
     if mode == "in_place":
         phases = {rid: sim.scheduler.requests[rid].phase for rid in ("decoding", "prefilling", "queued")}
-        assert list(phases.values()) == [Phase.DECODE, Phase.PREFILL, Phase.WAITING]
+        assert list(phases.values()) == [RequestPhase.DECODE, RequestPhase.PREFILL, RequestPhase.WAITING]
     owned = len(sim.scheduler.requests[victim].own_pages)
     free = sim.scheduler.resources.allocator.num_free
     sim.abort(victim)

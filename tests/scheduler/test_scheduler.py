@@ -254,7 +254,7 @@ def test_prompt_logprobs_cover_the_prompt_once_in_chunks_and_behind_a_cached_pre
     sim.add("warm", prompt)
     sim.run()
     sim.add("all", prompt, prompt_logprobs_start=0)
-    sim.add("tail", prompt, prompt_logprobs_start=30)
+    sim.add("sampling_mode", prompt, prompt_logprobs_start=30)
     sim.run()
     assert sim.prompt_logprobs["all"] == prompt[1:]
     assert sim.prompt_logprobs["tail"] == prompt[30:]
@@ -320,7 +320,7 @@ def test_a_step_has_the_tail_that_its_most_demanding_request_needs():
         sim.add(rid, [1, 2, 3], max_new_tokens=30, **params)
         plan = sim.launch()
         assert plan is not None
-        seen.append(plan.tail)
+        seen.append(plan.sampling_mode)
         sim.apply()
     assert seen == ["plain", "filtered", "full", "full"]
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from segue.config import EngineConfig
 from segue.errors import RequestTooLargeError
-from segue.frontend.sampling_options import Vocabulary
+from segue.frontend.sampling_options import RequestLimits
 from segue.frontend.thread_pool import Workers
 from segue.server.body import read_json
 from segue.server.large_body import Bounds, generate
@@ -29,7 +29,7 @@ def request(*chunks: bytes, length: int | None = None) -> Request:
     service = SimpleNamespace(
         config=EngineConfig(max_body_mib=1),
         manager=SimpleNamespace(workers=Workers()),
-        bounds=Bounds(vocabulary=Vocabulary(max_seq_len=100, vocab_size=50, eos_ids=()), max_prompts=10),
+        bounds=Bounds(vocabulary=RequestLimits(max_seq_len=100, vocab_size=50, eos_ids=()), max_prompts=10),
     )
     app = SimpleNamespace(state=SimpleNamespace(service=service))
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "app": app}

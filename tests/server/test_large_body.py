@@ -20,13 +20,15 @@ from segue.api.openai.bodies import CHAT_NOT_YET, HARMLESS, ChatCompletionReques
 from segue.api.validation import Decoded, parse
 from segue.api.weights import CALLS
 from segue.errors import ContextLengthError, InvalidRequestError, SegueError, UnsupportedFieldError
-from segue.frontend.sampling_options import MAX_ENTRIES, Vocabulary
+from segue.frontend.sampling_options import MAX_ENTRIES, RequestLimits
 from segue.server import cutting, large_body, pieces
 from segue.server.large_body import Bounds, Shape, chat, completion, control, decode, generate
 from segue.server.openai_routes import _parse_chat, _parse_completion
 
 MAX_PROMPTS = 6
-BOUNDS = Bounds(vocabulary=Vocabulary(max_seq_len=40, vocab_size=1000, eos_ids=()), max_prompts=MAX_PROMPTS)
+BOUNDS = Bounds(
+    vocabulary=RequestLimits(max_seq_len=40, vocab_size=1000, eos_ids=()), max_prompts=MAX_PROMPTS
+)
 SCALARS = (
     st.none()
     | st.booleans()

@@ -59,13 +59,13 @@ class EchoRunner:
         time.sleep(self._step_s)
         if plan.step == self._exit_at:
             os._exit(3)
-        for row in plan.new_rows:
+        for row in plan.new_slots:
             prompt = unpack_ids(row.tokens)[: row.prompt_len]
             self._rows[row.row] = (prompt, row.params.logprobs, row.params.prompt_logprobs_start)
         tokens: list[int] = []
         logprobs: list[TokenLogprob | None] = []
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
-        for index, row_id in enumerate(plan.rows):
+        for index, row_id in enumerate(plan.slots):
             prompt, wanted, _ = self._rows[row_id]
             end = plan.starts[index] + plan.lens[index]
             behind = range(end - plan.num_logits[index] + 1, min(end + 1, len(prompt)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from segue.trainer.broadcast import Broadcast
+from segue.trainer.broadcast import BroadcastSender
 from segue.trainer.buckets import plan, tensors
 
 COUNT, SIZE = 6, 4000  # buckets, and bytes of each
@@ -76,7 +76,7 @@ def run(group: Group, seconds_a_bucket: float, pack_s: float = 0.0, on_sent: Any
             time.sleep(pack_s)
             yield each
 
-    broadcast: Any = object.__new__(Broadcast)
+    broadcast: Any = object.__new__(BroadcastSender)
     broadcast.num_buckets = broadcast.num_bytes = 0
     broadcast._group, broadcast._buckets, broadcast._tensors = group, plan(weights, SIZE), packed()
     broadcast._pieces, broadcast._on_sent = broadcast._single, on_sent or (lambda broadcast: None)
@@ -110,7 +110,7 @@ def test_a_rest_ends_when_the_speed_is_let_go() -> None:
     group = Group(0.001)
     began = time.monotonic()
 
-    def let_go(broadcast: Broadcast) -> None:
+    def let_go(broadcast: BroadcastSender) -> None:
         broadcast.gb_per_s = float("inf")
 
     run(group, 20.0, on_sent=let_go)
@@ -120,5 +120,5 @@ def test_a_rest_ends_when_the_speed_is_let_go() -> None:
 def test_what_was_sent_is_told_in_the_rest_behind_it_and_a_stop_ends_it() -> None:
     group = Group(0.001)
     with pytest.raises(RuntimeError, match="was given up"):
-        run(group, 60.0, on_sent=Broadcast.stop)
+        run(group, 60.0, on_sent=BroadcastSender.stop)
     assert len(group.announced) == 1

@@ -9,7 +9,7 @@ import torch
 
 from segue.api.weights import CALLS
 from segue.messages.weight_update import JoinGroup
-from segue.trainer.group import Group, bracketed, free_port
+from segue.trainer.group import TrainerGroup, bracketed, free_port
 from segue.weight_update.transport.joining import Groups
 
 
@@ -19,7 +19,9 @@ def test_an_address_in_brackets_is_met() -> None:
     except OSError:
         pytest.skip("this machine has no ::1")
     device = torch.device("cpu")
-    hosted = Group(name="six", address="::1", port=free_port(None), world_size=2, device=device, timeout_s=20)
+    hosted = TrainerGroup(
+        name="six", address="::1", port=free_port(None), world_size=2, device=device, timeout_s=20
+    )
     groups = Groups(device)
     try:
         call = CALLS["init_weights_update_group"]

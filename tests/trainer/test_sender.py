@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from segue.errors import ConfigError
 from segue.trainer import Endpoint, Progress, WeightSender, WeightSendError
-from segue.trainer.broadcast import Broadcast
+from segue.trainer.broadcast import BroadcastSender
 from segue.trainer.endpoint import Answer
 from segue.trainer.group import free_port
 from tests.conftest import WaitUntil
@@ -262,11 +262,11 @@ def test_an_engine_that_was_started_anew_is_joined_again(engines: list[FakeEngin
 
 
 @pytest.fixture
-def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[Broadcast]:
+def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[BroadcastSender]:
     """All that a sender makes."""
-    made: list[Broadcast] = []
+    made: list[BroadcastSender] = []
 
-    class Seen(Broadcast):
+    class Seen(BroadcastSender):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             made.append(self)
@@ -288,7 +288,7 @@ def send_until_closed(sending: WeightSender) -> threading.Thread:
 
 
 def test_broadcasts_are_slowed_down_while_an_engine_generates(
-    engines: list[FakeEngine], broadcasts: list[Broadcast], wait_until: WaitUntil
+    engines: list[FakeEngine], broadcasts: list[BroadcastSender], wait_until: WaitUntil
 ) -> None:
     with sender(engines, make_weights()) as sending:
         sending.send()
@@ -310,7 +310,7 @@ def test_broadcasts_are_slowed_down_while_an_engine_generates(
 
 def test_one_engine_that_says_so_slows_down_and_all_of_them_speed_up(
     engines: list[FakeEngine],
-    broadcasts: list[Broadcast],
+    broadcasts: list[BroadcastSender],
     wait_until: WaitUntil,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

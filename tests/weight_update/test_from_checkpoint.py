@@ -35,10 +35,10 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 def test_a_checkpoint_becomes_live(kind: str, tp: TPInfo, tmp_path: Path) -> None:
     new, _ = checkpoint(kind, tmp_path / "new", 1)
     with rank_of(checkpoint(kind, tmp_path / "old", 0)[0], tp) as rank:
-        before = rank.live.arena.checksum()
+        before = rank.served.arena.checksum()
         fields = rank.do(Load, session=1, model_path=str(new), load_format=None)
-        assert fields["num_bytes"] == sum(spec.num_bytes for spec in rank.live.specs)
-        assert rank.live.arena.checksum() == before
+        assert fields["num_bytes"] == sum(spec.num_bytes for spec in rank.served.specs)
+        assert rank.served.arena.checksum() == before
         rank.do(Commit, session=1)
         assert_same(rank, new)
 
@@ -47,7 +47,7 @@ def test_made_up_weights_are_those_of_a_start_with_them(rank: Rank, tmp_path: Pa
     rank.do(Load, session=1, model_path=str(tmp_path / "old"), load_format="dummy")
     rank.do(Commit, session=1)
     _, fresh = tiny.load(tmp_path / "old", load_format="dummy", dtype=torch.bfloat16)
-    assert rank.live.arena.checksum() == fresh.checksum()
+    assert rank.served.arena.checksum() == fresh.checksum()
 
 
 def change_config(path: Path, **fields: object) -> None:
@@ -284,7 +284,7 @@ def test_a_converted_model_within_the_roots_is_read_through_the_cache(tmp_path: 
         fields = rank.do(
             Load, session=1, model_path=str(model), load_format=None, roots=roots, from_hub=False
         )
-        assert fields["num_bytes"] == sum(spec.num_bytes for spec in rank.live.specs)
+        assert fields["num_bytes"] == sum(spec.num_bytes for spec in rank.served.specs)
         rank.do(Discard, session=1)
         assert "not within" in refused(rank, directory, roots=roots, from_hub=False)
 

@@ -70,7 +70,7 @@ def test_one_changed_value_is_seen_in_checksum_and_comparison(name: str, tmp_pat
         (error,) = rank.ask(Inspect, request=CheckWeights(action="compare")).errors
         assert "no snapshot" in error
         before = look([rank], CheckWeights(action="checksum"))
-        assert look([rank], CheckWeights(action="snapshot")) == {"num_bytes": rank.live.arena.num_bytes}
+        assert look([rank], CheckWeights(action="snapshot")) == {"num_bytes": rank.served.arena.num_bytes}
         assert look([rank], CheckWeights(action="compare")) == {"differ": []}
         tensor = state[name].clone()
         tensor.view(-1)[5] += 1
@@ -124,7 +124,7 @@ def test_what_cannot_be_looked_at_is_told(request_: GetWeights, said: str, tmp_p
 def test_an_answer_has_a_limited_number_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.embed_tokens.weight"
     with rank_of(checkpoint("llama-tied", tmp_path / "old", 0)[0]) as rank:
-        rows, columns = rank.live.table.shapes[name]
+        rows, columns = rank.served.table.shapes[name]
         assert rows > 110
         monkeypatch.setattr(inspect, "_MOST", 110 * columns)
         assert len(look([rank], GetWeights(name=name, truncate_size=110))) == 110
@@ -139,7 +139,7 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
         head, embed = (
             look([rank], GetWeights(name=name)) for name in ("lm_head.weight", "model.embed_tokens.weight")
         )
-        assert head == embed and len(head) == min(100, rank.live.config.vocab_size)
+        assert head == embed and len(head) == min(100, rank.served.config.vocab_size)
 
 
 def test_kinds_are_those_there_are() -> None:

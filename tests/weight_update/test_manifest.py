@@ -12,7 +12,7 @@ from segue.distributed.info import TPInfo
 from segue.messages.weight_update import Bucket, Manifest
 from segue.models import weight_map
 from segue.models.config import MoEConfig
-from segue.models.weight_map import NameTable
+from segue.models.weight_map import WeightMap
 from segue.weight_update.manifest import bucket_bytes, check, dtype_name, normalised
 from tests.checkpoint import tiny
 from tests.weight_update.updating import State, manifest_of
@@ -29,7 +29,7 @@ def state_of(kind: str) -> State:
 
 
 @cache
-def table_of(kind: str, tp: TPInfo | None = None) -> NameTable:
+def table_of(kind: str, tp: TPInfo | None = None) -> WeightMap:
     with torch.device("meta"):
         return weight_map.build(tiny.config_of(tiny.make(kind)), tp or TPInfo())
 

@@ -54,9 +54,9 @@ def derived(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 def assert_same(rank: Rank, path: Path) -> None:
     """Bit for bit what a rank started with this checkpoint has, copies for the steps included."""
-    model, arena = tiny.load(path, tp=rank.live.tp, dtype=torch.bfloat16)
+    model, arena = tiny.load(path, tp=rank.served.tp, dtype=torch.bfloat16)
     model.build_derived()
-    assert_same_arena(rank.live.arena, arena)
+    assert_same_arena(rank.served.arena, arena)
     for (name, mine), (_, fresh) in zip(derived(rank.model), derived(model), strict=True):
         assert torch.equal(mine, fresh), name
 
@@ -107,36 +107,36 @@ def test_progress_is_told_at_the_first_byte_and_behind_each_bucket(rank: Rank, t
 
 
 def test_a_part_of_a_parameter_leaves_the_rest(rank: Rank) -> None:
-    before = {name: rank.live.arena.view(name).clone() for name in rank.live.arena.table}
-    state = {QKV.format("k"): torch.randn(rank.live.table.shapes[QKV.format("k")])}
+    before = {name: rank.served.arena.view(name).clone() for name in rank.served.arena.table}
+    state = {QKV.format("k"): torch.randn(rank.served.table.shapes[QKV.format("k")])}
     transfer([rank], Trainer([rank]), state, manifest_of(state, partial=True))
     rank.do(Commit, session=1)
-    (part,) = rank.live.table.slices[QKV.format("k")]
+    (part,) = rank.served.table.slices[QKV.format("k")]
     before[part.parameter][part.destination] = state[QKV.format("k")].to(torch.bfloat16)
     for name, expected in before.items():
-        assert torch.equal(rank.live.arena.view(name), expected), name
+        assert torch.equal(rank.served.arena.view(name), expected), name
 
 
 def test_calls_of_one_session_become_live_together(rank: Rank, tmp_path: Path) -> None:
     new, state = checkpoint("qwen3", tmp_path / "new", 1)
     names = list(state)
     parts = [{name: state[name] for name in names[start::3]} for start in range(3)]
-    before = rank.live.arena.checksum()
+    before = rank.served.arena.checksum()
     trainer = Trainer([rank])
     for part in parts[:2]:
         transfer([rank], trainer, part, manifest_of(part, partial=True))
     rank.do(Take, session=1, payload=save(parts[2]), load_format=None, copy=True)
-    assert rank.live.arena.checksum() == before
+    assert rank.served.arena.checksum() == before
     rank.do(Commit, session=1)
     assert_same(rank, new)
 
 
 def test_what_was_only_received_changes_nothing(rank: Rank, tmp_path: Path) -> None:
     _, state = checkpoint("qwen3", tmp_path / "new", 1)
-    before = rank.live.arena.checksum()
+    before = rank.served.arena.checksum()
     transfer([rank], Trainer([rank]), state, manifest_of(state))
     rank.do(Discard, session=1)
-    assert rank.live.arena.checksum() == before
+    assert rank.served.arena.checksum() == before
     assert rank.ask(Commit, session=1).errors == ["there is no session 1"]
 
 
@@ -171,7 +171,7 @@ def test_a_session_begins_when_the_memory_of_the_one_before_is_free(
         added.set()
         add(self, *arguments)
 
-    payload = save({NORM: torch.ones(rank.live.table.shapes[NORM])})
+    payload = save({NORM: torch.ones(rank.served.table.shapes[NORM])})
     rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
     monkeypatch.setattr(StagedWeights, "release", slow_release)
     monkeypatch.setattr(StagedWeights, "add", seen_add)
@@ -193,7 +193,7 @@ def test_a_commit_is_answered_before_its_memory_is_given_back(
         seen.append(answered.wait(2))
         raise RuntimeError("it cannot be unmapped")
 
-    payload = save({NORM: torch.ones(rank.live.table.shapes[NORM])})
+    payload = save({NORM: torch.ones(rank.served.table.shapes[NORM])})
     rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
     with monkeypatch.context() as patched:
         patched.setattr(StagedWeights, "release", release)
@@ -210,15 +210,15 @@ def test_a_manifest_that_does_not_fit_leaves_a_session_to_drop_what_comes(rank: 
     assert rank.ask(Stage, session=1, manifest=manifest).errors == [
         "'model.nothing' is not a tensor of this model"
     ]
-    before = rank.live.arena.checksum()
+    before = rank.served.arena.checksum()
     (received,) = transfer([rank], trainer, state, manifest_of(state, partial=True, discard=True))
     assert received.error is None and received.num_buckets == 1
     rank.do(Discard, session=1)
-    assert rank.live.arena.checksum() == before
+    assert rank.served.arena.checksum() == before
 
 
 def test_what_is_dropped_is_not_held_against_an_earlier_manifest(rank: Rank) -> None:
-    state = {NORM: torch.ones(rank.live.table.shapes[NORM])}
+    state = {NORM: torch.ones(rank.served.table.shapes[NORM])}
     options = {"partial": True, "checksums": {NORM: checksum(state[NORM])}}
     trainer = Trainer([rank])
     rank.do(Stage, session=1, manifest=manifest_of(state, **options))  # another rank refuses it
@@ -316,11 +316,11 @@ def test_a_tied_head_may_be_absent_or_equal(tied: Rank, tmp_path: Path) -> None:
 def test_tensors_of_a_payload_are_taken(copy: bool, tied: Rank, tmp_path: Path) -> None:
     new, state = checkpoint("llama-tied", tmp_path / "new", 1)
     state[HEAD] = state[HEAD].clone()
-    before = tied.live.arena.checksum()
+    before = tied.served.arena.checksum()
     fields = tied.do(Take, session=1, payload=save(state), load_format=None, copy=copy)
     assert fields["num_bytes"] == sum(tensor.nbytes for tensor in state.values())
     assert bool(fields["staging_bytes"]) == copy
-    assert tied.live.arena.checksum() == before
+    assert tied.served.arena.checksum() == before
     tied.do(Commit, session=1)
     assert_same(tied, new)
 
@@ -343,15 +343,15 @@ def test_a_payload_is_checked_too(copy: bool, name: str, tensor: Tensor, said: s
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_a_head_alone_has_to_equal_the_embedding_there_is(copy: bool, tied: Rank) -> None:
-    live = tied.live.arena.view("embed.weight")
-    for session, value in ((1, live + 1), (2, live.clone())):
+    served = tied.served.arena.view("embed.weight")
+    for session, value in ((1, served + 1), (2, served.clone())):
         payload = save({HEAD: value})
         errors = tied.ask(Take, session=session, payload=payload, load_format=None, copy=copy).errors
         assert bool(errors) == (session == 1)
 
 
 def test_without_a_copy_a_session_has_one_payload(rank: Rank) -> None:
-    payload = save({NORM: torch.ones(rank.live.table.shapes[NORM])})
+    payload = save({NORM: torch.ones(rank.served.table.shapes[NORM])})
     rank.do(Take, session=1, payload=payload, load_format=None, copy=False)
     (error,) = rank.ask(Take, session=1, payload=payload, load_format=None, copy=False).errors
     assert "takes nothing more" in error
@@ -365,7 +365,7 @@ def test_what_a_payload_is_not_is_told(rank: Rank) -> None:
 def test_too_little_memory_is_told_in_bytes(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer([rank])
     monkeypatch.setattr(staging_memory, "free_cpu_memory", lambda: 1000)
-    state = {EMBED: torch.zeros(rank.live.table.shapes[EMBED])}
+    state = {EMBED: torch.zeros(rank.served.table.shapes[EMBED])}
     staging = -(-state[EMBED].numel() * 2 // ALIGNMENT) * ALIGNMENT
     needed = staging + 2 * state[EMBED].nbytes
     (error,) = rank.ask(Stage, session=1, manifest=manifest_of(state, partial=True)).errors
@@ -379,7 +379,7 @@ def test_a_commit_that_fails_says_whether_it_has_written(tmp_path: Path) -> None
 
     old, _ = checkpoint("llama", tmp_path / "old", 0)
     with rank_of(old, rebuild=rebuild) as rank:
-        payload = save({NORM: torch.ones(rank.live.table.shapes[NORM])})
+        payload = save({NORM: torch.ones(rank.served.table.shapes[NORM])})
         rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
         reply = rank.ask(Commit, session=1)
         assert reply.errors == ["RuntimeError: no memory"] and reply.fields["touched"] is True
@@ -401,7 +401,7 @@ def test_a_commit_whose_end_is_not_known_has_written(rank: Rank, monkeypatch: py
         return replace(done, events=[Event(), Event()])  # type: ignore[list-item]
 
     monkeypatch.setattr(WeightUpdater, "_on_stream", failing)
-    payload = save({NORM: torch.ones(rank.live.table.shapes[NORM])})
+    payload = save({NORM: torch.ones(rank.served.table.shapes[NORM])})
     for session, where in ((1, "behind"), (2, "where steps run")):
         rank.do(Take, session=session, payload=payload, load_format=None, copy=True)
         reply = rank.ask(Commit, session=session)
@@ -423,11 +423,11 @@ def test_tensors_are_taken_at_once_as_one_by_one(
     manifest = manifest_of(state)
     with rank_of(path, tp) as rank:
         staged = [
-            StagedWeights(rank.live, staging_memory.StagingMemory(rank.live.device, rank.live.specs))
+            StagedWeights(rank.served, staging_memory.StagingMemory(rank.served.device, rank.served.specs))
             for _ in range(2)
         ]
         one_by_one, at_once = (
-            incoming.Incoming(each, manifest, rank.live.device, landing=0) for each in staged
+            incoming.Incoming(each, manifest, rank.served.device, receive_buffer=0) for each in staged
         )
         for name, tensor in state.items():
             one_by_one.take(name, tensor)

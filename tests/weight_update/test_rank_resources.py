@@ -16,7 +16,7 @@ from segue.checkpoint import dummy
 from segue.memory.arena import Arena, TensorSpec
 from segue.memory.peak import PeakMeter
 from segue.messages.weight_update import Commit
-from segue.models.weight_map import NameTable
+from segue.models.weight_map import WeightMap
 from segue.weight_update.manifest import bucket_bytes
 from segue.weight_update.staging_memory import StagingMemory
 from tests.checkpoint import tiny
@@ -36,7 +36,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def fill(arena: Arena, table: NameTable, seed: int) -> Iterator[int]:
+def fill(arena: Arena, table: WeightMap, seed: int) -> Iterator[int]:
     for slab in arena.slabs:
         yield slab.zero_().numel()
 
@@ -46,7 +46,7 @@ def peak_of_an_update(directory: Path, flattened: bool) -> tuple[int, int]:
     dummy.fill = fill
     meter = PeakMeter(torch.device("cpu"))
     with rank_of(directory, load_format="dummy") as rank:
-        table = rank.live.table
+        table = rank.served.table
         state = {name: torch.full(table.shapes[name], 0.5, dtype=torch.bfloat16) for name in table.names}
         manifest = manifest_of(state, num_buckets=8, flattened=flattened)
         trainer = Trainer([rank])
@@ -57,9 +57,9 @@ def peak_of_an_update(directory: Path, flattened: bool) -> tuple[int, int]:
         assert received.error is None
         rank.do(Commit, session=1)
         peak = meter.stop()
-        staging = rank.live.arena.num_bytes
+        staging = rank.served.arena.num_bytes
         assert staging > 180 * MIB
-        assert bool((rank.live.arena.view("norm.weight") == 0.5).all())
+        assert bool((rank.served.arena.view("norm.weight") == 0.5).all())
         return peak, staging + 2 * max(map(bucket_bytes, manifest.buckets)) + 64 * MIB
 
 

@@ -29,12 +29,12 @@ from segue.messages.weight_update import (
     Received,
     Stage,
 )
-from segue.model_runner.stream import Stream, make_stream
+from segue.model_runner.stream import ComputeStream, make_stream
 from segue.models import weight_map
 from segue.models.decoder import Decoder
 from segue.models.registry import build_model
 from segue.weight_update.rank import WeightUpdater
-from segue.weight_update.served import LiveWeights
+from segue.weight_update.served import ServedWeights
 from tests.checkpoint import tiny
 
 DEADLINE_S = 20.0
@@ -46,9 +46,9 @@ class Rank:
     """One rank of an engine, without its steps."""
 
     model: Decoder
-    live: LiveWeights
+    served: ServedWeights
     updater: WeightUpdater
-    stream: Stream
+    stream: ComputeStream
     messages: queue.Queue[RankReply | Received]
     received: list[Received] = field(default_factory=list)
     calls: int = 0
@@ -62,7 +62,7 @@ class Rank:
         while True:
             message = self.messages.get(timeout=DEADLINE_S)
             if isinstance(message, RankReply):
-                assert message.call == call and message.rank == self.live.tp.rank
+                assert message.call == call and message.rank == self.served.tp.rank
                 return message
             self.received.append(message)
 
@@ -94,7 +94,7 @@ def rank_of(
     arena = load_weights(model, source.config, source, tp, device, dtype)
     model.build_derived()
     stream = make_stream(device)
-    live = LiveWeights(
+    served = ServedWeights(
         arena=arena,
         table=weight_map.build(source.config, tp),
         config=source.config,
@@ -105,9 +105,9 @@ def rank_of(
         **{"rebuild": model.build_derived, **options},
     )
     messages: queue.Queue[RankReply | Received] = queue.Queue()
-    updater = WeightUpdater(live, messages.put)
+    updater = WeightUpdater(served, messages.put)
     try:
-        yield Rank(model, live, updater, stream, messages)
+        yield Rank(model, served, updater, stream, messages)
     finally:
         updater.close()
         stream.close()

@@ -22,9 +22,9 @@ from segue.messages.control import (
     Pause,
     Paused,
     SchedulerMessage,
+    SchedulerOutput,
     Shutdown,
     State,
-    StepOutput,
 )
 from segue.messages.requests import Abort, AddRequest, Rejected, SamplingParams, pack_ids
 from segue.messages.steps import NON_FINITE, Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
@@ -124,7 +124,7 @@ class Client:
         tokens: list[int] = []
         while True:
             message = self.receive()
-            assert isinstance(message, StepOutput)
+            assert isinstance(message, SchedulerOutput)
             tokens += [t for r, t in zip(message.rids, message.tokens, strict=True) if r == rid]
             if any(finished.rid == rid for finished in message.finished):
                 return tokens
@@ -195,11 +195,11 @@ def test_an_abort_ends_the_request_with_its_tokens(client: Client) -> None:
     client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=SamplingParams(max_new_tokens=90)))
     first = client.receive()
     client.send(Abort("r"))
-    assert isinstance(first, StepOutput)
+    assert isinstance(first, SchedulerOutput)
     ends = list(first.finished)
     while not ends:
         message = client.receive()
-        assert isinstance(message, StepOutput)
+        assert isinstance(message, SchedulerOutput)
         ends += message.finished
     assert ends[0].rid == "r"
     client.send(GetState(1, check=True))
@@ -278,7 +278,7 @@ def slow_down(client: Client, seconds: float) -> None:
 def ask(client: Client, message: FrontendMessage) -> SchedulerMessage:
     """The answer to a call, behind whatever comes before it."""
     client.send(message)
-    while isinstance(answer := client.receive(), StepOutput):
+    while isinstance(answer := client.receive(), SchedulerOutput):
         pass
     return answer
 
@@ -391,7 +391,7 @@ def test_the_counters_tell_what_waits_while_paused(client: Client) -> None:
     for count in (1, 2):
         client.send(AddRequest(rid=str(count), prompt=pack_ids([1, 2, 3]), params=PARAMS))
         output = client.receive()
-        assert isinstance(output, StepOutput) and output.counters.num_waiting == count
+        assert isinstance(output, SchedulerOutput) and output.counters.num_waiting == count
 
 
 def test_a_flush_waits_until_its_deadline(client: Client) -> None:

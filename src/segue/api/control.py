@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from segue.messages.control import PauseMode
 
 
-class _Body(BaseModel):
+class _ControlBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
@@ -17,7 +17,7 @@ class _Query(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class AbortRequest(_Body):
+class AbortRequest(_ControlBody):
     """``POST /abort_request``."""
 
     rid: str | None = ""
@@ -25,7 +25,7 @@ class AbortRequest(_Body):
     aborted_message: str | None = None
 
 
-class PauseRequest(_Body):
+class PauseRequest(_ControlBody):
     """``POST /pause_generation``."""
 
     mode: Annotated[PauseMode, BeforeValidator(lambda mode: "in_place" if mode == "in-place" else mode)] = (

@@ -154,7 +154,7 @@ class Engine(WeightCalls):
         return await self._running.call_async(self._flush(timeout))
 
     def get_weight_version(self) -> str:
-        """The name of the live weights."""
+        """The name of the served weights."""
         return self._runtime.manager.weight_version
 
     async def async_get_weight_version(self) -> str:

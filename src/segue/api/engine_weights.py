@@ -144,7 +144,7 @@ class WeightCalls:
         }
 
     def _from_disk(self, /, model_path: str, load_format: str | None = None, **options: Any) -> Body:
-        """Load a checkpoint beside the live weights and make it live.
+        """Load a checkpoint beside the served weights and make it live.
 
         ``options``: ``flush_cache`` (True), ``abort_all_requests``, ``weight_version``.
         """
@@ -179,7 +179,7 @@ class WeightCalls:
         return "end_weight_update", {}
 
     def _version(self, /, new_version: str, abort_all_requests: bool = False) -> Body:
-        """Give the live weights another name."""
+        """Give the served weights another name."""
         body = {"new_version": new_version, "abort_all_requests": abort_all_requests}
         return "update_weight_version", body
 

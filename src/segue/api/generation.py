@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any
 
-from segue.api.native.calls import NativeCall, Reply
+from segue.api.native.calls import NativeCall, NativeReply
 from segue.frontend.merge import merged, results
-from segue.frontend.stream import Stream
+from segue.frontend.stream import RequestStream
 from segue.frontend.thread_pool import INLINE_ENTRIES, turn
 from segue.frontend.tokenizer_manager import TokenizerManager
 
@@ -16,13 +16,13 @@ from segue.frontend.tokenizer_manager import TokenizerManager
 class Generation:
     """The streams of a call. Leaving the ``with`` block aborts those that have not ended."""
 
-    def __init__(self, manager: TokenizerManager, call: NativeCall, streams: list[Stream]) -> None:
+    def __init__(self, manager: TokenizerManager, call: NativeCall, streams: list[RequestStream]) -> None:
         self.num_entries = 0  # of the result: one for each reply, each token, and each log-probability
         self._manager = manager
         self._call = call
         self._streams = streams
         self._replies = [
-            Reply(
+            NativeReply(
                 manager,
                 stream,
                 logprobs=request.options.logprobs >= 0,
@@ -50,7 +50,7 @@ class Generation:
         self._stack.close()
 
     @property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[RequestStream]:
         """One a request."""
         return self._streams
 

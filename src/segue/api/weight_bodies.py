@@ -27,7 +27,7 @@ LoadFormat = Annotated[
 ]
 
 
-class _Body(BaseModel):
+class _WeightBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
@@ -35,7 +35,7 @@ def _number(value: object) -> object:
     return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
 
 
-class InitWeightsUpdateGroupRequest(_Body):
+class InitWeightsUpdateGroupRequest(_WeightBody):
     """``POST /init_weights_update_group``: the trainer is rank 0, this engine begins at ``rank_offset``."""
 
     master_address: Annotated[str, Field(min_length=1)]
@@ -47,13 +47,13 @@ class InitWeightsUpdateGroupRequest(_Body):
     timeout_s: Seconds = 300.0
 
 
-class DestroyWeightsUpdateGroupRequest(_Body):
+class DestroyWeightsUpdateGroupRequest(_WeightBody):
     """``POST /destroy_weights_update_group``."""
 
     group_name: str = "weight_update_group"
 
 
-class BucketMetadata(_Body):
+class BucketMetadata(_WeightBody):
     """Tensors sent together: three lists of one length."""
 
     names: Names
@@ -61,7 +61,7 @@ class BucketMetadata(_Body):
     shapes: Shapes
 
 
-class PrepareWeightsUpdateRequest(_Body):
+class PrepareWeightsUpdateRequest(_WeightBody):
     """``POST /prepare_weights_update``: everything that is going to be broadcast, in order."""
 
     num_buckets: Count
@@ -79,7 +79,7 @@ class PrepareWeightsUpdateRequest(_Body):
     staging: StagingPlace = "auto"
 
 
-class CompleteWeightsUpdateRequest(_Body):
+class CompleteWeightsUpdateRequest(_WeightBody):
     """``POST /complete_weights_update``."""
 
     group_name: str | None = None
@@ -88,20 +88,20 @@ class CompleteWeightsUpdateRequest(_Body):
     commit: bool = True
 
 
-class CommitWeightsUpdateRequest(_Body):
+class CommitWeightsUpdateRequest(_WeightBody):
     """``POST /commit_weights_update``."""
 
     session_id: str | None = None
     flush_cache: bool = False
 
 
-class AbortWeightsUpdateRequest(_Body):
+class AbortWeightsUpdateRequest(_WeightBody):
     """``POST /abort_weights_update``."""
 
     session_id: str | None = None
 
 
-class _Update(_Body):
+class _Update(_WeightBody):
     flush_cache: bool = True
     abort_all_requests: bool = False
     weight_version: Version | None = None
@@ -131,7 +131,7 @@ class UpdateWeightsFromTensorRequest(_Update):
     load_format: str | None = None
 
 
-class UpdateWeightVersionRequest(_Body):
+class UpdateWeightVersionRequest(_WeightBody):
     """``POST /update_weight_version``."""
 
     new_version: Version
@@ -155,5 +155,5 @@ class WeightsCheckerRequest(BaseModel):
     action: Literal["checksum", "snapshot", "compare"] = "checksum"
 
 
-class NoFields(_Body):
+class NoFields(_WeightBody):
     """A call that takes nothing."""

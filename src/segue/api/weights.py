@@ -67,7 +67,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class WeightReply:
     """The content, and whether the call did what it should."""
 
     success: bool
@@ -79,7 +79,7 @@ async def perform(
     body: Mapping[str, Any] | BaseModel,
     ask: Ask,
     admit: Callable[[WeightRequest], WeightRequest] = lambda request: request,
-) -> Reply:
+) -> WeightReply:
     """Check the body of a call, unless it is the checked one, and carry it out.
 
     ``admit``: gives the request as the caller may make it, or raises.
@@ -99,7 +99,7 @@ async def perform(
     else:
         request = call.request(checked)
     answer = await ask(admit(request))
-    return Reply(answer.success, call.reply(answer))
+    return WeightReply(answer.success, call.reply(answer))
 
 
 def _bucket(bucket: BucketMetadata | UpdateWeightsFromDistributedRequest) -> Bucket:

@@ -39,10 +39,10 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotMetadata:
+class GridMetadata:
     """The part of a context that is fixed for `bs` sequences of `seq_len` queries each."""
 
-    q_starts: Tensor  # int32 [bs + 1]
+    cu_seqlens_q: Tensor  # int32 [bs + 1]
     blocks: Tensor  # int32 [*, 2], see `segue.attention.query_blocks`
 
 
@@ -50,7 +50,7 @@ class AttentionBackend(Protocol):
     """Causal attention of ragged queries over the paged KV cache.
 
     Masks are bottom-right aligned: of a sequence's `q_len` queries, query `p` sees key `j` if and only if
-    `j <= p + kv_len - q_len`. A query that sees no key gives 0. What lies in slots beyond `kv_len`, and in
+    `j <= p + kv_len - q_len`. A query that sees no key gives 0. What lies in the pool beyond `kv_len`, and in
     the scratch page, never reaches an output, NaN included.
     """
 
@@ -68,9 +68,9 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    # A grid of prefill graphs: `bs` slots of `seq_len` queries each, a sequence's tokens at the end of its
-    # slot, where the mask lets them see what they should. From replay to replay `rows` (of the page table)
-    # and `kv_lens` change, at the same addresses.
+    # A grid of prefill graphs: `bs` prompts of `seq_len` queries each, padded at the front,
+    # where the mask lets them see what they should. From replay to replay `slots` and `kv_lens` change, at
+    # the same addresses.
 
     def supports_batch_prefill_cuda_graph(self) -> bool:
         """Whether the methods below are there."""
@@ -81,15 +81,15 @@ class AttentionBackend(Protocol):
         _unsupported(self)
 
     def init_forward_metadata_capture_batch_prefill_cuda_graph(
-        self, bs: int, seq_len: int, rows: Tensor, kv_lens: Tensor
-    ) -> SlotMetadata:
-        """What a captured size reads besides `rows` and `kv_lens` (int32 `[bs]`), at addresses that stay."""
+        self, bs: int, seq_len: int, slots: Tensor, kv_lens: Tensor
+    ) -> GridMetadata:
+        """What a captured size reads besides `slots` and `kv_lens` (int32 `[bs]`), at addresses that stay."""
         _unsupported(self)
 
     def init_forward_metadata_replay_batch_prefill_cuda_graph(
-        self, bs: int, seq_len: int, rows: Tensor, kv_lens: Tensor
+        self, bs: int, seq_len: int, slots: Tensor, kv_lens: Tensor
     ) -> None:
-        """Bring what was derived from `rows` and `kv_lens` up to date, in place, without waiting."""
+        """Bring what was derived from `slots` and `kv_lens` up to date, in place, without waiting."""
         _unsupported(self)
 
 

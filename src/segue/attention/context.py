@@ -24,14 +24,14 @@ class Context:
 
     input_ids: Tensor  # int64 [T]
     positions: Tensor  # int64, or int32 of a static step, [T], each token's place in its sequence
-    kv_rows: Tensor  # int64 [T], token rows of the pool for each K and V; padding: of the scratch page
-    wanted: Tensor | None  # int [L], the tokens whose hidden states the model returns; None: all
-    rows: Sequence[int]  # S rows of the page table
+    slot_mapping: Tensor  # int64 [T], token rows of the pool for each K and V; padding: of the scratch page
+    logits_indices: Tensor | None  # int [L], the tokens whose hidden states the model returns; None: all
+    slots: Sequence[int]  # S request slots, rows of the page table
     q_lens: Sequence[int]  # S tokens of this step
     kv_lens: Sequence[int]  # S tokens in the cache, this step's included
-    rows_device: Tensor  # int64, or int32 of a static step, [S]
+    slots_device: Tensor  # int64, or int32 of a static step, [S]
     kv_lens_device: Tensor  # int32 [S]
-    q_starts_device: Tensor  # int32 [S + 1], where each sequence's tokens begin
+    cu_seqlens_q_device: Tensor  # int32 [S + 1], where each sequence's tokens begin
     num_decode: int  # the first so many sequences have one token each
     page_table: PageTable
     kv: KVPool
@@ -40,48 +40,50 @@ class Context:
     num_decode_device: Tensor | None = None  # int32 [1]; num_decode is the most there can be
     blocks: Tensor | None = None  # the backend's, for the sequences behind the decode rows
     num_tokens: Tensor | None = None  # int32 [1], tokens before those that pad the end; None: not known
-    num_wanted: Tensor | None = None  # int32 [1], the same of `wanted`
+    num_logits_indices: Tensor | None = None  # int32 [1], the same of `logits_indices`
 
     @property
     def has_prefill(self) -> bool:
         """Whether sequences may follow the decode rows."""
-        return self.blocks is not None or self.num_decode < len(self.rows)
+        return self.blocks is not None or self.num_decode < len(self.slots)
 
     @classmethod
     def build(
         cls,
         *,
         input_ids: Tensor,
-        rows: Sequence[int],
+        slots: Sequence[int],
         q_lens: Sequence[int],
         kv_lens: Sequence[int],
         num_decode: int,
         page_table: PageTable,
         kv: KVPool,
         backend: AttentionBackend,
-        wanted: Tensor | None = None,
+        logits_indices: Tensor | None = None,
     ) -> Context:
-        """Work out positions and rows."""
+        """Work out positions and the slot mapping."""
         device = kv.data.device
-        rows_device = torch.tensor(rows, dtype=torch.int64, device=device)
+        slots_device = torch.tensor(slots, dtype=torch.int64, device=device)
         kv_lens_device = torch.tensor(kv_lens, dtype=torch.int32, device=device)
         ends = list(accumulate(q_lens))
         positions = torch.cat([torch.arange(kv - q, kv) for q, kv in zip(q_lens, kv_lens, strict=True)]).to(
             device
         )
         index = torch.int64 if device.type == "cpu" else torch.int32  # as static steps have: compiled once
-        token_rows = rows_device.repeat_interleave(torch.tensor(q_lens, device=device), output_size=ends[-1])
+        token_slots = slots_device.repeat_interleave(
+            torch.tensor(q_lens, device=device), output_size=ends[-1]
+        )
         return cls(
             input_ids=input_ids,
             positions=positions.to(index),
-            kv_rows=kv.token_rows(page_table.slots(token_rows, positions)),
-            wanted=wanted,
-            rows=rows,
+            slot_mapping=kv.token_rows(page_table.kv_slots(token_slots, positions)),
+            logits_indices=logits_indices,
+            slots=slots,
             q_lens=q_lens,
             kv_lens=kv_lens,
-            rows_device=rows_device.to(index),
+            slots_device=slots_device.to(index),
             kv_lens_device=kv_lens_device,
-            q_starts_device=torch.tensor([0, *ends], dtype=torch.int32, device=device),
+            cu_seqlens_q_device=torch.tensor([0, *ends], dtype=torch.int32, device=device),
             num_decode=num_decode,
             page_table=page_table,
             kv=kv,

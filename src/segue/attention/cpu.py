@@ -3,7 +3,7 @@
 Letters: B sequences, S keys a sequence, H key-value heads, N query heads, G = N / H, D head dimension.
 
 A decode step reads keys a page at a time, as `[B, S, H * D]`, and multiplies them by queries laid out as `[B,
-N, H * D]`, each zero but in its own key-value head: the wasted products cost less than reading keys head by
+N, H * D]`, each zero but in its own key-value head: the wasted GEMMs cost less than reading keys head by
 head. Values are not gathered at all: `embedding_bag` sums rows of the pool weighted by the probabilities.
 Prefill packs the query heads that share a key-value head into the rows of one matrix and goes through it in
 blocks, skipping what the causal mask hides.
@@ -29,9 +29,9 @@ CAPABILITIES = Capabilities(
 
 _KEY_MULTIPLE = 64  # decode pads S to it: oneDNN compiles each new shape, for half a millisecond
 _MAX_PADDING = 3072  # tokens; about what a further group costs in calls
-_BLOCK = 128  # query tokens a product in prefill, at most
-_MAX_SCORES = 1 << 24  # elements a product gives: with long contexts, blocks of fewer tokens bound memory
-_SHORT = 128  # keys up to which one fused call beats the blocked products
+_BLOCK = 128  # query tokens a GEMM in prefill, at most
+_MAX_SCORES = 1 << 24  # elements a GEMM gives: with long contexts, blocks of fewer tokens bound memory
+_SHORT = 128  # keys up to which one fused call beats the blocked GEMMs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class _Prefill:
 
 
 class CPUAttention(AttentionBackend):
-    """Packed products over gathered keys; what a step needs is laid out once in `prepare`."""
+    """Packed GEMMs over gathered keys; what a step needs is laid out once in `prepare`."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         """Serve a model of `shape` whose cache is `pool`."""
@@ -167,9 +167,9 @@ class CPUAttention(AttentionBackend):
     def _plan_decode(self, ctx: Context, members: Sequence[int], alone: bool) -> _Decode:
         num, heads, size = len(members), self._shape.num_kv_heads, self._pool.page_size
         lens = torch.tensor([ctx.kv_lens[m] for m in members])[:, None]
-        longest = max(ctx.kv_lens[m] for m in members)
-        num_pages = -(-_round_up(longest, _KEY_MULTIPLE) // size)
-        pages = ctx.page_table.data[[ctx.rows[m] for m in members], :num_pages].long()
+        max_len = max(ctx.kv_lens[m] for m in members)
+        num_pages = -(-_round_up(max_len, _KEY_MULTIPLE) // size)
+        pages = ctx.page_table.data[[ctx.slots[m] for m in members], :num_pages].long()
         rows = (pages[:, :, None] * self._pool.page_rows + torch.arange(size)).flatten(1)
         hidden = torch.arange(rows.shape[1]) >= lens
         # A hidden key's value is a real token's, so that its probability, 0, makes it 0.
@@ -188,7 +188,7 @@ class CPUAttention(AttentionBackend):
     def _plan_prefills(self, ctx: Context) -> Iterator[_Prefill]:
         start = ctx.num_decode
         for row, q_len, kv_len in zip(
-            ctx.rows[ctx.num_decode :],
+            ctx.slots[ctx.num_decode :],
             ctx.q_lens[ctx.num_decode :],
             ctx.kv_lens[ctx.num_decode :],
             strict=True,
@@ -219,12 +219,12 @@ class CPUAttention(AttentionBackend):
 def group_by_length(lens: Sequence[int]) -> list[list[int]]:
     """Sequences in groups of similar length, so that padding each group to its longest wastes little."""
     groups: list[list[int]] = []
-    longest = padding = 0
+    max_len = padding = 0
     for member in sorted(range(len(lens)), key=lambda m: -lens[m]):
-        padding += longest - lens[member]
+        padding += max_len - lens[member]
         if not groups or padding > _MAX_PADDING:
             groups.append([])
-            longest, padding = lens[member], 0
+            max_len, padding = lens[member], 0
         groups[-1].append(member)
     return [sorted(group) for group in groups]
 

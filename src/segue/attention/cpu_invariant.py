@@ -1,12 +1,12 @@
 """Attention on the CPU that gives a query the same bits whatever else is in its step, or was.
 
 Letters: B sequences of t query tokens each, S keys, H key-value heads, G query heads a key-value head, D head
-dimension, R rows of a product.
+dimension, R rows of a GEMM.
 
-Decode and prefill are one computation; they differ in how many tokens share a product. Keys and values always
+Decode and prefill are one computation; they differ in how many tokens share a GEMM. Keys and values always
 come from the pool. Probabilities are of a whole row, and values are summed block by block of `_BLOCK` keys at
 fixed positions, then from left to right; keys that are hidden, or only there to fill a block, add zeros.
-Products have few numbers of rows, tried beforehand: see `kernels.invariant`.
+GEMMs have few numbers of rows, tried beforehand: see `kernels.batch_invariant`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from segue.kvcache.pool import KVPool
 CAPABILITIES = replace(cpu.CAPABILITIES, deterministic=True)
 
 _BLOCK = 64  # keys
-_ROWS = (8, 16, 64, 384)  # of a product: the query heads of some tokens, and padding
-_MAX_SCORES = 1 << 24  # elements a product gives
+_ROWS = (8, 16, 64, 384)  # of a gemm: the query heads of some tokens, and padding
+_MAX_SCORES = 1 << 24  # elements a GEMM gives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tile:
+class _QueryTile:
     """Some query tokens of one sequence, or of many sequences one each."""
 
     tokens: Tensor  # int64 [B * t], in the step
@@ -46,13 +46,13 @@ class _Tile:
 
 
 class InvariantCPUAttention(AttentionBackend):
-    """Products of few shapes over gathered keys; what a step needs is laid out once in `prepare`."""
+    """GEMMs of few shapes over gathered keys; what a step needs is laid out once in `prepare`."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         """Serve a model of `shape` whose cache is `pool`.
 
         Raises:
-            ConfigError: this CPU's products of any shape depend on a row's place.
+            ConfigError: this CPU's GEMMs of any shape depend on a row's place.
         """
         self._shape = shape
         self._pool = pool
@@ -62,7 +62,7 @@ class InvariantCPUAttention(AttentionBackend):
         self._values = [rows.view(-1, shape.head_dim) for rows in pool.value_rows]
         num_rows = pool.data.numel() // shape.head_dim
         self._index_dtype = torch.int32 if num_rows < 2**31 else torch.int64
-        self._tiles: list[_Tile] = []
+        self._tiles: list[_QueryTile] = []
 
     def prepare(self, ctx: Context) -> None:
         """Cut the step into tiles and lay out every index and mask."""
@@ -77,7 +77,7 @@ class InvariantCPUAttention(AttentionBackend):
             output[tile.tokens] = self._attend(query[tile.tokens], tile, layer)
         return output
 
-    def _attend(self, query: Tensor, tile: _Tile, layer: int) -> Tensor:
+    def _attend(self, query: Tensor, tile: _QueryTile, layer: int) -> Tensor:
         heads, size, tokens = self._shape.num_kv_heads, self._shape.head_dim, len(query) // tile.num
         by_token = (tile.num, heads, tokens, self._group, size)  # a token's query heads follow each other
         real = slice(0, tokens * self._group)  # rows
@@ -97,21 +97,21 @@ class InvariantCPUAttention(AttentionBackend):
         attended = total[:, :, real].view(by_token).transpose(1, 2).to(query.dtype)
         return attended.reshape(query.shape)
 
-    def _plan_decodes(self, ctx: Context) -> Iterator[_Tile]:
+    def _plan_decodes(self, ctx: Context) -> Iterator[_QueryTile]:
         rows = self._rows[0]
         for members in cpu.group_by_length(ctx.kv_lens[: ctx.num_decode]):
-            longest = max(ctx.kv_lens[member] for member in members)
-            most = self._most_rows(longest) // rows
+            max_len = max(ctx.kv_lens[member] for member in members)
+            most = self._most_rows(max_len) // rows
             for start in range(0, len(members), most):
                 some = members[start : start + most]
                 lens = [ctx.kv_lens[member] for member in some]
                 sees = torch.tensor(lens)[:, None]
-                yield self._tile(ctx, torch.tensor(some), [ctx.rows[m] for m in some], lens, rows, sees)
+                yield self._tile(ctx, torch.tensor(some), [ctx.slots[m] for m in some], lens, rows, sees)
 
-    def _plan_prefills(self, ctx: Context) -> Iterator[_Tile]:
+    def _plan_prefills(self, ctx: Context) -> Iterator[_QueryTile]:
         start = sum(ctx.q_lens[: ctx.num_decode])
         for row, q_len, kv_len in zip(
-            ctx.rows[ctx.num_decode :],
+            ctx.slots[ctx.num_decode :],
             ctx.q_lens[ctx.num_decode :],
             ctx.kv_lens[ctx.num_decode :],
             strict=True,
@@ -136,7 +136,7 @@ class InvariantCPUAttention(AttentionBackend):
         lens: Sequence[int],
         rows: int,
         sees: Tensor,
-    ) -> _Tile:
+    ) -> _QueryTile:
         """A tile of sequences of `lens` keys; `sees` is how many of them each query does, `[B, 1 or R]`."""
         num, heads, size = len(lens), self._shape.num_kv_heads, self._pool.page_size
         num_keys = -(-max(lens) // _BLOCK) * _BLOCK
@@ -144,12 +144,12 @@ class InvariantCPUAttention(AttentionBackend):
         # A key beyond the sequence is a real token's, so that its probability, 0, makes it 0.
         at = torch.where(key < torch.tensor(lens)[:, None], key, 0)  # [B, S]
         pages = ctx.page_table.data[list(table_rows)].long().gather(1, at // size)
-        token_rows = pages * self._pool.page_rows + at % size
-        index = (token_rows[:, None] * heads + torch.arange(heads)[:, None]).to(
+        token_slots = pages * self._pool.page_rows + at % size
+        index = (token_slots[:, None] * heads + torch.arange(heads)[:, None]).to(
             self._index_dtype
         )  # [B, H, S]
         common = int(sees.min())
-        return _Tile(
+        return _QueryTile(
             tokens=tokens,
             num=num,
             rows=rows,
@@ -160,13 +160,13 @@ class InvariantCPUAttention(AttentionBackend):
         )
 
     def _most_rows(self, kv_len: int) -> int:
-        """Rows of products over `kv_len` keys that bound the memory they take."""
+        """Rows of GEMMs over `kv_len` keys that bound the memory they take."""
         return max(self._rows[0], _MAX_SCORES // (self._shape.num_kv_heads * (kv_len + _BLOCK)))
 
 
 @cache
 def _agreeing_rows(group: int, size: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Numbers of rows of a product, at least `group`, that give each row the same bits, ascending."""
+    """Numbers of rows of a GEMM, at least `group`, that give each row the same bits, ascending."""
     candidates = [rows for rows in _ROWS if rows >= group] or [group]
     reference = min((rows for rows in candidates if rows >= 16), default=group)
     index = torch.arange(max(candidates)) % reference
@@ -191,7 +191,7 @@ def _agreeing_rows(group: int, size: int, dtype: torch.dtype) -> tuple[int, ...]
 
     if not agrees(reference):
         raise ConfigError(
-            f"deterministic=True: products of {reference} rows in {dtype}, as attention has them, depend on "
+            f"deterministic=True: GEMMs of {reference} rows in {dtype}, as attention has them, depend on "
             "how many there are on this CPU; use another --dtype",
             param="deterministic",
         )

@@ -15,11 +15,11 @@ from torch import Tensor
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
 from segue.attention.hybrid import attend
-from segue.attention.prefill_grid import SlotPrefill
+from segue.attention.prefill_grid import GridPrefill
 from segue.kvcache.pool import KVPool
 
 
-class FA3Attention(SlotPrefill):
+class FA3Attention(GridPrefill):
     """Both halves on one pool."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
@@ -37,16 +37,16 @@ class FA3Attention(SlotPrefill):
 
     def prepare(self, ctx: Context) -> None:
         """Gather the page table; tell the halves' queries apart."""
-        count = len(ctx.rows_device) if ctx.has_prefill else ctx.num_decode
-        self._table = ctx.page_table.data.index_select(0, ctx.rows_device[:count])
+        count = len(ctx.slots_device) if ctx.has_prefill else ctx.num_decode
+        self._table = ctx.page_table.data.index_select(0, ctx.slots_device[:count])
         self._kv_lens = ctx.kv_lens_device[:count]
         self._padding = torch.zeros_like(self._kv_lens)
         if ctx.has_prefill:
             num_decode: int | Tensor = ctx.num_decode
             if ctx.num_decode and ctx.num_decode_device is not None:
                 num_decode = ctx.num_decode_device
-            self._starts = torch.clamp(ctx.q_starts_device, min=num_decode)
-            self._decode_starts = torch.clamp(ctx.q_starts_device, max=num_decode)
+            self._starts = torch.clamp(ctx.cu_seqlens_q_device, min=num_decode)
+            self._decode_starts = torch.clamp(ctx.cu_seqlens_q_device, max=num_decode)
 
     def forward(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
@@ -58,13 +58,13 @@ class FA3Attention(SlotPrefill):
         """See `PagedBackend.decode`."""
         rows = slice(ctx.num_decode)  # what is kept of splits grows with the queries
         if ctx.has_prefill:
-            self._run(query[rows], output[rows], layer, self._decode_starts, longest=1, splits=0)
+            self._run(query[rows], output[rows], layer, self._decode_starts, max_len=1, splits=0)
         else:  # [S, 1, heads, head_dim]
-            self._run(query[:, None], output[:, None], layer, None, longest=None, splits=0)
+            self._run(query[:, None], output[:, None], layer, None, max_len=None, splits=0)
 
     def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.prefill`."""
-        self._run(query, output, layer, self._starts, longest=len(query), splits=1)
+        self._run(query, output, layer, self._starts, max_len=len(query), splits=1)
 
     def _run(
         self,
@@ -73,7 +73,7 @@ class FA3Attention(SlotPrefill):
         layer: int,
         starts: Tensor | None,
         *,
-        longest: int | None,
+        max_len: int | None,
         splits: int,
     ) -> None:
         """Attend into `output`; `splits` of the keys, 0: as many as FlashAttention-3 likes."""
@@ -85,7 +85,7 @@ class FA3Attention(SlotPrefill):
             out=output,
             cu_seqlens_q=starts,
             seqused_k=self._kv_lens,
-            max_seqlen_q=longest,
+            max_seqlen_q=max_len,
             page_table=self._table,
             leftpad_k=self._padding,
             softmax_scale=self._shape.scale,

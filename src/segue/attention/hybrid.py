@@ -9,7 +9,7 @@ from torch import Tensor
 
 from segue.attention.base import PagedBackend
 from segue.attention.context import Context
-from segue.attention.prefill_grid import SlotPrefill
+from segue.attention.prefill_grid import GridPrefill
 
 
 def attend(prefill: PagedBackend, decode: PagedBackend, query: Tensor, layer: int, ctx: Context) -> Tensor:
@@ -22,7 +22,7 @@ def attend(prefill: PagedBackend, decode: PagedBackend, query: Tensor, layer: in
     return output
 
 
-class PairedAttention(SlotPrefill):
+class PairedAttention(GridPrefill):
     """Prefill by one backend, or by several according to the step's size, and decode by another."""
 
     def __init__(self, prefill: Sequence[tuple[int, PagedBackend]], decode: PagedBackend) -> None:

@@ -1,16 +1,16 @@
-"""The grid of prefill graphs for backends that read rows and lengths where the step's inputs lie."""
+"""The grid of prefill graphs for backends that read slots and lengths where the step's inputs lie."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from segue.attention.base import SlotMetadata
+from segue.attention.base import GridMetadata
 from segue.attention.query_blocks import block_table
 
 
-class SlotPrefill:
-    """Nothing is derived from rows and lengths outside the graph: a replay has nothing to update."""
+class GridPrefill:
+    """Nothing is derived from slots and lengths outside the graph: a replay has nothing to update."""
 
     def queries_per_block(self, tokens: int) -> int:
         """Queries of a sequence in one row of the blocks, in a step of `tokens`."""
@@ -24,16 +24,16 @@ class SlotPrefill:
         """Sizes share nothing but the step's inputs."""
 
     def init_forward_metadata_capture_batch_prefill_cuda_graph(
-        self, bs: int, seq_len: int, rows: Tensor, kv_lens: Tensor
-    ) -> SlotMetadata:
-        """Where slots begin, and which block is whose: fixed for a size."""
+        self, bs: int, seq_len: int, slots: Tensor, kv_lens: Tensor
+    ) -> GridMetadata:
+        """Where each prompt's place begins, and which block is whose: fixed for a size."""
         blocks = block_table([seq_len] * bs, 0, self.queries_per_block(bs * seq_len))
-        return SlotMetadata(
-            q_starts=torch.arange(bs + 1, dtype=torch.int32, device=rows.device) * seq_len,
-            blocks=torch.from_numpy(blocks).to(rows.device),
+        return GridMetadata(
+            cu_seqlens_q=torch.arange(bs + 1, dtype=torch.int32, device=slots.device) * seq_len,
+            blocks=torch.from_numpy(blocks).to(slots.device),
         )
 
     def init_forward_metadata_replay_batch_prefill_cuda_graph(
-        self, bs: int, seq_len: int, rows: Tensor, kv_lens: Tensor
+        self, bs: int, seq_len: int, slots: Tensor, kv_lens: Tensor
     ) -> None:
-        """`rows` and `kv_lens` are new already."""
+        """`slots` and `kv_lens` are new already."""

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
 from segue.attention.hybrid import attend
-from segue.attention.prefill_grid import SlotPrefill
+from segue.attention.prefill_grid import GridPrefill
 from segue.attention.query_blocks import block_table
 from segue.kernels.triton.attention import decode, prefill
 from segue.kernels.triton.launch import is_hopper, launch_options
@@ -29,7 +29,7 @@ _MOST_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tile:
+class _AttentionTile:
     """How prefill goes through the keys."""
 
     keys: int  # at a time
@@ -38,13 +38,13 @@ class _Tile:
 
 
 _TILES_BY_ROWS = {
-    32: _Tile(keys=64, stages=2, warps=4),
-    64: _Tile(keys=64, stages=2, warps=4),
-    128: _Tile(keys=64, stages=2, warps=4),
+    32: _AttentionTile(keys=64, stages=2, warps=4),
+    64: _AttentionTile(keys=64, stages=2, warps=4),
+    128: _AttentionTile(keys=64, stages=2, warps=4),
 }
 
 
-class TritonAttention(SlotPrefill):
+class TritonAttention(GridPrefill):
     """Both kernels on one pool."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
@@ -92,9 +92,9 @@ class TritonAttention(SlotPrefill):
             self._pool.key_rows[layer],
             self._pool.value_rows[layer],
             ctx.page_table.data,
-            ctx.rows_device,
+            ctx.slots_device,
             ctx.kv_lens_device,
-            ctx.rows_device if ctx.num_decode_device is None else ctx.num_decode_device,
+            ctx.slots_device if ctx.num_decode_device is None else ctx.num_decode_device,
             output,
             self._partial,
             self._maxima,
@@ -129,8 +129,8 @@ class TritonAttention(SlotPrefill):
             TensorDescriptor.from_tensor(by_row, [tile.keys, dim]) if tma else by_row,
             layer * 2 * pool.page_size,
             ctx.page_table.data,
-            ctx.rows_device,
-            ctx.q_starts_device,
+            ctx.slots_device,
+            ctx.cu_seqlens_q_device,
             ctx.kv_lens_device,
             blocks,
             output,
@@ -145,9 +145,9 @@ class TritonAttention(SlotPrefill):
             **launch_options(tile.warps, len(query)),
         )
 
-    def _prefill_tile(self, rows: int) -> _Tile:
+    def _prefill_tile(self, rows: int) -> _AttentionTile:
         if self._wide:
-            return _Tile(keys=32, stages=2, warps=4)
+            return _AttentionTile(keys=32, stages=2, warps=4)
         return _TILES_BY_ROWS[rows]
 
     def _constants(self) -> dict[str, object]:

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
 from segue.attention.hybrid import attend as attend_halves
-from segue.attention.prefill_grid import SlotPrefill
+from segue.attention.prefill_grid import GridPrefill
 from segue.attention.query_blocks import block_table
 from segue.kernels.triton.batch_invariant_attention import attend
 from segue.kernels.triton.launch import LATE, is_hopper
@@ -24,7 +24,7 @@ _STAGES, _WARPS = 2, 4
 _TILES = 256  # programs that decode cuts a small batch into, at most
 
 
-class TritonInvariantAttention(SlotPrefill):
+class TritonInvariantAttention(GridPrefill):
     """Decode is prefill of one query: both halves are one kernel."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
@@ -82,8 +82,8 @@ class TritonInvariantAttention(SlotPrefill):
             TensorDescriptor.from_tensor(by_row, [_KEYS, dim]) if tma else by_row,
             layer * 2 * pool.page_size,
             ctx.page_table.data,
-            ctx.rows_device,
-            ctx.kv_lens_device if blocks is None else ctx.q_starts_device,
+            ctx.slots_device,
+            ctx.kv_lens_device if blocks is None else ctx.cu_seqlens_q_device,
             ctx.kv_lens_device,
             ctx.kv_lens_device if blocks is None else blocks,
             ctx.kv_lens_device if ctx.num_decode_device is None else ctx.num_decode_device,

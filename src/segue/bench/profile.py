@@ -44,7 +44,7 @@ class StepProfile:
     label: str
     milliseconds: float  # from launch to launch, as served
     host_milliseconds: float  # of planning, launching and reading, the wait for the device left out
-    floor_milliseconds: float  # weights and KV read once at the memory's speed, or the products' arithmetic
+    floor_milliseconds: float  # weights and KV read once at the memory's speed, or the GEMMs' arithmetic
     kernels: list[KernelTime]  # the slowest first
 
 
@@ -255,8 +255,8 @@ def _measure_device(device: torch.device, dtype: torch.dtype) -> tuple[float, fl
     matrix = torch.outer(square, square.flip(0))
     copy = torch.empty_like(data)
     read = _seconds(lambda: copy.copy_(data), device)
-    product = _seconds(lambda: matrix @ matrix, device)
-    return 2 * size / read, 2 * len(square) ** 3 / product
+    gemm = _seconds(lambda: matrix @ matrix, device)
+    return 2 * size / read, 2 * len(square) ** 3 / gemm
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

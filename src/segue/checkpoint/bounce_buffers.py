@@ -9,7 +9,7 @@ from torch import Tensor
 STAGING_BYTES = 16 << 20
 
 
-class Staging:
+class BounceBuffers:
     """Host buffers used in turn. For CUDA they are pinned, and one is filled while the other is copied."""
 
     def __init__(self, device: torch.device, num_bytes: int = STAGING_BYTES) -> None:

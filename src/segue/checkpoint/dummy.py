@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from segue.memory.arena import Arena
-from segue.models.weight_map import Box, NameTable
+from segue.models.weight_map import Box, WeightMap
 
 STD = 0.02
 
@@ -24,7 +24,7 @@ _BYTES_MEAN = 510
 _BYTES_STD = (4 * (256**2 - 1) / 12) ** 0.5
 
 
-def fill(arena: Arena, table: NameTable, seed: int) -> Iterator[int]:
+def fill(arena: Arena, table: WeightMap, seed: int) -> Iterator[int]:
     """Make up all weights of a rank, norms near 1, all else near 0 with deviation STD; yields bytes done."""
     for name in table.names:
         mean = 1.0 if name.endswith(_NORM_SUFFIX) else 0.0

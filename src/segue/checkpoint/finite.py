@@ -5,10 +5,10 @@ from pathlib import Path
 from segue.errors import ModelFileError
 from segue.memory.arena import Arena
 from segue.memory.tensor_ops import are_finite
-from segue.models.weight_map import NameTable
+from segue.models.weight_map import WeightMap
 
 
-def check_finite(arena: Arena, table: NameTable, origin: Path) -> None:
+def check_finite(arena: Arena, table: WeightMap, origin: Path) -> None:
     """Look at all weights in `arena`, loaded from `origin`; 0.3 s per GB on a CPU.
 
     Raises:

@@ -8,7 +8,7 @@ from torch import nn
 from tqdm import tqdm
 
 from segue.checkpoint import dummy
-from segue.checkpoint.bounce_buffers import STAGING_BYTES, Staging
+from segue.checkpoint.bounce_buffers import STAGING_BYTES, BounceBuffers
 from segue.checkpoint.finite import check_finite
 from segue.checkpoint.gguf import weights as gguf_weights
 from segue.checkpoint.shards import Shards
@@ -17,7 +17,7 @@ from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena, TensorSpec, bind
 from segue.models import weight_map
 from segue.models.config import ModelConfig
-from segue.models.weight_map import NameTable
+from segue.models.weight_map import WeightMap
 
 
 def load_weights(
@@ -47,7 +47,7 @@ def load_weights(
         TensorSpec(name=name, shape=tuple(parameter.shape), dtype=parameter.dtype)
         for name, parameter in model.named_parameters()
     ]
-    assert {spec.name: spec.shape for spec in specs} == table.parameters, "model and name table disagree"
+    assert {spec.name: spec.shape for spec in specs} == table.parameters, "model and weight map disagree"
     show = progress if progress is not None else tp.is_first and sys.stderr.isatty()
     with tqdm(unit="B", unit_scale=True, desc="Loading weights", disable=not show) as bar:
         bar.reset(total=sum(spec.num_bytes for spec in specs))
@@ -68,7 +68,7 @@ def load_weights(
 
 def read_weights(
     source: ModelSource,
-    table: NameTable,
+    table: WeightMap,
     make: Callable[[], Arena],
     dtype: torch.dtype,
     *,
@@ -78,7 +78,7 @@ def read_weights(
 ) -> Iterator[int]:
     """Check the files, then fill the arena that `make` gives; yields bytes as they arrive there.
 
-    `staging_bytes`: see `Staging`; for the rest, and the errors, see `load_weights`.
+    `staging_bytes`: see `BounceBuffers`; for the rest, and the errors, see `load_weights`.
     """
     if source.format == "dummy":
         arena = make()
@@ -87,17 +87,17 @@ def read_weights(
     with _open(source, table, dtype, progress=progress) as shards:
         shards.check(table)
         arena = make()
-        yield from shards.copy(arena, table, Staging(arena.slabs[0].device, staging_bytes))
+        yield from shards.copy(arena, table, BounceBuffers(arena.slabs[0].device, staging_bytes))
 
 
-def _open(source: ModelSource, table: NameTable, dtype: torch.dtype, *, progress: bool) -> Shards:
+def _open(source: ModelSource, table: WeightMap, dtype: torch.dtype, *, progress: bool) -> Shards:
     if source.gguf is None:
         return Shards.in_directory(source.directory)
     path = gguf_weights.convert(source.gguf, source.directory, dtype, table, progress=progress)
     return Shards(path, [path])
 
 
-def _allocate(specs: list[TensorSpec], table: NameTable, device: torch.device | str) -> Arena:
+def _allocate(specs: list[TensorSpec], table: WeightMap, device: torch.device | str) -> Arena:
     arena = Arena.allocate(specs, device)
     for parameter, box in table.padding.items():
         arena.view(parameter)[box].zero_()

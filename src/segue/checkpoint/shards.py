@@ -1,4 +1,4 @@
-"""The safetensors files of one checkpoint: found, checked against the name table, copied into an arena."""
+"""The safetensors files of one checkpoint: found, checked against the weight map, copied into an arena."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -10,12 +10,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from segue.checkpoint.bounce_buffers import Staging
+from segue.checkpoint.bounce_buffers import BounceBuffers
 from segue.checkpoint.model_files import read_text
 from segue.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
 from segue.errors import ModelFileError
 from segue.memory.arena import Arena
-from segue.models.weight_map import Box, NameTable, Shape, Slice
+from segue.models.weight_map import Box, Shape, Slice, WeightMap
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -97,7 +97,7 @@ class Shards:
         for file in self.files:
             file.close()
 
-    def check(self, table: NameTable) -> None:
+    def check(self, table: WeightMap) -> None:
         """Hold names, shapes and types against `table`, before anything is loaded.
 
         Raises:
@@ -139,7 +139,7 @@ class Shards:
                     "which config.json ties it; set tie_word_embeddings to false there"
                 )
 
-    def copy(self, arena: Arena, table: NameTable, staging: Staging) -> Iterator[int]:
+    def copy(self, arena: Arena, table: WeightMap, staging: BounceBuffers) -> Iterator[int]:
         """Copy what `table` asks for into `arena`, cast to its dtypes; yields bytes as they arrive there.
 
         What cannot be read in place passes through `staging`.
@@ -199,7 +199,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _copy(
-    file: SafetensorsFile, tensor: StoredTensor, part: Slice, target: Tensor, staging: Staging
+    file: SafetensorsFile, tensor: StoredTensor, part: Slice, target: Tensor, staging: BounceBuffers
 ) -> Iterator[int]:
     if target.dim() > len(part.source):  # one expert's matrix, for a parameter that has all of them
         target = target[0]
@@ -219,7 +219,7 @@ def _copy_rows(
     shape: Shape,
     box: Box,
     target: Tensor,
-    staging: Staging,
+    staging: BounceBuffers,
 ) -> Iterator[int]:
     """Copy `box` of the vector or matrix that begins at element `first` of `tensor`."""
     dtype = _DTYPES[tensor.dtype]

@@ -10,11 +10,11 @@ from typing import Any
 
 from segue.errors import SegueError
 from segue.frontend.request import Output
-from segue.frontend.stream import Stream
+from segue.frontend.stream import RequestStream
 from segue.frontend.thread_pool import TURN, turn
 
 
-async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output], None]:
+async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, Output], None]:
     """(index of the stream, its news), until all have ended; the first error ends it."""
     if len(streams) == 1:
         while True:
@@ -49,7 +49,7 @@ async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Output]
         await _end(watchers.values())
 
 
-async def results(streams: Sequence[Stream]) -> list[Output]:
+async def results(streams: Sequence[RequestStream]) -> list[Output]:
     """All of each, once every one has ended; the first error ends it, without waiting for the others."""
     if len(streams) == 1:
         return [await streams[0].result()]
@@ -67,7 +67,7 @@ async def results(streams: Sequence[Stream]) -> list[Output]:
         await _end(tasks)
 
 
-async def accepted(streams: Sequence[Stream], patience_s: float) -> None:
+async def accepted(streams: Sequence[RequestStream], patience_s: float) -> None:
     """Wait until a stream has news, at most ``patience_s``: the scheduler may refuse a request.
 
     It does so before it runs any that came with it. Of many streams the first and the last are watched: those

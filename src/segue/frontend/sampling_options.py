@@ -57,7 +57,7 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
+class RequestLimits:
     """What requests are checked against: ``max_seq_len`` and ``vocab_size`` in tokens, and the EOS ids."""
 
     max_seq_len: int
@@ -70,7 +70,7 @@ class Prepared:
     """Checked options, for any number of prompts: what does not depend on the prompt is shared."""
 
     options: SamplingOptions
-    limits: Vocabulary
+    limits: RequestLimits
     names: Mapping[str, str]
     shared: SamplingParams  # complete but for the token limits, the seed and the start of prompt logprobs
 
@@ -91,7 +91,7 @@ class Prepared:
         )
 
 
-def prepare(options: SamplingOptions, limits: Vocabulary, names: Mapping[str, str]) -> Prepared:
+def prepare(options: SamplingOptions, limits: RequestLimits, names: Mapping[str, str]) -> Prepared:
     """Validate options, and work out the stop ids.
 
     ``names`` maps OpenAI's field names to those of the API in use, for error messages.
@@ -120,13 +120,13 @@ def prepare(options: SamplingOptions, limits: Vocabulary, names: Mapping[str, st
 
 
 def build_params(
-    options: SamplingOptions, prompt_len: int, limits: Vocabulary, names: Mapping[str, str]
+    options: SamplingOptions, prompt_len: int, limits: RequestLimits, names: Mapping[str, str]
 ) -> SamplingParams:
     """Options for one prompt; raises what :func:`prepare` and :meth:`Prepared.params` do."""
     return prepare(options, limits, names).params(prompt_len)
 
 
-def check_options(options: SamplingOptions, limits: Vocabulary, names: Mapping[str, str]) -> None:
+def check_options(options: SamplingOptions, limits: RequestLimits, names: Mapping[str, str]) -> None:
     """Everything that does not depend on the prompt."""
     fail = _Rules(names)
     fail.outside("temperature", options.temperature, 0.0, None)
@@ -185,7 +185,7 @@ def check_num_entries(count: int, num_prompts: int = 1) -> None:
         )
 
 
-def check_token_ids(ids: Collection[int], limits: Vocabulary, param: str) -> None:
+def check_token_ids(ids: Collection[int], limits: RequestLimits, param: str) -> None:
     """Raise InvalidRequestError for an id that the model does not have."""
     lowest, highest = _extremes(ids) if ids else (0, 0)
     if lowest < 0 or highest >= limits.vocab_size:
@@ -203,7 +203,7 @@ def _extremes(ids: Collection[int]) -> tuple[int, int]:
     return min(ids), max(ids)
 
 
-def check_prompt_len(prompt_len: int, limits: Vocabulary, param: str, *, at_least: bool = False) -> None:
+def check_prompt_len(prompt_len: int, limits: RequestLimits, param: str, *, at_least: bool = False) -> None:
     """Raise if a prompt of so many tokens is empty, or leaves no room for one output token."""
     if prompt_len == 0:
         raise InvalidRequestError(f"{param} is empty; it must have at least one token", param=param)
@@ -217,7 +217,7 @@ def check_prompt_len(prompt_len: int, limits: Vocabulary, param: str, *, at_leas
 
 
 def _max_new_tokens(
-    options: SamplingOptions, prompt_len: int, limits: Vocabulary, names: Mapping[str, str]
+    options: SamplingOptions, prompt_len: int, limits: RequestLimits, names: Mapping[str, str]
 ) -> int:
     room = limits.max_seq_len - prompt_len
     if options.max_tokens is None or (options.max_tokens > room and not options.must_fit):

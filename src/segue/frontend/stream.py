@@ -9,7 +9,7 @@ from segue.frontend.request import Output, RequestState
 from segue.messages.requests import TokenLogprob
 
 
-class Stream:
+class RequestStream:
     """The reader's end of one request. Leaving the ``with`` block before the end aborts the request."""
 
     __slots__ = ("_discard", "_state")
@@ -18,7 +18,7 @@ class Stream:
         self._state = state
         self._discard = discard
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> RequestStream:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,8 +12,8 @@ from segue.errors import InvalidRequestError
 from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling_options import (
     Prepared,
+    RequestLimits,
     SamplingOptions,
-    Vocabulary,
     check_prompt_len,
     check_token_ids,
     num_entries,
@@ -79,7 +79,11 @@ class Encoder:
     """Makes token ids of prompts, and refuses prompts that do not fit as early as possible."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, limits: Vocabulary, chars_per_token: int | None, workers: Workers
+        self,
+        tokenizer: Tokenizer | None,
+        limits: RequestLimits,
+        chars_per_token: int | None,
+        workers: Workers,
     ) -> None:
         """``chars_per_token``: at most so many characters become one token; None: nobody knows."""
         self.workers = workers
@@ -137,7 +141,7 @@ class Encoder:
 
 
 async def prepare_all(
-    requests: Sequence[GenerateRequest], limits: Vocabulary, workers: Workers
+    requests: Sequence[GenerateRequest], limits: RequestLimits, workers: Workers
 ) -> list[Prepared]:
     """The checked options of requests; those that share one object are checked once.
 

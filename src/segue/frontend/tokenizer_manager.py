@@ -22,9 +22,9 @@ from segue.errors import (
 from segue.frontend.admission import Admission
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import GenerateRequest, RequestState
-from segue.frontend.sampling_options import Prepared, Vocabulary
+from segue.frontend.sampling_options import Prepared, RequestLimits
 from segue.frontend.stats import Stats
-from segue.frontend.stream import Stream
+from segue.frontend.stream import RequestStream
 from segue.frontend.text_bound import max_chars_per_token
 from segue.frontend.thread_pool import Workers, turn
 from segue.frontend.tokenize import NO_TOKENIZER, Arrival, Encoder, prepare_all
@@ -44,8 +44,8 @@ from segue.messages.control import (
     PauseResult,
     Ready,
     SchedulerMessage,
+    SchedulerOutput,
     State,
-    StepOutput,
 )
 from segue.messages.requests import (
     BEFORE_PREFILL,
@@ -90,7 +90,9 @@ class TokenizerManager:
             eos_ids = {*eos_ids, *tokenizer.eos_ids}
         # A small test model may come with a real tokenizer: ids that it has no logit for cannot end anything.
         eos_ids = {token for token in eos_ids if token < ready.vocab_size}
-        self.limits = Vocabulary(max_seq_len=ready.max_seq_len, vocab_size=ready.vocab_size, eos_ids=eos_ids)
+        self.limits = RequestLimits(
+            max_seq_len=ready.max_seq_len, vocab_size=ready.vocab_size, eos_ids=eos_ids
+        )
         self.workers = Workers()
         self._chars_per_token = (
             None if tokenizer is None else max_chars_per_token(tokenizer.backend, self.table.tokens)
@@ -110,13 +112,13 @@ class TokenizerManager:
 
     # --- clients ---
 
-    async def submit(self, request: GenerateRequest) -> Stream:
+    async def submit(self, request: GenerateRequest) -> RequestStream:
         """Check one request and send it; see :meth:`submit_batch`."""
         return (await self.submit_batch([request]))[0]
 
     async def submit_batch(
         self, requests: Sequence[GenerateRequest], batch_id: str | None = None
-    ) -> list[Stream]:
+    ) -> list[RequestStream]:
         """Check requests and send all of them, or none. Aborting ``batch_id`` aborts each.
 
         Raises:
@@ -162,7 +164,7 @@ class TokenizerManager:
                 if self._arriving.get(rid) is arrival:  # else it was sent, and may even have come again
                     del self._arriving[rid]
             self._settle()
-        return [Stream(state, self.discard) for state in begun]
+        return [RequestStream(state, self.discard) for state in begun]
 
     @property
     def _encoder(self) -> Encoder:
@@ -255,7 +257,7 @@ class TokenizerManager:
 
     @property
     def weight_version(self) -> str:
-        """The name of the live weights."""
+        """The name of the served weights."""
         return self.weights.version
 
     async def get_state(self, *, check: bool = False) -> State:
@@ -369,7 +371,7 @@ class TokenizerManager:
     def receive(self, message: SchedulerMessage) -> None:
         """Take a message of the running scheduler."""
         match message:
-            case StepOutput():
+            case SchedulerOutput():
                 self._on_step(message)
             case Rejected():
                 self._admission.rejected()
@@ -404,7 +406,7 @@ class TokenizerManager:
             if not future.done():
                 future.set_exception(error)
 
-    def _on_step(self, output: StepOutput) -> None:
+    def _on_step(self, output: SchedulerOutput) -> None:
         now = time.monotonic()
         stats, states, logprobs = self.stats, self._states, output.logprobs
         stats.counters = output.counters

@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segue.kernels import batch_invariant
-from segue.kernels.batch_invariant import Product
+from segue.kernels.batch_invariant import Gemm
 from segue.kernels.linear import linear
 
 
-def gated_linear(
+def gate_up_silu(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    packed: Product | None,
+    packed: Gemm | None,
     activation: Callable[[Tensor, torch.dtype], Tensor],
 ) -> Tensor:
     """`activation` (a `silu_mul`) of `linear(x, weight, bias, packed)`: `[T, K] -> [T, I]`.
@@ -23,12 +23,12 @@ def gated_linear(
     `weight` is `[2 * I, K]`.
     """
     if x.is_cuda and bias is None and packed is None:
-        from segue.kernels.triton.gate_up_silu import gated_product_of_many
-        from segue.kernels.triton.gemm import gated_product
+        from segue.kernels.triton.gate_up_silu import gate_up_silu_gemm_of_many
+        from segue.kernels.triton.gemm import gate_up_silu_gemm
 
-        gated = gated_product(x, weight)
+        gated = gate_up_silu_gemm(x, weight)
         if gated is None:
-            gated = gated_product_of_many(x, weight)
+            gated = gate_up_silu_gemm_of_many(x, weight)
         if gated is not None:
             return gated
     return activation(linear(x, weight, bias, packed, may_split=True), x.dtype)
@@ -37,7 +37,7 @@ def gated_linear(
 def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu(gate) * up` of `[T, 2 * I]`, gate first; `[T, I]` in `dtype`. May overwrite `gate_up`.
 
-    On CUDA `gate_up` may be split sums, float32 `[S, T, 2 * I]`.
+    On CUDA `gate_up` may be split-K partials, float32 `[S, T, 2 * I]`.
     """
     if gate_up.is_cuda:
         from segue.kernels.triton.activation import silu_mul as fused

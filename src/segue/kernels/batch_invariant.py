@@ -1,6 +1,6 @@
 """Operations on a CPU that give a row the same bits whatever other rows there are, and wherever it stands.
 
-A library may add up a row's products in another order for another shape. So products run in a few shapes
+A library may add up a row's products in another order for another shape. So GEMMs run in a few shapes
 alone, and those are tried beforehand: on sums that cancel, where all that is left is what rounding did, and
 another order shows in nearly every element.
 """
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from segue.errors import ConfigError
 
-_SIZES = (4, 8, 16, 32, 64, 128, 256)  # rows of a product: those are used that agree with the reference
+_SIZES = (4, 8, 16, 32, 64, 128, 256)  # rows of a gemm: those are used that agree with the reference
 _REFERENCE = 16
 _CALL = 16  # reading the weight costs about as much as so many rows
 
 
-class Product(Protocol):
+class Gemm(Protocol):
     """A weight and how rows are multiplied by it."""
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -37,18 +37,18 @@ class Product(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class InvariantProduct:
-    """A product in blocks of so many rows as are known to agree bit for bit."""
+class BatchInvariantGemm:
+    """A GEMM in blocks of so many rows as are known to agree bit for bit."""
 
-    product: Product
+    gemm: Gemm
     sizes: tuple[int, ...]  # ascending
 
     @classmethod
-    def of(cls, weight: Tensor, make: Callable[[Tensor], Product]) -> InvariantProduct:
-        """The product that `make` makes of `weight` `[out, in]`.
+    def of(cls, weight: Tensor, make: Callable[[Tensor], Gemm]) -> BatchInvariantGemm:
+        """The GEMM that `make` makes of `weight` `[out, in]`.
 
         Raises:
-            ConfigError: a row's bits depend on its place even in products of one size.
+            ConfigError: a row's bits depend on its place even in GEMMs of one size.
         """
         return cls(make(weight), _agreeing_sizes(weight.shape[0], weight.shape[1], weight.dtype, make))
 
@@ -65,14 +65,12 @@ class InvariantProduct:
 
     def _block(self, x: Tensor, bias: Tensor | None, size: int) -> Tensor:
         missing = size - len(x)
-        return (
-            self.product(F.pad(x, (0, 0, 0, missing)), bias)[: len(x)] if missing else self.product(x, bias)
-        )
+        return self.gemm(F.pad(x, (0, 0, 0, missing)), bias)[: len(x)] if missing else self.gemm(x, bias)
 
     @property
     def num_bytes(self) -> int:
         """Bytes taken besides the weight."""
-        return self.product.num_bytes
+        return self.gemm.num_bytes
 
 
 def cut(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -113,20 +111,20 @@ def cancelling(rows: int, inner: int, columns: int, dtype: torch.dtype) -> tuple
 
 @cache
 def _agreeing_sizes(
-    columns: int, inner: int, dtype: torch.dtype, make: Callable[[Tensor], Product]
+    columns: int, inner: int, dtype: torch.dtype, make: Callable[[Tensor], Gemm]
 ) -> tuple[int, ...]:
     rows, weight = cancelling(_REFERENCE, inner, columns, dtype)
-    product = make(weight)
-    expected = product(rows, None)
+    gemm = make(weight)
+    expected = gemm(rows, None)
 
     def agrees(size: int) -> bool:
         index = torch.arange(size) % _REFERENCE
-        return torch.equal(product(rows[index], None), expected[index])
+        return torch.equal(gemm(rows[index], None), expected[index])
 
-    one = product(rows[:1].expand(_REFERENCE, -1).contiguous(), None)
+    one = gemm(rows[:1].expand(_REFERENCE, -1).contiguous(), None)
     if not torch.equal(one, expected[:1].expand_as(one)):
         raise ConfigError(
-            f"deterministic=True: products of {_REFERENCE} rows by a weight [{columns}, {inner}] in {dtype} "
+            f"deterministic=True: GEMMs of {_REFERENCE} rows by a weight [{columns}, {inner}] in {dtype} "
             "give a row other bits in another place on this CPU; use another --dtype",
             param="deterministic",
         )

@@ -1,4 +1,4 @@
-"""The linear product, and weights packed for it."""
+"""The linear GEMM, and weights packed for it."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segue.kernels.batch_invariant import InvariantProduct, Product
+from segue.kernels.batch_invariant import BatchInvariantGemm, Gemm
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class Packed:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`[M, in] -> [M, out]`."""
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, bias, "none", [], "")
-        return product
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, bias, "none", [], "")
+        return result
 
     @property
     def num_bytes(self) -> int:
@@ -38,24 +38,24 @@ class Plain:
         return F.linear(x, self.weight, bias)
 
 
-def pack(weight: Tensor, *, deterministic: bool = False, wide: bool = False) -> Product | None:
+def pack(weight: Tensor, *, deterministic: bool = False, wide: bool = False) -> Gemm | None:
     """How the device multiplies by `weight` `[out, in]`, where that is not as it lies there.
 
-    On CPUs by a copy in oneDNN's blocked layout: without it each product of a few rows first reorders the
-    weight. With `deterministic` a row of the product has the same bits among any others. `wide`: as `linear`
+    On CPUs by a copy in oneDNN's blocked layout: without it each GEMM of a few rows first reorders the
+    weight. With `deterministic` a row of the GEMM has the same bits among any others. `wide`: as `linear`
     will be asked to.
 
     Raises:
         ConfigError: this device cannot do it deterministically.
     """
     if weight.is_cuda and deterministic:
-        from segue.kernels.triton.batch_invariant_gemm import InvariantProduct as OnCUDA
+        from segue.kernels.triton.batch_invariant_gemm import TritonBatchInvariantGemm as OnCUDA
 
         return OnCUDA.of(weight, torch.float32 if wide else weight.dtype)
     if weight.device.type != "cpu":
         return None
     if deterministic:
-        return InvariantProduct.of(weight, _pack_cpu)
+        return BatchInvariantGemm.of(weight, _pack_cpu)
     return _pack_cpu(weight) if _can_pack(weight.dtype) else None
 
 
@@ -63,7 +63,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    packed: Product | None = None,
+    packed: Gemm | None = None,
     *,
     may_split: bool = False,
     wide: bool = False,
@@ -75,18 +75,18 @@ def linear(
         weight: `[out, in]`.
         bias: `[out]`.
         packed: `pack(weight)`, if there is one.
-        may_split: split sums, float32 `[S, M, out]`, may be returned: who takes them adds them up.
+        may_split: split-K partials, float32 `[S, M, out]`, may be returned: who takes them adds them up.
         wide: the result is float32, as precise as the device sums up.
     """
     if x.is_cuda and packed is None:
-        from segue.kernels.triton.gemm import product
+        from segue.kernels.triton.gemm import gemm
 
-        return product(x, weight, bias, may_split=may_split, dtype=torch.float32 if wide else None)
+        return gemm(x, weight, bias, may_split=may_split, dtype=torch.float32 if wide else None)
     result = F.linear(x, weight, bias) if packed is None else packed(x, bias)
     return result.float() if wide else result
 
 
-def _pack_cpu(weight: Tensor) -> Product:
+def _pack_cpu(weight: Tensor) -> Gemm:
     if not _can_pack(weight.dtype):
         return Plain(weight)
     rows_hint = 16  # oneDNN picks the same layout for 1 to 1024 rows where this was measured

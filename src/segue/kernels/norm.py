@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum `x + residual` normalised, and the sum itself, the next residual. May overwrite both.
 
-    `x` is `[T, N]`, or on CUDA split sums, float32 `[S, T, N]`.
+    `x` is `[T, N]`, or on CUDA split-K partials, float32 `[S, T, N]`.
     """
     if x.is_cuda:
         from segue.kernels.triton.norm import add_rms_norm as fused

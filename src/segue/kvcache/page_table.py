@@ -1,4 +1,4 @@
-"""Per-request rows on the device: which pages a request holds and which tokens it consists of."""
+"""One row per request slot on the device: which pages a request holds and which tokens it consists of."""
 
 from collections.abc import Sequence
 
@@ -27,20 +27,20 @@ class PageTable:
         """Allocate the table, every entry the scratch page."""
         self.page_size = page_size
         self.scratch_page = scratch_page
-        self.dummy_row = max_running
+        self.dummy_slot = max_running
         columns = -(-max_seq_len // page_size)
         columns = -(-columns // _ALIGNMENT) * _ALIGNMENT
         self.data = torch.full((max_running + 1, columns), scratch_page, dtype=torch.int32, device=device)
 
-    def assign(self, row: int, first: int, pages: Sequence[int]) -> None:
-        """Put `pages` into columns `first`, `first + 1`, … of `row`."""
-        self.data[row, first : first + len(pages)] = torch.tensor(
+    def assign(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Put `pages` into columns `first`, `first + 1`, … of `slot`."""
+        self.data[slot, first : first + len(pages)] = torch.tensor(
             pages, dtype=torch.int32, device=self.data.device
         )
 
-    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Slots, int64 `[T]`, of the tokens at `positions[i]` (int64 `[T]`) of row `rows[i]` (int `[T]`)."""
-        pages = self.data[rows, positions // self.page_size].to(torch.int64)
+    def kv_slots(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Places in the KV pool, int64 `[T]`: token `i` is at `positions[i]` (int64) of `slots[i]` (int)."""
+        pages = self.data[slots, positions // self.page_size].to(torch.int64)
         return pages * self.page_size + positions % self.page_size
 
 
@@ -55,6 +55,6 @@ class TokenPool:
         """Allocate the pool, zeroed."""
         self.data = torch.zeros((max_running + 1, max_seq_len + 1), dtype=torch.int32, device=device)
 
-    def tokens(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Tokens, int64 `[T]`, at `positions[i]` of row `rows[i]`."""
-        return self.data[rows, positions].to(torch.int64)
+    def tokens(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Tokens, int64 `[T]`, at `positions[i]` of slot `slots[i]`."""
+        return self.data[slots, positions].to(torch.int64)

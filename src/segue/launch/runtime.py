@@ -163,7 +163,7 @@ class Runtime:
 
     @property
     def model_path(self) -> str:
-        """Where the live weights were loaded from; what a trainer sent since is not told by it."""
+        """Where the served weights were loaded from; what a trainer sent since is not told by it."""
         return self.manager.weights.model_path or self.config.model or self.source.name
 
     def model_info(self) -> dict[str, Any]:

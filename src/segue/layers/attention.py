@@ -15,7 +15,7 @@ from segue.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class KVStore:
     """Where a step's tokens stand, worked out once for all layers."""
 
     cos: Tensor  # see layers.rotary
@@ -75,18 +75,22 @@ class Attention(Layer):
         self.qk_weight = weight if self.qk_weight is None else self.qk_weight.copy_(weight)
         return self.qk_weight.nbytes
 
-    def forward(self, x: Tensor, placement: Placement, ctx: Context, wanted: Tensor | None = None) -> Tensor:
-        """`[T, hidden] -> [T, hidden]`, or of the tokens `wanted` alone (int `[L]`).
+    def forward(
+        self, x: Tensor, placement: KVStore, ctx: Context, logits_indices: Tensor | None = None
+    ) -> Tensor:
+        """`[T, hidden] -> [T, hidden]`, or of the tokens `logits_indices` alone (int `[L]`).
 
         To be summed over the ranks: `RMSNorm.add`.
         """
         place = self._place_cuda if x.is_cuda else self._place
         query, key, value = place(self.qkv(x), placement, ctx)
         attended = ctx.backend.forward(query, key, value, self.layer, ctx).flatten(1)
-        output: Tensor = self.o(attended if wanted is None else attended.index_select(0, wanted))
+        output: Tensor = self.o(
+            attended if logits_indices is None else attended.index_select(0, logits_indices)
+        )
         return output
 
-    def _place(self, qkv: Tensor, placement: Placement, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def _place(self, qkv: Tensor, placement: KVStore, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.num_heads + self.num_kv_heads
         qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
         qk = qkv[:, :heads]
@@ -98,7 +102,7 @@ class Attention(Layer):
         ctx.kv.write(self.layer, placement.rows, key, value)
         return query, key, value
 
-    def _place_cuda(self, qkv: Tensor, placement: Placement, ctx: Context) -> tuple[Tensor, None, None]:
+    def _place_cuda(self, qkv: Tensor, placement: KVStore, ctx: Context) -> tuple[Tensor, None, None]:
         from segue.kernels.triton.qk_norm_rope_store import place
 
         query = place(

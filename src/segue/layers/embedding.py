@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
-from segue.kernels.batch_invariant import Product
+from segue.kernels.batch_invariant import Gemm
 from segue.kernels.embedding import embed
 from segue.kernels.linear import linear, pack
 from segue.layers.base import Layer
@@ -48,7 +48,7 @@ class ParallelHead(Layer):
         # In a tuple, so that the weight is not a parameter of two modules.
         self._tied = (tied,)
         self.weight = None if tied else nn.Parameter(torch.empty(rows, size), requires_grad=False)
-        self.packed: Product | None = None
+        self.packed: Gemm | None = None
 
     def build_derived(self) -> int:
         """Pack the weight anew; bytes taken."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
-from segue.kernels.batch_invariant import Product
+from segue.kernels.batch_invariant import Gemm
 from segue.kernels.linear import linear, pack
 from segue.layers.base import Layer
 
@@ -27,7 +27,7 @@ class Linear(Layer):
         self.deterministic = deterministic
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self.packed: Product | None = None
+        self.packed: Gemm | None = None
 
     def build_derived(self) -> int:
         """Pack the weight anew; bytes taken."""
@@ -61,7 +61,7 @@ class RowParallelLinear(Layer):
         self.deterministic = deterministic
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self.packed: Product | None = None
+        self.packed: Gemm | None = None
 
     def build_derived(self) -> int:
         """Pack the weight anew; bytes taken."""
@@ -70,7 +70,7 @@ class RowParallelLinear(Layer):
         return 0 if self.packed is None else self.packed.num_bytes
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, in] -> [T, out]`, this rank's summand; perhaps split sums, as `RMSNorm.add` takes them."""
+        """`[T, in] -> [T, out]`, this rank's summand; perhaps split-K partials, which `RMSNorm.add` takes."""
         tp, one_shot = self.collectives.tp, self.collectives.one_shot
         may_split = tp.size == 1 or (one_shot is not None and len(x) <= one_shot.most_rows)
         return linear(x, self.weight, self.bias if tp.is_first else None, self.packed, may_split=may_split)

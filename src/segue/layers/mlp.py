@@ -3,13 +3,13 @@
 from torch import Tensor
 
 from segue.distributed.collectives import Collectives
-from segue.kernels.activation import gated_linear, silu_mul, silu_mul_invariantly
+from segue.kernels.activation import gate_up_silu, silu_mul, silu_mul_invariantly
 from segue.layers.base import Layer
 from segue.layers.linear import Linear, RowParallelLinear
 
 
 class MLP(Layer):
-    """`down(silu(gate(x)) * up(x))`, gate and up in one product."""
+    """`down(silu(gate(x)) * up(x))`, gate and up in one GEMM."""
 
     def __init__(
         self,
@@ -32,6 +32,6 @@ class MLP(Layer):
         """`[T, hidden] -> [T, hidden]`, to be summed over the ranks: `RMSNorm.add`."""
         gate_up = self.gate_up
         output: Tensor = self.down(
-            gated_linear(x, gate_up.weight, gate_up.bias, gate_up.packed, self.activation)
+            gate_up_silu(x, gate_up.weight, gate_up.bias, gate_up.packed, self.activation)
         )
         return output

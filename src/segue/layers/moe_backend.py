@@ -13,7 +13,7 @@ from torch import Tensor
 from segue.errors import ConfigError
 from segue.kernels import batch_invariant
 from segue.kernels.activation import silu_mul
-from segue.kernels.batch_invariant import InvariantProduct
+from segue.kernels.batch_invariant import BatchInvariantGemm
 from segue.kernels.linear import Plain
 
 
@@ -56,8 +56,8 @@ def run_expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 def run_expert_invariantly(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """See `Expert`; a token has the same bits among any others. On a CPU."""
-    gated = batch_invariant.silu_mul(InvariantProduct.of(gate_up, Plain)(x, None), x.dtype)
-    return InvariantProduct.of(down, Plain)(gated, None)
+    gated = batch_invariant.silu_mul(BatchInvariantGemm.of(gate_up, Plain)(x, None), x.dtype)
+    return BatchInvariantGemm.of(down, Plain)(gated, None)
 
 
 # In order of preference: "auto" takes the first that runs on the device.

@@ -45,7 +45,7 @@ class Demand:
     reserve: Reserve
     page_bytes: int
     page_size: int  # tokens
-    longest: int  # tokens: the model's longest sequence, or --max-model-len where that is less
+    max_len: int  # tokens: the model's longest sequence, or --max-model-len where that is less
     max_running_requests: int
     local_ranks: int = 1  # that share this memory: 1 on CUDA, all ranks of the host on CPU
     # Bytes, CPU only: the pool takes no more, nor more than all requests at full length need.
@@ -106,7 +106,7 @@ def plan_pages(demand: Demand, num_kv_tokens: int | None = None) -> Budget:
         raise _too_few(demand, num_pages, explicit=num_kv_tokens is not None)
     return Budget(
         num_pages=num_pages,
-        max_seq_len=min(demand.longest, num_pages * demand.page_size),
+        max_seq_len=min(demand.max_len, num_pages * demand.page_size),
         pool_bytes=(num_pages + 1) * demand.page_bytes,
         limited_by=limited_by,
     )
@@ -125,8 +125,8 @@ def afford_graphs(demand: Demand, num_kv_tokens: int | None = None) -> bool:
 def _automatic_pages(demand: Demand) -> tuple[int, str]:
     choices = [(formula_pages(demand), "free memory")]
     if demand.pool_limit is not None:
-        full_length = max(MIN_PAGES, demand.max_running_requests * -(-demand.longest // demand.page_size))
-        choices.append((full_length, f"{demand.max_running_requests} requests of {demand.longest} tokens"))
+        full_length = max(MIN_PAGES, demand.max_running_requests * -(-demand.max_len // demand.page_size))
+        choices.append((full_length, f"{demand.max_running_requests} requests of {demand.max_len} tokens"))
         limit = demand.pool_limit // demand.page_bytes - 1
         choices.append((limit, f"the limit of {gib(demand.pool_limit)} on CPU"))
     return min(choices)

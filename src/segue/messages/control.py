@@ -117,7 +117,7 @@ class Counters(msgspec.Struct, array_like=True, kw_only=True):
     num_accepted: int = 0  # requests taken in, whatever has become of them
 
 
-class StepOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+class SchedulerOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
     """What one turn of the scheduler tells the frontend. ``rids`` and ``tokens`` are parallel."""
 
     rids: list[str]
@@ -168,7 +168,7 @@ SchedulerMessage = (
     Ready
     | StartFailed
     | Heartbeat
-    | StepOutput
+    | SchedulerOutput
     | Rejected
     | State
     | Paused

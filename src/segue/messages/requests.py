@@ -14,7 +14,7 @@ import msgspec
 FIRST_WEIGHT_VERSION = "0"
 BEFORE_PREFILL = "Abort before prefill"  # what is said of a request that was aborted then
 FinishReason = Literal["stop", "length", "abort", "error"]
-Tail = Literal["plain", "filtered", "full"]  # each does what the one before it does, and more
+SamplingMode = Literal["plain", "filtered", "full"]  # each does what the one before it does, and more
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     prompt_logprobs_start: int = -1  # -1: none; else the first prompt position whose logprob is wanted
 
     @property
-    def tail(self) -> Tail:
+    def sampling_mode(self) -> SamplingMode:
         """What choosing a token takes.
 
         ``plain``: argmax, or temperature with keyed noise. ``filtered``: top-k, top-p or min-p too. Both give

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from segue.messages.requests import SamplingParams, Tail, TokenLogprob
+from segue.messages.requests import SamplingMode, SamplingParams, TokenLogprob
 from segue.messages.weight_update import RankReply, Received, WeightCommand
 
 NON_FINITE = -1  # in place of a sampled token: its logits were NaN, plus infinity, or only minus infinity
@@ -15,10 +15,10 @@ NON_FINITE = -1  # in place of a sampled token: its logits were NaN, plus infini
 EagerReason = Literal["disabled", "tokens", "prompts", "prompt_logprobs"]
 
 
-class NewRow(msgspec.Struct, frozen=True, array_like=True):
-    """A request takes a row of the device's batch state; its pages come in the same plan."""
+class NewSlot(msgspec.Struct, frozen=True, array_like=True):
+    """A request takes a slot of the device's batch state; its pages come in the same plan."""
 
-    row: int
+    slot: int
     tokens: bytes  # all tokens known so far: the prompt, and after a retraction the output too
     prompt_len: int
     params: SamplingParams
@@ -27,19 +27,21 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One step: deltas to the batch state, then the sequences to run, decode rows first.
 
-    ``rows``, ``starts``, ``lens``, ``num_logits`` and ``samples`` are parallel, one entry a sequence.
+    ``slots``, ``starts``, ``lens``, ``num_logits`` and ``samples`` are parallel, one entry a sequence.
     """
 
     step: int  # 1, 2, 3, …; a gap is fatal
-    new_rows: list[NewRow]
-    pages: list[tuple[int, int, list[int]]]  # (row, index of the first, page ids): appended to the page table
-    num_decode: int  # the first so many sequences run one token each, the one their row sampled last
-    rows: list[int]
+    new_slots: list[NewSlot]
+    pages: list[
+        tuple[int, int, list[int]]
+    ]  # (slot, index of the first, page ids): appended to the page table
+    num_decode: int  # the first so many sequences run one token each, the one their slot sampled last
+    slots: list[int]
     starts: list[int]  # first position computed
     lens: list[int]  # positions computed
     num_logits: list[int]  # trailing positions whose logits are needed: 0, 1, or more for prompt logprobs
     samples: list[bool]  # whether the last position samples a token
-    tail: Tail
+    sampling_mode: SamplingMode
 
     @property
     def num_tokens(self) -> int:
@@ -68,6 +70,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprob | None] | None = None  # parallel to tokens
     prompt_logprobs: dict[
         int, list[TokenLogprob]
-    ] = {}  # row -> of the prompt tokens behind the chunk's logits
+    ] = {}  # slot -> of the prompt tokens behind the chunk's logits
     eager: EagerReason | None = "disabled"  # None: a graph was replayed
     padded_tokens: int = 0

@@ -118,7 +118,7 @@ class UpdateFromDistributed(_Tagged, frozen=True):
 
 
 class UpdateFromDisk(_Tagged, frozen=True):
-    """Load a whole checkpoint beside the live weights, then commit it.
+    """Load a whole checkpoint beside the served weights, then commit it.
 
     It and all its files must be below one of ``roots``, links followed; None: anywhere.
     """
@@ -151,7 +151,7 @@ class EndUpdate(_Tagged, frozen=True):
 
 
 class SetVersion(_Tagged, frozen=True):
-    """Give the live weights another name."""
+    """Give the served weights another name."""
 
     version: str
     abort_all: bool = False
@@ -297,9 +297,9 @@ class Take(_Tagged, frozen=True):
 
 
 class Commit(_Tagged, frozen=True):
-    """Behind the steps sent before, copy all that the session brought onto the live weights.
+    """Behind the steps sent before, copy all that the session brought onto the served weights.
 
-    The reply's ``fields`` have ``touched``: whether live weights were written, also if it failed.
+    The reply's ``fields`` have ``touched``: whether served weights were written, also if it failed.
     """
 
     call: int
@@ -314,7 +314,7 @@ class Discard(_Tagged, frozen=True):
 
 
 class Inspect(_Tagged, frozen=True):
-    """Look at the live weights between two steps."""
+    """Look at the served weights between two steps."""
 
     call: int
     request: GetWeights | CheckWeights

@@ -1,4 +1,4 @@
-"""What the device knows of the running requests: persistent tensors, one row a request, changed by deltas."""
+"""What the device knows of the running requests: persistent tensors with one row per request slot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from segue.kvcache.page_table import PageTable, TokenPool
 from segue.memory.backing import to_device
 from segue.messages.requests import SamplingParams
-from segue.messages.steps import NewRow, StepPlan
+from segue.messages.steps import NewSlot, StepPlan
 from segue.model_runner.device_writes import make_writer
 
 # Below the first a draw is the argmax for any logits that differ at all; above the second all tokens are
@@ -31,7 +31,7 @@ Column = TypeVar("Column", NDArray[Any], Tensor)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingColumns(Generic[Column]):
-    """Sampling parameters of all rows, one column a parameter, each `[max_running_requests + 1]`."""
+    """Sampling parameters of all slots, one column a parameter, each `[max_running_requests + 1]`."""
 
     temperature: Column  # float32, 0: greedy
     inverse_temperature: Column  # float32
@@ -52,8 +52,8 @@ _FLOATS = tuple(field.name for field in fields(SamplingColumns) if field.name no
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowExtras:
-    """The sampling parameters that few rows have."""
+class SlotExtras:
+    """The sampling parameters that few slots have."""
 
     bias_ids: NDArray[np.int64]
     bias_values: NDArray[np.float32]
@@ -63,8 +63,8 @@ class RowExtras:
 class BatchState:
     """Rows of the running requests.
 
-    Row `max_running_requests` is the dummy row that pads captured graphs: no plan names it. What a freed row
-    leaves behind is harmless: a row is read up to its length only, and its next request writes that far
+    Slot `max_running_requests` is the dummy slot that pads captured graphs: no plan names it. What a freed
+    slot leaves behind is harmless: a slot is read up to its length only, and its next request writes that far
     first.
     """
 
@@ -97,7 +97,7 @@ class BatchState:
         self.on_device: SamplingColumns[Tensor] = SamplingColumns(
             **dict(zip(names, (column for block in self._device_blocks for column in block), strict=True))
         )
-        self.extras: dict[int, RowExtras] = {}  # rows without an entry have none
+        self.extras: dict[int, SlotExtras] = {}  # slots without an entry have none
 
     @staticmethod
     def num_bytes(*, max_running_requests: int, max_seq_len: int, page_size: int) -> int:
@@ -108,94 +108,94 @@ class BatchState:
         return (max_running_requests + 1) * (table + tokens + columns)
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over a plan's deltas: new rows, page table entries, lengths after this step.
+        """Take over a plan's deltas: new slots, page table entries, lengths after this step.
 
         On a device they are there once `writer` is flushed.
 
         Raises:
-            PlanError: the plan is not the next one, or a sequence does not go on where its row ended.
+            PlanError: the plan is not the next one, or a sequence does not go on where its slot ended.
         """
         if plan.step != self.step + 1:
             raise PlanError(f"step {plan.step} came after step {self.step}: a plan was lost or repeated")
         self.step = plan.step
-        if plan.new_rows:
-            self._add_rows(plan.new_rows)
+        if plan.new_slots:
+            self._add_slots(plan.new_slots)
         if plan.pages:
             self._put_pages(plan.pages)
         self._advance(plan)
 
-    def write_tokens(self, rows: NDArray[np.int64], positions: NDArray[np.int64], tokens: Tensor) -> None:
-        """Put `tokens` (int64, on the device) at `positions` of `rows`, where the next step reads them.
+    def write_tokens(self, slots: NDArray[np.int64], positions: NDArray[np.int64], tokens: Tensor) -> None:
+        """Put `tokens` (int64, on the device) at `positions` of `slots`, where the next step reads them.
 
         A step that was planned ahead reads a valid id where none could be sampled.
         """
-        where = to_device(np.stack([rows, positions]), self.device)
+        where = to_device(np.stack([slots, positions]), self.device)
         self.token_pool.data[where[0], where[1]] = tokens.clamp(min=0).to(torch.int32)
 
-    def _add_rows(self, new_rows: Sequence[NewRow]) -> None:
-        for new in new_rows:
+    def _add_slots(self, new_slots: Sequence[NewSlot]) -> None:
+        for new in new_slots:
             tokens = np.frombuffer(new.tokens, dtype=np.int32)
             pool = self.token_pool.data
-            self.writer.write(pool, new.row * pool.shape[1] + np.arange(len(tokens)), tokens)
+            self.writer.write(pool, new.slot * pool.shape[1] + np.arange(len(tokens)), tokens)
             if self.device.type == "cpu":  # whose attention reads whole blocks of pages
-                self.page_table.data[new.row] = self.page_table.scratch_page
-            self.lengths[new.row] = -1  # known when the plan's first chunk says where it starts
-            self._set_columns(new.row, new.prompt_len, new.params)
-            self._set_extras(new.row, new.params)
+                self.page_table.data[new.slot] = self.page_table.scratch_page
+            self.lengths[new.slot] = -1  # known when the plan's first chunk says where it starts
+            self._set_columns(new.slot, new.prompt_len, new.params)
+            self._set_extras(new.slot, new.params)
         if self.device.type != "cpu":
-            changed = np.array([new.row for new in new_rows])
+            changed = np.array([new.slot for new in new_slots])
             for host, device in zip(self._host_blocks, self._device_blocks, strict=True):
                 index = np.arange(len(host))[:, None] * host.shape[1] + changed
                 self.writer.write(device, index.ravel(), host[:, changed].ravel())
 
-    def _set_columns(self, row: int, prompt_len: int, params: SamplingParams) -> None:
+    def _set_columns(self, slot: int, prompt_len: int, params: SamplingParams) -> None:
         host = self.host
         temperature = min(params.temperature, _HIGHEST_TEMPERATURE)
-        host.temperature[row] = temperature
-        host.inverse_temperature[row] = 1.0 / max(temperature, _LOWEST_TEMPERATURE)
-        host.top_k[row] = params.top_k
-        host.top_p[row] = params.top_p
-        host.min_p[row] = params.min_p
-        host.presence_penalty[row] = params.presence_penalty
-        host.frequency_penalty[row] = params.frequency_penalty
-        host.repetition_penalty[row] = params.repetition_penalty
-        host.seed[row] = (params.seed + (1 << 63)) % (1 << 64) - (1 << 63)
-        host.prompt_len[row] = prompt_len
-        host.min_len[row] = prompt_len + params.min_new_tokens
-        host.num_top[row] = params.logprobs
+        host.temperature[slot] = temperature
+        host.inverse_temperature[slot] = 1.0 / max(temperature, _LOWEST_TEMPERATURE)
+        host.top_k[slot] = params.top_k
+        host.top_p[slot] = params.top_p
+        host.min_p[slot] = params.min_p
+        host.presence_penalty[slot] = params.presence_penalty
+        host.frequency_penalty[slot] = params.frequency_penalty
+        host.repetition_penalty[slot] = params.repetition_penalty
+        host.seed[slot] = (params.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+        host.prompt_len[slot] = prompt_len
+        host.min_len[slot] = prompt_len + params.min_new_tokens
+        host.num_top[slot] = params.logprobs
 
-    def _set_extras(self, row: int, params: SamplingParams) -> None:
+    def _set_extras(self, slot: int, params: SamplingParams) -> None:
         waits = params.min_new_tokens > 0 and params.stop_token_ids
         if not waits and not params.logit_bias:
-            self.extras.pop(row, None)
+            self.extras.pop(slot, None)
             return
-        self.extras[row] = RowExtras(
+        self.extras[slot] = SlotExtras(
             bias_ids=np.fromiter(params.logit_bias, dtype=np.int64),
             bias_values=np.fromiter(params.logit_bias.values(), dtype=np.float32),
             stop_ids=np.array(params.stop_token_ids if waits else (), dtype=np.int64),
         )
 
     def _put_pages(self, pages: Sequence[tuple[int, int, list[int]]]) -> None:
-        rows: list[int] = []
+        slots: list[int] = []
         columns: list[int] = []
         values: list[int] = []
-        for row, first, ids in pages:
-            rows += [row] * len(ids)
+        for slot, first, ids in pages:
+            slots += [slot] * len(ids)
             columns += range(first, first + len(ids))
             values += ids
         table = self.page_table.data
-        index = np.array(rows, dtype=np.int64) * table.shape[1] + np.array(columns, dtype=np.int64)
+        index = np.array(slots, dtype=np.int64) * table.shape[1] + np.array(columns, dtype=np.int64)
         self.writer.write(table, index, np.array(values, dtype=np.int32))
 
     def _advance(self, plan: StepPlan) -> None:
-        rows = np.array(plan.rows, dtype=np.int64)
+        slots = np.array(plan.slots, dtype=np.int64)
         starts = np.array(plan.starts, dtype=np.int64)
-        known = self.lengths[rows]
+        known = self.lengths[slots]
         wrong = (known != starts) & (known >= 0)
         if wrong.any():
             index = int(wrong.argmax())
             raise PlanError(
-                f"step {plan.step} starts row {rows[index]} at {starts[index]}, but {known[index]} of its "
+                f"step {plan.step} starts slot {slots[index]} at {starts[index]}, but {known[index]} of its "
                 f"tokens are computed"
             )
-        self.lengths[rows] = starts + np.array(plan.lens, dtype=np.int64)
+        self.lengths[slots] = starts + np.array(plan.lens, dtype=np.int64)

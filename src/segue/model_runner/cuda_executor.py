@@ -13,10 +13,10 @@ from torch import Tensor
 
 from segue.attention.base import PagedBackend
 from segue.distributed.collectives import Collectives
-from segue.kernels.triton.all_reduce import OneShot
+from segue.kernels.triton.all_reduce import OneShotAllReduce
 from segue.kernels.triton.sampling import VocabPart, sample_plain
 from segue.kvcache.pool import KVPool
-from segue.messages.requests import Tail
+from segue.messages.requests import SamplingMode
 from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.executor import prompt_logprobs, step_outputs
@@ -24,9 +24,9 @@ from segue.model_runner.graphs import (
     Graphs,
     Ladders,
     Route,
+    max_forward_graph_tokens,
     most_prompts,
     most_prompts_alone,
-    most_trunk_tokens,
     pick,
     prompt_sizes,
     route,
@@ -36,7 +36,7 @@ from segue.model_runner.graphs import (
 from segue.model_runner.inputs import prompt_runs
 from segue.model_runner.sampler import Sampled, Sampler
 from segue.model_runner.static_inputs import RING, DeviceInputs, StepShape
-from segue.model_runner.step_result import StepOutputs
+from segue.model_runner.step_result import DeviceStepResult
 from segue.model_runner.stream import free_garbage
 from segue.models.decoder import Decoder
 from segue.sampling.logprobs import Logprobs
@@ -69,12 +69,12 @@ class CUDAExecutor:
         self._model = model
         self._collectives = collectives
         self._part: VocabPart | None = None
-        if isinstance(collectives.one_shot, OneShot):
+        if isinstance(collectives.one_shot, OneShotAllReduce):
             self._part = VocabPart(collectives.one_shot, model.part.vocab_start, model.config.vocab_size)
         self._state = state
         self._backend = backend
         self._sampler = sampler
-        self._inputs = DeviceInputs(state, kv, backend, max_tokens=chunk + max_rows, max_rows=max_rows)
+        self._inputs = DeviceInputs(state, kv, backend, max_tokens=chunk + max_rows, max_slots=max_rows)
         hidden = model.config.hidden_size
         weight = model.embed.weight
         self._picked = torch.zeros((max_rows, hidden), dtype=weight.dtype, device=weight.device)
@@ -82,33 +82,37 @@ class CUDAExecutor:
         self._logprob_ring = torch.zeros((RING, max_rows)).pin_memory()
         self._max_rows, self._max_tokens = max_rows, chunk + max_rows
         self._row_buckets, self._token_buckets = row_buckets, token_buckets
-        self._worth = most_trunk_tokens(model.config.num_layers, model.weights_per_token())
+        self._worth = max_forward_graph_tokens(model.config.num_layers, model.weights_per_token())
         self._seen = None
         if self_check:
             self._seen = torch.zeros((max_rows, model.part.vocab_size), device=weight.device)
         picked = self._picked if self_check else None
         pool = torch.cuda.graph_pool_handle()
         self._decode = Graphs[int]("decode", pool, self._run_decode, self._seen)
-        self._tail = Graphs[int]("tail", pool, self._run_tail, self._seen)
-        self._trunk = Graphs[int]("trunk", pool, lambda size: self._run_trunk(self._shape(size)), picked)
-        self._prompts = Graphs[int](
-            "prompts", pool, lambda size: self._run_trunk(self._prompts_shape(size)), picked
+        self._sampling_graphs = Graphs[int]("sampling", pool, self._run_sampling, self._seen)
+        self._forward_graphs = Graphs[int](
+            "forward", pool, lambda size: self._run_forward(self._shape(size)), picked
         )
-        self._grid = Graphs[tuple[int, int]]("grid", pool, lambda size: self._run_trunk(_slots(size)), picked)
-        self._in_graphs: Sequence[Tail] = ("plain",) if self._part else ("plain", "filtered")
-        self._ladders, self._tails = Ladders(tails=self._in_graphs), list[int]()
+        self._prompts = Graphs[int](
+            "prompts", pool, lambda size: self._run_forward(self._prompts_shape(size)), picked
+        )
+        self._grid = Graphs[tuple[int, int]](
+            "grid", pool, lambda size: self._run_forward(_grid_shape(size)), picked
+        )
+        self._in_graphs: Sequence[SamplingMode] = ("plain",) if self._part else ("plain", "filtered")
+        self._ladders, self._tails = Ladders(sampling_modes=self._in_graphs), list[int]()
 
     @property
     def num_graphs(self) -> int:
         """Graphs captured."""
-        kinds = (self._decode, self._tail, self._trunk, self._prompts, self._grid)
+        kinds = (self._decode, self._sampling_graphs, self._forward_graphs, self._prompts, self._grid)
         return sum(len(kind.sizes) for kind in kinds)
 
     @torch.inference_mode()
     def settle(self) -> int:
-        """Compile what steps above the largest trunk need; bytes of the device then free."""
+        """Compile what steps above the largest forward graph need; bytes of the device then free."""
         for tokens in {min(2 * self._worth, self._max_tokens), self._max_tokens}:
-            self._run_trunk(self._shape(tokens))
+            self._run_forward(self._shape(tokens))
         free_garbage()
         return torch.cuda.mem_get_info(self._state.device)[0]
 
@@ -129,25 +133,25 @@ class CUDAExecutor:
         tokens = token_sizes(self._max_tokens, self._worth, self._token_buckets)
         left: dict[str, list[Any]] = {
             "decode": self._decode.capture(rows, has_room),
-            "tail": self._tail.capture(rows, has_room),
-            "trunk": self._trunk.capture(tokens, has_room),
+            "sampling": self._sampling_graphs.capture(rows, has_room),
+            "forward": self._forward_graphs.capture(tokens, has_room),
             "prompts": self._prompts.capture(prompt_sizes(tokens), has_room),
         }
         if grid:
             self._backend.init_batch_prefill_cuda_graph_state(*map(max, zip(*grid, strict=True)))
             left["grid"] = self._grid.capture(grid, has_room, warm_ups=2)
         self._ladders = Ladders(
-            tails=self._in_graphs,
+            sampling_modes=self._in_graphs,
             decode=self._decode.sizes,
-            trunk=self._trunk.sizes,
+            forward=self._forward_graphs.sizes,
             prompts=self._prompts.sizes,
             grid=self._grid.sizes,
         )
-        self._tails = self._tail.sizes
+        self._tails = self._sampling_graphs.sizes
         return [f"{kind} {', '.join(map(str, sizes))}" for kind, sizes in left.items() if sizes]
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepOutputs:
+    def run(self, plan: StepPlan) -> DeviceStepResult:
         """Apply the deltas, run the model, sample, and write the tokens where the next step reads them.
 
         At most `RING - 1` steps may be unread: their inputs and tokens lie in rings of the host's memory.
@@ -162,14 +166,14 @@ class CUDAExecutor:
             hidden = self._run_eagerly(plan, slot, wants_hidden=bool(runs))
         else:
             self._replay(plan, slot, way)
-        if plan.tail not in self._in_graphs:
+        if plan.sampling_mode not in self._in_graphs:
             sampled = self._sample_full(plan, count)
         else:
             if way.kind != "decode" and count:
                 self._sample_behind_trunk(count)
             sampled = self._from_ring(plan, slot)
         owed = {
-            run.row: prompt_logprobs(self._model, self._state, hidden, run, _LOGITS_BYTES) for run in runs
+            run.slot: prompt_logprobs(self._model, self._state, hidden, run, _LOGITS_BYTES) for run in runs
         }
         return step_outputs(
             plan.step,
@@ -186,16 +190,16 @@ class CUDAExecutor:
         if way.kind == "decode":
             self._inputs.load_decode(plan, way.tokens, slot)
             self._state.writer.flush()
-            self._decode.replay(way.tokens, len(plan.rows))
+            self._decode.replay(way.tokens, len(plan.slots))
             return
         count = max(1, sum(plan.samples))  # where nobody samples, the first token is picked all the same
         if way.kind == "grid":
-            size = (way.slots, way.tokens // way.slots)
-            shape, replay = _slots(size), partial(self._grid.replay, size, count)
+            size = (way.prompts, way.tokens // way.prompts)
+            shape, replay = _grid_shape(size), partial(self._grid.replay, size, count)
         elif way.kind == "prompts":
             shape, replay = self._prompts_shape(way.tokens), partial(self._prompts.replay, way.tokens, count)
         else:
-            shape, replay = self._shape(way.tokens), partial(self._trunk.replay, way.tokens, count)
+            shape, replay = self._shape(way.tokens), partial(self._forward_graphs.replay, way.tokens, count)
         self._inputs.load(plan, shape, slot)
         self._state.writer.flush()
         replay()
@@ -204,21 +208,21 @@ class CUDAExecutor:
         shape = StepShape(
             tokens=plan.num_tokens,
             decode=plan.num_decode,
-            sequences=len(plan.rows),
+            sequences=len(plan.slots),
             blocks=self._inputs.num_blocks(plan),
             logits=sum(plan.samples),
             trims=not wants_hidden and any(plan.samples),
         )
         self._inputs.load(plan, shape, slot)
         self._state.writer.flush()
-        return self._run_trunk(shape)
+        return self._run_forward(shape)
 
     def _sample_behind_trunk(self, count: int) -> None:
         bucket = pick(self._tails, count)
         if bucket is None:
-            self._run_tail(count)
+            self._run_sampling(count)
         else:
-            self._tail.replay(bucket, count)
+            self._sampling_graphs.replay(bucket, count)
 
     def _shape(self, tokens: int) -> StepShape:
         rows = min(tokens, self._max_rows)
@@ -230,7 +234,7 @@ class CUDAExecutor:
         blocks = self._inputs.most_blocks(tokens, rows)
         return StepShape(tokens=tokens, decode=0, sequences=rows, blocks=blocks, logits=rows)
 
-    def _run_trunk(self, shape: StepShape) -> Tensor:
+    def _run_forward(self, shape: StepShape) -> Tensor:
         hidden: Tensor = self._model(self._inputs.context(shape))
         if shape.trims:
             self._picked[: shape.logits].copy_(hidden)
@@ -241,10 +245,10 @@ class CUDAExecutor:
 
     def _run_decode(self, size: int) -> None:
         hidden = self._model(self._inputs.decode_context(size))
-        self._sample_plain(hidden, *self._inputs.decode_rows(size))
+        self._sample_plain(hidden, *self._inputs.decode_slots(size))
 
-    def _run_tail(self, size: int) -> None:
-        rows, positions = self._inputs.sample_rows[:size], self._inputs.sample_positions[:size]
+    def _run_sampling(self, size: int) -> None:
+        rows, positions = self._inputs.sample_slots[:size], self._inputs.sample_positions[:size]
         self._sample_plain(self._picked[:size], rows, positions)
 
     def _sample_plain(self, hidden: Tensor, rows: Tensor, positions: Tensor) -> None:
@@ -263,7 +267,7 @@ class CUDAExecutor:
             token_pool=self._state.token_pool.data,
             ring=self._ring,
             logprob_ring=self._logprob_ring,
-            slot=self._inputs.slot,
+            ring_index=self._inputs.ring_index,
             filters=None if self._part else (columns.top_k, columns.top_p, columns.min_p),
             part=self._part,
         )
@@ -272,19 +276,19 @@ class CUDAExecutor:
         if count == 0:
             return self._from_ring(plan, 0)
         samples = np.array(plan.samples, dtype=np.bool_)
-        rows = np.array(plan.rows)[samples]
+        slots = np.array(plan.slots)[samples]
         positions = (np.array(plan.starts) + np.array(plan.lens))[samples]
         logits = self._model.logits(self._picked[:count])
         if logits is None:
             sampled = Sampled(tokens=torch.empty(count, dtype=torch.int64, device=self._picked.device))
         else:
-            sampled = self._sampler.sample(logits, rows, positions, plan.tail)
-        self._state.write_tokens(rows, positions, self._collectives.broadcast(sampled.tokens))
+            sampled = self._sampler.sample(logits, slots, positions, plan.sampling_mode)
+        self._state.write_tokens(slots, positions, self._collectives.broadcast(sampled.tokens))
         return sampled
 
     def _from_ring(self, plan: StepPlan, slot: int) -> Sampled:
-        """What the plain tail of this step will have written."""
-        num_top = self._state.host.num_top[np.array(plan.rows)[np.array(plan.samples, dtype=np.bool_)]]
+        """What the plain sampling of this step will have written."""
+        num_top = self._state.host.num_top[np.array(plan.slots)[np.array(plan.samples, dtype=np.bool_)]]
         count = len(num_top)
         tokens = self._ring[slot, :count]
         if not (num_top >= 0).any():
@@ -300,7 +304,9 @@ class CUDAExecutor:
         return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=range(count))
 
 
-def _slots(size: tuple[int, int]) -> StepShape:
-    """The shape of so many slots of so many tokens."""
+def _grid_shape(size: tuple[int, int]) -> StepShape:
+    """The shape of so many prompts, each padded to so many tokens."""
     count, length = size
-    return StepShape(tokens=count * length, decode=0, sequences=count, blocks=0, logits=count, slot=length)
+    return StepShape(
+        tokens=count * length, decode=0, sequences=count, blocks=0, logits=count, prompt_len=length
+    )

@@ -1,4 +1,4 @@
-"""One step on the device: trunk (the model, up to the logits) and tail (sampling and writing the tokens)."""
+"""One step on the device: the forward pass (up to the logits), then sampling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from segue.messages.steps import EagerReason, StepPlan
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.inputs import InputBuilder, PromptRun, StepInputs
 from segue.model_runner.sampler import Sampled, Sampler
-from segue.model_runner.step_result import StepOutputs
+from segue.model_runner.step_result import DeviceStepResult
 from segue.models.decoder import Decoder
 from segue.sampling.logprobs import Logprobs, logprobs_of
 
@@ -38,7 +38,7 @@ class StepExecutor:
         self._collectives = collectives
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepOutputs:
+    def run(self, plan: StepPlan) -> DeviceStepResult:
         """Apply the deltas, run the model, sample, and write the tokens where the next step reads them."""
         started = time.monotonic()
         self._state.apply(plan)
@@ -47,24 +47,24 @@ class StepExecutor:
         hidden = self._model(inputs.context)
         sampled = self._sample(hidden, inputs, plan)
         owed = {
-            run.row: prompt_logprobs(self._model, self._state, hidden, run, _LOGITS_BYTES)
+            run.slot: prompt_logprobs(self._model, self._state, hidden, run, _LOGITS_BYTES)
             for run in inputs.prompt_runs
         }
         return step_outputs(plan.step, started, sampled, owed, self._state.device)
 
     def _sample(self, hidden: Tensor, inputs: StepInputs, plan: StepPlan) -> Sampled:
-        count = len(inputs.rows)
+        count = len(inputs.slots)
         if count == 0:
             return Sampled(tokens=torch.empty(0, dtype=torch.int64, device=hidden.device))
         if len(hidden) != count:  # the model has returned every token's
             hidden = hidden[inputs.sampling]
         logits = self._model.logits(hidden)
         if logits is not None:
-            sampled = self._sampler.sample(logits, inputs.rows, inputs.positions, plan.tail)
+            sampled = self._sampler.sample(logits, inputs.slots, inputs.positions, plan.sampling_mode)
         else:
             sampled = Sampled(tokens=torch.empty(count, dtype=torch.int64, device=hidden.device))
         tokens = self._collectives.broadcast(sampled.tokens)
-        self._state.write_tokens(inputs.rows, inputs.positions, tokens)
+        self._state.write_tokens(inputs.slots, inputs.positions, tokens)
         return sampled
 
 
@@ -74,8 +74,8 @@ def prompt_logprobs(
     """Log-probabilities of a run of prompt tokens; at most `most_bytes` of logits are held at a time."""
     # All logits of a chunk at once would be hundreds of MB.
     size = max(1, most_bytes // (4 * model.config.vocab_size))
-    known = state.token_pool.data[run.row, run.position : run.position + run.count].to(torch.int64)
-    num_top = max(0, int(state.host.num_top[run.row]))
+    known = state.token_pool.data[run.slot, run.position : run.position + run.count].to(torch.int64)
+    num_top = max(0, int(state.host.num_top[run.slot]))
     parts = []
     for start in range(0, run.count, size):
         end = min(start + size, run.count)
@@ -94,10 +94,10 @@ def step_outputs(
     *,
     eager: EagerReason | None = "disabled",
     padded_tokens: int = 0,
-) -> StepOutputs:
+) -> DeviceStepResult:
     """What a step on `device` gives back, with the copies to the host under way."""
     on_cpu = device.type == "cpu"
-    outputs = StepOutputs(
+    outputs = DeviceStepResult(
         step=step,
         started=started,
         next_tokens_host=sampled.tokens.to("cpu", non_blocking=True),

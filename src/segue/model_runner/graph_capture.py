@@ -14,7 +14,7 @@ from segue.layers.moe_backend import MoEEntry
 from segue.logs import logger
 from segue.memory.budget import GRAPH_RESERVE, Demand, afford_graphs, gib
 from segue.model_runner.graphs import grid_sizes
-from segue.model_runner.resolved_config import Choices
+from segue.model_runner.resolved_config import ResolvedConfig
 
 if TYPE_CHECKING:
     from segue.model_runner.cuda_executor import CUDAExecutor
@@ -55,7 +55,7 @@ def keep_for_graphs(
 
 def grid_of(
     config: EngineConfig,
-    choices: Choices,
+    resolved: ResolvedConfig,
     backend: AttentionBackend,
     name: str,
     moe: bool,
@@ -84,17 +84,17 @@ def grid_of(
     sizes = grid_sizes(
         parse_sizes(config.batch_prefill_batch_sizes, "batch_prefill_batch_sizes"),
         parse_sizes(config.batch_prefill_seq_lengths, "batch_prefill_seq_lengths"),
-        longest=config.batch_prefill_max_seq_len,
-        rows=choices.max_running_requests,
-        tokens=choices.max_running_requests + choices.chunked_prefill_size,
+        max_len=config.batch_prefill_max_seq_len,
+        rows=resolved.max_running_requests,
+        tokens=resolved.max_running_requests + resolved.chunked_prefill_size,
     )
     if not sizes:
         logger.warning(
             "--enable-batch-prefill-cuda-graph is ignored: no size of --batch-prefill-batch-sizes and "
             "--batch-prefill-seq-lengths fits %d requests, %d prompt tokens a step and "
             "--batch-prefill-max-seq-len %d",
-            choices.max_running_requests,
-            choices.chunked_prefill_size,
+            resolved.max_running_requests,
+            resolved.chunked_prefill_size,
             config.batch_prefill_max_seq_len,
         )
     return sizes

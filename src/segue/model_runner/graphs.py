@@ -1,9 +1,9 @@
 """Captured steps: one CUDA graph a bucket, replayed with new values at the same addresses.
 
 Five kinds share one memory pool. `decode`: a step of so many decode rows, from token ids to sampled tokens.
-`trunk`: any step of so many tokens, up to the hidden states of the rows that sample. `prompts`: a trunk with
-no place for decode rows. `grid`: another, with each prompt at the end of a slot of its own, by number and
-length of the slots. `tail`: logits and plain sampling of so many rows, behind one of these three.
+`forward`: any step of so many tokens, up to the hidden states of the rows that sample. `prompts`: a forward
+graph with no place for decode rows. `grid`: another, with each prompt padded to one length, by number and
+length of the prompts. `sampling`: logits and plain sampling of so many rows, behind one of these three.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from segue.messages.requests import Tail
+from segue.messages.requests import SamplingMode
 from segue.messages.steps import EagerReason, StepPlan
 
 # Trunks are captured up to the size at which computing takes twice as long as launching does: half a
@@ -26,7 +26,7 @@ _LEAST_TRUNK_TOKENS = 1024
 MOST_ROWS = 512  # larger batches run eagerly: their logits alone would take the memory that graphs may have
 MOST_PADDING = 2  # a step runs eagerly rather than padded to more than so many times its tokens
 _LEAST_TOKENS = 16  # any step may be padded to so many: they cost what one does
-# A captured trunk has room for so many prompts, and for one more with so many tokens.
+# A captured forward graph has room for so many prompts, and for one more with so many tokens.
 _PROMPTS, _PER_PROMPT = 32, 16  # a group of RL samples whose prompt is cached brings many of a few tokens
 # Prompts alone have graphs without a place for decode rows where that is felt: in steps of few tokens, and in
 # those of many, where attention over long prompts also pays for every place that stays empty (measured with
@@ -115,9 +115,9 @@ class Graphs(Generic[Size]):
 class Ladders:
     """Captured sizes by kind, ascending; the same on every rank."""
 
-    tails: Sequence[Tail] = ("plain", "filtered")  # that graphs have
+    sampling_modes: Sequence[SamplingMode] = ("plain", "filtered")  # that graphs have
     decode: Sequence[int] = ()
-    trunk: Sequence[int] = ()
+    forward: Sequence[int] = ()
     prompts: Sequence[int] = ()
     grid: Sequence[tuple[int, int]] = ()
 
@@ -125,28 +125,28 @@ class Ladders:
 class Route(NamedTuple):
     """How a step runs."""
 
-    kind: Literal["decode", "trunk", "prompts", "grid", "eager"]
+    kind: Literal["decode", "forward", "prompts", "grid", "eager"]
     tokens: int  # computed, padding included
-    slots: int = 0  # of the grid, which share the tokens evenly
+    prompts: int = 0  # of the grid, which share the tokens evenly
     reason: EagerReason | None = None  # why not with a graph
 
 
 def route(plan: StepPlan, ladders: Ladders) -> Route:
     """The smallest graph that holds a step. A function of these two alone: all ranks come to the same."""
-    count, sequences = plan.num_tokens, len(plan.rows)
-    if not ladders.trunk and not ladders.decode:
+    count, sequences = plan.num_tokens, len(plan.slots)
+    if not ladders.forward and not ladders.decode:
         return Route("eager", count, reason="disabled")
-    if plan.num_decode == sequences and plan.tail in ladders.tails:
+    if plan.num_decode == sequences and plan.sampling_mode in ladders.sampling_modes:
         rows = pick(ladders.decode, sequences)
         if rows is not None:
             return Route("decode", rows)
     if sum(plan.num_logits) > sum(plan.samples):
         return Route("eager", count, reason="prompt_logprobs")
     if plan.num_decode == 0:
-        size = pick_slots(ladders.grid, sequences, max(plan.lens), count)
+        size = pick_grid(ladders.grid, sequences, max(plan.lens), count)
         if size is not None:
-            return Route("grid", size[0] * size[1], slots=size[0])
-    tokens = pick(ladders.trunk, count)
+            return Route("grid", size[0] * size[1], prompts=size[0])
+    tokens = pick(ladders.forward, count)
     alone = pick(ladders.prompts, count) if plan.num_decode == 0 else None
     if alone is not None and sequences <= most_prompts_alone(alone) and alone <= (tokens or alone):
         return Route("prompts", alone)
@@ -154,7 +154,7 @@ def route(plan: StepPlan, ladders: Ladders) -> Route:
         return Route("eager", count, reason="tokens")
     if sequences - plan.num_decode > most_prompts(tokens):
         return Route("eager", count, reason="prompts")
-    return Route("trunk", tokens)
+    return Route("forward", tokens)
 
 
 def pick(sizes: Sequence[int], size: int) -> int | None:
@@ -165,11 +165,11 @@ def pick(sizes: Sequence[int], size: int) -> int | None:
     return sizes[at]
 
 
-def pick_slots(
-    sizes: Sequence[tuple[int, int]], sequences: int, longest: int, tokens: int
+def pick_grid(
+    sizes: Sequence[tuple[int, int]], sequences: int, max_len: int, tokens: int
 ) -> tuple[int, int] | None:
-    """As `pick`, of `(slots, tokens a slot)`, for so many sequences, of so many tokens together."""
-    fitting = [size for size in sizes if size[0] >= sequences and size[1] >= longest]
+    """As `pick`, of `(prompts, tokens per prompt)`, for so many sequences, of so many tokens together."""
+    fitting = [size for size in sizes if size[0] >= sequences and size[1] >= max_len]
     best = min(fitting, key=lambda size: size[0] * size[1], default=None)
     if best is None or best[0] * best[1] > _most_padded(tokens):
         return None
@@ -181,7 +181,7 @@ def _most_padded(tokens: int) -> int:
 
 
 def most_prompts(tokens: int) -> int:
-    """Prompts that a trunk of `tokens` tokens has room for."""
+    """Prompts that a forward graph of `tokens` tokens has room for."""
     return _PROMPTS + tokens // _PER_PROMPT
 
 
@@ -225,28 +225,28 @@ def _up_to(most: int, given: Sequence[int]) -> list[int]:
     return sorted({size for size in given if size <= most})
 
 
-def most_trunk_tokens(num_layers: int, weights: int) -> int:
-    """The largest trunk worth capturing for layers with so many weights that a token goes through."""
+def max_forward_graph_tokens(num_layers: int, weights: int) -> int:
+    """The largest forward graph worth capturing for layers with so many weights that a token goes through."""
     return max(_LEAST_TRUNK_TOKENS, int(num_layers * _LAYER_S * _OPERATIONS_PER_S / (2 * weights)))
 
 
 def grid_sizes(
-    slots: Sequence[int], lengths: Sequence[int], *, longest: int, rows: int, tokens: int
+    prompts: Sequence[int], lengths: Sequence[int], *, max_len: int, rows: int, tokens: int
 ) -> list[tuple[int, int]]:
-    """Buckets of the grid: those of at most `longest` tokens a slot that a step of a runner can have.
+    """Buckets of the grid: those of at most `max_len` tokens per prompt that a step of a runner can have.
 
     Args:
-        slots: numbers of sequences.
+        prompts: numbers of prompts.
         lengths: tokens of one.
-        longest: the longest length to capture.
+        max_len: the longest length to capture.
         rows: sequences that can run.
         tokens: tokens a step can have, padding included.
     """
     return sorted(
         {
             (n, length)
-            for n in slots
+            for n in prompts
             for length in lengths
-            if length <= longest and n <= rows and n * length <= tokens
+            if length <= max_len and n <= rows and n * length <= tokens
         }
     )

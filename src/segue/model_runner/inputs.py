@@ -22,7 +22,7 @@ Indices = NDArray[np.int64]
 class PromptRun:
     """Neighbouring tokens of one prompt whose log-probabilities are wanted."""
 
-    row: int
+    slot: int
     hidden_start: int  # the step's token whose logits are of the run's first token
     position: int  # of the run's first token
     count: int
@@ -34,7 +34,7 @@ class StepInputs:
 
     context: Context
     sampling: Tensor  # int64, the tokens of the step after which the sampling sequences sample
-    rows: Indices  # of the sampling sequences
+    slots: Indices  # of the sampling sequences
     positions: Indices  # of the tokens they sample
     prompt_runs: list[PromptRun]
 
@@ -50,31 +50,31 @@ class InputBuilder:
     def build(self, plan: StepPlan) -> StepInputs:
         """The inputs of `plan`, whose deltas are already applied."""
         state, device = self._state, self._state.device
-        rows = np.array(plan.rows, dtype=np.int64)
+        slots = np.array(plan.slots, dtype=np.int64)
         starts = np.array(plan.starts, dtype=np.int64)
         lens = np.array(plan.lens, dtype=np.int64)
         kv_lens = starts + lens
         ends = lens.cumsum()
-        if plan.num_decode == len(rows):
-            token_rows, positions = rows, starts
+        if plan.num_decode == len(slots):
+            token_slots, positions = slots, starts
         else:
-            token_rows = rows.repeat(lens)
+            token_slots = slots.repeat(lens)
             positions = np.arange(ends[-1]) + (kv_lens - ends).repeat(lens)
         samples = np.array(plan.samples, dtype=np.bool_)
-        rows_of_tokens = to_device(token_rows, device)
+        slots_of_tokens = to_device(token_slots, device)
         positions_device = to_device(positions, device)
         sampling, runs = to_device((ends - 1)[samples], device), prompt_runs(plan)
         context = Context(
-            input_ids=state.token_pool.tokens(rows_of_tokens, positions_device),
+            input_ids=state.token_pool.tokens(slots_of_tokens, positions_device),
             positions=positions_device,
-            kv_rows=self._kv.token_rows(state.page_table.slots(rows_of_tokens, positions_device)),
-            wanted=sampling if 0 < len(sampling) < ends[-1] and not runs else None,
-            rows=plan.rows,
+            slot_mapping=self._kv.token_rows(state.page_table.kv_slots(slots_of_tokens, positions_device)),
+            logits_indices=sampling if 0 < len(sampling) < ends[-1] and not runs else None,
+            slots=plan.slots,
             q_lens=plan.lens,
             kv_lens=kv_lens.tolist(),
-            rows_device=to_device(rows, device),
+            slots_device=to_device(slots, device),
             kv_lens_device=to_device(kv_lens.astype(np.int32), device),
-            q_starts_device=to_device(np.concatenate(([0], ends)).astype(np.int32), device),
+            cu_seqlens_q_device=to_device(np.concatenate(([0], ends)).astype(np.int32), device),
             num_decode=plan.num_decode,
             page_table=state.page_table,
             kv=self._kv,
@@ -83,7 +83,7 @@ class InputBuilder:
         return StepInputs(
             context=context,
             sampling=sampling,
-            rows=rows[samples],
+            slots=slots[samples],
             positions=kv_lens[samples],
             prompt_runs=runs,
         )
@@ -97,7 +97,7 @@ def prompt_runs(plan: StepPlan) -> list[PromptRun]:
     ends = np.cumsum(plan.lens) if owing else ()
     return [
         PromptRun(
-            row=plan.rows[i],
+            slot=plan.slots[i],
             hidden_start=int(ends[i]) - plan.num_logits[i],
             position=plan.starts[i] + plan.lens[i] - plan.num_logits[i] + 1,
             count=int(counts[i]),

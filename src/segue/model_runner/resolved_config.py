@@ -16,7 +16,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class ResolvedConfig:
     """Options with nothing left open."""
 
     device: torch.device
@@ -25,7 +25,7 @@ class Choices:
     max_running_requests: int
     chunked_prefill_size: int
     deterministic: bool  # a row's results depend on nothing else in its batch
-    longest: int  # tokens: what the model or --max-model-len allows
+    max_len: int  # tokens: what the model or --max-model-len allows
 
     @property
     def largest_step(self) -> int:
@@ -33,7 +33,7 @@ class Choices:
         return max(self.chunked_prefill_size, self.max_running_requests)
 
 
-def choose(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Choices:
+def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> ResolvedConfig:
     """Fill in what `config` leaves open.
 
     Raises:
@@ -51,25 +51,25 @@ def choose(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Choices:
             "depends on a row's place; use --tp 1 or 2",
             param="deterministic",
         )
-    longest = min(model_len, config.max_model_len or model_len)
+    max_len = min(model_len, config.max_model_len or model_len)
     max_running = config.max_running_requests or (16 if on_cpu else 256)
     chunk = config.chunked_prefill_size or (512 if on_cpu else 8192)
-    if chunk > max_running * longest:
+    if chunk > max_running * max_len:
         logger.info(
             "chunked_prefill_size is %d, not %d: %d requests of %d tokens never have more to compute",
-            max_running * longest,
+            max_running * max_len,
             chunk,
             max_running,
-            longest,
+            max_len,
         )
-    return Choices(
+    return ResolvedConfig(
         device=device,
         dtype=dtype,
         page_size=config.page_size or (16 if on_cpu else 64),
         max_running_requests=max_running,
-        chunked_prefill_size=min(chunk, max_running * longest),
+        chunked_prefill_size=min(chunk, max_running * max_len),
         deterministic=config.deterministic,
-        longest=longest,
+        max_len=max_len,
     )
 
 
@@ -96,7 +96,7 @@ def _check_deterministic(source: ModelSource, tp: TPInfo, device: torch.device, 
         )
     if source.config.moe is not None:
         raise ConfigError(
-            f"deterministic=True with a mixture of experts: on CUDA the products of an expert depend on how "
+            f"deterministic=True with a mixture of experts: on CUDA the GEMMs of an expert depend on how "
             f"many tokens it gets; use a dense model, {leave}",
             param="deterministic",
         )

@@ -43,7 +43,7 @@ from segue.model_runner.executor import StepExecutor
 from segue.model_runner.graph_capture import capture, grid_of, keep_for_graphs
 from segue.model_runner.inputs import InputBuilder
 from segue.model_runner.profile_run import check_sizes, least_activations, make_pool, measure_activations
-from segue.model_runner.resolved_config import Choices, choose
+from segue.model_runner.resolved_config import ResolvedConfig, resolve_config
 from segue.model_runner.sampler import Sampler
 from segue.model_runner.step_result import ForwardOutput
 from segue.model_runner.stream import Result, free_garbage, keep_freed_memory, make_stream
@@ -52,7 +52,7 @@ from segue.models.config import ModelConfig
 from segue.models.decoder import Decoder
 from segue.models.registry import build_model
 from segue.models.sharding import shard
-from segue.weight_update.served import LiveWeights
+from segue.weight_update.served import ServedWeights
 
 if TYPE_CHECKING:
     from segue.model_runner.cuda_executor import CUDAExecutor
@@ -114,7 +114,7 @@ class ModelRunner:
         with progress.step("device"):
             model_config = source.config
             part = shard(model_config, tp)  # fails here, where no rank waits for another yet
-            choices = choose(config, source, tp)
+            resolved = resolve_config(config, source, tp)
             shape = AttentionShape(
                 num_heads=part.num_heads,
                 num_kv_heads=part.num_kv_heads,
@@ -123,18 +123,18 @@ class ModelRunner:
             )
             setting = attention.Setting(
                 shape=shape,
-                device=choices.device,
-                dtype=choices.dtype,
-                page_size=choices.page_size,
-                deterministic=choices.deterministic,
+                device=resolved.device,
+                dtype=resolved.dtype,
+                page_size=resolved.page_size,
+                deterministic=resolved.deterministic,
             )
             selection = attention.select(config.attention_backend, setting)
             has_experts = model_config.moe is not None
             experts = moe_backend.select(
-                "auto", choices.device, deterministic=choices.deterministic and has_experts
+                "auto", resolved.device, deterministic=resolved.deterministic and has_experts
             )
-            self._stream = make_stream(choices.device)
-            progress.detail = f"{choices.device}, {choices.dtype}, rank {tp.rank} of {tp.size}"
+            self._stream = make_stream(resolved.device)
+            progress.detail = f"{resolved.device}, {resolved.dtype}, rank {tp.rank} of {tp.size}"
         # On the stream, where the steps will run: if another thread had parallel operations too, GNU's OpenMP
         # would count more threads than cores and let none wait by spinning (a step takes twice as long).
         work = partial(
@@ -143,7 +143,7 @@ class ModelRunner:
             model_config,
             source,
             run_dir,
-            choices,
+            resolved,
             shape,
             selection,
             experts,
@@ -157,7 +157,7 @@ class ModelRunner:
         model_config: ModelConfig,
         source: ModelSource,
         run_dir: Path,
-        choices: Choices,
+        resolved: ResolvedConfig,
         shape: AttentionShape,
         selection: attention.Selection,
         experts: moe_backend.MoEEntry,
@@ -166,41 +166,41 @@ class ModelRunner:
         """Steps 2 to 12."""
         tp = self.tp
         with progress.step("communication"):
-            groups = connect(tp, rendezvous=run_dir / "rendezvous", device=choices.device)
+            groups = connect(tp, rendezvous=run_dir / "rendezvous", device=resolved.device)
             progress.detail = "none: one rank" if tp.size == 1 else f"{tp.size} ranks"
-            if choices.device.type == "cuda" and tp.size > 1:
-                progress.num_bytes = _add_one_shot(groups, choices, model_config.hidden_size)
+            if resolved.device.type == "cuda" and tp.size > 1:
+                progress.num_bytes = _add_one_shot(groups, resolved, model_config.hidden_size)
         with progress.step("free memory"):
-            free_before = progress.num_bytes = _agree_on_free_memory(groups, choices.device)
-            least = least_activations(model_config, choices)
+            free_before = progress.num_bytes = _agree_on_free_memory(groups, resolved.device)
+            least = least_activations(model_config, resolved)
             none_yet = {"arena_bytes": 0, "derived": 0, "activations": least}
-            demand = _demand(config, choices, model_config, groups, free_before=free_before, **none_yet)
-            check_sizes(demand.without_graphs(), choices)
+            demand = _demand(config, resolved, model_config, groups, free_before=free_before, **none_yet)
+            check_sizes(demand.without_graphs(), resolved)
         with progress.step("weights"):
             model = build_model(
                 model_config,
-                dtype=choices.dtype,
+                dtype=resolved.dtype,
                 collectives=groups.collectives,
                 moe_backend=experts.run,
-                deterministic=choices.deterministic,
+                deterministic=resolved.deterministic,
             )
             self._model, self._source, self._config = model, source, config
             self.arena = load_weights(
-                model, model_config, source, tp, choices.device, choices.dtype, seed=config.seed
+                model, model_config, source, tp, resolved.device, resolved.dtype, seed=config.seed
             )
             derived = model.build_derived()
-            if choices.device.type == "cpu":
+            if resolved.device.type == "cpu":
                 keep_freed_memory()
             progress.num_bytes = self.arena.num_bytes
             progress.detail = f"and {gib(derived)} of packed copies" if derived else ""
         with progress.step("page count"):
-            activations = measure_activations(model, choices, selection, shape)
+            activations = measure_activations(model, resolved, selection, shape)
             self._headroom = activations + Sampler.num_bytes(
-                choices.max_running_requests, model_config.vocab_size
+                resolved.max_running_requests, model_config.vocab_size
             )
             demand = _demand(
                 config,
-                choices,
+                resolved,
                 model_config,
                 groups,
                 free_before=free_before,
@@ -218,25 +218,25 @@ class ModelRunner:
             captures = demand.reserve.graphs > 0
             budget = plan_pages(demand, config.num_kv_tokens)
             progress.detail = (
-                f"{budget.num_pages} pages of {choices.page_size} tokens, set by {budget.limited_by}; "
+                f"{budget.num_pages} pages of {resolved.page_size} tokens, set by {budget.limited_by}; "
                 f"longest sequence {budget.max_seq_len} tokens; a step takes {gib(activations)}"
             )
         with progress.step("KV pool"):
-            kv = make_pool(model, choices, num_pages=budget.num_pages)
+            kv = make_pool(model, resolved, num_pages=budget.num_pages)
             progress.num_bytes = kv.data.nbytes
         with progress.step("page table"):
             page_table = PageTable(
-                max_running=choices.max_running_requests,
+                max_running=resolved.max_running_requests,
                 max_seq_len=budget.max_seq_len,
-                page_size=choices.page_size,
+                page_size=resolved.page_size,
                 scratch_page=kv.scratch_page,
-                device=choices.device,
+                device=resolved.device,
             )
             state = BatchState(
-                max_running_requests=choices.max_running_requests,
+                max_running_requests=resolved.max_running_requests,
                 max_seq_len=budget.max_seq_len,
                 page_table=page_table,
-                device=choices.device,
+                device=resolved.device,
             )
             progress.num_bytes = page_table.data.nbytes + state.token_pool.data.nbytes
         with progress.step("attention backend"):
@@ -258,13 +258,13 @@ class ModelRunner:
         with progress.step("CUDA graphs"):
             progress.detail, num_graphs = "none: steps run eagerly", 0
             has_experts = model_config.moe is not None
-            grid = grid_of(config, choices, backend, selection.name, has_experts, captures=captures)
-            if choices.device.type == "cuda" and (tp.size == 1 or groups.collectives.one_shot is not None):
+            grid = grid_of(config, resolved, backend, selection.name, has_experts, captures=captures)
+            if resolved.device.type == "cuda" and (tp.size == 1 or groups.collectives.one_shot is not None):
                 self._executor = executor = _make_cuda_executor(
-                    config, choices, groups, model, state, kv, backend, sampler
+                    config, resolved, groups, model, state, kv, backend, sampler
                 )
                 if captures:
-                    progress.num_bytes = capture(executor, grid, groups, choices.device)
+                    progress.num_bytes = capture(executor, grid, groups, resolved.device)
                     num_graphs = executor.num_graphs
                     progress.detail = f"{num_graphs} graphs"
             if config.graph_self_check and not num_graphs:
@@ -275,8 +275,8 @@ class ModelRunner:
                     "are captured"
                 )
         self.tp = tp
-        self.device = choices.device
-        self.dtype = choices.dtype
+        self.device = resolved.device
+        self.dtype = resolved.dtype
         self.vocab_size = model_config.vocab_size
         self.attention_backend = selection.name
         self.weight_bytes = self.arena.num_bytes
@@ -284,10 +284,10 @@ class ModelRunner:
         self.kv_bytes = kv.data.nbytes
         self.limits = RunnerLimits(
             num_pages=budget.num_pages,
-            page_size=choices.page_size,
+            page_size=resolved.page_size,
             max_seq_len=budget.max_seq_len,
-            max_running_requests=choices.max_running_requests,
-            chunked_prefill_size=choices.chunked_prefill_size,
+            max_running_requests=resolved.max_running_requests,
+            chunked_prefill_size=resolved.chunked_prefill_size,
         )
 
     def forward_batch(self, plan: StepPlan) -> ForwardOutput:
@@ -298,10 +298,10 @@ class ModelRunner:
         """
         return ForwardOutput(self._stream.submit(partial(self._executor.run, plan)))
 
-    def live_weights(self) -> LiveWeights:
+    def served_weights(self) -> ServedWeights:
         """What `WeightUpdater` changes."""
         allow = self._config.weights_master_allow
-        return LiveWeights(
+        return ServedWeights(
             arena=self.arena,
             table=weight_map.build(self._source.config, self.tp),
             config=self._source.config,
@@ -326,9 +326,9 @@ class ModelRunner:
         self._stream.close()
 
 
-def _add_one_shot(groups: TPGroups, choices: Choices, hidden_size: int) -> int:
+def _add_one_shot(groups: TPGroups, resolved: ResolvedConfig, hidden_size: int) -> int:
     """Give the collectives their one-shot all-reduce, where the devices see each other; bytes taken."""
-    from segue.kernels.triton.all_reduce import OneShot
+    from segue.kernels.triton.all_reduce import OneShotAllReduce
 
     assert isinstance(groups.collectives, GroupCollectives)
     if not all_devices_meet(groups.tp.size):
@@ -336,7 +336,7 @@ def _add_one_shot(groups: TPGroups, choices: Choices, hidden_size: int) -> int:
             "the CUDA devices cannot address each other's memory: all-reduces go through NCCL, eagerly"
         )
         return 0
-    one_shot = OneShot(groups, choices.device, hidden_size, choices.max_running_requests)
+    one_shot = OneShotAllReduce(groups, resolved.device, hidden_size, resolved.max_running_requests)
     groups.collectives.one_shot = one_shot
     return one_shot.num_bytes
 
@@ -351,7 +351,7 @@ def _agree_on_free_memory(groups: TPGroups, device: torch.device) -> int:
 
 def _make_cuda_executor(
     config: EngineConfig,
-    choices: Choices,
+    resolved: ResolvedConfig,
     groups: TPGroups,
     model: Decoder,
     state: BatchState,
@@ -368,8 +368,8 @@ def _make_cuda_executor(
         backend=cast(PagedBackend, backend),
         sampler=sampler,
         collectives=groups.collectives,
-        max_rows=choices.max_running_requests,
-        chunk=choices.chunked_prefill_size,
+        max_rows=resolved.max_running_requests,
+        chunk=resolved.chunked_prefill_size,
         row_buckets=_sizes(config.precompile_bs_paddings, "precompile_bs_paddings"),
         token_buckets=_sizes(config.precompile_token_paddings, "precompile_token_paddings"),
         self_check=config.graph_self_check,
@@ -386,7 +386,7 @@ def _sizes(text: str | None, name: str) -> list[int] | None:
 
 def _demand(
     config: EngineConfig,
-    choices: Choices,
+    resolved: ResolvedConfig,
     model: ModelConfig,
     groups: TPGroups,
     *,
@@ -399,16 +399,16 @@ def _demand(
     # The most that any rank takes, so that all ranks come to the same number, or to the same error.
     gathered = groups.all_gather([arena_bytes, derived, activations])
     arena_bytes, derived, activations = (max(values) for values in zip(*gathered, strict=True))
-    on_cpu = choices.device.type == "cpu"
+    on_cpu = resolved.device.type == "cpu"
     reserve = Reserve(
         batch_state=BatchState.num_bytes(
-            max_running_requests=choices.max_running_requests,
-            max_seq_len=choices.longest,
-            page_size=choices.page_size,
+            max_running_requests=resolved.max_running_requests,
+            max_seq_len=resolved.max_len,
+            page_size=resolved.page_size,
         ),
         derived=derived,
         activations=activations,
-        sampling=Sampler.num_bytes(choices.max_running_requests, model.vocab_size),
+        sampling=Sampler.num_bytes(resolved.max_running_requests, model.vocab_size),
         graphs=0 if on_cpu or config.disable_cuda_graph else GRAPH_RESERVE,
         staging=_staging_bytes(config),
     )
@@ -421,13 +421,13 @@ def _demand(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            page_size=choices.page_size,
-            itemsize=choices.dtype.itemsize,
+            page_size=resolved.page_size,
+            itemsize=resolved.dtype.itemsize,
             tp_size=groups.tp.size,
         ),
-        page_size=choices.page_size,
-        longest=choices.longest,
-        max_running_requests=choices.max_running_requests,
+        page_size=resolved.page_size,
+        max_len=resolved.max_len,
+        max_running_requests=resolved.max_running_requests,
         local_ranks=groups.tp.size if on_cpu else 1,
         pool_limit=CPU_POOL_LIMIT if on_cpu else None,
     )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segue.memory.backing import to_device
-from segue.messages.requests import Tail
+from segue.messages.requests import SamplingMode
 from segue.model_runner.batch_state import BatchState, SamplingColumns
 from segue.sampling.gumbel_max import argmax, draw, draw_candidates
 from segue.sampling.logprobs import Logprobs, logprobs_of
@@ -37,8 +37,8 @@ class Sampler:
 
     In this order: log-probabilities are taken from the raw logits; penalties; bias; stop tokens masked until
     min_new_tokens; then the likeliest token, or temperature, top-k, top-p, min-p and a draw. Randomness is a
-    function of (seed, position), and each row is computed as if it were alone, so that batch, tail, rank and
-    retraction make no difference.
+    function of (seed, position), and each row is computed as if it were alone, so that batch, sampling
+    mode, rank and retraction make no difference.
     """
 
     def __init__(self, state: BatchState) -> None:
@@ -53,20 +53,22 @@ class Sampler:
         """
         return 24 * rows * vocab_size
 
-    def sample(self, logits: Tensor, rows: Indices, positions: Indices, tail: Tail) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: Indices, positions: Indices, sampling_mode: SamplingMode
+    ) -> Sampled:
         """Choose the tokens at `positions` of `rows`.
 
         Args:
-            logits: float32 `[B, V]`; overwritten in the full tail.
+            logits: float32 `[B, V]`; overwritten in the full sampling.
             rows: `[B]`.
             positions: `[B]`: of the tokens sampled, so as many tokens of the row are known.
-            tail: "plain" promises that no row has more than a temperature or wants alternatives; "filtered",
-                that no row has more than filters besides.
+            sampling_mode: "plain" promises that no row has more than a temperature or wants alternatives;
+                "filtered", that no row has more than filters besides.
         """
         num_top = self._state.host.num_top[rows]
         asked = (num_top >= 0).nonzero()[0]
-        raw, filtered = logits, None if tail == "plain" else self._filtered(rows)
-        if tail == "full":
+        raw, filtered = logits, None if sampling_mode == "plain" else self._filtered(rows)
+        if sampling_mode == "full":
             raw = logits[self._index(asked)] if len(asked) else logits
             self._penalise(logits, rows, positions)
             self._bias(logits, rows, positions)
@@ -105,7 +107,7 @@ class Sampler:
         return tokens
 
     def _choose_on_cuda(self, logits: Tensor, rows: Indices, positions: Indices, *, filters: bool) -> Tensor:
-        """With the plain tail's own kernels: the same tokens in every tail."""
+        """With the plain sampling's own kernels: the same tokens in every sampling mode."""
         from segue.kernels.triton.sampling import choose
 
         columns = self._state.on_device
@@ -149,10 +151,10 @@ class Sampler:
             return
         index, at = self._index(needed), self._index(rows[needed])
         columns: SamplingColumns[Tensor] = self._state.on_device
-        longest = int(positions[needed].max())
+        max_len = int(positions[needed].max())
         logits[index] = penalise(
             logits[index],
-            self._state.token_pool.data[at, :longest].to(torch.int64),
+            self._state.token_pool.data[at, :max_len].to(torch.int64),
             prompt_lens=columns.prompt_len[at],
             lengths=self._index(positions[needed]),
             repetition=columns.repetition_penalty[at],

@@ -16,7 +16,7 @@ from segue.sampling.logprobs import Logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutputs:
+class DeviceStepResult:
     """One launched step. What is on the host is there once `copy_done` has happened."""
 
     step: int
@@ -61,7 +61,7 @@ class StepOutputs:
 class ForwardOutput:
     """A step that was submitted."""
 
-    def __init__(self, pending: Future[StepOutputs]) -> None:
+    def __init__(self, pending: Future[DeviceStepResult]) -> None:
         self._pending = pending
 
     def ready(self) -> bool:

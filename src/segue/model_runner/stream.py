@@ -17,7 +17,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _KEEP_BYTES = 1 << 30
 
 
-class Stream(Protocol):
+class ComputeStream(Protocol):
     """Runs submitted work in order."""
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
@@ -85,7 +85,7 @@ class CUDAStream:
         self._stream.synchronize()
 
 
-def make_stream(device: torch.device) -> Stream:
+def make_stream(device: torch.device) -> ComputeStream:
     """The stream for steps on `device`."""
     return CPUStream() if device.type == "cpu" else CUDAStream(device)
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from segue.attention.context import Context
 from segue.distributed.collectives import Collectives
-from segue.layers.attention import Attention, Placement
+from segue.layers.attention import Attention, KVStore
 from segue.layers.base import Layer
 from segue.layers.embedding import ParallelHead, VocabParallelEmbedding
 from segue.layers.linear import Linear, RowParallelLinear
@@ -57,19 +57,21 @@ class DecoderLayer(Layer):
         self,
         x: Tensor,
         residual: Tensor | None,
-        placement: Placement,
+        placement: KVStore,
         ctx: Context,
-        wanted: Tensor | None = None,
+        logits_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Take and return a branch's output, `[T, hidden]`, and the residual stream it still is to join.
 
-        With `wanted` (int `[L]`) only those tokens go on behind the attention.
+        With `logits_indices` (int `[L]`) only those tokens go on behind the attention.
         """
         x, residual = self.input_norm.add(x, residual)
-        x = self.attn(x, placement, ctx, wanted)
-        x, residual = self.post_norm.add(x, residual if wanted is None else residual.index_select(0, wanted))
+        x = self.attn(x, placement, ctx, logits_indices)
+        x, residual = self.post_norm.add(
+            x, residual if logits_indices is None else residual.index_select(0, logits_indices)
+        )
         if self.is_sparse:
-            return self.mlp(x, ctx.num_tokens if wanted is None else ctx.num_wanted), residual
+            return self.mlp(x, ctx.num_tokens if logits_indices is None else ctx.num_logits_indices), residual
         return self.mlp(x), residual
 
 
@@ -114,17 +116,17 @@ class Decoder(Layer):
     def forward(self, ctx: Context) -> Tensor:
         """Run a step; the hidden states of the wanted tokens after the last norm, equal on every rank.
 
-        `[L, hidden]`, or `[T, hidden]` where all are wanted.
+        `[L, hidden]`, or `[T, hidden]` where all are logits_indices.
         """
         ctx.backend.prepare(ctx)
         x = self.embed(ctx.input_ids)
         cos, sin = self.rotary.angles(ctx.positions, x.dtype)
-        placement = Placement(cos=cos, sin=sin, positions=ctx.positions, rows=ctx.kv_rows)
+        placement = KVStore(cos=cos, sin=sin, positions=ctx.positions, rows=ctx.slot_mapping)
         residual = None
         *layers, last = self.layers
         for layer in layers:
             x, residual = layer(x, residual, placement, ctx)
-        x, residual = last(x, residual, placement, ctx, ctx.wanted)
+        x, residual = last(x, residual, placement, ctx, ctx.logits_indices)
         hidden, _ = self.norm.add(x, residual)
         return hidden
 

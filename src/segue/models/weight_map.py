@@ -41,7 +41,7 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NameTable:
+class WeightMap:
     """All names a checkpoint of one architecture may use, as one rank sees them."""
 
     parameters: Mapping[str, Shape]  # ours, this rank's
@@ -67,7 +67,7 @@ class NameTable:
     def coverage(self, names: Iterable[str] | None = None) -> Coverage:
         """Count, element by element, what `names` (by default all of `self.names`) would write.
 
-        Vocabulary padding counts as written: it is zeroed, not loaded.
+        RequestLimits padding counts as written: it is zeroed, not loaded.
         """
         boxes: dict[str, list[Box]] = {parameter: [] for parameter in self.parameters}
         for parameter, box in self.padding.items():
@@ -86,15 +86,15 @@ class NameTable:
         return Coverage(missing=missing, repeated=repeated)
 
 
-def build(config: ModelConfig, tp: TPInfo) -> NameTable:
+def build(config: ModelConfig, tp: TPInfo) -> WeightMap:
     """The table of rank `tp.rank` of `tp.size`.
 
     Raises:
         TensorParallelError: the model cannot be cut into `tp.size` parts.
     """
-    builder = _Builder(config, shard(config, tp))
+    builder = _WeightMapBuilder(config, shard(config, tp))
     builder.add_model()
-    return NameTable(
+    return WeightMap(
         parameters=builder.parameters,
         shapes=builder.shapes,
         slices={name: tuple(parts) for name, parts in builder.slices.items()},
@@ -104,7 +104,7 @@ def build(config: ModelConfig, tp: TPInfo) -> NameTable:
     )
 
 
-class _Builder:
+class _WeightMapBuilder:
     def __init__(self, config: ModelConfig, part: Shard) -> None:
         self.config = config
         self.part = part

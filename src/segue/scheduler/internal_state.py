@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from segue.scheduler.pause import PauseState
-from segue.scheduler.request import Phase
+from segue.scheduler.request import RequestPhase
 
 if TYPE_CHECKING:
     from segue.scheduler.scheduler import Scheduler
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def internal_state(s: Scheduler) -> dict[str, Any]:
     """Queues, pools and counts of this moment."""
     resources, ratio = s.resources, s.new_token_ratio
-    prefilling = [r.rid for r in s.running.values() if r.phase is Phase.PREFILL]
+    prefilling = [r.rid for r in s.running.values() if r.phase is RequestPhase.PREFILL]
     return {
         "engine_paused": s.control.asked_state is PauseState.PAUSED,
         "pause_mode": s.control.asked_mode,
@@ -28,9 +28,9 @@ def internal_state(s: Scheduler) -> dict[str, Any]:
         "chunked_req_is_none": not prefilling,
         "chunked_req_rids": prefilling,
         "tree_cache_size": resources.prefix.num_pages * s.limits.page_size,
-        "req_to_token_pool_total": resources.num_rows,
-        "req_to_token_pool_used": resources.num_rows - len(resources.free_rows),
-        "req_to_token_pool_available": len(resources.free_rows),
+        "req_to_token_pool_total": resources.num_slots,
+        "req_to_token_pool_used": resources.num_slots - len(resources.free_slots),
+        "req_to_token_pool_available": len(resources.free_slots),
         "available_kv_tokens": resources.allocator.num_free * s.limits.page_size,
         "num_generated_tokens": s.totals.output_tokens,
         "forward_ct_decode": s.num_decode_steps,

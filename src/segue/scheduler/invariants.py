@@ -22,24 +22,26 @@ def _page_problems(s: Scheduler) -> list[str]:
     holders = {
         "free": s.resources.allocator.free_pages(),
         "cached": [node.page for node in s.resources.prefix.nodes()],
-        "limbo": [page for released in s.resources.limbo for page in released.pages],
+        "pending_free": [page for released in s.resources.pending_free for page in released.pages],
     }
     holders |= {f"request {r.rid}": r.own_pages for r in s.running.values()}
     return _not_a_partition("page", holders, s.limits.num_pages)
 
 
 def _row_problems(s: Scheduler) -> list[str]:
-    rows = {
-        "free": list(s.resources.free_rows),
-        "limbo": [r.row for r in s.resources.limbo if r.row is not None],
+    slots = {
+        "free": list(s.resources.free_slots),
+        "pending_free": [r.slot for r in s.resources.pending_free if r.slot is not None],
     }
-    rows |= {f"request {r.rid}": [r.row] for r in s.running.values()}
-    return _not_a_partition("row", rows, s.limits.max_running_requests)
+    slots |= {f"request {r.rid}": [r.slot] for r in s.running.values()}
+    return _not_a_partition("slot", slots, s.limits.max_running_requests)
 
 
 def _lock_problems(s: Scheduler) -> list[str]:
     prefix, locks = s.resources.prefix, dict[int, int]()
-    for holder in [r.node for r in s.running.values()] + [released.node for released in s.resources.limbo]:
+    for holder in [r.node for r in s.running.values()] + [
+        released.node for released in s.resources.pending_free
+    ]:
         for node in holder.path() if holder is not None else ():
             locks[id(node)] = locks.get(id(node), 0) + 1
     problems = [
@@ -65,9 +67,9 @@ def _request_problems(s: Scheduler) -> list[str]:
         if r.node is None or s.resources.prefix.pages(r.node) != r.pages[: r.num_inserted]:
             problems.append(f"request {r.rid} reads shared pages that its lock does not cover")
     problems += [
-        f"waiting request {r.rid} owns a row, pages or a lock"
+        f"waiting request {r.rid} owns a slot, pages or a lock"
         for r in s.waiting
-        if r.pages or r.node is not None or r.row != -1
+        if r.pages or r.node is not None or r.slot != -1
     ]
     if set(s.requests) != {r.rid for r in s.waiting} | set(s.running):
         problems.append("a live request neither waits nor runs, or an ended one does")

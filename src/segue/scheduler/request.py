@@ -8,8 +8,8 @@ from segue.kvcache.prefix_cache import Node
 from segue.messages.requests import SamplingParams
 
 
-class Phase(Enum):
-    """Where a request is; it owns a row and pages in PREFILL and DECODE only."""
+class RequestPhase(Enum):
+    """Where a request is; it owns a slot and pages in PREFILL and DECODE only."""
 
     WAITING = auto()
     PREFILL = auto()  # some of its known tokens have no KV yet
@@ -18,10 +18,10 @@ class Phase(Enum):
 
 
 _NEXT = {
-    Phase.WAITING: {Phase.PREFILL, Phase.FINISHED},
-    Phase.PREFILL: {Phase.DECODE, Phase.WAITING, Phase.FINISHED},
-    Phase.DECODE: {Phase.WAITING, Phase.FINISHED},
-    Phase.FINISHED: set[Phase](),
+    RequestPhase.WAITING: {RequestPhase.PREFILL, RequestPhase.FINISHED},
+    RequestPhase.PREFILL: {RequestPhase.DECODE, RequestPhase.WAITING, RequestPhase.FINISHED},
+    RequestPhase.DECODE: {RequestPhase.WAITING, RequestPhase.FINISHED},
+    RequestPhase.FINISHED: set[RequestPhase](),
 }
 
 
@@ -46,9 +46,9 @@ class Request:
         "prompt_len",
         "prompt_logprobs_next",
         "rid",
-        "row",
+        "sampling_mode",
+        "slot",
         "stop_ids",
-        "tail",
         "tokens",
         "versions",
     )
@@ -70,8 +70,8 @@ class Request:
         self.prompt_len = len(prompt)
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(params.stop_token_ids)
-        self.tail = params.tail
-        self.phase = Phase.WAITING
+        self.sampling_mode = params.sampling_mode
+        self.phase = RequestPhase.WAITING
 
         self.tokens = prompt  # prompt and output known on the host
         self.outputs_launched = 0  # output tokens sampled by launched steps, the one in flight included
@@ -82,7 +82,7 @@ class Request:
         )  # prompt tokens found in the prefix cache at the first admission; -1: not yet admitted
         self.num_retractions = 0
 
-        self.row = -1
+        self.slot = -1
         self.launched = 0  # positions computed by launched steps
         self.pages: list[int] = []  # in token order: shared ones of the prefix cache, then its own
         self.capacity = 0  # positions the pages hold
@@ -98,7 +98,7 @@ class Request:
     @property
     def wants_decode(self) -> bool:
         """Whether its next step runs one token; an end by length is known before the last token is."""
-        return self.phase is Phase.DECODE and self.outputs_launched < self.max_new_tokens
+        return self.phase is RequestPhase.DECODE and self.outputs_launched < self.max_new_tokens
 
     @property
     def owes_prompt_logprobs(self) -> bool:
@@ -110,7 +110,7 @@ class Request:
         """Pages that are this request's alone."""
         return self.pages[self.num_inserted :]
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: RequestPhase) -> None:
         """Change the phase; the only place that does."""
         assert phase in _NEXT[self.phase], f"request {self.rid}: {self.phase.name} -> {phase.name}"
         self.phase = phase
@@ -126,8 +126,8 @@ class Request:
             spans.append((version, at, at + 1))
 
     def forget_kv(self) -> None:
-        """After its row, pages and lock were released: as if it had never run, but with the tokens it has."""
-        self.row = -1
+        """Begin anew with the tokens it has, after its slot, pages and lock were released."""
+        self.slot = -1
         self.launched = 0
         self.pages = []
         self.capacity = 0

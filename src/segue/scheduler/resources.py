@@ -1,7 +1,7 @@
-"""What requests hold while they run: rows, KV pages and locks in the prefix cache.
+"""What requests hold while they run: slots, KV pages and locks in the prefix cache.
 
-While a launched step may still use what was given up, it waits in ``limbo``, tagged with that step, and
-becomes free when the step is applied.
+While a launched step may still use what was given up, it waits in ``pending_free``, tagged with that step,
+and becomes free when the step is applied.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ class Released:
     """Given up; free once ``step`` is applied."""
 
     step: int
-    row: int | None
+    slot: int | None
     pages: list[int]
     node: Node | None
 
 
 class Resources:
-    """The free ones, the cached ones, and those in limbo."""
+    """The free ones, the cached ones, and those that are pending free."""
 
-    def __init__(self, *, num_rows: int, num_pages: int, page_size: int) -> None:
-        self.num_rows = num_rows
+    def __init__(self, *, num_slots: int, num_pages: int, page_size: int) -> None:
+        self.num_slots = num_slots
         self.num_pages = num_pages
         self.allocator = PageAllocator(num_pages)
         self.prefix = PrefixCache(page_size)
-        self.free_rows = list(range(num_rows - 1, -1, -1))
-        self.limbo: deque[Released] = deque()
+        self.free_slots = list(range(num_slots - 1, -1, -1))
+        self.pending_free: deque[Released] = deque()
 
     @property
     def num_available(self) -> int:
@@ -47,17 +47,17 @@ class Resources:
         return self.allocator.allocate(count)
 
     def release(
-        self, step: int, *, row: int | None = None, pages: list[int], node: Node | None = None
+        self, step: int, *, slot: int | None = None, pages: list[int], node: Node | None = None
     ) -> None:
         """Give up what ``step``, the last one launched, may still use."""
-        self.limbo.append(Released(step, row, pages, node))
+        self.pending_free.append(Released(step, slot, pages, node))
 
     def settle(self, oldest: int) -> None:
         """Free what only steps before ``oldest`` use."""
-        while self.limbo and self.limbo[0].step < oldest:
-            released = self.limbo.popleft()
-            if released.row is not None:
-                self.free_rows.append(released.row)
+        while self.pending_free and self.pending_free[0].step < oldest:
+            released = self.pending_free.popleft()
+            if released.slot is not None:
+                self.free_slots.append(released.slot)
             self.allocator.release(released.pages)
             if released.node is not None:
                 self.prefix.unlock(released.node)

@@ -3,7 +3,7 @@
 ``plan()`` decides a step and counts it as launched; ``apply()`` takes its result. With overlap the loop calls
 ``plan()`` for step *n + 1* before ``apply()`` of step *n*: lengths are known by then, tokens are not.
 
-A request's row, pages and prefix lock are given up in one place, :meth:`Scheduler._release`.
+A request's slot, pages and prefix lock are given up in one place, :meth:`Scheduler._release`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from segue.errors import (
     SegueError,
 )
 from segue.kvcache.prefix_cache import Node
-from segue.messages.control import Counters, StepOutput
+from segue.messages.control import Counters, SchedulerOutput
 from segue.messages.requests import (
     BEFORE_PREFILL,
     FIRST_WEIGHT_VERSION,
@@ -38,11 +38,11 @@ from segue.messages.requests import (
     pack_ids,
     unpack_ids,
 )
-from segue.messages.steps import NON_FINITE, NewRow, StepPlan, StepResult
+from segue.messages.steps import NON_FINITE, NewSlot, StepPlan, StepResult
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.pause import PauseControl, PauseState
 from segue.scheduler.queue import NewTokenRatio, WaitingQueue, choose_victim, expected_tokens
-from segue.scheduler.request import Phase, Request
+from segue.scheduler.request import Request, RequestPhase
 from segue.scheduler.resources import Resources
 from segue.scheduler.step import Step
 
@@ -71,7 +71,7 @@ class Scheduler:
         self.kv_epoch = 0  # grows with every change of the weights, whatever the version is called
         self.refuses: str | None = None  # why no request can be served
         self.resources = Resources(
-            num_rows=limits.max_running_requests, num_pages=limits.num_pages, page_size=limits.page_size
+            num_slots=limits.max_running_requests, num_pages=limits.num_pages, page_size=limits.page_size
         )
         self.new_token_ratio = NewTokenRatio()
         self.waiting = WaitingQueue()
@@ -148,13 +148,13 @@ class Scheduler:
         error: type[SegueError] | None = None,
     ) -> Finished:
         """The one exit of a request."""
-        if request.phase is Phase.WAITING:
+        if request.phase is RequestPhase.WAITING:
             self.waiting.remove(request)
         else:
             del self.running[request.rid]
             self._release(request)
         del self.requests[request.rid]
-        request.enter(Phase.FINISHED)
+        request.enter(RequestPhase.FINISHED)
         count = request.num_outputs if num_tokens is None else num_tokens
         return Finished(
             rid=request.rid,
@@ -181,11 +181,11 @@ class Scheduler:
         } | {
             request: "a prompt token"
             for request, count in step.prompt_logprobs
-            if any(isnan(entry.logprob) for entry in result.prompt_logprobs[request.row][:count])
+            if any(isnan(entry.logprob) for entry in result.prompt_logprobs[request.slot][:count])
         }
         finished = []
         for request, where in spoilt.items():
-            if request.phase is Phase.FINISHED:
+            if request.phase is RequestPhase.FINISHED:
                 continue
             assert request.node is not None
             self.resources.prefix.hide(request.node)
@@ -215,15 +215,15 @@ class Scheduler:
         self._release(request)
         request.forget_kv()
         request.num_retractions += 1
-        request.enter(Phase.WAITING)
+        request.enter(RequestPhase.WAITING)
         self.waiting.push(request)
 
     def _release(self, request: Request) -> None:
         self._swaps = [swap for swap in self._swaps if swap[0] is not request]
-        self._free_later(row=request.row, pages=request.own_pages, node=request.node)
+        self._free_later(slot=request.slot, pages=request.own_pages, node=request.node)
 
-    def _free_later(self, *, row: int | None = None, pages: list[int], node: Node | None = None) -> None:
-        self.resources.release(self._step, row=row, pages=pages, node=node)
+    def _free_later(self, *, slot: int | None = None, pages: list[int], node: Node | None = None) -> None:
+        self.resources.release(self._step, slot=slot, pages=pages, node=node)
         self._settle()
 
     def _settle(self) -> None:
@@ -256,20 +256,20 @@ class Scheduler:
                 return None
             self._preempt(needy)
             preempted = True
-            decoding = [r for r in decoding if r.phase is Phase.DECODE]
-            needy = [r for r in needy if r.phase is Phase.DECODE]
+            decoding = [r for r in decoding if r.phase is RequestPhase.DECODE]
+            needy = [r for r in needy if r.phase is RequestPhase.DECODE]
         self._step += 1
         step = Step(self._step, self.weight_version)
         self.in_flight.append(step)
         swaps, self._swaps = self._swaps, []  # of this step's own insertions the next plan tells
-        step.pages += [(request.row, first, pages) for request, first, pages in swaps]
+        step.pages += [(request.slot, first, pages) for request, first, pages in swaps]
         for request, page in zip(needy, self.resources.take_pages(len(needy)), strict=True):
-            step.pages.append((request.row, len(request.pages), [page]))
+            step.pages.append((request.slot, len(request.pages), [page]))
             request.pages.append(page)
             request.capacity += self.limits.page_size
         step.decode(decoding)
         self._plan_prefill(step, admit=not preempted)
-        if not step.rows:
+        if not step.slots:
             self.in_flight.pop()
             self._step -= 1
             self._swaps = swaps
@@ -282,9 +282,9 @@ class Scheduler:
     def _plan_prefill(self, step: Step, *, admit: bool) -> None:
         budget = self.limits.chunked_prefill_size
         for request in self.running.values():
-            if request.phase is Phase.PREFILL and budget > 0:
+            if request.phase is RequestPhase.PREFILL and budget > 0:
                 budget -= self._prefill(request, step, budget)
-        while admit and budget > 0 and self.resources.free_rows:
+        while admit and budget > 0 and self.resources.free_slots:
             admitted = self._next_to_admit()
             if admitted is None or not self._admit(admitted, step):
                 break
@@ -318,20 +318,20 @@ class Scheduler:
             self.new_token_ratio.on_preemption()
 
     def _admit(self, request: Request, step: Step) -> bool:
-        """Give the queue's head a row and pages for all its known tokens, if that leaves the reserve."""
+        """Give the queue's head a slot and pages for all its known tokens, if that leaves the reserve."""
         size = self.limits.page_size
         node = self._match(request)
         self.resources.prefix.lock(node)
         shared = self.resources.prefix.pages(node)
         needed = -(-len(request.tokens) // size) - len(shared)
-        alone = not self.running and not self.resources.limbo
+        alone = not self.running and not self.resources.pending_free
         if needed + (0 if alone else self._reserve(request)) > self.resources.num_available:
             self.resources.prefix.unlock(node)
             return False
         self.waiting.remove(request)
-        request.enter(Phase.PREFILL)
+        request.enter(RequestPhase.PREFILL)
         self.running[request.rid] = request
-        request.row = self.resources.free_rows.pop()
+        request.slot = self.resources.free_slots.pop()
         request.node, request.num_inserted = node, len(shared)
         request.kv_epoch = self.kv_epoch
         request.pages = shared + self.resources.take_pages(needed)
@@ -341,10 +341,10 @@ class Scheduler:
             request.cached_tokens = request.launched
         self.totals.prompt_tokens += len(request.tokens)
         self.totals.cached_tokens += request.launched
-        step.new_rows.append(
-            NewRow(request.row, pack_ids(request.tokens), request.prompt_len, request.params)
+        step.new_slots.append(
+            NewSlot(request.slot, pack_ids(request.tokens), request.prompt_len, request.params)
         )
-        step.pages.append((request.row, 0, list(request.pages)))
+        step.pages.append((request.slot, 0, list(request.pages)))
         return True
 
     def _match(self, request: Request) -> Node:
@@ -362,7 +362,7 @@ class Scheduler:
 
     # --- results ---
 
-    def apply(self, result: StepResult) -> StepOutput:
+    def apply(self, result: StepResult) -> SchedulerOutput:
         """Turn the oldest step's result into tokens and ends; an ended request's token is dropped."""
         step = self.in_flight.popleft()
         assert step.number == result.step and len(step.sampling) == len(result.tokens)
@@ -374,12 +374,12 @@ class Scheduler:
         if step.prompt_logprobs or NON_FINITE in result.tokens:
             finished += self._end_non_finite(step, result)
         prompt_logprobs = {
-            request.rid: result.prompt_logprobs[request.row][:count]
+            request.rid: result.prompt_logprobs[request.slot][:count]
             for request, count in step.prompt_logprobs
-            if request.phase is not Phase.FINISHED
+            if request.phase is not RequestPhase.FINISHED
         }
         for index, (request, token) in enumerate(zip(step.sampling, result.tokens, strict=True)):
-            if request.phase is Phase.FINISHED:
+            if request.phase is RequestPhase.FINISHED:
                 continue
             request.add_token(token, step.version)
             rids.append(request.rid)
@@ -434,7 +434,7 @@ class Scheduler:
             self._swaps.append((request, first, pages[first : first + len(given_back)]))
             self._free_later(pages=given_back)
 
-    def output(self, **columns: Any) -> StepOutput:
+    def output(self, **columns: Any) -> SchedulerOutput:
         """A message to the frontend with the counters of this moment."""
         totals = self.totals
         totals.paused = self.control.asked_mode
@@ -443,7 +443,7 @@ class Scheduler:
         totals.num_accepted = self._arrivals
         totals.used_pages = self.limits.num_pages - self.resources.allocator.num_free
         totals.cached_pages = self.resources.prefix.num_pages
-        return StepOutput(**({"rids": [], "tokens": [], "finished": []} | columns), counters=totals)
+        return SchedulerOutput(**({"rids": [], "tokens": [], "finished": []} | columns), counters=totals)
 
     def forget_cache(self) -> int:
         """Empty the prefix cache, and measure anew what is measured since a flush; tokens that were cached.

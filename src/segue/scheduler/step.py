@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import get_args
 
-from segue.messages.requests import Tail
-from segue.messages.steps import NewRow, StepPlan
-from segue.scheduler.request import Phase, Request
+from segue.messages.requests import SamplingMode
+from segue.messages.steps import NewSlot, StepPlan
+from segue.scheduler.request import Request, RequestPhase
 
-_TAILS: tuple[Tail, ...] = get_args(Tail)
+_SAMPLING_MODES: tuple[SamplingMode, ...] = get_args(SamplingMode)
 
 
 class Step:
@@ -17,30 +17,30 @@ class Step:
     def __init__(self, number: int, version: str) -> None:
         self.number = number
         self.version = version  # of the weights it runs with
-        self.new_rows: list[NewRow] = []
+        self.new_slots: list[NewSlot] = []
         self.pages: list[tuple[int, int, list[int]]] = []
         self.num_decode = 0
-        self.rows: list[int] = []
+        self.slots: list[int] = []
         self.starts: list[int] = []
         self.lens: list[int] = []
         self.num_logits: list[int] = []
         self.sampling: list[Request] = []  # in plan order: one token of the result each
         self.samples: list[bool] = []
         self.prompt_logprobs: list[tuple[Request, int]] = []  # (request, how many)
-        self.tail: Tail = "plain"
+        self.sampling_mode: SamplingMode = "plain"
 
     def decode(self, requests: list[Request]) -> None:
         """Run one token of each."""
         count = len(requests)
         self.num_decode = count
-        self.rows = [r.row for r in requests]
+        self.slots = [r.slot for r in requests]
         self.starts = [r.launched for r in requests]
         self.lens, self.num_logits, self.samples = [1] * count, [1] * count, [True] * count
         self.sampling = requests
         for request in requests:
             request.launched += 1
             request.outputs_launched += 1
-            self._need(request.tail)
+            self._need(request.sampling_mode)
 
     def prefill(self, request: Request, budget: int) -> int:
         """Run the next chunk of a request, at most ``budget`` tokens; returns how many."""
@@ -58,7 +58,7 @@ class Step:
                 request.prompt_logprobs_next = end + 1
                 self.prompt_logprobs.append((request, end - first))
                 self._need("full")
-        self.rows.append(request.row)
+        self.slots.append(request.slot)
         self.starts.append(start)
         self.lens.append(count)
         self.num_logits.append(num_logits)
@@ -66,26 +66,26 @@ class Step:
         request.launched += count
         if last:
             request.outputs_launched += 1
-            request.enter(Phase.DECODE)
+            request.enter(RequestPhase.DECODE)
             self.sampling.append(request)
-            self._need(request.tail)
+            self._need(request.sampling_mode)
         return count
 
-    def _need(self, tail: Tail) -> None:
-        if _TAILS.index(tail) > _TAILS.index(self.tail):
-            self.tail = tail
+    def _need(self, sampling_mode: SamplingMode) -> None:
+        if _SAMPLING_MODES.index(sampling_mode) > _SAMPLING_MODES.index(self.sampling_mode):
+            self.sampling_mode = sampling_mode
 
     def plan(self) -> StepPlan:
         """The message to the runners."""
         return StepPlan(
             self.number,
-            self.new_rows,
+            self.new_slots,
             self.pages,
             self.num_decode,
-            self.rows,
+            self.slots,
             self.starts,
             self.lens,
             self.num_logits,
             self.samples,
-            self.tail,
+            self.sampling_mode,
         )

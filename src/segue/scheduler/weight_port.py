@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from segue.messages.control import PauseMode, StepOutput
+from segue.messages.control import PauseMode, SchedulerOutput
 from segue.scheduler.pause import PauseState
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SchedulerPort:
     def refuse(self, reason: str | None) -> None:
         self._scheduler.refuses = reason
 
-    def abort_all(self, message: str | None = None) -> StepOutput:
+    def abort_all(self, message: str | None = None) -> SchedulerOutput:
         return self._scheduler.output(finished=self._scheduler.abort_all(message))
 
     def _next_version(self) -> str:

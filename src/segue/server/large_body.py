@@ -24,7 +24,7 @@ from segue.api.weight_bodies import MAX_PAYLOADS, MAX_TENSORS
 from segue.errors import InvalidRequestError, SegueError, shown
 from segue.frontend.sampling_options import (
     MAX_STOPS,
-    Vocabulary,
+    RequestLimits,
     check_batch,
     check_num_entries,
     check_prompt_len,
@@ -67,7 +67,7 @@ _shapes = msgspec.json.Decoder(list[list[_Dimension]])
 class Bounds:
     """How much a body may ask for."""
 
-    vocabulary: Vocabulary
+    vocabulary: RequestLimits
     max_prompts: int  # in one call
 
 

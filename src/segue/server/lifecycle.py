@@ -175,7 +175,7 @@ async def _idle(runtime: Runtime, server: uvicorn.Server) -> None:
 def make_server(app: FastAPI, config: EngineConfig, limits: ConnectionLimits | None = None) -> uvicorn.Server:
     """The HTTP server of an application; ``limits``: by default those of this process."""
     limits = limits or ConnectionLimits.of_this_process(config.max_body_mib)
-    return _Server(
+    return _EngineServer(
         uvicorn.Config(
             app,
             log_config=None,
@@ -190,7 +190,7 @@ def make_server(app: FastAPI, config: EngineConfig, limits: ConnectionLimits | N
     )
 
 
-class _Server(uvicorn.Server):
+class _EngineServer(uvicorn.Server):
     """Leaves signals to us, and looks after its connections."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:

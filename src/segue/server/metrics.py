@@ -127,7 +127,7 @@ def _weight_metrics(weights: WeightNotice, label: str) -> Iterator[Metric]:
         seconds.add_metric([label, phase.removesuffix("_s")], value)
     yield seconds
     version = GaugeMetricFamily(
-        "segue:weight_version_info", "The name of the live weights.", labels=[*LABELS, "version"]
+        "segue:weight_version_info", "The name of the served weights.", labels=[*LABELS, "version"]
     )
     version.add_metric([label, weights.version], 1)
     yield version

@@ -16,7 +16,7 @@ from segue.api.openai.requests import Wanted, chat_call, check_model, completion
 from segue.api.validation import parse
 from segue.frontend.merge import accepted, merged, results
 from segue.frontend.request import Output
-from segue.frontend.stream import Stream
+from segue.frontend.stream import RequestStream
 from segue.frontend.thread_pool import INLINE_ENTRIES
 from segue.launch.runtime import Runtime
 from segue.server import large_body
@@ -119,7 +119,7 @@ async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: 
     return await reply_response(reply, num_entries, workers)
 
 
-async def _submit(runtime: Runtime, wanted: Wanted) -> tuple[list[Stream], ExitStack]:
+async def _submit(runtime: Runtime, wanted: Wanted) -> tuple[list[RequestStream], ExitStack]:
     """The streams; leaving the stack aborts those that have not ended."""
     batch_id = wanted.id if wanted.is_batch else None
     stack = ExitStack()
@@ -129,7 +129,7 @@ async def _submit(runtime: Runtime, wanted: Wanted) -> tuple[list[Stream], ExitS
     return streams, stack
 
 
-async def _begun(runtime: Runtime, wanted: Wanted) -> tuple[list[Stream], ExitStack]:
+async def _begun(runtime: Runtime, wanted: Wanted) -> tuple[list[RequestStream], ExitStack]:
     streams, stack = await _submit(runtime, wanted)
     try:
         await accepted(streams, ACCEPT_S)
@@ -145,7 +145,7 @@ async def _results(runtime: Runtime, wanted: Wanted) -> list[Output]:
         return await results(streams)
 
 
-async def _events(chunks: Chunks, streams: list[Stream]) -> AsyncGenerator[bytes, None]:
+async def _events(chunks: Chunks, streams: list[RequestStream]) -> AsyncGenerator[bytes, None]:
     ends = []
     begun: set[int] = set()
     async for index, output in merged(streams):

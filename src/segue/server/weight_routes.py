@@ -50,11 +50,11 @@ SUMMARIES = {
     "abort_weights_update": "End the open session; the weights stay as they are.",
     "weights_update_status": "The open session, the groups, and the figures of the last update.",
     "update_weights_from_distributed": "Receive one bucket and make it live.",
-    "update_weights_from_disk": "Load a checkpoint beside the live weights and make it live.",
+    "update_weights_from_disk": "Load a checkpoint beside the served weights and make it live.",
     "update_weights_from_tensor": "Make live what the request carries, or what it points to on the GPU.",
     "begin_weight_update": "Make the single calls that follow live together.",
     "end_weight_update": "Make live what came since `begin_weight_update`.",
-    "update_weight_version": "Give the live weights another name.",
+    "update_weight_version": "Give the served weights another name.",
     "get_weights_by_name": "The first values of a tensor, by its Hugging Face name.",
     "weights_checker": "Checksums, a snapshot, or what differs from it.",
 }
@@ -104,7 +104,7 @@ for _name, _call in CALLS.items():
 @router.get("/get_weight_version")
 @router.get("/weight_version")
 async def weight_version(request: Request) -> Response:
-    """The name of the live weights."""
+    """The name of the served weights."""
     return json_response({"weight_version": service_of(request).manager.weight_version})
 
 

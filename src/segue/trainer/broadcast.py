@@ -12,26 +12,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segue.trainer.buckets import Bucket, as_bytes
-from segue.trainer.group import Group
+from segue.trainer.buckets import TensorBucket, as_bytes
+from segue.trainer.group import TrainerGroup
 
 AHEAD = 2  # buckets in flight on CUDA, each with its buffer
 POLL_S = 0.0005  # between two looks at the device
 
-_UnderWay = deque[tuple[Bucket, torch.cuda.Event, list[Tensor]]]  # the pieces are kept
+_UnderWay = deque[tuple[TensorBucket, torch.cuda.Event, list[Tensor]]]  # the pieces are kept
 
 
-class Broadcast:
+class BroadcastSender:
     """Sends buckets from the moment it is made; every public attribute may be read meanwhile."""
 
     def __init__(
         self,
-        group: Group,
-        buckets: Sequence[Bucket],
+        group: TrainerGroup,
+        buckets: Sequence[TensorBucket],
         tensors: Iterator[tuple[str, Tensor]],
         *,
         flattened: bool,
-        on_sent: Callable[[Broadcast], None],
+        on_sent: Callable[[BroadcastSender], None],
         gb_per_s: float = math.inf,
     ) -> None:
         """``flattened``: one broadcast a bucket, its tensors' bytes end to end; else one a tensor.
@@ -118,16 +118,16 @@ class Broadcast:
         if self._stopped:
             raise RuntimeError("the broadcast was given up")
 
-    def _count(self, bucket: Bucket) -> None:
+    def _count(self, bucket: TensorBucket) -> None:
         self.num_buckets += 1
         self.num_bytes += bucket.num_bytes
         self._on_sent(self)
 
-    def _single(self, index: int, bucket: Bucket) -> Iterator[Tensor]:
+    def _single(self, index: int, bucket: TensorBucket) -> Iterator[Tensor]:
         for tensor in self._take(bucket):
             yield as_bytes(tensor.to(self._group.device))
 
-    def _flat(self, index: int, bucket: Bucket) -> Iterator[Tensor]:
+    def _flat(self, index: int, bucket: TensorBucket) -> Iterator[Tensor]:
         if not self._buffers:
             size = max(bucket.num_bytes for bucket in self._buckets)
             count = 1 if self._given is None else min(len(self._buckets), AHEAD)
@@ -143,7 +143,7 @@ class Broadcast:
                 np.copyto(part.numpy(), content.cpu().numpy())
         yield flat
 
-    def _take(self, bucket: Bucket) -> Iterator[Tensor]:
+    def _take(self, bucket: TensorBucket) -> Iterator[Tensor]:
         for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
             found, tensor = next(self._tensors)
             if (found, str(tensor.dtype), list(tensor.shape)) != (name, f"torch.{dtype}", shape):

@@ -16,7 +16,7 @@ Weights = nn.Module | Mapping[str, Tensor]
 
 
 @dataclass(slots=True)
-class Bucket:
+class TensorBucket:
     """Tensors sent together; the lists are parallel."""
 
     names: list[str] = field(default_factory=list)
@@ -36,20 +36,20 @@ class Bucket:
         return {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
 
 
-def plan(weights: Weights, max_bytes: int) -> list[Bucket]:
+def plan(weights: Weights, max_bytes: int) -> list[TensorBucket]:
     """Cut all tensors into buckets of at most ``max_bytes``; one that is larger has its own.
 
     Raises:
         ConfigError: a tensor is not whole in this process.
     """
-    buckets: list[Bucket] = []
+    buckets: list[TensorBucket] = []
     for name, tensor in tensors(weights, meta=True):
         if hasattr(tensor, "full_tensor"):
             raise ConfigError(
                 f"{name!r} is sharded over ranks; gather it on all, and send a mapping of full tensors"
             )
         if not buckets or buckets[-1].num_bytes + tensor.nbytes > max_bytes:
-            buckets.append(Bucket())
+            buckets.append(TensorBucket())
         buckets[-1].add(name, tensor)
     return buckets
 

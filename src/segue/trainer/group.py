@@ -26,7 +26,7 @@ STAND_IN_S = 1.0
 CHECK_S = 0.1
 
 
-class Group:
+class TrainerGroup:
     """Joining begins at once, in a thread of its own; :meth:`wait` for it before the first broadcast.
 
     Nobody else has to have joined for the constructor to return, and an engine whose communicator is built

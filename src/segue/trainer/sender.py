@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import torch
 
 from segue.errors import ConfigError, SegueError
-from segue.trainer.broadcast import Broadcast
-from segue.trainer.buckets import Bucket, Weights, device_of, plan, tensors
+from segue.trainer.broadcast import BroadcastSender
+from segue.trainer.buckets import TensorBucket, Weights, device_of, plan, tensors
 from segue.trainer.endpoint import Answer, Endpoint, everywhere
-from segue.trainer.group import Group, bracketed, free_port, own_address
+from segue.trainer.group import TrainerGroup, bracketed, free_port, own_address
 from segue.weight_update.checksum import checksum
 
 ASK_S = 10.0  # for what an engine answers at once
@@ -127,7 +127,7 @@ class WeightSender:
         self._max_ctas, self._timeout_s = max_ctas, timeout_s
         self._gb_per_s_while_serving = gb_per_s_while_serving
         self._on_progress = on_progress
-        self._group: Group | None = None
+        self._group: TrainerGroup | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
 
@@ -201,7 +201,9 @@ class WeightSender:
             endpoints=answers,
         )
 
-    def _manifest(self, session: str, buckets: list[Bucket], weight_version: str | None) -> dict[str, Any]:
+    def _manifest(
+        self, session: str, buckets: list[TensorBucket], weight_version: str | None
+    ) -> dict[str, Any]:
         sums = (
             {name: checksum(tensor) for name, tensor in tensors(self._weights)} if self._checksums else None
         )
@@ -216,7 +218,7 @@ class WeightSender:
             "timeout_s": self._timeout_s,
         }
 
-    def _join(self) -> Group:
+    def _join(self) -> TrainerGroup:
         """Host a group for all engines; returns when all have joined the store, and say so."""
         sizes = world_sizes(self._endpoints)
         offsets = [1 + sum(sizes[:index]) for index in range(len(sizes))]
@@ -226,7 +228,7 @@ class WeightSender:
         elif device.type != "cuda":
             raise WeightSendError(f"backend 'nccl' sends from CUDA devices, and the weights are on {device}")
         first = urlsplit(self._endpoints[0].url)
-        group = Group(
+        group = TrainerGroup(
             name=self._name,
             address=self._address or own_address(first.hostname or "", first.port or 80),
             port=free_port(self._port),
@@ -266,7 +268,7 @@ class WeightSender:
         if self._closing.is_set():
             raise WeightSendError("the sender was closed during the send")
 
-    def _wait_for(self, group: Group) -> None:
+    def _wait_for(self, group: TrainerGroup) -> None:
         try:
             group.wait(self._timeout_s, self._check_open)
         except (RuntimeError, TimeoutError) as error:
@@ -278,11 +280,11 @@ class WeightSender:
         return self._gb_per_s_while_serving if is_serving else math.inf
 
     def _broadcast(
-        self, group: Group, session: str, buckets: list[Bucket], began: float, gb_per_s: float
+        self, group: TrainerGroup, session: str, buckets: list[TensorBucket], began: float, gb_per_s: float
     ) -> None:
         total_bytes = sum(bucket.num_bytes for bucket in buckets)
 
-        def tell(broadcast: Broadcast) -> None:
+        def tell(broadcast: BroadcastSender) -> None:
             self._on_progress(
                 Progress(
                     num_buckets=broadcast.num_buckets,
@@ -296,7 +298,7 @@ class WeightSender:
         source = device_of(self._weights)
         if source.type == "cuda" and group.device.type == "cpu":  # another thread's stream will read them
             torch.cuda.current_stream(source).synchronize()
-        broadcast = Broadcast(
+        broadcast = BroadcastSender(
             group,
             buckets,
             tensors(self._weights),
@@ -309,7 +311,7 @@ class WeightSender:
         finally:
             broadcast.stop()
 
-    def _watch(self, broadcast: Broadcast, session: str) -> None:
+    def _watch(self, broadcast: BroadcastSender, session: str) -> None:
         """Wait for the broadcast as long as it moves and no engine has given it up."""
         moved, num_bytes = time.monotonic(), 0
         while not broadcast.finished.wait(POLL_S):

@@ -63,7 +63,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def make_server(trainer: Trainer, guard: HttpGuard) -> uvicorn.Server:
     """The HTTP server."""
-    return _Server(
+    return _TrainingServer(
         uvicorn.Config(
             create_app(trainer, guard),
             log_config=None,
@@ -91,7 +91,7 @@ def run(trainer: Trainer, listener: socket.socket, guard: HttpGuard) -> None:
         trainer.close()
 
 
-class _Server(uvicorn.Server):
+class _TrainingServer(uvicorn.Server):
     """Leaves signals to us."""
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Copying what was staged onto the live weights, between two steps."""
+"""Copying what was staged onto the served weights, between two steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 class Copies:
     """Copies and casts of tensors onto others: prepared, so that the pause for them is short."""
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], *, gently: bool = False) -> None:
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], *, in_background: bool = False) -> None:
         """Each pair's second tensor is to come onto its first; on CUDA the current stream is used.
 
-        On CUDA one kernel does all that is there, contiguous, aligned and needs no cast; ``gently``: slower,
-        beside the steps.
+        On CUDA one kernel does all that is there, contiguous, aligned and needs no cast; ``in_background``:
+        slower, beside the steps.
         """
         grouped: list[tuple[Tensor, Tensor]] = []
         self._rest: list[tuple[Tensor, Tensor]] = []
@@ -24,7 +24,7 @@ class Copies:
         if grouped:
             from segue.kernels.triton.grouped_copy import GroupedCopy  # Triton is not there without CUDA
 
-            self._grouped = GroupedCopy(grouped, gently=gently)
+            self._grouped = GroupedCopy(grouped, in_background=in_background)
 
     def write(self) -> None:
         """Copy; on CUDA as the current stream's next work. No address changes."""

@@ -28,30 +28,30 @@ def load(staged: StagedWeights, command: Load, is_cancelled: Callable[[], bool])
         SegueError: it cannot be found or read, is of another model, there is too little memory for it, or it
             was cancelled.
     """
-    own = [staged.live.cache_dir, *([hub.cache_directory()] if command.from_hub else [])]
+    own = [staged.served.cache_dir, *([hub.cache_directory()] if command.from_hub else [])]
     with model_files.reading(command.roots, own, hub=command.from_hub, is_cancelled=is_cancelled):
         return _load(staged, command.model_path, command.load_format)
 
 
 def _load(staged: StagedWeights, model_path: str, load_format: str | None) -> list[str]:
-    live = staged.live
+    served = staged.served
     if load_format is not None and load_format not in get_args(LoadFormat):
         raise InvalidRequestError(
             f"load_format is {load_format!r}; known are null and {', '.join(get_args(LoadFormat))}",
             param="load_format",
         )
-    source = resolve(model_path, cast(LoadFormat, load_format or "auto"), live.cache_dir)
-    differences = _differences(live.config, source.config)
+    source = resolve(model_path, cast(LoadFormat, load_format or "auto"), served.cache_dir)
+    differences = _differences(served.config, source.config)
     if differences:
         raise InvalidRequestError(
             f"the model at {model_files.shown(model_path)} is not the one served: {'; '.join(differences)}. "
             "Start an engine with it instead",
             param="model_path",
         )
-    names = live.table.names
+    names = served.table.names
 
-    on_cpu = live.device.type == "cpu"
-    widest = max(shape[-1] for shape in live.table.shapes.values())
+    on_cpu = served.device.type == "cpu"
+    widest = max(shape[-1] for shape in served.table.shapes.values())
     staging_bytes = max(_STAGING_BYTES, 8 * widest) if on_cpu else STAGING_BYTES
 
     def make() -> Arena:
@@ -61,17 +61,17 @@ def _load(staged: StagedWeights, model_path: str, load_format: str | None) -> li
 
     with staged.memory.on_stream():
         for _ in read_weights(
-            source, live.table, make, live.dtype, seed=live.seed, staging_bytes=staging_bytes
+            source, served.table, make, served.dtype, seed=served.seed, staging_bytes=staging_bytes
         ):
             model_files.check_wanted()
     staged.memory.synchronize()
     return first(staged.problems(names))
 
 
-def _differences(live: ModelConfig, other: ModelConfig) -> list[str]:
+def _differences(served: ModelConfig, other: ModelConfig) -> list[str]:
     """Fields that differ, but for the dtype: values are cast."""
     return [
-        f"{field.name} is {getattr(other, field.name)!r}, not {getattr(live, field.name)!r}"
+        f"{field.name} is {getattr(other, field.name)!r}, not {getattr(served, field.name)!r}"
         for field in fields(ModelConfig)
-        if field.name != "dtype" and getattr(live, field.name) != getattr(other, field.name)
+        if field.name != "dtype" and getattr(served, field.name) != getattr(other, field.name)
     ]

@@ -12,8 +12,8 @@ from segue.memory.tensor_ops import are_finite, as_sent, copy_into, equal
 from segue.messages.weight_update import Manifest
 from segue.models.weight_map import Slice
 from segue.weight_update.commit import Copies, is_groupable
-from segue.weight_update.manifest import first, landing_bytes, tensors
-from segue.weight_update.served import LiveWeights, box_of
+from segue.weight_update.manifest import first, receive_buffer_bytes, tensors
+from segue.weight_update.served import ServedWeights, box_of
 from segue.weight_update.staging import StagedWeights, not_finite, untied
 from segue.weight_update.staging_memory import StagingMemory, check_host
 
@@ -24,11 +24,11 @@ class Incoming:
     """Takes the tensors of one manifest as they arrive from a sender; one rank's `Sink`."""
 
     def __init__(
-        self, staged: StagedWeights, manifest: Manifest, device: torch.device, *, landing: int
+        self, staged: StagedWeights, manifest: Manifest, device: torch.device, *, receive_buffer: int
     ) -> None:
         """Take memory for all that `manifest`, a checked one, brings to `device`: the host with gloo.
 
-        `landing`: bytes that the receiver's buffers take there besides, fewer if tensors are `direct`.
+        `receive_buffer`: bytes that the receiver's buffers take there besides, fewer if tensors are `direct`.
 
         Raises:
             OutOfMemoryError: there is too little memory; says how many bytes are missing.
@@ -39,11 +39,11 @@ class Incoming:
         self._wire = {name: (getattr(torch, dtype), shape) for name, dtype, shape in tensors(manifest)}
         self._digests: dict[str, Tensor] = {}
         if device.type == staged.memory.device.type:
-            staged.add(self._wire, manifest.staging, landing)
-            exact = landing_bytes(manifest, lambda name: self.direct(name) is not None)
-            staged.memory.check_landing(min(landing, exact))
+            staged.add(self._wire, manifest.staging, receive_buffer)
+            exact = receive_buffer_bytes(manifest, lambda name: self.direct(name) is not None)
+            staged.memory.check_landing(min(receive_buffer, exact))
         else:
-            check_host(landing)
+            check_host(receive_buffer)
             staged.add(self._wire, manifest.staging)
         self._warm_up()
 
@@ -85,7 +85,7 @@ class Incoming:
                 rest.append((name, tensor))
             else:
                 moved += parts
-        copies = Copies(moved, gently=True)
+        copies = Copies(moved, in_background=True)
 
         def take() -> None:
             copies.write()
@@ -113,51 +113,51 @@ class Incoming:
 
     def _warm_up(self) -> None:
         """Load the kernels and take the temporary memory of `take`: not while a receive is open."""
-        memory, live = self._staged.memory, self._staged.live
+        memory, served = self._staged.memory, self._staged.served
         if memory.stream is None or self._device.type != "cuda":
             return
         with memory.on_stream():
             for dtype in {dtype for dtype, _ in self._wire.values()}:
                 sent = torch.zeros(4, _WARM, dtype=dtype, device=memory.device)
-                kept = torch.empty(4, _WARM, dtype=live.dtype, device=memory.device)
+                kept = torch.empty(4, _WARM, dtype=served.dtype, device=memory.device)
                 half = _WARM // 2
                 for to, source in ((kept, sent), (kept[:, :half], sent[:, half:])):
                     copy_into(to, source)
-                    as_sent(source, live.dtype)
+                    as_sent(source, served.dtype)
                 if self._checksums:
                     digest(sent)
         memory.synchronize()
 
 
-class Borrowed:
+class ZeroCopyTensors:
     """Tensors that are not copied before they are committed."""
 
-    def __init__(self, live: LiveWeights, memory: StagingMemory, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, served: ServedWeights, memory: StagingMemory, tensors: dict[str, Tensor]) -> None:
         """`tensors`: by checkpoint name, known and of the right shape, where the weights are."""
-        self._live = live
+        self._served = served
         self._memory = memory
         self._tensors = tensors
 
     @property
     def parameters(self) -> set[str]:
         """Ours, those written in part at least."""
-        slices = self._live.table.slices
+        slices = self._served.table.slices
         return {part.parameter for name in self._tensors for part in slices.get(name, ())}
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Live memory, and the slices to be copied there."""
         return [
             (
-                box_of(self._live.arena.view(part.parameter), part.destination, len(part.source)),
+                box_of(self._served.arena.view(part.parameter), part.destination, len(part.source)),
                 tensor[part.source],
             )
             for name, tensor in self._tensors.items()
-            for part in self._live.table.slices.get(name, ())
+            for part in self._served.table.slices.get(name, ())
         ]
 
     def problems(self) -> list[str]:
         """What is wrong with the values: not finite, or tied and yet different."""
-        table, dtype = self._live.table, self._live.dtype
+        table, dtype = self._served.table, self._served.dtype
         slices = [
             (name, part, tensor[part.source])
             for name, tensor in self._tensors.items()
@@ -176,4 +176,4 @@ class Borrowed:
     def _held(self, meaning: str, part: Slice) -> Tensor:
         if meaning in self._tensors:
             return self._tensors[meaning][part.source]
-        return box_of(self._live.arena.view(part.parameter), part.destination, len(part.source))
+        return box_of(self._served.arena.view(part.parameter), part.destination, len(part.source))

@@ -1,4 +1,4 @@
-"""Looking at the live weights, by the names they have in a checkpoint."""
+"""Looking at the served weights, by the names they have in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from segue.memory.tensor_ops import BLOCK, BLOCK_CUDA, equal
 from segue.messages.weight_update import CheckWeights, GetWeights
 from segue.models import weight_map
 from segue.models.weight_map import Slice
-from segue.weight_update.served import LiveWeights, box_of
+from segue.weight_update.served import ServedWeights, box_of
 
 _MOST = 1 << 20  # values in an answer, which one process makes lists of while generation waits
 _MOST_ROWS = 100  # may be more than that: what is asked for by default is never too much
@@ -24,8 +24,8 @@ _MOST_ROWS = 100  # may be more than that: what is asked for by default is never
 class Inspector:
     """Answers `Inspect`; to be asked where the steps run. It keeps the one snapshot there may be."""
 
-    def __init__(self, live: LiveWeights) -> None:
-        self._live = live
+    def __init__(self, served: ServedWeights) -> None:
+        self._served = served
         self._snapshot: dict[str, Tensor] | None = None  # parameter -> its values, in the host's memory
         self._counted: dict[str, tuple[Slice, ...]] | None = None
 
@@ -41,13 +41,13 @@ class Inspector:
             return {"checksums": self._checksums()}
         if request.action == "snapshot":
             self._snapshot = {
-                name: self._live.arena.view(name).to("cpu", copy=True) for name in self._live.arena.table
+                name: self._served.arena.view(name).to("cpu", copy=True) for name in self._served.arena.table
             }
-            return {"num_bytes": self._live.arena.num_bytes}
+            return {"num_bytes": self._served.arena.num_bytes}
         return {"differ": self._differing()}
 
     def _values(self, name: str, size: int) -> dict[str, Any]:
-        table = self._live.table
+        table = self._served.table
         meaning = table.aliases.get(name, name)
         if meaning not in table.slices:
             raise InvalidRequestError(f"{name!r} is not a tensor of this model", param="name")
@@ -83,7 +83,7 @@ class Inspector:
 
     def _checksums(self) -> dict[str, int]:
         if self._counted is None:
-            self._counted = _counted(self._live)
+            self._counted = _counted(self._served)
         names = [name for name in self._counted if self._counted[name]]
         sums = [
             torch.stack([self._checksum(name, part) for part in self._counted[name]]).sum() for name in names
@@ -110,18 +110,18 @@ class Inspector:
             raise InvalidRequestError(
                 "there is no snapshot to compare with: take one first (action 'snapshot')"
             )
-        table, arena = self._live.table, self._live.arena
+        table, arena = self._served.table, self._served.arena
         changed = {
             name
             for name, values in self._snapshot.items()
-            if not equal(arena.view(name), values, self._live.dtype)
+            if not equal(arena.view(name), values, self._served.dtype)
         }
         return [
             name
             for name in table.names
             if any(
                 part.parameter in changed
-                and not equal(self._view(part), self._remembered(part), self._live.dtype)
+                and not equal(self._view(part), self._remembered(part), self._served.dtype)
                 for part in table.slices[name]
             )
         ]
@@ -131,15 +131,15 @@ class Inspector:
         return box_of(self._snapshot[part.parameter], part.destination, len(part.source))
 
     def _view(self, part: Slice) -> Tensor:
-        return box_of(self._live.arena.view(part.parameter), part.destination, len(part.source))
+        return box_of(self._served.arena.view(part.parameter), part.destination, len(part.source))
 
 
-def _counted(live: LiveWeights) -> dict[str, tuple[Slice, ...]]:
+def _counted(served: ServedWeights) -> dict[str, tuple[Slice, ...]]:
     """The slices that this rank counts: of those that several ranks hold alike the first rank's."""
-    table, tp = live.table, live.tp
+    table, tp = served.table, served.tp
     if tp.rank == 0:
         return {name: table.slices[name] for name in table.names}
-    before = weight_map.build(live.config, TPInfo(rank=tp.rank - 1, size=tp.size)).slices
+    before = weight_map.build(served.config, TPInfo(rank=tp.rank - 1, size=tp.size)).slices
     return {
         name: tuple(
             part for part in table.slices[name] if all(part.source != held.source for held in before[name])

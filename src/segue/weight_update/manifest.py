@@ -8,7 +8,7 @@ from math import prod
 import msgspec
 
 from segue.messages.weight_update import Bucket, Manifest
-from segue.models.weight_map import NameTable
+from segue.models.weight_map import WeightMap
 
 DTYPES = {  # as clients write them, without "torch." -> torch's name
     "float64": "float64", "double": "float64", "fp64": "float64", "f64": "float64",
@@ -53,7 +53,7 @@ def bucket_bytes(bucket: Bucket) -> int:
     )
 
 
-def landing_bytes(manifest: Manifest, is_direct: Callable[[str], bool] = lambda name: False) -> int:
+def receive_buffer_bytes(manifest: Manifest, is_direct: Callable[[str], bool] = lambda name: False) -> int:
     """Bytes of the two buffers that broadcasts land in; alone, tensors that are `is_direct` need none."""
     if manifest.flattened:
         return 2 * max(map(bucket_bytes, manifest.buckets), default=0)
@@ -63,7 +63,7 @@ def landing_bytes(manifest: Manifest, is_direct: Callable[[str], bool] = lambda 
     return 2 * max(sizes, default=0)
 
 
-def check(manifest: Manifest, table: NameTable) -> list[str]:
+def check(manifest: Manifest, table: WeightMap) -> list[str]:
     """What is wrong with `manifest`, each problem in words and by name; no more than some twenty.
 
     Of what is to be discarded only that which it takes to receive it.
@@ -98,7 +98,7 @@ def _wire_problems(manifest: Manifest) -> list[str]:
     return problems
 
 
-def _weight_problems(manifest: Manifest, table: NameTable) -> list[str]:
+def _weight_problems(manifest: Manifest, table: WeightMap) -> list[str]:
     problems = []
     names: set[str] = set()
     brought: dict[str, str] = {}  # name, never a stacked one -> the name that brings it

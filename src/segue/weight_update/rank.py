@@ -35,11 +35,11 @@ from segue.messages.weight_update import (
     WeightCommand,
 )
 from segue.weight_update import commit, from_checkpoint
-from segue.weight_update.incoming import Borrowed, Incoming
+from segue.weight_update.incoming import Incoming, ZeroCopyTensors
 from segue.weight_update.inspect import Inspector
-from segue.weight_update.manifest import bucket_bytes, check, landing_bytes, normalised
+from segue.weight_update.manifest import bucket_bytes, check, normalised, receive_buffer_bytes
 from segue.weight_update.payload.decode import decode
-from segue.weight_update.served import LiveWeights
+from segue.weight_update.served import ServedWeights
 from segue.weight_update.staging import StagedWeights
 from segue.weight_update.staging_memory import StagingMemory
 from segue.weight_update.transport.group import JoinedGroup
@@ -55,7 +55,7 @@ _QUIET_S = 10.0  # that a receive which was cancelled may take until it leaves i
 
 
 @dataclass(slots=True)
-class _Session:
+class RankSession:
     """What came under one session number; its lock is held by the one command that works on it."""
 
     staged: StagedWeights
@@ -63,7 +63,7 @@ class _Session:
     lock: threading.Lock = field(default_factory=threading.Lock)
     cancelled: threading.Event = field(default_factory=threading.Event)
     errors: list[str] = field(default_factory=list)  # it can only be discarded
-    borrowed: Borrowed | None = None
+    zero_copy: ZeroCopyTensors | None = None
     manifest: Manifest | None = None  # of a `Stage` that `Receive` has not followed
     sink: Incoming | None = None  # of it, unless it is to be discarded
     receiver: Receiver | None = None
@@ -88,20 +88,22 @@ class WeightUpdater:
     open at a time. Nothing here waits for another rank of the engine.
     """
 
-    def __init__(self, live: LiveWeights, send: Send) -> None:
+    def __init__(self, served: ServedWeights, send: Send) -> None:
         """Take the memory that is reserved for staging.
 
         Raises:
             torch.OutOfMemoryError: it is not there.
         """
-        self._live = live
+        self._served = served
         self._send = send
-        self._groups = Groups(live.device, live.master_allow)
-        self._memory = StagingMemory(live.device, live.specs, reserved=live.reserved, headroom=live.headroom)
-        if live.device.type == "cuda":
-            live.submit(partial(warm_up, live.device, live.dtype)).result()
-        self._inspector = Inspector(live)
-        self._sessions: dict[int, _Session] = {}
+        self._groups = Groups(served.device, served.master_allow)
+        self._memory = StagingMemory(
+            served.device, served.specs, reserved=served.reserved, headroom=served.headroom
+        )
+        if served.device.type == "cuda":
+            served.submit(partial(warm_up, served.device, served.dtype)).result()
+        self._inspector = Inspector(served)
+        self._sessions: dict[int, RankSession] = {}
         self._freed: list[threading.Event] = []  # of sessions that have ended: their memory is
         self._threads: set[threading.Thread] = set()
 
@@ -127,7 +129,7 @@ class WeightUpdater:
                 self._spawn(partial(self._answer, command.call, work))
             case Stage() | Load() | Take():
                 session = self._sessions.setdefault(
-                    command.session, _Session(StagedWeights(self._live, self._memory))
+                    command.session, RankSession(StagedWeights(self._served, self._memory))
                 )
                 self._freed = [event for event in self._freed if not event.is_set()]
                 work = partial(self._add, session, command, self._freed)
@@ -148,10 +150,10 @@ class WeightUpdater:
     def _start_receive(self, command: Receive) -> None:
         errors = _caught(partial(self._receive, command))
         if errors:
-            self._send(RankReply(rank=self._live.tp.rank, call=command.call, errors=errors))
+            self._send(RankReply(rank=self._served.tp.rank, call=command.call, errors=errors))
 
     def _add(
-        self, session: _Session, command: Stage | Load | Take, freed: list[threading.Event]
+        self, session: RankSession, command: Stage | Load | Take, freed: list[threading.Event]
     ) -> tuple[list[str], Fields]:
         errors = _wait_freed(session, freed)
         with session.lock:
@@ -172,7 +174,7 @@ class WeightUpdater:
         """Begin at once, so that a `StopJoin` behind it finds what it is to stop."""
         dropped, started = self._groups.drop_dead(), list[Attempt | None]()
         errors = _caught(
-            lambda: started.append(self._groups.start(command.group, self._live.tp.rank, command.timeout_s))
+            lambda: started.append(self._groups.start(command.group, self._served.tp.rank, command.timeout_s))
         )
         attempt = started[0] if started else None
         work = partial(self._join, command, attempt, errors, dropped)
@@ -201,11 +203,11 @@ class WeightUpdater:
         self._groups.leave(command.name)
         return [], {}
 
-    def _bring(self, session: _Session, command: Stage | Load | Take) -> list[str]:
+    def _bring(self, session: RankSession, command: Stage | Load | Take) -> list[str]:
         drops = isinstance(command, Stage) and command.manifest.discard
         if session.errors and not drops:
             return session.errors
-        if session.borrowed is not None:
+        if session.zero_copy is not None:
             return ["the session has tensors that were not copied, and takes nothing more: commit it first"]
         if isinstance(command, Stage):
             return self._stage(session, command.manifest)
@@ -218,19 +220,19 @@ class WeightUpdater:
         session.errors = _caught(bring) or _caught(partial(self._prepare, session))
         return session.errors
 
-    def _stage(self, session: _Session, manifest: Manifest) -> list[str]:
+    def _stage(self, session: RankSession, manifest: Manifest) -> list[str]:
         group = self._group(manifest)
-        problems = check(manifest, self._live.table)
+        problems = check(manifest, self._served.table)
         if problems:
             return problems
         manifest = normalised(manifest)
         session.sink = session.changes = None  # a sink of a `Stage` that another rank refused
         if not manifest.discard:
             session.errors = ["memory could not be taken for all of it"]
-            landing = landing_bytes(manifest)
+            receive_buffer = receive_buffer_bytes(manifest)
             if manifest.flattened:
-                landing = group.landing_cost(landing)
-            session.sink = Incoming(session.staged, manifest, group.device, landing=landing)
+                receive_buffer = group.receive_buffer_cost(receive_buffer)
+            session.sink = Incoming(session.staged, manifest, group.device, receive_buffer=receive_buffer)
             session.errors = []
         session.manifest = manifest
         return []
@@ -242,8 +244,8 @@ class WeightUpdater:
             raise WeightSyncError(f"session {command.session} has nothing staged that is to be received")
         manifest, sink = session.manifest, session.sink
         group = self._group(manifest)
-        reply = partial(RankReply, rank=self._live.tp.rank, call=command.call)
-        report = partial(Received, rank=self._live.tp.rank, session=command.session)
+        reply = partial(RankReply, rank=self._served.tp.rank, call=command.call)
+        report = partial(Received, rank=self._served.tp.rank, session=command.session)
         unanswered = threading.Semaphore(1)
         counts = (0, 0)
 
@@ -290,31 +292,31 @@ class WeightUpdater:
             )
         return group
 
-    def _load(self, session: _Session, command: Load) -> list[str]:
+    def _load(self, session: RankSession, command: Load) -> list[str]:
         errors = from_checkpoint.load(session.staged, command, session.cancelled.is_set)
         session.num_bytes = session.staged.num_bytes
         return errors
 
-    def _take(self, session: _Session, command: Take) -> list[str]:
-        live = self._live
-        tensors = decode(command.payload, command.load_format, live.device, rank=live.tp.rank)
+    def _take(self, session: RankSession, command: Take) -> list[str]:
+        served = self._served
+        tensors = decode(command.payload, command.load_format, served.device, rank=served.tp.rank)
         bucket = Bucket(
             names=[name for name, _ in tensors],
             dtypes=[str(tensor.dtype) for _, tensor in tensors],
             shapes=[list(tensor.shape) for _, tensor in tensors],
         )
         manifest = Manifest(group_name="", buckets=[bucket], partial=True)
-        problems = check(manifest, live.table)
+        problems = check(manifest, served.table)
         if problems:
             return problems
         session.num_bytes += bucket_bytes(bucket)
-        if command.copy or session.staged.parameters or any(t.device != live.device for _, t in tensors):
-            sink = Incoming(session.staged, manifest, live.device, landing=0)
+        if command.copy or session.staged.parameters or any(t.device != served.device for _, t in tensors):
+            sink = Incoming(session.staged, manifest, served.device, receive_buffer=0)
             for name, tensor in tensors:
                 sink.take(name, tensor)
             return sink.finish()
-        session.borrowed = Borrowed(live, self._memory, dict(tensors))
-        return session.borrowed.problems()
+        session.zero_copy = ZeroCopyTensors(served, self._memory, dict(tensors))
+        return session.zero_copy.problems()
 
     def _start_commit(self, command: Commit) -> None:
         session = self._sessions.get(command.session)
@@ -343,24 +345,24 @@ class WeightUpdater:
         finally:
             freed.set()
 
-    def _prepare(self, session: _Session) -> None:
+    def _prepare(self, session: RankSession) -> None:
         """Do for a commit what can be done before it."""
         pairs, parameters = session.staged.pairs(), set(session.staged.parameters)
-        if session.borrowed is not None:
-            pairs += session.borrowed.pairs()
-            parameters |= session.borrowed.parameters
+        if session.zero_copy is not None:
+            pairs += session.zero_copy.pairs()
+            parameters |= session.zero_copy.parameters
         with self._memory.on_stream():
             session.changes = commit.Copies(pairs), parameters
         self._memory.synchronize()
 
-    def _commit(self, session: _Session, fields: Fields) -> None:
+    def _commit(self, session: RankSession, fields: Fields) -> None:
         fields["touched"] = False
         if session.changes is None:
             raise WeightSyncError("nothing has been brought that could be committed")
         copies, parameters = session.changes
         fields["touched"] = bool(parameters)
         copies.write()
-        self._live.rebuild(parameters)
+        self._served.rebuild(parameters)
 
     def _look(self, request: GetWeights | CheckWeights, fields: Fields) -> None:
         fields.update(self._inspector.answer(request))
@@ -373,13 +375,13 @@ class WeightUpdater:
         `fields`: of the reply where `work` does not say otherwise, or cannot. `then` is told, behind the
         reply, whether it succeeded.
         """
-        future = self._live.submit(partial(self._on_stream, work))
+        future = self._served.submit(partial(self._on_stream, work))
         self._spawn(partial(self._finish, call, future, fields, then))
 
     def _on_stream(self, work: Callable[[Fields], None]) -> _Done:
         """Run `work` where the steps run, where nothing may be raised: later steps would fail with it."""
-        on_cuda = self._live.device.type == "cuda"
-        events = [torch.Event(self._live.device, enable_timing=True) for _ in range(2)] if on_cuda else []
+        on_cuda = self._served.device.type == "cuda"
+        events = [torch.Event(self._served.device, enable_timing=True) for _ in range(2)] if on_cuda else []
         started = time.monotonic()
         for event in events[:1]:
             event.record()
@@ -421,12 +423,12 @@ class WeightUpdater:
             freed.set()
         return [], {}
 
-    def _release(self, session: _Session) -> None:
+    def _release(self, session: RankSession) -> None:
         quiet = True
         if session.receiver is not None:
             session.receiver.cancel("discarded")
             quiet = session.receiver.quiet.wait(_QUIET_S)
-        session.receiver = session.sink = session.borrowed = session.changes = None
+        session.receiver = session.sink = session.zero_copy = session.changes = None
         session.staged.release(in_use=not quiet)
 
     def _answer(
@@ -441,7 +443,7 @@ class WeightUpdater:
             return errors
 
         errors = _caught(keep)
-        self._send(RankReply(rank=self._live.tp.rank, call=call, errors=errors, fields=fields))
+        self._send(RankReply(rank=self._served.tp.rank, call=call, errors=errors, fields=fields))
         return errors
 
     def _spawn(self, work: Callable[[], object]) -> None:
@@ -456,7 +458,7 @@ class WeightUpdater:
         thread.start()
 
 
-def _wait_freed(session: _Session, freed: list[threading.Event]) -> list[str]:
+def _wait_freed(session: RankSession, freed: list[threading.Event]) -> list[str]:
     """Wait for the memory of the sessions before this one, which it may get."""
     deadline = time.monotonic() + _FREED_S
     for event in freed:

@@ -15,7 +15,7 @@ from torch import Tensor
 from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena, TensorSpec
 from segue.models.config import ModelConfig
-from segue.models.weight_map import Box, NameTable
+from segue.models.weight_map import Box, WeightMap
 
 
 class Submit(Protocol):
@@ -27,11 +27,11 @@ class Submit(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveWeights:
+class ServedWeights:
     """The weights a rank serves with, and how to change them."""
 
     arena: Arena
-    table: NameTable
+    table: WeightMap
     config: ModelConfig
     tp: TPInfo
     device: torch.device

@@ -11,20 +11,20 @@ from segue.memory.arena import Arena, TensorSpec
 from segue.memory.tensor_ops import are_finite, copy_into, equal
 from segue.messages.weight_update import StagingPlace
 from segue.models.weight_map import Box
-from segue.weight_update.served import LiveWeights, box_of
-from segue.weight_update.staging_memory import Staging, StagingMemory
+from segue.weight_update.served import ServedWeights, box_of
+from segue.weight_update.staging_memory import StagingArena, StagingMemory
 
 
 class StagedWeights:
     """All that one session brings."""
 
-    def __init__(self, live: LiveWeights, memory: StagingMemory) -> None:
-        self.live = live
+    def __init__(self, served: ServedWeights, memory: StagingMemory) -> None:
+        self.served = served
         self.names: set[str] = set()  # of the checkpoint, none of them stacked
         self.note = ""
         self.num_bytes = 0
         self.memory = memory
-        self._stagings: list[Staging] = []
+        self._stagings: list[StagingArena] = []
         self._whole: Arena | None = None
         self._views: dict[str, Tensor] = {}  # parameter, or tied name -> where it is staged
 
@@ -37,7 +37,7 @@ class StagedWeights:
     @property
     def parameters(self) -> list[str]:
         """Ours, those staged."""
-        return [name for name in self._views if name not in self.live.table.aliases]
+        return [name for name in self._views if name not in self.served.table.aliases]
 
     @property
     def whole(self) -> Arena:
@@ -45,24 +45,24 @@ class StagedWeights:
         assert self._whole is not None
         return self._whole
 
-    def add(self, names: Iterable[str], place: StagingPlace = "auto", landing: int = 0) -> None:
+    def add(self, names: Iterable[str], place: StagingPlace = "auto", receive_buffer: int = 0) -> None:
         """Take memory for what `names` of the checkpoint write, unless it was taken before.
 
-        What they do not write of a parameter is as in the live one. `landing`: see `StagingMemory.take`.
+        What they do not write of a parameter is as served now. `receive_buffer`: see `StagingMemory.take`.
 
         Raises:
             OutOfMemoryError: there is too little memory; says how many bytes are missing.
         """
-        table = self.live.table
+        table = self.served.table
         names = list(names)
         aliases = [name for name in names if name in table.aliases and name not in self._views]
         written = {
             each for name in names if name not in table.aliases for each in table.stacked.get(name, (name,))
         }
         touched = {part.parameter for name in written for part in table.slices[name]}
-        new = [spec for spec in self.live.specs if spec.name in touched and spec.name not in self._views]
+        new = [spec for spec in self.served.specs if spec.name in touched and spec.name not in self._views]
         if new:
-            self._take(None if len(new) == len(table.parameters) else new, new, place, landing)
+            self._take(None if len(new) == len(table.parameters) else new, new, place, receive_buffer)
         if aliases:
             tied = [self._tied_spec(name) for name in aliases]
             self._take(tied, tied, place, 0)
@@ -74,8 +74,8 @@ class StagedWeights:
 
     def parts(self, name: str) -> Iterator[tuple[Tensor, Box]]:
         """Where the slices that this rank takes of checkpoint tensor `name` are staged."""
-        meaning = self.live.table.aliases.get(name)
-        for part in self.live.table.slices[meaning or name]:
+        meaning = self.served.table.aliases.get(name)
+        for part in self.served.table.slices[meaning or name]:
             if meaning is None:
                 yield box_of(self._views[part.parameter], part.destination, len(part.source)), part.source
             else:
@@ -83,10 +83,10 @@ class StagedWeights:
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Live memory, and the staged memory to be copied there."""
-        live = self.live.arena
+        served = self.served.arena
         if self._whole is not None:
-            return list(zip(live.slabs, self._whole.slabs, strict=True))
-        return [(live.view(name), self._views[name]) for name in self.parameters]
+            return list(zip(served.slabs, self._whole.slabs, strict=True))
+        return [(served.view(name), self._views[name]) for name in self.parameters]
 
     def problems(self, names: Collection[str]) -> list[str]:
         """What is wrong with the values staged of `names`: not finite, or tied and yet different."""
@@ -105,9 +105,9 @@ class StagedWeights:
         self.num_bytes = 0
 
     def _take(
-        self, specs: list[TensorSpec] | None, new: list[TensorSpec], place: StagingPlace, landing: int
+        self, specs: list[TensorSpec] | None, new: list[TensorSpec], place: StagingPlace, receive_buffer: int
     ) -> None:
-        staging = self.memory.take(specs, place, landing)
+        staging = self.memory.take(specs, place, receive_buffer)
         self._stagings.append(staging)
         if specs is None:
             self._whole = staging.arena
@@ -117,37 +117,37 @@ class StagedWeights:
             self._views[spec.name] = staging.arena.view(spec.name)
 
     def _tied_spec(self, name: str) -> TensorSpec:
-        rows = [part.source[0] for part in self.live.table.slices[self.live.table.aliases[name]]]
-        shape = (sum(box.stop - box.start for box in rows), self.live.config.hidden_size)
-        return TensorSpec(name=name, shape=shape, dtype=self.live.dtype)
+        rows = [part.source[0] for part in self.served.table.slices[self.served.table.aliases[name]]]
+        shape = (sum(box.stop - box.start for box in rows), self.served.config.hidden_size)
+        return TensorSpec(name=name, shape=shape, dtype=self.served.dtype)
 
     def _prepare(self, parameter: str) -> None:
         view = self._views[parameter]
-        if not self.live.writers[parameter] <= self.names:
-            copy_into(view, self.live.arena.view(parameter))
-        elif parameter in self.live.table.padding:
-            view[self.live.table.padding[parameter]].zero_()
+        if not self.served.writers[parameter] <= self.names:
+            copy_into(view, self.served.arena.view(parameter))
+        elif parameter in self.served.table.padding:
+            view[self.served.table.padding[parameter]].zero_()
 
     def _not_finite(self, names: Collection[str]) -> list[str]:
-        table = self.live.table
+        table = self.served.table
         parameters = list({part.parameter for name in names for part in table.slices.get(name, ())})
-        found = are_finite([self._views[name] for name in parameters], self.live.dtype)
+        found = are_finite([self._views[name] for name in parameters], self.served.dtype)
         bad = {name for name, finite in zip(parameters, found, strict=True) if not finite}
         return [
-            not_finite(name, self.live.dtype)
+            not_finite(name, self.served.dtype)
             for name in names
             if any(part.parameter in bad for part in table.slices.get(name, ()))
-            and not all(are_finite([view for view, _ in self.parts(name)], self.live.dtype))
+            and not all(are_finite([view for view, _ in self.parts(name)], self.served.dtype))
         ]
 
     def _untied(self, names: Collection[str]) -> list[str]:
-        table, found = self.live.table, []
+        table, found = self.served.table, []
         for name, meaning in table.aliases.items():
             if name not in names:
                 continue
             for part in table.slices[meaning]:
-                held = self._views.get(part.parameter, self.live.arena.view(part.parameter))
-                if not equal(self._views[name], held[part.destination], self.live.dtype):
+                held = self._views.get(part.parameter, self.served.arena.view(part.parameter))
+                if not equal(self._views[name], held[part.destination], self.served.dtype):
                     found.append(untied(name, meaning))
         return found
 

@@ -19,7 +19,7 @@ from segue.messages.weight_update import StagingPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staging:
+class StagingArena:
     """An arena and where it is; on a CPU that is the device."""
 
     arena: Arena
@@ -50,11 +50,11 @@ class StagingMemory:
         self._headroom = headroom
         # One of its own: no other stream has work to do in the memory that is taken on it.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._kept: dict[str, Staging] = {}  # by place
+        self._kept: dict[str, StagingArena] = {}  # by place
         self._lost: list[Arena] = []  # in use when they were given back: never unmapped, nor used again
         needed = _total(self._specs)
         if device.type == "cuda" and reserved >= needed:
-            self._kept["device"] = Staging(arena=self._on_device(self._specs), place="device")
+            self._kept["device"] = StagingArena(arena=self._on_device(self._specs), place="device")
         elif device.type == "cuda" and reserved:
             logger.warning(
                 "--weight-staging-gb %.2f keeps less memory free than the weights take: %.2f GB on this rank",
@@ -74,25 +74,27 @@ class StagingMemory:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def take(self, specs: Sequence[TensorSpec] | None, place: StagingPlace, landing: int) -> Staging:
-        """An arena for `specs`, or for all weights; `landing`: bytes that will be taken besides.
+    def take(
+        self, specs: Sequence[TensorSpec] | None, place: StagingPlace, receive_buffer: int
+    ) -> StagingArena:
+        """An arena for `specs`, or for all weights; `receive_buffer`: bytes that will be taken besides.
 
         Raises:
             OutOfMemoryError: there is too little memory; says how many bytes are missing.
         """
         wanted = self._specs if specs is None else specs
         if self.device.type == "cpu":
-            check_host(_total(wanted) + landing)
-            return Staging(arena=Arena.allocate(wanted, "cpu", empty=_mapped), place="device")
+            check_host(_total(wanted) + receive_buffer)
+            return StagingArena(arena=Arena.allocate(wanted, "cpu", empty=_mapped), place="device")
         reason = ""
         if place != "host":
             kept = self._find("device", wanted)
             if kept is not None:
                 return kept
-            missing = _total(wanted) + landing + self._headroom - _free(self.device)
+            missing = _total(wanted) + receive_buffer + self._headroom - _free(self.device)
             if missing <= 0:
                 try:
-                    return Staging(arena=self._on_device(wanted), place="device")
+                    return StagingArena(arena=self._on_device(wanted), place="device")
                 except torch.OutOfMemoryError:  # what is free is not in one piece
                     missing = _total(wanted)
             reason = f"{missing} bytes of device memory are missing for staging there"
@@ -106,23 +108,23 @@ class StagingMemory:
         check_host(_total(wanted))
         with torch.cuda.device(self.device):  # a thread begins with device 0
             arena = Arena.allocate(wanted, "cpu", empty=_pinned)
-        staging = Staging(arena=arena, place="host", note=reason)
+        staging = StagingArena(arena=arena, place="host", note=reason)
         if specs is None:
             self._kept["host"] = replace(staging, note="")
         return staging
 
     def check_landing(self, num_bytes: int) -> None:
-        """Raise `OutOfMemoryError` if landing buffers on CUDA would take what steps may need."""
+        """Raise `OutOfMemoryError` if receive buffers on CUDA would take what steps may need."""
         if self.device.type == "cpu" or not num_bytes:
             return
         missing = num_bytes + self._headroom - _free(self.device)
         if missing > 0:
             raise OutOfMemoryError(
-                f"{missing} bytes of device memory are missing for two landing buffers ({num_bytes} bytes): "
+                f"{missing} bytes of device memory are missing for two receive buffers ({num_bytes} bytes): "
                 "send smaller buckets, or start with a lower --memory-ratio"
             )
 
-    def give_back(self, staging: Staging, *, in_use: bool) -> None:
+    def give_back(self, staging: StagingArena, *, in_use: bool) -> None:
         """Take an arena back; one that is `in_use` still is never given to anybody again."""
         kept = self._kept.get(staging.place)
         if in_use:
@@ -148,7 +150,7 @@ class StagingMemory:
                     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
                     torch.cuda.check_error(cudart.cudaHostUnregister(slab.data_ptr()))
 
-    def _find(self, place: str, specs: Sequence[TensorSpec]) -> Staging | None:
+    def _find(self, place: str, specs: Sequence[TensorSpec]) -> StagingArena | None:
         kept = self._kept.get(place)
         return kept if kept and all(spec.name in kept.arena.table for spec in specs) else None
 

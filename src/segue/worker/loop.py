@@ -28,9 +28,9 @@ from segue.messages.control import (
     Pause,
     Paused,
     SchedulerMessage,
+    SchedulerOutput,
     Shutdown,
     State,
-    StepOutput,
 )
 from segue.messages.requests import Abort, AddRequest, Finish, Finished
 from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
@@ -170,7 +170,7 @@ class SchedulerLoop:
         self._send(output)
         self._advance()
 
-    def _warn_of_non_finite(self, output: StepOutput) -> None:
+    def _warn_of_non_finite(self, output: SchedulerOutput) -> None:
         rids = [finished.rid for finished in output.finished if finished.reason == "error"]
         logger.error(
             "logits were not finite (NaN or infinite) for request %s with weights of version %r: it ends "

@@ -68,7 +68,7 @@ def run_scheduler(
         if started is None:
             return
         runner, steps = started
-        updater = WeightUpdater(runner.live_weights(), sender.send)
+        updater = WeightUpdater(runner.served_weights(), sender.send)
         try:
             loop = SchedulerLoop(
                 Scheduler(limits_of(config, runner)),
@@ -197,7 +197,7 @@ def _run_follower(
     if started is not None:
         settle_heap()
         runner, sender = started[0], EventSender(context, run_dir)
-        updater = WeightUpdater(runner.live_weights(), sender.send)
+        updater = WeightUpdater(runner.served_weights(), sender.send)
         follow(runner, updater, messages, sender.send, depth=OVERLAP_DEPTH, turn=turn)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from segue.messages.control import Continue, Flush, Flushed, Pause, Paused, StepOutput
+from segue.messages.control import Continue, Flush, Flushed, Pause, Paused, SchedulerOutput
 from segue.messages.requests import AddRequest, SamplingParams, pack_ids
 from segue.messages.weight_update import (
     AbortSession,
@@ -101,7 +101,7 @@ class Engine:
                     self.answers.setdefault(message.call, []).append(message)
                 else:
                     self.others.append(message)
-                    if isinstance(message, StepOutput):
+                    if isinstance(message, SchedulerOutput):
                         self.sim.end(message.finished)
             for pair in commands:
                 self.told += enumerate(pair)
@@ -758,7 +758,7 @@ def test_a_checkpoint_may_take_longer_to_read_than_a_client_to_send(engine: Engi
     engine.silent = {Load, Receive}
     engine.ask(UpdateFromDisk(model_path="new"))
     engine.tick(1000)
-    assert engine.state == "arming"
+    assert engine.state == "posting"
     engine.reply(AbortSession())
     call = engine.ask(UpdateFromDistributed(manifest=PART))
     engine.tick(300)
@@ -791,7 +791,7 @@ def test_the_frontend_hears_of_every_change(engine: Engine) -> None:
     engine.reply(prepare())
     engine.reply(Complete())
     states = [other.state for other in engine.others if isinstance(other, WeightNotice)]
-    assert states == ["arming", "prepared", "receiving", "received", "committing", "idle"]
+    assert states == ["posting", "prepared", "receiving", "received", "committing", "idle"]
 
 
 # --- joining groups ---

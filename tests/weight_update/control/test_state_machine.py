@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 from msgspec import structs
 
-from segue.messages.control import Continue, Pause, StepOutput
+from segue.messages.control import Continue, Pause, SchedulerOutput
 from segue.messages.weight_update import (
     AbortSession,
     BeginUpdate,
@@ -53,8 +53,8 @@ from segue.messages.weight_update import (
 )
 from segue.scheduler.weight_port import SchedulerPort
 from segue.weight_update.control.calls import WeightControl
-from segue.weight_update.control.fan_out import RankCalls
-from segue.weight_update.control.session import Phase
+from segue.weight_update.control.fan_out import FanOut
+from segue.weight_update.control.session import UpdatePhase
 from tests.scheduler.simulation import Simulation
 from tests.scheduler.test_pause_properties import prove
 
@@ -109,7 +109,7 @@ class WeightMachine(RuleBasedStateMachine):
                 if isinstance(message, WeightAnswer):
                     assert message.call in self.owed, "a call was answered twice"
                     self.owed.remove(message.call)
-                elif isinstance(message, StepOutput):
+                elif isinstance(message, SchedulerOutput):
                     self.sim.end(message.finished)
             for pair in commands:
                 for rank, command in zip(self.ranks, pair, strict=True):
@@ -292,12 +292,12 @@ class WeightMachine(RuleBasedStateMachine):
     def nothing_is_held_without_a_commit(self) -> None:
         session = self.control.session
         held = "weight_commit" in self.sim.scheduler.control.holders
-        assert held == (session is not None and session.phase is Phase.COMMITTING)
+        assert held == (session is not None and session.phase is UpdatePhase.COMMITTING)
 
     @invariant()
     def the_ranks_agree(self) -> None:
         session = self.control.session
-        if session is not None and session.phase is Phase.COMMITTING:
+        if session is not None and session.phase is UpdatePhase.COMMITTING:
             return
         if self.control.poisoned is None:
             assert len({rank.weights for rank in self.ranks}) == 1 and not any(r.torn for r in self.ranks)
@@ -350,8 +350,8 @@ _on_rank, _on_committed, _abort = WeightControl.on_rank, WeightControl._on_commi
 
 
 def hears_one_rank_only(self: WeightControl, event: Any, now: float) -> None:
-    if isinstance(event, RankReply) and event.call in self._calls._asked:
-        self._calls._asked[event.call].missing = {event.rank}
+    if isinstance(event, RankReply) and event.call in self._fan_out._asked:
+        self._fan_out._asked[event.call].missing = {event.rank}
     _on_rank(self, event, now)
 
 
@@ -366,17 +366,17 @@ def never_poisons(self: WeightControl, why: str) -> None:
 
 
 def forgets_to_discard(self: WeightControl, session: Any, why: str, now: float) -> None:
-    calls, self._calls = self._calls, RankCalls(RANKS)
+    calls, self._fan_out = self._fan_out, FanOut(RANKS)
     try:
         _abort(self, session, why, now)
     finally:
-        self._calls = calls
+        self._fan_out = calls
 
 
 def writes_at_once(self: WeightControl, session: Any, now: float) -> None:
     if "WRITING" not in session.times:
         session.times["WRITING"] = now
-        self._calls.tell(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
+        self._fan_out.send(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
 
 
 def lets_go_before_the_ranks_have_written(self: WeightControl, session: Any, now: float) -> None:

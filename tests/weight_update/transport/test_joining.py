@@ -13,7 +13,7 @@ from msgspec import structs
 
 from segue.errors import WeightSyncError
 from segue.messages.weight_update import Group
-from segue.trainer.group import Group as SendingGroup
+from segue.trainer.group import TrainerGroup as SendingGroup
 from segue.weight_update.transport.group import ANNOUNCED_KEY, JoinedGroup, prefixed
 from segue.weight_update.transport.joining import MAX_ATTEMPTS, Groups
 from segue.weight_update.transport.rendezvous import resolve

@@ -19,7 +19,7 @@ from segue.memory.nccl_buffers import GRANULARITY
 from segue.trainer import group as trainer_group
 from segue.weight_update.transport.group import ANNOUNCED_KEY, REGISTERED_KEY, JoinedGroup, prefixed
 from segue.weight_update.transport.joining import Groups
-from segue.weight_update.transport.wires import Broadcast, CudaWire, plan
+from segue.weight_update.transport.wires import CudaWire, ReceiveSpec, plan
 from tests.conftest import WaitUntil
 from tests.weight_update.transport.test_receiver import BUCKETS, NewGroup, assert_received, manifest
 
@@ -42,10 +42,10 @@ class Session:
     def entered(self) -> None:
         self.said.append("entered")
 
-    def landed(self, broadcast: Broadcast) -> None:
+    def landed(self, broadcast: ReceiveSpec) -> None:
         self.said.append(f"landed {broadcast.bucket}")
 
-    def taken(self, broadcast: Broadcast) -> None:
+    def taken(self, broadcast: ReceiveSpec) -> None:
         self.said.append(f"taken {broadcast.bucket}")
 
 
@@ -126,7 +126,7 @@ class Kept:
 def wire_of(group: Store, num_buckets: int = 2) -> CudaWire:
     wire: Any = object.__new__(CudaWire)
     wire._group = group
-    wire._broadcasts = [Broadcast(8, [], torch.empty(8), index, index + 1) for index in range(num_buckets)]
+    wire._broadcasts = [ReceiveSpec(8, [], torch.empty(8), index, index + 1) for index in range(num_buckets)]
     wire._targets = [each.direct for each in wire._broadcasts]
     wire._turns, wire._takes = [None] * num_buckets, [lambda: None] * num_buckets
     wire._landed = wire._copied = [None] * 32
@@ -313,14 +313,14 @@ def test_flattened_buckets_land_in_registered_buffers_that_the_group_keeps(
 
 
 def test_landing_buffers_are_counted_until_they_are_there(joined: JoinedGroup, registered: object) -> None:
-    assert joined.landing_cost(10) == 10  # gloo
+    assert joined.receive_buffer_cost(10) == 10  # gloo
     joined.group = msgspec.structs.replace(joined.group, backend="nccl")
-    assert joined.landing_cost(10) == GRANULARITY
-    assert joined.landing_cost(GRANULARITY + 1) == 2 * GRANULARITY
-    first = joined.landing(5)
-    assert joined.landing(3) is first
-    assert (joined.landing_cost(10), joined.landing_cost(12)) == (0, GRANULARITY)
-    assert joined.landing(6) is not first and joined.landing_cost(12) == 0
+    assert joined.receive_buffer_cost(10) == GRANULARITY
+    assert joined.receive_buffer_cost(GRANULARITY + 1) == 2 * GRANULARITY
+    first = joined.receive_buffer(5)
+    assert joined.receive_buffer(3) is first
+    assert (joined.receive_buffer_cost(10), joined.receive_buffer_cost(12)) == (0, GRANULARITY)
+    assert joined.receive_buffer(6) is not first and joined.receive_buffer_cost(12) == 0
 
 
 def test_a_device_without_such_memory_says_how_to_do_without(
@@ -328,25 +328,25 @@ def test_a_device_without_such_memory_says_how_to_do_without(
 ) -> None:
     monkeypatch.setattr("segue.weight_update.transport.group.can_register", lambda nccl, device: False)
     with pytest.raises(WeightSyncError, match="send with flattened=False"):
-        joined.landing(8)
+        joined.receive_buffer(8)
 
 
 def test_registered_buffers_are_there_until_the_communicator_has_ended(
     joined: JoinedGroup, registered: list[Registered], wait_until: WaitUntil
 ) -> None:
-    landing: Any = joined.landing(8)
-    kept, aborted = weakref.ref(landing), []
+    receive_buffer: Any = joined.receive_buffer(8)
+    kept, aborted = weakref.ref(receive_buffer), []
     gloo = joined.process_group
     joined.group = msgspec.structs.replace(joined.group, backend="nccl")
     gloo.abort = lambda: aborted.append(kept() is not None)
     registered.clear()
     joined.mark_dead("for a test")
     with pytest.raises(WeightSyncError, match="for a test"):
-        joined.register(landing)
-    assert not landing.is_registered
+        joined.register(receive_buffer)
+    assert not receive_buffer.is_registered
     with pytest.raises(WeightSyncError, match="for a test"):
-        joined.landing(1)
-    del landing
+        joined.receive_buffer(1)
+    del receive_buffer
     wait_until(lambda: aborted and kept() is None, what="the buffers gone")
     assert aborted == [True]
 

@@ -39,11 +39,11 @@ NAMES = {
 }
 
 
-class _Body(BaseModel):
+class _NativeBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-class NativeSampling(_Body):
+class NativeSampling(_NativeBody):
     """``sampling_params``."""
 
     max_new_tokens: int | None = 128
@@ -65,7 +65,7 @@ class NativeSampling(_Body):
     n: int = 1
 
 
-class NativeGenerate(_Body):
+class NativeGenerate(_NativeBody):
     """``POST /generate``; lists are batches."""
 
     text: str | FastList[str] | None = None

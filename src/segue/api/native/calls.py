@@ -20,7 +20,7 @@ from segue.api.validation import parse
 from segue.errors import InvalidRequestError, UnsupportedFieldError, shown
 from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, End, GenerateRequest, Output
 from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
-from segue.frontend.stream import Stream
+from segue.frontend.stream import RequestStream
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.messages.requests import TokenLogprob
 
@@ -157,11 +157,11 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
     )
 
 
-class Reply:
+class NativeReply:
     """The reply to one request, as far as it has come; texts and ids are cumulative, as SGLang's are."""
 
     def __init__(
-        self, manager: TokenizerManager, stream: Stream, *, logprobs: bool, text_in_logprobs: bool
+        self, manager: TokenizerManager, stream: RequestStream, *, logprobs: bool, text_in_logprobs: bool
     ) -> None:
         self._manager = manager
         self._stream = stream

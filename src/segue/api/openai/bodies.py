@@ -67,11 +67,11 @@ RULES = {
 }
 
 
-class _Body(StrictBody):
+class _OpenAIBody(StrictBody):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class StreamOptions(_Body):
+class StreamOptions(_OpenAIBody):
     """``stream_options``."""
 
     include_usage: bool | None = None
@@ -91,7 +91,7 @@ def too_many_biases(count: int) -> str:
 _FewBiases = Annotated[dict[int, float], PlainValidator(_few_biases), BIAS_SCHEMA]
 
 
-class _Sampling(_Body):
+class _Sampling(_OpenAIBody):
     """What chat and completions have in common; None is the default."""
 
     model: str
@@ -113,11 +113,11 @@ class _Sampling(_Body):
     stream_options: StreamOptions | None = None
 
 
-class _Struct(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+class _MessagePart(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """Without the collector's bookkeeping: a body may have tens of thousands of these, and no cycles."""
 
 
-class TextPart(_Struct, frozen=True, gc=False):
+class TextPart(_MessagePart, frozen=True, gc=False):
     """A part of a message's content."""
 
     type: Literal["text"]
@@ -127,7 +127,7 @@ class TextPart(_Struct, frozen=True, gc=False):
 _Nothing = Annotated[list[None], msgspec.Meta(max_length=0)]
 
 
-class ChatMessage(_Struct, frozen=True, gc=False):
+class ChatMessage(_MessagePart, frozen=True, gc=False):
     """One message. The last five fields are empty in replies that clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

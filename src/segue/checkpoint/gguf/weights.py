@@ -22,7 +22,7 @@ from segue.checkpoint.model_files import check_wanted, open_file
 from segue.checkpoint.safetensors_file import open_writer, read_fully
 from segue.errors import ModelFileError
 from segue.logs import logger
-from segue.models.weight_map import NameTable
+from segue.models.weight_map import WeightMap
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -36,7 +36,7 @@ def convert(
     path: Path,
     directory: Path,
     dtype: torch.dtype,
-    table: NameTable | None = None,
+    table: WeightMap | None = None,
     *,
     progress: bool = False,
 ) -> Path:
@@ -72,7 +72,7 @@ def convert(
     return target
 
 
-def _check(path: Path, sources: list[Source], table: NameTable) -> None:
+def _check(path: Path, sources: list[Source], table: WeightMap) -> None:
     for source in sources:
         expected = table.shapes.get(table.aliases.get(source.name, source.name))
         if source.shape != expected:

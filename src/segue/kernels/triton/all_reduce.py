@@ -170,7 +170,7 @@ def _at(values, lane, index: tl.constexpr):
     return tl.sum(tl.where(lane == index, values, 0), 0)
 
 
-class OneShot:
+class OneShotAllReduce:
     """One rank's end of the exchanges."""
 
     def __init__(self, groups: TPGroups, device: torch.device, hidden_size: int, sampling_rows: int) -> None:
@@ -194,7 +194,7 @@ class OneShot:
     ) -> tuple[Tensor, Tensor]:
         """`segue.kernels.norm.add_rms_norm` of the sum of all ranks' `x` of at most `most_rows` tokens.
 
-        `x` may be split sums, float32 `[S, T, N]`.
+        `x` may be split-K partials, float32 `[S, T, N]`.
         """
         num_rows, size = x.shape[-2:]
         assert num_rows <= self.most_rows, (num_rows, self.most_rows)

@@ -181,7 +181,7 @@ def prefill(
     layer_row,
     table,
     rows,
-    q_starts,
+    cu_seqlens_q,
     kv_lens,
     blocks,
     output,
@@ -206,8 +206,8 @@ def prefill(
     sequence = tl.load(blocks + 2 * block)
     if sequence >= 0:
         first = tl.load(blocks + 2 * block + 1)
-        q_start = tl.load(q_starts + sequence)
-        q_len = tl.load(q_starts + sequence + 1) - q_start
+        q_start = tl.load(cu_seqlens_q + sequence)
+        q_len = tl.load(cu_seqlens_q + sequence + 1) - q_start
         kv_len = tl.load(kv_lens + sequence)
         table_row = table + tl.load(rows + sequence).to(tl.int64) * table_stride
         per_block: tl.constexpr = BM // G

@@ -5,7 +5,7 @@ positions; spans are joined from the first to the last, in float32. A prompt's p
 itself; decode rows may give them to several programs, of which the last to end joins them in the same order.
 All run the same instructions on the same tile, of which a decode row fills one query's part, so that neither
 the step's other tokens nor a token's place among them shows. To be launched with `enable_fp_fusion=False`:
-else the compiler fuses a product and a sum in one place, and in another not.
+else the compiler fuses a multiplication and a sum in one place, and in another not.
 """
 
 import triton
@@ -35,7 +35,7 @@ def attend(
     layer_row,
     table,
     rows,
-    q_starts,
+    cu_seqlens_q,
     kv_lens,
     blocks,
     num_decode,
@@ -76,8 +76,8 @@ def attend(
             first, q_start, q_len = 0, sequence, 1
         else:
             first = tl.load(blocks + 2 * block + 1)
-            q_start = tl.load(q_starts + sequence)
-            q_len = tl.load(q_starts + sequence + 1) - q_start
+            q_start = tl.load(cu_seqlens_q + sequence)
+            q_len = tl.load(cu_seqlens_q + sequence + 1) - q_start
         kv_len = tl.load(kv_lens + sequence)
         table_row = table + tl.load(rows + sequence).to(tl.int64) * table_stride
         per_block: tl.constexpr = BM // G

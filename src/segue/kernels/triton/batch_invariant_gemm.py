@@ -1,4 +1,4 @@
-"""Products of which a row has the same bits among any others: for `--deterministic`.
+"""GEMMs of which a row has the same bits among any others: for `--deterministic`.
 
 Each element is one chain of float32 sums over K, from the first product to the last, 16 at a step of the
 tensor cores. No tile cuts K, and the chain does not depend on the tile, nor on which operand is which: so a
@@ -25,7 +25,7 @@ _STREAMED = 64  # rows up to which reading the weight is all that counts
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut."""
+    """How a GEMM is cut."""
 
     block_m: int  # tokens
     block_n: int  # rows of the weight
@@ -93,16 +93,16 @@ def _product(
 
 
 @dataclass(frozen=True, slots=True)
-class InvariantProduct:
-    """A weight and how rows are multiplied by it; see `segue.kernels.batch_invariant.Product`."""
+class TritonBatchInvariantGemm:
+    """A weight and how rows are multiplied by it; see `segue.kernels.batch_invariant.Gemm`."""
 
     weight: Tensor  # [N, K]
-    dtype: torch.dtype  # of the products
+    dtype: torch.dtype  # of the GEMMs
     num_bytes: int = 0
 
     @classmethod
-    def of(cls, weight: Tensor, dtype: torch.dtype) -> InvariantProduct:
-        """Products by `weight` `[N, K]`, in `dtype`.
+    def of(cls, weight: Tensor, dtype: torch.dtype) -> TritonBatchInvariantGemm:
+        """GEMMs by `weight` `[N, K]`, in `dtype`.
 
         Raises:
             ConfigError: of float32, or of rows that the copy engine cannot take.
@@ -150,7 +150,7 @@ def run(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch
 
 @cache
 def choose(num_rows: int, size: int, processors: int) -> Tile:
-    """The fastest tile for a product, by what was measured on an H200."""
+    """The fastest tile for a GEMM, by what was measured on an H200."""
     if num_rows <= _STREAMED:
         several = size > 64 * processors
         return next(tile for tile in (MANY if several else FEW) if num_rows <= tile.block_m)

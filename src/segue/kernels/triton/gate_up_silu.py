@@ -1,6 +1,6 @@
 """Gate and up projections of many rows and their activation in one kernel.
 
-Where products are shallow, writing 2 * I columns and reading them again for the activation takes a fifth of
+Where GEMMs are shallow, writing 2 * I columns and reading them again for the activation takes a fifth of
 the time; here they never leave the registers. Two small programs share a multiprocessor, so that one
 multiplies while the other stores.
 """
@@ -15,7 +15,7 @@ from segue.kernels.triton.launch import begin, is_hopper, launch_options, let_ne
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K, _STAGES, _WARPS, _BAND = 128, 64, 64, 3, 4, 16
 _LEAST_ROWS = 2048  # below, there are too few tiles for as many programs as run at once
-_MOST_DEPTH = 1024  # beyond, the products are all that counts, and cuBLAS's are faster
+_MOST_DEPTH = 1024  # beyond, the GEMMs are all that counts, and cuBLAS's are faster
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -52,7 +52,7 @@ def _gated(
     let_next_start(PDL)
 
 
-def gated_product_of_many(x: Tensor, weight: Tensor) -> Tensor | None:
+def gate_up_silu_gemm_of_many(x: Tensor, weight: Tensor) -> Tensor | None:
     """`silu(gate) * up`, of `x @ weight.T`; None where that is not faster in one kernel.
 
     `x` is `[M, K]`, `weight` `[2 * I, K]`, gate first; `[M, I]`.

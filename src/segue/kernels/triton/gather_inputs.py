@@ -17,7 +17,7 @@ def _look_up(
     token_pool,
     page_table,
     ids,
-    kv_rows,
+    slot_mapping,
     num_tokens,
     pool_stride,
     table_stride,
@@ -34,11 +34,11 @@ def _look_up(
     page = tl.load(page_table + row * table_stride + position // PAGE, mask=inside, other=0).to(tl.int64)
     known = tl.load(token_pool + row * pool_stride + position, mask=inside, other=0)
     let_next_start(PDL)
-    tl.store(kv_rows + token, page * page_rows + position % PAGE, mask=inside)
+    tl.store(slot_mapping + token, page * page_rows + position % PAGE, mask=inside)
     tl.store(ids + token, known.to(tl.int64), mask=inside)
 
 
-def look_up(
+def gather_inputs(
     token_rows: Tensor,
     positions: Tensor,
     token_pool: Tensor,
@@ -59,14 +59,14 @@ def look_up(
     """
     num_tokens = len(token_rows)
     ids = torch.empty(num_tokens, dtype=torch.int64, device=token_rows.device)
-    kv_rows = torch.empty_like(ids)
+    slot_mapping = torch.empty_like(ids)
     _look_up[(triton.cdiv(num_tokens, _BLOCK),)](
         token_rows,
         positions,
         token_pool,
         page_table,
         ids,
-        kv_rows,
+        slot_mapping,
         num_tokens,
         token_pool.stride(0),
         page_table.stride(0),
@@ -75,4 +75,4 @@ def look_up(
         BLOCK=_BLOCK,
         **launch_options(4, num_tokens),
     )
-    return ids, kv_rows
+    return ids, slot_mapping

@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight: streams the weight once, cut along K where N alone gives too little.
+"""GEMMs of a few rows with a weight: streams the weight once, cut along K where N alone gives too little.
 
 Operands are swapped: rows of the weight fill the tensor cores' 64 rows, tokens their columns. Which cut is
 the fastest was measured for each shape (`bench/tune_gemm.py`) and is kept in `gemm.json`; shapes that
@@ -25,14 +25,14 @@ MOST_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How one product is cut."""
+class GemmPlan:
+    """How one GEMM is cut."""
 
     tma: bool  # tiles come by the copy engine, else by threads
     block_m: int  # tokens
     block_n: int  # rows of the weight
     block_k: int
-    splits: int  # of K; more than one gives split sums
+    splits: int  # of K; more than one gives split-K partials
     stages: int
     warps: int
 
@@ -146,7 +146,7 @@ def _product_tma(
     _store(out, acc, bias, n, m, num_rows, size, split, SPLITS, BIAS)
 
 
-def product(
+def gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, may_split: bool, dtype: torch.dtype | None = None
 ) -> Tensor:
     """`x @ weight.T + bias`.
@@ -155,20 +155,20 @@ def product(
         x: `[M, K]`.
         weight: `[N, K]`.
         bias: `[N]`.
-        may_split: split sums, float32 `[S, M, N]`, may be returned; they are to be added up.
+        may_split: split-K partials, float32 `[S, M, N]`, may be returned; they are to be added up.
         dtype: of the result, by default that of `x`; float32 keeps the sums' precision.
     """
     plan = choose(*x.shape, weight.shape[0], x.dtype, may_split)
     if plan is None:
         if dtype in (None, x.dtype):
             return F.linear(x, weight, bias)
-        product = torch.mm(x, weight.T, out_dtype=dtype)
-        return product if bias is None else product.add_(bias)
+        result = torch.mm(x, weight.T, out_dtype=dtype)
+        return result if bias is None else result.add_(bias)
     return run(plan, x, weight, bias, dtype or x.dtype)
 
 
-def run(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The product, cut by `plan`; split sums if the plan splits."""
+def run(plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The GEMM, cut by `plan`; split-K partials if the plan splits."""
     (num_rows, depth), size = x.shape, weight.shape[0]
     if plan.splits > 1:
         out = torch.empty((plan.splits, num_rows, size), dtype=torch.float32, device=x.device)
@@ -202,7 +202,7 @@ def run(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch
     return out
 
 
-def gated_product(x: Tensor, weight: Tensor) -> Tensor | None:
+def gate_up_silu_gemm(x: Tensor, weight: Tensor) -> Tensor | None:
     """`silu(gate) * up`, of `x @ weight.T`; None where that is not faster in one kernel.
 
     `x` is `[M, K]`, `weight` `[2 * I, K]`, gate first; `[M, I]`.
@@ -229,7 +229,7 @@ def gated_product(x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 @cache
-def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, may_split: bool) -> Plan | None:
+def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, may_split: bool) -> GemmPlan | None:
     """The stored plan for a shape; None: cuBLAS."""
     if num_rows > MOST_ROWS or dtype != torch.bfloat16:
         return None
@@ -237,7 +237,7 @@ def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, may_split: 
     for most_rows, plans in measured.items():
         if num_rows <= int(most_rows):
             plan = plans["split" if may_split else "whole"]
-            return Plan(**plan) if plan else None
+            return GemmPlan(**plan) if plan else None
     return None
 
 

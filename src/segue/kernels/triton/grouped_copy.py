@@ -68,17 +68,17 @@ class GroupedCopy:
     the host; no target overlaps anything else.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], *, gently: bool = False) -> None:
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], *, in_background: bool = False) -> None:
         """Note where each pair's second tensor is and its first, to which it goes; on the current stream.
 
-        ``gently``: slower, with few programs: what else runs finds processors free.
+        ``in_background``: slower, with few programs: what else runs finds processors free.
         """
         assert all(is_whole(to) and is_whole(source) and to.nbytes == source.nbytes for to, source in pairs)
         self._pairs = pairs  # is kept
         device = next((tensor.device for pair in pairs for tensor in pair if tensor.is_cuda), None)
         table = _pieces([(source.data_ptr(), to.data_ptr(), to.nbytes) for to, source in pairs], moves=True)
         self._pieces = torch.from_numpy(table).to(device)
-        self._num_programs = min(len(table), _FEW) if gently else len(table)
+        self._num_programs = min(len(table), _FEW) if in_background else len(table)
 
     def __call__(self) -> None:
         """Copy, on the current stream.

@@ -1,6 +1,6 @@
-"""The experts of a mixture on CUDA: two grouped products of static shapes, which a graph can hold.
+"""The experts of a mixture on CUDA: two grouped GEMMs of static shapes, which a graph can hold.
 
-Few tokens hardly share experts: a program streams rows of one pair's expert, and the second product adds up a
+Few tokens hardly share experts: a program streams rows of one pair's expert, and the second GEMM adds up a
 token's pairs on the way. More are sorted by expert and cut into tiles of one expert; a last kernel adds up.
 Pairs are always added in their order, never by atomics, so a replay gives the same bits. The cuts were
 measured for each shape (`bench/tune_moe.py`) and are kept in `moe.json`.
@@ -17,20 +17,20 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from segue.kernels.triton import moe_gemm as products
+from segue.kernels.triton import moe_gemm
 from segue.kernels.triton.launch import launch_options
 from segue.kernels.triton.moe_routing import sort
 
 TABLE = Path(__file__).parent / "moe.json"
 _SUMMED = 1024  # columns a program of `sum_pairs` takes
-# Rows for `launch_options`: the products fill the device even for one token, and a successor that starts
+# Rows for `launch_options`: the GEMMs fill the device even for one token, and a successor that starts
 # early and waits beside them costs a third (measured: 32 against 24 µs).
 _MANY = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one of the products is cut."""
+    """How one of the GEMMs is cut."""
 
     block_n: int  # rows of the weight
     block_k: int
@@ -41,8 +41,8 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How both products of so many tokens are cut."""
+class MoEPlan:
+    """How both GEMMs of so many tokens are cut."""
 
     block_m: int  # pairs of one expert in a tile; 1: pairs as they come, not sorted
     gate_up: Cut
@@ -56,7 +56,7 @@ def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
     return run(plan, x, gate_up, down, weights, experts)
 
 
-def run(plan: Plan, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def run(plan: MoEPlan, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """The same, cut by `plan`."""
     if plan.block_m == 1:
         inner = gate_up_by_pair(plan.gate_up, x, gate_up, weights, experts)
@@ -72,7 +72,7 @@ def gate_up_by_pair(cut: Cut, x: Tensor, weight: Tensor, weights: Tensor, expert
     num_experts, rows, hidden = weight.shape
     size = rows // 2
     inner = torch.empty((experts.numel(), size), dtype=x.dtype, device=x.device)
-    products.gate_up_by_pair[(triton.cdiv(size, cut.block_n), experts.numel())](
+    moe_gemm.gate_up_by_pair[(triton.cdiv(size, cut.block_n), experts.numel())](
         x,
         weight,
         experts,
@@ -91,10 +91,10 @@ def gate_up_by_pair(cut: Cut, x: Tensor, weight: Tensor, weights: Tensor, expert
 
 
 def down_by_token(cut: Cut, inner: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
-    """Each token's pairs through the second product, summed: `[T, H]`."""
+    """Each token's pairs through the second GEMM, summed: `[T, H]`."""
     (num_tokens, per_token), (num_experts, hidden, size) = experts.shape, weight.shape
     out = torch.empty((num_tokens, hidden), dtype=inner.dtype, device=inner.device)
-    products.down_by_token[(triton.cdiv(hidden, cut.block_n), num_tokens)](
+    moe_gemm.down_by_token[(triton.cdiv(hidden, cut.block_n), num_tokens)](
         inner,
         weight,
         experts,
@@ -121,7 +121,7 @@ def gate_up_by_tile(
     flat, tile = weight.view(num_experts * rows, hidden), [cut.block_n, cut.block_k]
     if block >= 64:  # rows of both halves at a time
         flat, tile = weight.view(num_experts * 2, size, hidden), [2, *tile]
-    products.gate_up_by_tile[(tiles.shape[1] * triton.cdiv(size, cut.block_n),)](
+    moe_gemm.gate_up_by_tile[(tiles.shape[1] * triton.cdiv(size, cut.block_n),)](
         x,
         TensorDescriptor.from_tensor(flat, tile) if cut.tma else flat,
         order,
@@ -146,11 +146,11 @@ def gate_up_by_tile(
 
 
 def down_by_tile(block: int, cut: Cut, inner: Tensor, weight: Tensor, order: Tensor, tiles: Tensor) -> Tensor:
-    """The second product of each pair, in the order of tokens: `[T * k, H]`, undefined for no expert's."""
+    """The second GEMM of each pair, in the order of tokens: `[T * k, H]`, undefined for no expert's."""
     num_experts, hidden, size = weight.shape
     parts = torch.empty((len(order), hidden), dtype=inner.dtype, device=inner.device)
     flat = weight.view(num_experts * hidden, size)
-    products.down_by_tile[(tiles.shape[1] * triton.cdiv(hidden, cut.block_n),)](
+    moe_gemm.down_by_tile[(tiles.shape[1] * triton.cdiv(hidden, cut.block_n),)](
         TensorDescriptor.from_tensor(inner, [block, cut.block_k]) if cut.tma else inner,
         TensorDescriptor.from_tensor(inner, [block // 2, cut.block_k]) if cut.tma else inner,
         TensorDescriptor.from_tensor(flat, [cut.block_n, cut.block_k]) if cut.tma else flat,
@@ -176,7 +176,7 @@ def sum_pairs(parts: Tensor, experts: Tensor, num_experts: int) -> Tensor:
     """The sum of each token's pairs: `[T, H]`."""
     (num_tokens, per_token), hidden = experts.shape, parts.shape[1]
     out = torch.empty((num_tokens, hidden), dtype=parts.dtype, device=parts.device)
-    products.sum_pairs[(num_tokens, triton.cdiv(hidden, _SUMMED))](
+    moe_gemm.sum_pairs[(num_tokens, triton.cdiv(hidden, _SUMMED))](
         parts,
         experts,
         out,
@@ -192,21 +192,21 @@ def sum_pairs(parts: Tensor, experts: Tensor, num_experts: int) -> Tensor:
 @cache
 def choose(
     num_tokens: int, per_token: int, num_experts: int, size: int, hidden: int, dtype: torch.dtype
-) -> Plan:
+) -> MoEPlan:
     """The stored plan for a shape; one that runs anywhere, where none was measured."""
     key = f"{num_experts}x{per_token}x{size}x{hidden}"
     measured = _table().get(torch.cuda.get_device_name(), {}).get(key, {})
     if dtype == torch.bfloat16:
         for most_tokens, plan in measured.items():
             if num_tokens <= int(most_tokens) or most_tokens == list(measured)[-1]:
-                return Plan(plan["block_m"], Cut(**plan["gate_up"]), Cut(**plan["down"]))
+                return MoEPlan(plan["block_m"], Cut(**plan["gate_up"]), Cut(**plan["down"]))
     if num_tokens <= 4:
-        return Plan(1, Cut(8, 256, 2, 4), Cut(8, 256, 2, 4))
+        return MoEPlan(1, Cut(8, 256, 2, 4), Cut(8, 256, 2, 4))
     wide = dtype == torch.float32
     if wide or num_tokens * per_token <= 32 * num_experts:
         cut = Cut(32, 32, 2, 4) if wide else Cut(64, 64, 3, 4)
-        return Plan(16, cut, cut)
-    return Plan(64, Cut(64, 64, 3, 4), Cut(128, 64, 3, 4))
+        return MoEPlan(16, cut, cut)
+    return MoEPlan(64, Cut(64, 64, 3, 4), Cut(128, 64, 3, 4))
 
 
 def _precision(x: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""The two products of a mixture of experts, grouped by expert. See `segue.kernels.triton.moe`."""
+"""The two GEMMs of a mixture of experts, grouped by expert. See `segue.kernels.triton.moe`."""
 
 import triton
 import triton.language as tl
@@ -145,7 +145,7 @@ def _gate_up(
     PDL: tl.constexpr,
 ):
     # Many pairs are the rows of the tensor cores' tile, and rows of both projections its columns.
-    # Few pairs are the columns of two products.
+    # Few pairs are the columns of two GEMMs.
     m, n, k, r = tl.arange(0, BM), first + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, 2 * BN)
     inside = m < rows
     pair = tl.load(order + start + m, mask=inside, other=0)
@@ -210,7 +210,7 @@ def down_by_tile(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The second product of a tile; pairs return to their place by token."""
+    """The second GEMM of a tile; pairs return to their place by token."""
     blocks = tl.cdiv(hidden, BN)
     tile, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BN
     begin(PDL)

@@ -42,7 +42,7 @@ def _add_rms_norm(
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `segue.kernels.norm.add_rms_norm`; `x` may be split sums, float32 `[S, T, N]`."""
+    """See `segue.kernels.norm.add_rms_norm`; `x` may be split-K partials, float32 `[S, T, N]`."""
     num_rows, size = x.shape[-2], x.shape[-1]
     splits = x.shape[0] if x.dim() == 3 else 1
     normed = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)

@@ -25,7 +25,7 @@ def _place(
     cosines,
     sines,
     positions,
-    kv_rows,
+    slot_mapping,
     query,
     keys,
     values,
@@ -50,7 +50,7 @@ def _place(
     head = first + tl.arange(0, GROUP)[:, None]
     begin(PDL)
     position = tl.load(positions + token).to(tl.int64)  # first: more loads depend on them
-    row = tl.load(kv_rows + token).to(tl.int64)
+    row = tl.load(slot_mapping + token).to(tl.int64)
     stride = num_tokens.to(tl.int64) * width
     low = _half(qkv, token * width, stride, head * D + d, inside, SPLITS)
     high = _half(qkv, token * width, stride, head * D + half + d, inside, SPLITS)
@@ -61,7 +61,7 @@ def _place(
         if NORM:
             low_weight = tl.load(qk_weight + head * D + d, mask=inside, other=0.0)
             high_weight = tl.load(qk_weight + head * D + half + d, mask=inside, other=0.0)
-            # As the plain products round: to the model's type before and after the norm.
+            # As the plain GEMMs round: to the model's type before and after the norm.
             low = low.to(dtype).to(tl.float32)
             high = high.to(dtype).to(tl.float32)
             rms = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
@@ -91,7 +91,7 @@ def place(
     cosines: Tensor,
     sines: Tensor,
     positions: Tensor,
-    kv_rows: Tensor,
+    slot_mapping: Tensor,
     keys: Tensor,
     values: Tensor,
     *,
@@ -102,13 +102,13 @@ def place(
     """Norm and rotate queries and keys; store keys and values; return the queries `[T, num_heads, head_dim]`.
 
     Args:
-        qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, or split sums, float32 `[S, T, …]`.
+        qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, or split-K partials, float32 `[S, T, …]`.
         qk_weight: float32 `[num_heads + num_kv_heads, head_dim]`, each head's norm weight; None: no norm.
         eps: of the QK-norm.
         cosines: float32 `[max_position, head_dim / 2]`.
         sines: likewise.
         positions: integers `[T]`.
-        kv_rows: int64 `[T]`, token rows of the pool.
+        slot_mapping: int64 `[T]`, token rows of the pool.
         keys: this layer's key rows of the pool, `[*, num_kv_heads * head_dim]`.
         values: likewise.
         num_heads: query heads.
@@ -124,7 +124,7 @@ def place(
         cosines,
         sines,
         positions,
-        kv_rows,
+        slot_mapping,
         query,
         keys,
         values,

@@ -1,7 +1,7 @@
-"""The plain tail: the likeliest token, or a draw keyed by seed and position, its log-probability, the writes.
+"""Plain sampling: the likeliest token, or a draw keyed by seed and position, its log-probability, the writes.
 
 The arithmetic is that of `segue.sampling.gumbel_max`: a block of 128 tokens is drawn by its total
-weight, then a token within it, each by Gumbel-max. Log-probabilities are of the raw logits; both tails sum
+weight, then a token within it, each by Gumbel-max. Log-probabilities are of the raw logits; both modes sum
 them up in the same order, so a request gets the same bits whatever else its steps have to do.
 
 A row whose logits have NaN or plus infinity, or are all minus infinity, has no token: the host gets
@@ -9,7 +9,7 @@ A row whose logits have NaN or plus infinity, or are all minus infinity, has no 
 tells the second by a score of NaN or plus infinity, so that nothing more is read or launched.
 
 Tensor-parallel ranks draw from their own blocks of the vocabulary, with the noise of those blocks, and then
-exchange one candidate each. (Of several ranks the plain tail sums up each part for itself.)
+exchange one candidate each. (Of several ranks the plain sampling sums up each part for itself.)
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.triton.all_reduce import OneShot, best_of_ranks
+from segue.kernels.triton.all_reduce import OneShotAllReduce, best_of_ranks
 from segue.kernels.triton.gumbel_noise import gumbel
 from segue.kernels.triton.launch import begin, launch_options, let_next_start
 from segue.kernels.triton.top_k_top_p import draw_filtered
@@ -37,7 +37,7 @@ Filters = tuple[Tensor, Tensor, Tensor]
 class VocabPart:
     """One rank's part of the vocabulary."""
 
-    one_shot: OneShot
+    one_shot: OneShotAllReduce
     start: int  # a multiple of 128
     vocab_size: int  # of all ranks' parts together
 
@@ -167,7 +167,7 @@ def _choose_token(
     pool_stride,
     ring,
     logprob_ring,
-    slot,
+    ring_index,
     ring_stride,
     filtered,
     inboxes,
@@ -221,7 +221,7 @@ def _choose_token(
         )
         chosen = tl.minimum(chosen, vocab_size - 1)
     is_finite = (best > float("-inf")) & (best < float("inf"))
-    line = tl.load(slot).to(tl.int64) * ring_stride + i
+    line = tl.load(ring_index).to(tl.int64) * ring_stride + i
     tl.store(ring + line, tl.where(is_finite, chosen, NONE))
     if WHOLE:
         tl.store(token_pool + row * pool_stride + position, tl.where(is_finite, chosen, 0))
@@ -242,7 +242,7 @@ def sample_plain(
     token_pool: Tensor,
     ring: Tensor,
     logprob_ring: Tensor,
-    slot: Tensor,
+    ring_index: Tensor,
     filters: Filters | None = None,
     part: VocabPart | None = None,
 ) -> None:
@@ -261,12 +261,12 @@ def sample_plain(
         token_pool: int32 `[rows, max_seq_len + 1]`.
         ring: int32 `[slots, at least B]`, may be pinned memory of the host.
         logprob_ring: float32, of the same shape and strides.
-        slot: int32 `[1]`, the line to write.
+        ring_index: int32 `[1]`, the line to write.
         filters: see `draw_filtered`; None: no row has any. Not with a `part`.
         part: whose logits these are; all ranks come to the same token, and each writes it.
     """
     columns = (temperatures, inverse_temperatures, seeds, num_top)
-    targets = (token_pool, token_pool.stride(0), ring, logprob_ring, slot)
+    targets = (token_pool, token_pool.stride(0), ring, logprob_ring, ring_index)
     _launch(logits, rows, positions, columns, targets, filters=filters, part=part)
 
 
@@ -282,9 +282,9 @@ def choose(
 ) -> Tensor:
     """The tokens that `sample_plain` would write, int64 `[B]`; `rows` and `positions` of any integer type."""
     tokens = torch.empty((1, len(logits)), dtype=torch.int32, device=logits.device)
-    slot = torch.zeros(1, dtype=torch.int32, device=logits.device)
+    ring_index = torch.zeros(1, dtype=torch.int32, device=logits.device)
     columns = (temperatures, inverse_temperatures, seeds, seeds)
-    targets = (tokens, 0, tokens, logits, slot)
+    targets = (tokens, 0, tokens, logits, ring_index)
     _launch(logits, rows, positions, columns, targets, whole=False, filters=filters)
     return tokens[0].to(torch.int64)
 
@@ -300,7 +300,7 @@ def _launch(
     filters: Filters | None = None,
     part: VocabPart | None = None,
 ) -> None:
-    """Run both kernels; those of a `whole` tail also write the token pool and log-probabilities."""
+    """Run both kernels; those of a `whole` step also write the token pool and log-probabilities."""
     logits = logits.contiguous()  # they may be cut out of a vocabulary padded for the ranks
     count, width = logits.shape
     start, vocab_size = (part.start, part.vocab_size) if part else (0, width)

@@ -32,7 +32,7 @@ from segue.messages.weight_update import (
 )
 from segue.weight_update.control.fan_out import problems
 from segue.weight_update.control.merge_replies import merge
-from segue.weight_update.control.session import RECEIVE_S, Phase, Session
+from segue.weight_update.control.session import RECEIVE_S, UpdatePhase, UpdateSession
 from segue.weight_update.control.state_machine import WeightMachine
 
 
@@ -95,7 +95,7 @@ class WeightControl(WeightMachine):
                 group.name
             }:
                 self.groups.pop(name, None)  # its trainer has gone
-                if self.session is not None and self.session.phase is not Phase.RECEIVED:
+                if self.session is not None and self.session.phase is not UpdatePhase.RECEIVED:
                     self._end_session_of(name, "has lost its trainer", now)
             is_new = any(reply.fields.get("is_new") for reply in replies)
             if is_new:
@@ -103,13 +103,15 @@ class WeightControl(WeightMachine):
             if wrong:
                 if is_new:  # on some ranks only
                     self.groups.pop(group.name, None)
-                    self._calls.tell(lambda _, inner: Leave(call=inner, name=group.name))
+                    self._fan_out.send(lambda _, inner: Leave(call=inner, name=group.name))
                 self._answer(calls, False, wrong)
             else:
                 self.groups[group.name] = group
                 self._answer(calls, True, f"Joined group {group.name!r}.")
 
-        self._calls.tell(lambda _, inner: Join(call=inner, group=group, timeout_s=request.timeout_s), joined)
+        self._fan_out.send(
+            lambda _, inner: Join(call=inner, group=group, timeout_s=request.timeout_s), joined
+        )
 
     def _leave(self, call: int, request: LeaveGroup, now: float) -> None:
         name = request.name
@@ -124,12 +126,12 @@ class WeightControl(WeightMachine):
             wrong = problems(replies)
             self._answer([call], not wrong, wrong or f"Left group {name!r}.")
 
-        self._calls.tell(lambda _, inner: Leave(call=inner, name=name), left)
+        self._fan_out.send(lambda _, inner: Leave(call=inner, name=name), left)
 
     def _end_session_of(self, name: str, why: str, now: float) -> None:
         """Of a group that is no more; a commit needs none."""
         session = self.session
-        if session is not None and session.group_name == name and session.phase is not Phase.COMMITTING:
+        if session is not None and session.group_name == name and session.phase is not UpdatePhase.COMMITTING:
             self._abort(session, f"group {name!r} {why}", now)
 
     def _no_group(self, name: str) -> str:
@@ -144,7 +146,7 @@ class WeightControl(WeightMachine):
             same = session.kind == "session" and session.manifest == manifest
             named = request.session_id is not None and session.id == request.session_id
             if same and (
-                named or (request.session_id is None and session.phase.value <= Phase.PREPARED.value)
+                named or (request.session_id is None and session.phase.value <= UpdatePhase.PREPARED.value)
             ):
                 session.preparing.append(call)
                 self._answer_prepared(session)
@@ -167,14 +169,14 @@ class WeightControl(WeightMachine):
         session = self._find(call, request.session_id, request.group_name)
         if session is None:
             return
-        if session.phase is Phase.COMMITTING:
+        if session.phase is UpdatePhase.COMMITTING:
             session.ending.append(call)
             return
         session.ending.append(call)
         session.flush_cache = session.flush_cache or request.flush_cache
         if session.then != "commit":  # another call may have asked for it
             session.then = "commit" if request.commit else "answer"
-        if session.phase is Phase.RECEIVED:
+        if session.phase is UpdatePhase.RECEIVED:
             self._on_all_there(session, now)
         else:
             session.answer_by = now + session.timeout_s
@@ -183,11 +185,11 @@ class WeightControl(WeightMachine):
         session = self._find(call, request.session_id, None)
         if session is None:
             return
-        if session.phase not in (Phase.RECEIVED, Phase.COMMITTING):
+        if session.phase not in (UpdatePhase.RECEIVED, UpdatePhase.COMMITTING):
             self._answer([call], False, f"session {session.id!r} is {self.state}; complete it first")
             return
         session.ending.append(call)
-        if session.phase is Phase.RECEIVED:
+        if session.phase is UpdatePhase.RECEIVED:
             session.flush_cache = session.flush_cache or request.flush_cache
             self._hold(session, now)
 
@@ -198,14 +200,16 @@ class WeightControl(WeightMachine):
             self._answer([call], True, "The update was undone; the weights are as they were.")
         elif session is None or request.session_id not in (None, session.id):
             self._answer([call], False, self._not_open(request.session_id))
-        elif session.phase is Phase.COMMITTING:
+        elif session.phase is UpdatePhase.COMMITTING:
             self._answer([call], False, f"session {session.id!r} is being committed, which takes a moment")
         else:
             self._abort(session, "it was aborted by a client", now)
             self._undone = None
-            self._answer([call], True, f"Session {session.id!r} was aborted; the weights are as they were.")
+            self._answer(
+                [call], True, f"UpdateSession {session.id!r} was aborted; the weights are as they were."
+            )
 
-    def _find(self, call: int, session_id: str | None, group_name: str | None) -> Session | None:
+    def _find(self, call: int, session_id: str | None, group_name: str | None) -> UpdateSession | None:
         """The open session, if it is the one that is meant; else the call is answered."""
         session = self.session
         if session is not None and session.kind == "session":
@@ -237,7 +241,7 @@ class WeightControl(WeightMachine):
     ) -> None:
         manifest = request.manifest if isinstance(request, UpdateFromDistributed) else None
         session = self.session
-        if session is not None and session.kind == "group of calls" and session.phase is Phase.RECEIVED:
+        if session is not None and session.kind == "group of calls" and session.phase is UpdatePhase.RECEIVED:
             if manifest is not None and (refusal := self._receive_refusal(manifest)):
                 self._answer([call], False, refusal)
                 return
@@ -279,7 +283,7 @@ class WeightControl(WeightMachine):
             self._answer([call], False, refusal)
             return
         session = self._open("group of calls", now)
-        session.phase = Phase.RECEIVED  # all of nothing
+        session.phase = UpdatePhase.RECEIVED  # all of nothing
         self._notify()
         self._answer([call], True, "The calls that follow become live together, at /end_weight_update.")
 
@@ -291,7 +295,7 @@ class WeightControl(WeightMachine):
             self._answer([call], False, text)
         elif session is None or session.kind != "group of calls":
             self._answer([call], False, "no update was begun; /begin_weight_update begins one")
-        elif session.phase is not Phase.RECEIVED:
+        elif session.phase is not UpdatePhase.RECEIVED:
             self._answer([call], False, f"a call of this update is still {self.state}; end it behind that")
         elif session.is_empty:
             self._close(session)
@@ -342,4 +346,4 @@ class WeightControl(WeightMachine):
             text = f"{len(differing)} tensors differ from the snapshot." if differing else ""
             self._answer([call], not differing, text, **fields)
 
-        self._calls.tell(lambda _, inner: Inspect(call=inner, request=request), seen)
+        self._fan_out.send(lambda _, inner: Inspect(call=inner, request=request), seen)

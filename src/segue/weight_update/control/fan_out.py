@@ -21,7 +21,7 @@ class _Asked:
     replies: list[RankReply] = field(default_factory=list)
 
 
-class RankCalls:
+class FanOut:
     """Commands for every rank, by call."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -30,7 +30,7 @@ class RankCalls:
         self._asked: dict[int, _Asked] = {}
         self._commands: list[Sequence[WeightCommand]] = []
 
-    def tell(
+    def send(
         self,
         command: Callable[[int, int], WeightCommand],
         then: Then = lambda replies, now: None,
@@ -40,7 +40,7 @@ class RankCalls:
         self._asked[self._num_calls] = _Asked(set(self._ranks), then)
         self._commands.append([command(rank, self._num_calls) for rank in self._ranks])
 
-    def hear(self, reply: RankReply, now: float) -> None:
+    def on_reply(self, reply: RankReply, now: float) -> None:
         """A rank's reply; with the last one goes on what waited for it."""
         asked = self._asked.get(reply.call)
         if asked is None or reply.rank not in asked.missing:

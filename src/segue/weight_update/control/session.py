@@ -12,11 +12,11 @@ COPY_S = 600.0
 RECEIVE_S, ARMED_S = 300.0, 3600.0  # how long a session waits: after the first byte, before it
 
 
-class Phase(Enum):
+class UpdatePhase(Enum):
     """How far the open session is."""
 
     STAGING = auto()  # the ranks check what was announced, and take memory for it
-    ARMING = auto()  # they enter the first broadcast, or read what came another way
+    POSTING = auto()  # they enter the first broadcast, or read what came another way
     PREPARED = auto()  # every rank waits for the first byte
     RECEIVING = auto()
     RECEIVED = auto()  # every rank has everything, checked
@@ -28,13 +28,13 @@ Then = Literal["wait", "answer", "commit", "refuse"]  # what follows once everyt
 
 
 @dataclass(slots=True, kw_only=True)
-class Session:
+class UpdateSession:
     """One update, from its announcement to its end."""
 
     number: int
     id: str
     kind: Kind
-    phase: Phase
+    phase: UpdatePhase
     began: float  # seconds, as all times
     progress_at: float  # the last sign of life
     manifest: Manifest | None = None
@@ -70,9 +70,11 @@ class Session:
     @property
     def deadline(self) -> float | None:
         """When it is given up, if nothing happens before; None while it is committed."""
-        if self.phase is Phase.COMMITTING:
+        if self.phase is UpdatePhase.COMMITTING:
             return None
-        silence = self.progress_at + (self.timeout_s if self.phase is Phase.RECEIVING else self.arm_timeout_s)
+        silence = self.progress_at + (
+            self.timeout_s if self.phase is UpdatePhase.RECEIVING else self.arm_timeout_s
+        )
         return silence if self.answer_by is None else min(silence, self.answer_by)
 
     @property
@@ -85,9 +87,9 @@ class Session:
         silent = now - self.progress_at
         if self.answer_by is not None and now >= self.answer_by:
             return f"not everything was received within timeout_s={self.timeout_s:g} of the call to complete"
-        if self.phase is Phase.RECEIVING:
+        if self.phase is UpdatePhase.RECEIVING:
             return f"nothing was received for {silent:.0f} s, the limit set by timeout_s={self.timeout_s:g}"
-        what = "nobody committed it" if self.phase is Phase.RECEIVED else "nothing was received"
+        what = "nobody committed it" if self.phase is UpdatePhase.RECEIVED else "nothing was received"
         return f"{what} within {silent:.0f} s, the limit set by arm_timeout_s={self.arm_timeout_s:g}"
 
     def slowest(self, counts: dict[int, int], num_ranks: int) -> int:

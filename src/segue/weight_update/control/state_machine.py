@@ -1,8 +1,8 @@
 """Weight updates: how far every rank has come, and when what came becomes live.
 
-    IDLE -> STAGING -> ARMING -> PREPARED -> RECEIVING -> RECEIVED -> COMMITTING -> IDLE
+    IDLE -> STAGING -> POSTING -> PREPARED -> RECEIVING -> RECEIVED -> COMMITTING -> IDLE
 
-At most one session is open. Until COMMITTING the live weights are not touched, and any end but a commit
+At most one session is open. Until COMMITTING the served weights are not touched, and any end but a commit
 leaves them as they were. What the ranks do is told by their replies; time is passed in, and deadlines are
 kept here. If a commit fails after it has written, the weights are POISONED: nothing is generated until all of
 them have been replaced.
@@ -34,9 +34,9 @@ from segue.messages.weight_update import (
     WeightCommand,
     WeightNotice,
 )
-from segue.weight_update.control.fan_out import RankCalls, problems, staging
+from segue.weight_update.control.fan_out import FanOut, problems, staging
 from segue.weight_update.control.group_joins import GroupJoins
-from segue.weight_update.control.session import Kind, Phase, Session
+from segue.weight_update.control.session import Kind, UpdatePhase, UpdateSession
 
 
 class Port(Protocol):
@@ -87,7 +87,7 @@ class WeightMachine:
     def __init__(self, port: Port, num_ranks: int) -> None:
         self._port = port
         self._num_ranks = num_ranks
-        self.session: Session | None = None
+        self.session: UpdateSession | None = None
         self.poisoned: str | None = None  # why
         self.groups: dict[str, Group] = {}
         self.num_committed = self.num_failed = 0
@@ -96,7 +96,7 @@ class WeightMachine:
         self._undone: str | None = None  # why the calls of a group that is not yet ended came to nothing
         self._ended: tuple[str, str | None, WeightAnswer] | None = None  # (session, group, its last answer)
         self._num_sessions = 0
-        self._calls = RankCalls(num_ranks)
+        self._fan_out = FanOut(num_ranks)
         self._joins = GroupJoins()
         self._answers: list[SchedulerMessage] = []
 
@@ -105,7 +105,7 @@ class WeightMachine:
         if isinstance(event, Received):
             self._on_received(event, now)
         else:
-            self._calls.hear(event, now)
+            self._fan_out.on_reply(event, now)
 
     @property
     def next_deadline(self) -> float | None:
@@ -123,10 +123,10 @@ class WeightMachine:
         deadline = None if session is None else session.deadline
         if session is not None and deadline is not None and now >= deadline:
             self._abort(session, session.lateness(now), now)
-        elif session is not None and session.phase is Phase.COMMITTING:
+        elif session is not None and session.phase is UpdatePhase.COMMITTING:
             self._write(session, now)
         answers, self._answers = self._answers, []
-        return answers, self._calls.take()
+        return answers, self._fan_out.take()
 
     def _advance_joins(self, now: float) -> None:
         for call, text in self._joins.expire(now):
@@ -135,7 +135,9 @@ class WeightMachine:
             self._stop_join(group)
 
     def _stop_join(self, group: Group) -> None:
-        self._calls.tell(lambda _, call: StopJoin(call=call, group=group, why="nobody waits for it any more"))
+        self._fan_out.send(
+            lambda _, call: StopJoin(call=call, group=group, why="nobody waits for it any more")
+        )
 
     def status(self, now: float) -> dict[str, Any]:
         """``GET /weights_update_status``."""
@@ -185,26 +187,26 @@ class WeightMachine:
 
     # --- what comes, and how far it is ---
 
-    def _open(self, kind: Kind, now: float, name: str | None = None) -> Session:
+    def _open(self, kind: Kind, now: float, name: str | None = None) -> UpdateSession:
         self._num_sessions += 1
-        self.session = session = Session(
+        self.session = session = UpdateSession(
             number=self._num_sessions,
             id=name or f"session-{self._num_sessions}",
             kind=kind,
-            phase=Phase.STAGING,
+            phase=UpdatePhase.STAGING,
             began=now,
             progress_at=now,
         )
         return session
 
-    def _stage(self, session: Session, manifest: Manifest, now: float) -> None:
+    def _stage(self, session: UpdateSession, manifest: Manifest, now: float) -> None:
         session.manifest = manifest
         session.is_empty = session.is_empty and not manifest.buckets
         session.is_partial = session.is_partial and manifest.partial
         session.bytes_before += session.slowest(session.bytes, self._num_ranks)
         session.buckets_before += session.slowest(session.buckets, self._num_ranks)
         session.buckets, session.bytes, session.done = {}, {}, set()
-        self._enter(session, Phase.STAGING, now)
+        self._enter(session, UpdatePhase.STAGING, now)
 
         longest_s = session.longest_s
 
@@ -215,8 +217,8 @@ class WeightMachine:
                 self._on_unfit(session, manifest, wrong, now)
                 return
             session.staging = staging(replies)
-            self._enter(session, Phase.ARMING, now)
-            self._calls.tell(
+            self._enter(session, UpdatePhase.POSTING, now)
+            self._fan_out.send(
                 lambda _, call: Receive(call=call, session=session.number, longest_s=longest_s), armed
             )
 
@@ -226,13 +228,15 @@ class WeightMachine:
             if wrong := problems(replies):
                 self._abort(session, wrong, now)
                 return
-            self._enter(session, Phase.PREPARED, now)
+            self._enter(session, UpdatePhase.PREPARED, now)
             self._answer_prepared(session)
             self._see_progress(session, now)
 
-        self._calls.tell(lambda _, call: Stage(call=call, session=session.number, manifest=manifest), staged)
+        self._fan_out.send(
+            lambda _, call: Stage(call=call, session=session.number, manifest=manifest), staged
+        )
 
-    def _on_unfit(self, session: Session, manifest: Manifest, wrong: str, now: float) -> None:
+    def _on_unfit(self, session: UpdateSession, manifest: Manifest, wrong: str, now: float) -> None:
         """What was announced cannot be taken; a client of a single call may be sending it all the same."""
         if session.kind == "session" or manifest.discard:
             self._abort(session, session.refusal or wrong, now)
@@ -240,18 +244,18 @@ class WeightMachine:
         session.refusal, session.then = wrong, "refuse"
         self._stage(session, structs.replace(manifest, discard=True), now)
 
-    def _answer_prepared(self, session: Session) -> None:
-        if session.phase.value < Phase.PREPARED.value:
+    def _answer_prepared(self, session: UpdateSession) -> None:
+        if session.phase.value < UpdatePhase.PREPARED.value:
             return
         text = f"Every rank receives {len(session.manifest.buckets) if session.manifest else 0} buckets."
         fields = {"staging": session.staging, "generating": self._port.has_work}
         self._answer(session.preparing, True, text, session_id=session.id, **fields)
         session.preparing = []
 
-    def _load(self, session: Session, request: UpdateFromDisk, now: float) -> None:
+    def _load(self, session: UpdateSession, request: UpdateFromDisk, now: float) -> None:
         session.model_path, session.is_partial, session.is_empty = request.model_path, False, False
-        self._enter(session, Phase.ARMING, now)
-        self._calls.tell(
+        self._enter(session, UpdatePhase.POSTING, now)
+        self._fan_out.send(
             lambda _, call: Load(
                 call=call,
                 session=session.number,
@@ -263,7 +267,7 @@ class WeightMachine:
             lambda replies, now: self._brought(session, replies, now),
         )
 
-    def _take(self, session: Session, request: UpdateFromTensor, now: float) -> None:
+    def _take(self, session: UpdateSession, request: UpdateFromTensor, now: float) -> None:
         if len(request.payloads) not in (1, self._num_ranks):
             text = (
                 f"serialized_named_tensors has {len(request.payloads)} entries; give one for all ranks, or "
@@ -271,8 +275,8 @@ class WeightMachine:
             self._abort(session, f"{text}one for each of the {self._num_ranks}", now)
             return
         session.is_empty = False
-        self._enter(session, Phase.ARMING, now)
-        self._calls.tell(
+        self._enter(session, UpdatePhase.POSTING, now)
+        self._fan_out.send(
             lambda rank, call: Take(
                 call=call,
                 session=session.number,
@@ -283,7 +287,7 @@ class WeightMachine:
             lambda replies, now: self._brought(session, replies, now),
         )
 
-    def _brought(self, session: Session, replies: list[RankReply], now: float) -> None:
+    def _brought(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
         """The ranks have read a checkpoint, or what came with the call."""
         if self.session is not session:
             return
@@ -292,12 +296,12 @@ class WeightMachine:
             return
         session.staging = staging(replies)
         session.bytes = {reply.rank: reply.fields.get("num_bytes", 0) for reply in replies}
-        self._enter(session, Phase.RECEIVED, now)
+        self._enter(session, UpdatePhase.RECEIVED, now)
         self._on_all_there(session, now)
 
     def _on_received(self, event: Received, now: float) -> None:
         session = self.session
-        if session is None or event.session != session.number or session.phase is Phase.COMMITTING:
+        if session is None or event.session != session.number or session.phase is UpdatePhase.COMMITTING:
             return
         if event.error is not None:
             self._abort(session, f"rank {event.rank}: {event.error}", now)
@@ -307,19 +311,19 @@ class WeightMachine:
             session.done.add(event.rank)
         self._see_progress(session, now)
 
-    def _see_progress(self, session: Session, now: float) -> None:
+    def _see_progress(self, session: UpdateSession, now: float) -> None:
         """Told by any rank, from PREPARED on."""
-        if session.phase.value < Phase.PREPARED.value or not (session.bytes or session.done):
+        if session.phase.value < UpdatePhase.PREPARED.value or not (session.bytes or session.done):
             return
-        if session.phase is not Phase.RECEIVING:
+        if session.phase is not UpdatePhase.RECEIVING:
             session.receiving_at = now
-        self._enter(session, Phase.RECEIVING, now)
+        self._enter(session, UpdatePhase.RECEIVING, now)
         if len(session.done) == self._num_ranks:
             session.receive_s += now - session.receiving_at
-            self._enter(session, Phase.RECEIVED, now)
+            self._enter(session, UpdatePhase.RECEIVED, now)
             self._on_all_there(session, now)
 
-    def _on_all_there(self, session: Session, now: float) -> None:
+    def _on_all_there(self, session: UpdateSession, now: float) -> None:
         match session.then:
             case "wait":
                 pass
@@ -330,7 +334,7 @@ class WeightMachine:
             case "refuse":
                 self._abort(session, session.refusal, now)
 
-    def _answer_received(self, session: Session) -> None:
+    def _answer_received(self, session: UpdateSession) -> None:
         """Everything is there, and the commit is another call's."""
         text = "Everything was received; commit it, or call again."
         self._answer(session.ending, True, text, **self._figures(session))
@@ -338,22 +342,22 @@ class WeightMachine:
 
     # --- the commit ---
 
-    def _hold(self, session: Session, now: float) -> None:
-        self._enter(session, Phase.COMMITTING, now)
+    def _hold(self, session: UpdateSession, now: float) -> None:
+        self._enter(session, UpdatePhase.COMMITTING, now)
         session.answer_by = None
         session.num_paused = self._port.num_running
         mode: PauseMode = "retract" if session.flush_cache else "in_place"
         self._port.hold("abort" if session.abort_all else mode)
 
-    def _write(self, session: Session, now: float) -> None:
+    def _write(self, session: UpdateSession, now: float) -> None:
         """Once nothing runs."""
         if "WRITING" not in session.times and self._port.stands_still:
             session.times["WRITING"] = now
-            self._calls.tell(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
+            self._fan_out.send(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
 
     def _on_committed(self, replies: list[RankReply], now: float) -> None:
         session = self.session
-        assert session is not None and session.phase is Phase.COMMITTING
+        assert session is not None and session.phase is UpdatePhase.COMMITTING
         if wrong := problems(replies):
             if any(reply.fields.get("touched") or not reply.errors for reply in replies):
                 self._poison(wrong)
@@ -379,35 +383,35 @@ class WeightMachine:
 
     # --- ends ---
 
-    def _abort(self, session: Session, why: str, now: float) -> None:
+    def _abort(self, session: UpdateSession, why: str, now: float) -> None:
         """The one exit of a session that does not become live."""
         self.num_failed += 1
         if session.kind == "group of calls":
             self._undone = why
         self._close(session)
-        self._calls.tell(lambda _, call: Discard(call=call, session=session.number))
+        self._fan_out.send(lambda _, call: Discard(call=call, session=session.number))
         self._answer(session.preparing, False, why, session_id=session.id)
         self._finish(session, False, why)
 
-    def _enter(self, session: Session, phase: Phase, now: float) -> None:
+    def _enter(self, session: UpdateSession, phase: UpdatePhase, now: float) -> None:
         """Go on, or show a sign of life."""
         news, session.phase, session.progress_at = phase is not session.phase, phase, now
         session.times.setdefault(phase.name, now)
         if news:
             self._notify()
 
-    def _close(self, session: Session) -> None:
+    def _close(self, session: UpdateSession) -> None:
         assert self.session is session
         self.session = None
         self._notify()
 
-    def _finish(self, session: Session, success: bool, message: str) -> None:
+    def _finish(self, session: UpdateSession, success: bool, message: str) -> None:
         figures = self._figures(session)
         self._answer(session.ending, success, message, **figures)
         if session.kind == "session":
             self._ended = (session.id, session.group_name, WeightAnswer(0, success, message, figures))
 
-    def _figures(self, session: Session) -> dict[str, Any]:
+    def _figures(self, session: UpdateSession) -> dict[str, Any]:
         return session.figures(self._num_ranks) | {"weight_version": self._port.weight_version}
 
     # --- sending ---

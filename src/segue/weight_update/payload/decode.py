@@ -76,7 +76,7 @@ def decode(payload: bytes, load_format: str | None, device: torch.device, *, ran
         raise InvalidRequestError(
             f"the payload ({len(payload)} bytes) is neither safetensors nor a pickle; {REMEDY}"
         )
-    builder = _Builder(
+    builder = _TensorBuilder(
         device=device, rank=rank, max_tensors=len(payload) // _BYTES_PER_TENSOR + _FREE_TENSORS
     )
     try:
@@ -145,7 +145,7 @@ def _is_safetensors(payload: bytes) -> bool:
     )
 
 
-class _Builder:
+class _TensorBuilder:
     """Tensors of descriptions whose types are known, and nothing else.
 
     What a payload has once is read, copied and counted once, however often the payload refers to it.

@@ -138,7 +138,7 @@ class JoinedGroup:
         """Whether flattened buckets are to land in registered buffers."""
         return bool(prefixed(self._store, self.group).check([REGISTERED_KEY]))
 
-    def landing_cost(self, num_bytes: int) -> int:
+    def receive_buffer_cost(self, num_bytes: int) -> int:
         """Bytes that a session of flattened buckets takes at most, whose two buffers have so many."""
         if self.group.backend != "nccl":
             return num_bytes
@@ -146,7 +146,7 @@ class JoinedGroup:
             return 0
         return -(-num_bytes // GRANULARITY) * GRANULARITY
 
-    def landing(self, num_bytes: int) -> RegisteredBuffers:
+    def receive_buffer(self, num_bytes: int) -> RegisteredBuffers:
         """Two buffers of at least `num_bytes` each, to be registered; kept until the group has ended.
 
         Raises:
@@ -154,29 +154,29 @@ class JoinedGroup:
             torch.OutOfMemoryError: there is too little memory.
         """
         process_group = self.process_group
-        for landing in self._landing:
-            if landing.num_bytes >= num_bytes:
-                return landing
+        for receive_buffer in self._landing:
+            if receive_buffer.num_bytes >= num_bytes:
+                return receive_buffer
         if not can_register(process_group, self.device):
             raise WeightSyncError(
                 f"the trainer sends from buffers that are registered with NCCL, and {self.device} has no "
                 "memory that could be (it cannot multicast): let the trainer send with flattened=False"
             )
-        landing = RegisteredBuffers(process_group, self.device, num_bytes, 2)
+        receive_buffer = RegisteredBuffers(process_group, self.device, num_bytes, 2)
         with self._lock:
             self._check()
-            self._landing += (landing,)
-        return landing
+            self._landing += (receive_buffer,)
+        return receive_buffer
 
-    def register(self, landing: RegisteredBuffers) -> None:
-        """Tell the communicator, which has to be connected, of `landing`.
+    def register(self, receive_buffer: RegisteredBuffers) -> None:
+        """Tell the communicator, which has to be connected, of `receive_buffer`.
 
         Raises:
             WeightSyncError: the group is dead.
         """
         with self._lock:  # an aborted one must not be told
             self._check()
-            landing.register()
+            receive_buffer.register()
 
     @property
     def is_receiving(self) -> bool:
@@ -206,10 +206,10 @@ class JoinedGroup:
                 return
             self.reason = reason
             process_group, self._process_group = self._process_group, None
-            landing, self._landing = self._landing, ()
+            receive_buffer, self._landing = self._landing, ()
         logger.info("the weight group %r is dead: %s", self.group.name, reason)
         breaking = threading.Thread(
-            target=self._break, args=(process_group, landing), name="break-weight-group", daemon=True
+            target=self._break, args=(process_group, receive_buffer), name="break-weight-group", daemon=True
         )
         breaking.start()
         self._breaking = breaking
@@ -235,8 +235,10 @@ class JoinedGroup:
         if self.reason is not None:
             raise WeightSyncError(f"The group {self.group.name!r} is dead: {self.reason}. Join it again.")
 
-    def _break(self, process_group: ProcessGroup | None, landing: tuple[RegisteredBuffers, ...]) -> None:
-        """`landing` is only held as long as the communicator may know it."""
+    def _break(
+        self, process_group: ProcessGroup | None, receive_buffer: tuple[RegisteredBuffers, ...]
+    ) -> None:
+        """`receive_buffer` is only held as long as the communicator may know it."""
         if process_group is not None and self.group.backend == "nccl":
             with suppress(Exception):
                 process_group.abort()

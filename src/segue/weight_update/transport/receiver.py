@@ -18,7 +18,7 @@ import torch
 
 from segue.messages.weight_update import Manifest
 from segue.weight_update.transport.group import FOREVER, JoinedGroup
-from segue.weight_update.transport.wires import Broadcast, CudaWire, HostWire, Sink, plan
+from segue.weight_update.transport.wires import CudaWire, HostWire, ReceiveSpec, Sink, plan
 
 _ABANDON_POLL_S = 0.02
 _LINK_POLL_S = 0.2
@@ -99,7 +99,7 @@ class Receiver:
             if not self._over:
                 self._callbacks.entered()
 
-    def landed(self, broadcast: Broadcast) -> None:
+    def landed(self, broadcast: ReceiveSpec) -> None:
         """Count what was received."""
         self._is_busy = True
         self._num_bytes += broadcast.num_bytes
@@ -109,7 +109,7 @@ class Receiver:
                 self._changed.notify()  # another timeout counts from here on
             self._tell(self._num_buckets)
 
-    def taken(self, broadcast: Broadcast) -> None:
+    def taken(self, broadcast: ReceiveSpec) -> None:
         """Count buckets that the sink has, empty ones before them included."""
         self._last = time.monotonic()
         self._is_busy = False

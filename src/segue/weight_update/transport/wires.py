@@ -69,17 +69,17 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Broadcast:
+class ReceiveSpec:
     """What one collective brings."""
 
     num_bytes: int
     pieces: list[Piece]
-    direct: Tensor | None  # where it lands, if not in a landing buffer
+    direct: Tensor | None  # where it lands, if not in a receive buffer
     bucket: int  # of which it is part
     num_buckets: int  # that are there when this one is
 
 
-class Session(Protocol):
+class ReceiveObserver(Protocol):
     """Whom a wire tells how far it is."""
 
     def check(self) -> None:
@@ -88,26 +88,26 @@ class Session(Protocol):
     def entered(self) -> None:
         """The trainer may broadcast: the first receive is posted, or will be without further ado."""
 
-    def landed(self, broadcast: Broadcast) -> None:
+    def landed(self, broadcast: ReceiveSpec) -> None:
         """A broadcast was received."""
 
-    def taken(self, broadcast: Broadcast) -> None:
+    def taken(self, broadcast: ReceiveSpec) -> None:
         """The sink has it."""
 
 
-def plan(manifest: Manifest, sink: Sink | None, device: torch.device) -> list[Broadcast]:
+def plan(manifest: Manifest, sink: Sink | None, device: torch.device) -> list[ReceiveSpec]:
     """The broadcasts of a manifest, in order: one a bucket, or one a tensor; empty ones are sent too."""
     broadcasts = []
     for index, bucket in enumerate(manifest.buckets):
         pieces = list(_pieces(bucket, manifest.flattened))
         if manifest.flattened:
             num_bytes = sum(piece.num_bytes for piece in pieces)
-            broadcasts.append(Broadcast(num_bytes, pieces, None, index, index + 1))
+            broadcasts.append(ReceiveSpec(num_bytes, pieces, None, index, index + 1))
             continue
         for number, piece in enumerate(pieces, 1):
             direct = sink.direct(piece.name) if sink is not None and device.type == "cuda" else None
             done = index + (number == len(pieces))
-            broadcasts.append(Broadcast(piece.num_bytes, [piece], direct, index, done))
+            broadcasts.append(ReceiveSpec(piece.num_bytes, [piece], direct, index, done))
     return broadcasts
 
 
@@ -115,7 +115,11 @@ class HostWire:
     """gloo: the next broadcast is on its way while the last one is taken."""
 
     def __init__(
-        self, group: JoinedGroup, broadcasts: list[Broadcast], sink: Sink | None, longest: timedelta = FOREVER
+        self,
+        group: JoinedGroup,
+        broadcasts: list[ReceiveSpec],
+        sink: Sink | None,
+        longest: timedelta = FOREVER,
     ) -> None:
         """``sink``: None drops what comes; ``longest``: that gloo waits for a broadcast once it is posted."""
         self._group, self._broadcasts, self._sink = group, broadcasts, sink
@@ -128,10 +132,10 @@ class HostWire:
         # gloo broadcasts down a tree; a rank with others below it sends them as much as it asked for itself.
         rank, size = group.rank, group.group.world_size
         self._is_leaf = rank + (1 << rank.bit_length()) >= size
-        self._under_way: deque[tuple[Broadcast, Tensor, dist.Work]] = deque()
+        self._under_way: deque[tuple[ReceiveSpec, Tensor, dist.Work]] = deque()
         self._is_waiting = False  # and will look whether the session is over before it does anything
 
-    def receive(self, session: Session) -> None:
+    def receive(self, session: ReceiveObserver) -> None:
         """Receive all; raises what the group or the sink raises."""
         process_group = self._group.process_group
         with self._stream or nullcontext():
@@ -139,11 +143,11 @@ class HostWire:
                 if len(self._under_way) == len(self._landing):
                     self._settle(session)
                 session.check()
-                landing = self._landing[index % 2]
-                target = landing if self._is_leaf else landing[: broadcast.num_bytes]
-                _mark(landing, broadcast.num_bytes)
+                receive_buffer = self._landing[index % 2]
+                target = receive_buffer if self._is_leaf else receive_buffer[: broadcast.num_bytes]
+                _mark(receive_buffer, broadcast.num_bytes)
                 work = process_group.broadcast([target], _options(self._longest))
-                self._under_way.append((broadcast, landing, work))
+                self._under_way.append((broadcast, receive_buffer, work))
                 if index == 0:
                     session.entered()
             while self._under_way:
@@ -167,17 +171,17 @@ class HostWire:
                     buffer.untyped_storage().resize_(0)
         return self._is_waiting
 
-    def _settle(self, session: Session) -> None:
-        broadcast, landing, work = self._under_way[0]
+    def _settle(self, session: ReceiveObserver) -> None:
+        broadcast, receive_buffer, work = self._under_way[0]
         self._is_waiting = True
         work.wait()
         self._under_way.popleft()
         self._is_waiting = False
         session.check()
-        _check_marks(landing, broadcast)
+        _check_marks(receive_buffer, broadcast)
         session.landed(broadcast)
         if self._sink is not None:
-            _hand_over(broadcast, landing, self._scratch, self._sink)
+            _hand_over(broadcast, receive_buffer, self._scratch, self._sink)
         if self._stream is not None:
             self._stream.synchronize()
         session.taken(broadcast)
@@ -192,20 +196,25 @@ class CudaWire:
     """
 
     def __init__(
-        self, group: JoinedGroup, broadcasts: list[Broadcast], sink: Sink | None, *, registered: bool = False
+        self,
+        group: JoinedGroup,
+        broadcasts: list[ReceiveSpec],
+        sink: Sink | None,
+        *,
+        registered: bool = False,
     ) -> None:
         """``sink``: None drops what comes; ``registered``: the trainer sends all from registered buffers."""
         self._group, self._broadcasts = group, broadcasts
         device = group.device
         # From the default stream's pool of memory, whichever streams torch gives: the next session finds it.
         default = torch.cuda.default_stream(device)
-        self._registered = group.landing(_landing_size(broadcasts)) if registered else None
+        self._registered = group.receive_buffer(_landing_size(broadcasts)) if registered else None
         kept = None if self._registered is None else self._registered.buffers
-        landing, scratch = _buffers(broadcasts, device, kept=kept)
+        receive_buffer, scratch = _buffers(broadcasts, device, kept=kept)
         turns = cycle((0, 1))
         self._turns = [None if broadcast.direct is not None else next(turns) for broadcast in broadcasts]
         self._targets = [
-            _target(broadcast, landing[turn or 0])
+            _target(broadcast, receive_buffer[turn or 0])
             for broadcast, turn in zip(broadcasts, self._turns, strict=True)
         ]
         self._takes = [
@@ -217,14 +226,14 @@ class CudaWire:
         self._copies.wait_stream(default)
         self._landed = [self._wire.record_event() for _ in range(_AHEAD)]
         self._copied = [self._copies.record_event() for _ in range(_AHEAD)]
-        self._under_way: deque[tuple[Broadcast, torch.Event]] = deque()
+        self._under_way: deque[tuple[ReceiveSpec, torch.Event]] = deque()
         # The thread waits for the trainer, and will look whether the session is over before all else.
         self._is_asking = False
 
-    def receive(self, session: Session) -> None:
+    def receive(self, session: ReceiveObserver) -> None:
         """Receive all; raises what the group or the sink raises."""
         process_group = self._group.process_group
-        last: list[torch.Event | None] = [None, None]  # copies out of each landing buffer
+        last: list[torch.Event | None] = [None, None]  # copies out of each receive buffer
         # Said before: a trainer may build its communicator no sooner than it broadcasts.
         session.entered()
         session.check()
@@ -270,13 +279,13 @@ class CudaWire:
             broadcast.direct = None
         return True
 
-    def _may_queue(self, broadcast: Broadcast) -> bool:
+    def _may_queue(self, broadcast: ReceiveSpec) -> bool:
         if len(self._under_way) == _AHEAD:
             return False
         self._is_asking = True
         return self._group.is_announced(broadcast.bucket)
 
-    def _settle_until(self, session: Session, condition: Callable[[], bool]) -> None:
+    def _settle_until(self, session: ReceiveObserver, condition: Callable[[], bool]) -> None:
         """Count what has been copied, until something holds."""
         pause_s, longest_s = _POLL_S
         session.check()
@@ -303,18 +312,18 @@ def _pieces(bucket: Bucket, flattened: bool) -> Iterator[Piece]:
         start += num_bytes if flattened else 0
 
 
-def _landing_size(broadcasts: list[Broadcast]) -> int:
+def _landing_size(broadcasts: list[ReceiveSpec]) -> int:
     return max((b.num_bytes for b in broadcasts if b.direct is None), default=0)
 
 
 def _buffers(
-    broadcasts: list[Broadcast],
+    broadcasts: list[ReceiveSpec],
     device: torch.device,
     slack: int = 0,
     pinned: bool = False,
     kept: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Two landing buffers for the largest broadcast, and one for the largest tensor at an odd offset."""
+    """Two receive buffers for the largest broadcast, and one for the largest tensor at an odd offset."""
 
     def take(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned and size > 0)
@@ -324,16 +333,16 @@ def _buffers(
     return kept or [take(size), take(size)], take(odd)
 
 
-def _mark(landing: Tensor, num_bytes: int) -> None:
-    landing[num_bytes : num_bytes + len(_MARK)] = _MARK
+def _mark(receive_buffer: Tensor, num_bytes: int) -> None:
+    receive_buffer[num_bytes : num_bytes + len(_MARK)] = _MARK
     if num_bytes >= len(_MARK):
-        landing[num_bytes - len(_MARK) : num_bytes] = _MARK
+        receive_buffer[num_bytes - len(_MARK) : num_bytes] = _MARK
 
 
-def _check_marks(landing: Tensor, broadcast: Broadcast) -> None:
+def _check_marks(receive_buffer: Tensor, broadcast: ReceiveSpec) -> None:
     end, size = broadcast.num_bytes, len(_MARK)
-    less = end >= size and landing[end - size : end].equal(_MARK)
-    if less or not landing[end : end + size].equal(_MARK):
+    less = end >= size and receive_buffer[end - size : end].equal(_MARK)
+    if less or not receive_buffer[end : end + size].equal(_MARK):
         names = [piece.name for piece in broadcast.pieces]
         words = (
             f"{names[0]!r} .. {names[-1]!r}" if len(names) > 1 else f"{names[0]!r}" if names else "nothing"
@@ -344,14 +353,14 @@ def _check_marks(landing: Tensor, broadcast: Broadcast) -> None:
         )
 
 
-def _target(broadcast: Broadcast, landing: Tensor) -> Tensor:
+def _target(broadcast: ReceiveSpec, receive_buffer: Tensor) -> Tensor:
     # Bytes, whatever the dtype: a broadcast moves bytes, and no backend knows every dtype.
     if broadcast.direct is not None:
         return broadcast.direct.reshape(-1).view(torch.uint8)
-    return landing[: broadcast.num_bytes]
+    return receive_buffer[: broadcast.num_bytes]
 
 
-def _hand_over(broadcast: Broadcast, received: Tensor, scratch: Tensor, sink: Sink) -> None:
+def _hand_over(broadcast: ReceiveSpec, received: Tensor, scratch: Tensor, sink: Sink) -> None:
     for piece in broadcast.pieces:
         part = _part(broadcast, piece, received)
         if piece.is_odd:
@@ -360,7 +369,7 @@ def _hand_over(broadcast: Broadcast, received: Tensor, scratch: Tensor, sink: Si
 
 
 def _prepared(
-    broadcast: Broadcast, received: Tensor, scratch: Tensor, sink: Sink | None
+    broadcast: ReceiveSpec, received: Tensor, scratch: Tensor, sink: Sink | None
 ) -> Callable[[], None]:
     """What hands over a broadcast that has landed."""
     if sink is None:
@@ -372,7 +381,7 @@ def _prepared(
     )
 
 
-def _part(broadcast: Broadcast, piece: Piece, received: Tensor) -> Tensor:
+def _part(broadcast: ReceiveSpec, piece: Piece, received: Tensor) -> Tensor:
     return received if broadcast.direct is not None else received[piece.start : piece.start + piece.num_bytes]
 
 
