@@ -65,7 +65,7 @@ def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) ->
     table.data[:count, :each] = torch.randperm(count * each, device=device).view(count, each)
     ctx = Context.build(
         input_ids=torch.zeros(count * q_len, dtype=torch.int64, device=device),
-        rows=range(count),
+        slots=range(count),
         q_lens=[q_len] * count,
         kv_lens=[kv_len] * count,
         num_decode=count if q_len == 1 else 0,

@@ -96,7 +96,7 @@ def context(model: Decoder, deterministic: bool, num_sequences: int, q_len: int,
     )
     return Context.build(
         input_ids=torch.randint(0, config.vocab_size, (num_sequences * q_len,)),
-        rows=list(range(num_sequences)),
+        slots=list(range(num_sequences)),
         q_lens=[q_len] * num_sequences,
         kv_lens=[kv_len] * num_sequences,
         wanted=torch.arange(1, num_sequences + 1) * q_len - 1,

@@ -125,7 +125,7 @@ class Teacher:
         hidden: Tensor = model(
             Context.build(
                 input_ids=torch.tensor(ids, device=choices.device),
-                rows=[0],
+                slots=[0],
                 q_lens=[len(ids)],
                 kv_lens=[len(ids)],
                 num_decode=0,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from segue.messages.weight_update import Bucket, Group, Manifest
+from segue.messages.weight_operations import Bucket, Group, Manifest
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
 from segue.weight_update.transport.receiver import Callbacks, Receiver

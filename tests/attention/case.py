@@ -71,7 +71,7 @@ class Case:
             pool.write(self.layer, pool.token_rows(slots), self.keys[row], self.values[row])
         self.ctx = Context.build(
             input_ids=torch.zeros(sum(q_lens), dtype=torch.int64, device=device),
-            rows=list(range(len(q_lens))),
+            slots=list(range(len(q_lens))),
             q_lens=q_lens,
             kv_lens=kv_lens,
             num_decode=num_decode,

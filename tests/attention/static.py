@@ -22,7 +22,7 @@ class Static:
         int32: dict[str, Any] = {"dtype": torch.int32, "device": case.ctx.kv.data.device}
         self.ctx = replace(
             case.ctx,
-            rows=(),
+            slots=(),
             q_lens=(),
             kv_lens=(),
             positions=torch.zeros(tokens, **int32),

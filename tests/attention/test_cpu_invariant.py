@@ -72,7 +72,7 @@ class Sequences:
         q_lens = [cuts[i][2] for i in order]
         ctx = Context.build(
             input_ids=torch.zeros(sum(q_lens), dtype=torch.int64),
-            rows=[cuts[i][0] for i in order],
+            slots=[cuts[i][0] for i in order],
             q_lens=q_lens,
             kv_lens=[sum(cuts[i][1:]) for i in order],
             num_decode=q_lens.count(1),
@@ -176,5 +176,5 @@ def test_a_cpu_whose_products_depend_on_their_number_or_length_is_refused(
         "bmm",
         lambda a, b: bmm(a.double(), b.double()).to(a.dtype) if otherwise(a, b) else bmm(a, b),
     )
-    with pytest.raises(ConfigError, match="products of 16 rows"):
+    with pytest.raises(ConfigError, match="GEMMs of 16 rows"):
         cpu_invariant._agreeing_rows.__wrapped__(3, 64, torch.float32)

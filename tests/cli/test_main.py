@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import segue
 from segue.api.engine import Engine
 from segue.checkpoint.gguf import convert
-from segue.cli.main import main
+from segue.cli import main
 from segue.cli.remote import RemoteError
 from segue.config import EngineConfig
 from segue.errors import ConfigError

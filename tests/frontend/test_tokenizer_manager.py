@@ -40,7 +40,8 @@ from segue.messages.control import (
     State,
 )
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected, unpack_ids
-from segue.messages.weight_update import BeginUpdate, WeightCall, WithdrawCall
+from segue.messages.weight_operations import BeginUpdate
+from segue.messages.weight_update import WeightCall, WithdrawCall
 
 
 class Bench:

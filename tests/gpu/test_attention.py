@@ -188,7 +188,7 @@ def test_the_top_pages_of_a_pool_beyond_32_bit_offsets(name, page_size) -> None:
     query = torch.randn(21, 16, 128, generator=generator, device="cuda", dtype=dtype)
     ctx = Context.build(
         input_ids=torch.zeros(21, dtype=torch.int64, device="cuda"),
-        rows=[0, 1],
+        slots=[0, 1],
         q_lens=[1, 20],
         kv_lens=[200, 250],
         num_decode=1,

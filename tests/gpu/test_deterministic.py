@@ -115,7 +115,7 @@ def test_a_query_has_the_same_bits_in_decode_prefill_and_any_chunk(kv_heads, gro
     def run(asked: Tensor, q_lens: list[int], kv_lens: list[int], num_decode: int) -> Tensor:
         ctx = Context.build(
             input_ids=torch.zeros(sum(q_lens), dtype=torch.int64, device="cuda"),
-            rows=[0] * len(q_lens),
+            slots=[0] * len(q_lens),
             q_lens=q_lens,
             kv_lens=kv_lens,
             num_decode=num_decode,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from segue.messages.weight_update import Group
+from segue.messages.weight_operations import Group
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
 from tests.gpu.ranks import ENVIRONMENT

@@ -10,7 +10,8 @@ from torch import Tensor
 from segue.distributed.info import TPInfo
 from segue.errors import OutOfMemoryError
 from segue.memory.arena import TensorSpec
-from segue.messages.weight_update import CheckWeights, Commit, Discard, Inspect, Stage, Take
+from segue.messages.weight_operations import CheckWeights
+from segue.messages.weight_update import Commit, Discard, Inspect, Stage, Take
 from segue.weight_update import rank as updater
 from segue.weight_update.checksum import checksum
 from segue.weight_update.staging_memory import StagingMemory

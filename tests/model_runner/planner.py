@@ -13,7 +13,7 @@ from segue.model_runner.step_result import ForwardOutput
 class Sequence:
     """One request: its tokens and where it stands."""
 
-    row: int
+    slot: int
     tokens: list[int]
     prompt_len: int
     params: SamplingParams
@@ -47,8 +47,8 @@ class Planner:
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Give back row and pages."""
-        self.free_slots.append(sequence.row)
+        """Give back slot and pages."""
+        self.free_slots.append(sequence.slot)
         self.free_pages += sequence.pages
 
     def plan(self, work: list[tuple[Sequence, int]], sampling_mode: str | None = None) -> StepPlan:
@@ -61,15 +61,15 @@ class Planner:
         for sequence, count in work:
             if sequence.is_new:
                 tokens = pack_ids(sequence.tokens)
-                new_slots.append(NewSlot(sequence.row, tokens, sequence.prompt_len, sequence.params))
+                new_slots.append(NewSlot(sequence.slot, tokens, sequence.prompt_len, sequence.params))
                 sequence.is_new = False
                 if sequence.pages:  # shared with another, and computed
-                    pages.append((sequence.row, 0, list(sequence.pages)))
+                    pages.append((sequence.slot, 0, list(sequence.pages)))
             end = sequence.computed + count
             missing = -(-end // size) - len(sequence.pages)
             if missing > 0:
                 taken = [self.free_pages.pop() for _ in range(missing)]
-                pages.append((sequence.row, len(sequence.pages), taken))
+                pages.append((sequence.slot, len(sequence.pages), taken))
                 sequence.pages += taken
             last = end == sequence.launched
             first = sequence.params.prompt_logprobs_start
@@ -89,7 +89,7 @@ class Planner:
             new_slots=new_slots,
             pages=pages,
             num_decode=num_decode,
-            rows=[sequence.row for sequence, _ in work],
+            slots=[sequence.slot for sequence, _ in work],
             starts=starts,
             lens=[count for _, count in work],
             num_logits=num_logits,
@@ -101,8 +101,8 @@ class Planner:
     def launch(self, work: list[tuple[Sequence, int]], sampling_mode: str | None = None) -> "Launched":
         """Submit a step without reading it."""
         plan = self.plan(work, sampling_mode)
-        by_row = {sequence.row: sequence for sequence, _ in work}
-        return Launched(self.runner.forward_batch(plan), plan, by_row)
+        by_slot = {sequence.slot: sequence for sequence, _ in work}
+        return Launched(self.runner.forward_batch(plan), plan, by_slot)
 
     def run(self, work: list[tuple[Sequence, int]], sampling_mode: str | None = None) -> StepResult:
         """Submit a step and read it."""
@@ -134,16 +134,16 @@ class Launched:
 
     output: ForwardOutput
     plan: StepPlan
-    by_row: dict[int, Sequence]
+    by_slot: dict[int, Sequence]
 
     def read(self) -> StepResult:
         """Wait, and give every sequence what it got."""
         result = self.output.result()
-        sampling = [row for row, samples in zip(self.plan.slots, self.plan.samples, strict=True) if samples]
+        sampling = [slot for slot, samples in zip(self.plan.slots, self.plan.samples, strict=True) if samples]
         logprobs = result.logprobs or [None] * len(sampling)
-        for row, token, logprob in zip(sampling, result.tokens, logprobs, strict=True):
-            self.by_row[row].tokens.append(token)
-            self.by_row[row].logprobs.append(logprob)
-        for row, entries in result.prompt_logprobs.items():
-            self.by_row[row].prompt_logprobs += entries
+        for slot, token, logprob in zip(sampling, result.tokens, logprobs, strict=True):
+            self.by_slot[slot].tokens.append(token)
+            self.by_slot[slot].logprobs.append(logprob)
+        for slot, entries in result.prompt_logprobs.items():
+            self.by_slot[slot].prompt_logprobs += entries
         return result

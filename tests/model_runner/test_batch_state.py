@@ -34,7 +34,7 @@ def _plan(step: int, *sequences: tuple[int, int, int], new=(), pages=()) -> Step
         new_slots=list(new),
         pages=list(pages),
         num_decode=0,
-        rows=rows,
+        slots=rows,
         starts=starts,
         lens=lens,
         num_logits=[1] * len(rows),
@@ -122,7 +122,7 @@ def test_a_plan_that_is_lost_or_repeated_is_fatal(step):
 def test_a_row_that_does_not_go_on_where_it_ended_is_fatal():
     state = _state()
     state.apply(_plan(1, (0, 0, 4), new=[_row(0, [1] * 4)], pages=[(0, 0, [5])]))
-    with pytest.raises(PlanError, match="starts row 0 at 5, but 4 of its tokens are computed"):
+    with pytest.raises(PlanError, match="starts slot 0 at 5, but 4 of its tokens are computed"):
         state.apply(_plan(2, (0, 5, 1)))
 
 

@@ -99,4 +99,4 @@ def test_logits_beyond_the_sampling_one_are_of_the_prompt(build, num_logits, sam
     inputs = build(_mixed([1, 1, num_logits], [True, True, samples]))
     (found,) = inputs.prompt_runs
     assert inputs.context.logits_indices is None
-    assert (found.row, found.hidden_start, found.position, found.count) == run
+    assert (found.slot, found.hidden_start, found.position, found.count) == run

@@ -111,7 +111,7 @@ def test_a_retracted_request_goes_on_as_if_nothing_had_happened(planner):
     again = planner.add(first.tokens, prompt_len=len(prompt), **params)
     planner.prefill(again, chunk=4)
     planner.decode([again], 19)
-    assert other.row == first.row
+    assert other.slot == first.slot
     assert again.output == undisturbed
 
 
@@ -204,7 +204,7 @@ def test_the_twelve_steps_are_reported_in_order_with_time_and_bytes(llama):
     assert by_name["weights"].num_bytes == runner.weight_bytes > 0
     assert by_name["KV pool"].num_bytes == runner.kv_bytes == 257 * 2 * 2 * 4 * 4 * 8 * 4
     assert by_name["free memory"].num_bytes > 1 << 20
-    assert "max_len sequence 256 tokens" in by_name["page count"].detail
+    assert "longest sequence 256 tokens" in by_name["page count"].detail
     assert "eager" in by_name["CUDA graphs"].detail
 
 

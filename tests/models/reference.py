@@ -165,7 +165,7 @@ class Batch:
         num_decode = next((i for i, q in enumerate(q_lens) if q != 1), len(q_lens))
         ctx = Context.build(
             input_ids=torch.tensor([i for ids in tokens.values() for i in ids]),
-            rows=list(tokens),
+            slots=list(tokens),
             q_lens=q_lens,
             kv_lens=[self.lengths[row] for row in tokens],
             num_decode=num_decode,

@@ -62,12 +62,12 @@ def bodies(names: list[str], required: list[str]) -> st.SearchStrategy[dict[str,
 
 
 CHAT = bodies(
-    [*ChatCompletionRequest.model_fields, *sorted(HARMLESS), *CHAT_NOT_YET],
+    [*ChatCompletionRequest.__struct_fields__, *sorted(HARMLESS), *CHAT_NOT_YET],
     ["model", "messages", "max_tokens"],
 )
-COMPLETION = bodies([*CompletionRequest.model_fields], ["model", "prompt", "max_tokens"])
-SAMPLING = bodies([*NativeSampling.model_fields], ["max_new_tokens"])
-NATIVE = bodies([name for name in NativeGenerate.model_fields if name != "sampling_params"], ["text"])
+COMPLETION = bodies([*CompletionRequest.__struct_fields__], ["model", "prompt", "max_tokens"])
+SAMPLING = bodies([*NativeSampling.__struct_fields__], ["max_new_tokens"])
+NATIVE = bodies([name for name in NativeGenerate.__struct_fields__ if name != "sampling_params"], ["text"])
 
 FUZZ = settings(
     max_examples=120,

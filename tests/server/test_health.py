@@ -303,7 +303,10 @@ def test_version_and_openapi(server: LiveServer) -> None:
     assert "$ref" not in str(page["paths"]["/v1/chat/completions"])
     body = page["paths"]["/pause_generation"]["post"]["requestBody"]
     modes = body["content"]["application/json"]["schema"]["properties"]["mode"]
-    assert (set(modes["enum"]), body["required"]) == ({"wait", "in_place", "retract", "abort"}, False)
+    assert (set(modes["enum"]), body["required"]) == (
+        {"wait", "in_place", "in-place", "retract", "abort"},
+        False,
+    )
     for path, method, name in (
         ("/flush_cache", "get", "timeout"),
         ("/flush_cache", "post", "timeout"),

@@ -49,9 +49,9 @@ class EchoRunner:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._rows: dict[
+        self._slots: dict[
             int, tuple[list[int], int, int]
-        ] = {}  # row -> prompt, logprobs, prompt logprobs start
+        ] = {}  # slot -> prompt, logprobs, prompt logprobs start
         self._step_s = float(os.environ.get("FAKE_STEP_S", "0"))
         self._exit_at = int(os.environ.get("FAKE_EXIT_AT_STEP", "0"))
 
@@ -59,18 +59,18 @@ class EchoRunner:
         time.sleep(self._step_s)
         if plan.step == self._exit_at:
             os._exit(3)
-        for row in plan.new_slots:
-            prompt = unpack_ids(row.tokens)[: row.prompt_len]
-            self._rows[row.row] = (prompt, row.params.logprobs, row.params.prompt_logprobs_start)
+        for new in plan.new_slots:
+            prompt = unpack_ids(new.tokens)[: new.prompt_len]
+            self._slots[new.slot] = (prompt, new.params.logprobs, new.params.prompt_logprobs_start)
         tokens: list[int] = []
         logprobs: list[TokenLogprob | None] = []
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
-        for index, row_id in enumerate(plan.slots):
-            prompt, wanted, _ = self._rows[row_id]
+        for index, slot in enumerate(plan.slots):
+            prompt, wanted, _ = self._slots[slot]
             end = plan.starts[index] + plan.lens[index]
             behind = range(end - plan.num_logits[index] + 1, min(end + 1, len(prompt)))
             if plan.num_logits[index] > plan.samples[index]:
-                prompt_logprobs[row_id] = [self._logprob(prompt[p], wanted) for p in behind]
+                prompt_logprobs[slot] = [self._logprob(prompt[p], wanted) for p in behind]
             if plan.samples[index]:
                 token = prompt[(end - len(prompt)) % len(prompt)]
                 tokens.append(token)

@@ -7,8 +7,7 @@ import socket
 import pytest
 import torch
 
-from segue.api.weights import CALLS
-from segue.messages.weight_update import JoinGroup
+from segue.messages.weight_operations import JoinGroup
 from segue.trainer.group import TrainerGroup, bracketed, free_port
 from segue.weight_update.transport.joining import Groups
 
@@ -24,8 +23,7 @@ def test_an_address_in_brackets_is_met() -> None:
     )
     groups = Groups(device)
     try:
-        call = CALLS["init_weights_update_group"]
-        body = call.body(
+        request = JoinGroup(
             master_address=bracketed(hosted.address),
             master_port=hosted.port,
             rank_offset=1,
@@ -33,8 +31,6 @@ def test_an_address_in_brackets_is_met() -> None:
             group_name="six",
             backend="gloo",
         )
-        request = call.request(body)
-        assert isinstance(request, JoinGroup)
         groups.join(request.group, 0, 20)
         hosted.wait(20, lambda: None)
         joined = groups.get("six")

@@ -271,7 +271,7 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[BroadcastSender]:
             super().__init__(*arguments, **options)
             made.append(self)
 
-    monkeypatch.setattr("segue.trainer.sender.Broadcast", Seen)
+    monkeypatch.setattr("segue.trainer.sender.BroadcastSender", Seen)
     return made
 
 

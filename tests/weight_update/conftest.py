@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from segue.messages.weight_update import Group
+from segue.messages.weight_operations import Group
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
 

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save
 
 from segue.distributed.info import TPInfo
-from segue.messages.weight_update import CheckWeights, Commit, GetWeights, Inspect, Take
+from segue.messages.weight_operations import CheckWeights, GetWeights
+from segue.messages.weight_update import Commit, Inspect, Take
 from segue.weight_update import inspect
 from segue.weight_update.control.merge_replies import merge
 from tests.checkpoint import tiny
@@ -53,7 +54,7 @@ def test_checksums_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     ranks, _ = engine
     found = look(ranks, CheckWeights(action="checksum"))
-    assert found["checksums"].keys() == set(ranks[0].live.table.names)
+    assert found["checksums"].keys() == set(ranks[0].served.table.names)
     with rank_of(tmp_path / "old") as alone:
         assert look([alone], CheckWeights(action="checksum")) == found
 

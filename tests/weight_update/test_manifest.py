@@ -9,7 +9,7 @@ import torch
 from msgspec import structs
 
 from segue.distributed.info import TPInfo
-from segue.messages.weight_update import Bucket, Manifest
+from segue.messages.weight_operations import Bucket, Manifest
 from segue.models import weight_map
 from segue.models.config import MoEConfig
 from segue.models.weight_map import WeightMap

@@ -14,7 +14,8 @@ from torch import Tensor
 from segue.distributed.info import TPInfo
 from segue.layers.norm import RMSNorm
 from segue.memory.arena import ALIGNMENT, Arena
-from segue.messages.weight_update import Commit, Discard, Group, Join, Receive, Stage, Take
+from segue.messages.weight_operations import Group
+from segue.messages.weight_update import Commit, Discard, Join, Receive, Stage, Take
 from segue.models.decoder import Decoder
 from segue.weight_update import incoming, staging_memory
 from segue.weight_update.checksum import checksum
@@ -358,7 +359,9 @@ def test_without_a_copy_a_session_has_one_payload(rank: Rank) -> None:
 
 
 def test_what_a_payload_is_not_is_told(rank: Rank) -> None:
-    (error,) = rank.ask(Take, session=1, payload=b"nothing", load_format=None, copy=False).errors
+    (error,) = rank.ask(Take, session=1, payload="%", load_format=None, copy=False).errors
+    assert "base64" in error
+    (error,) = rank.ask(Take, session=2, payload=b"nothing", load_format=None, copy=False).errors
     assert "neither safetensors nor a pickle" in error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import queue
 import socket
 import threading
@@ -19,16 +20,8 @@ from torch import Tensor
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import resolve
 from segue.distributed.info import TPInfo
-from segue.messages.weight_update import (
-    Bucket,
-    Group,
-    Join,
-    Manifest,
-    RankReply,
-    Receive,
-    Received,
-    Stage,
-)
+from segue.messages.weight_operations import Bucket, Group, Manifest
+from segue.messages.weight_update import Join, RankReply, Receive, Received, Stage
 from segue.model_runner.stream import ComputeStream, make_stream
 from segue.models import weight_map
 from segue.models.decoder import Decoder
@@ -55,6 +48,8 @@ class Rank:
 
     def send(self, kind: type[Any], **fields: Any) -> int:
         self.calls += 1
+        if isinstance(fields.get("payload"), bytes):
+            fields["payload"] = base64.b64encode(fields["payload"]).decode()
         self.updater.handle(kind(call=self.calls, **fields))
         return self.calls
 
@@ -138,7 +133,7 @@ class Trainer:
             name=name,
             master_address="127.0.0.1",
             master_port=port,
-            rank_offset=1 - ranks[0].live.tp.rank,
+            rank_offset=1 - ranks[0].served.tp.rank,
             world_size=1 + len(ranks),
             backend="gloo",
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from segue.messages.steps import RankEvent
+from segue.messages.weight_operations import Manifest
 from segue.messages.weight_update import (
     Commit,
     Inspect,
     Join,
-    Manifest,
     RankReply,
     Receive,
     Received,

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from msgspec import Meta, Struct
 
 from segue.messages.control import PauseMode
 
-
-class _ControlBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+MAX_S = 1e300  # seconds: any finite number
 
 
-class _Query(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class AbortRequest(_ControlBody):
+class AbortRequest(Struct, frozen=True, kw_only=True):
     """``POST /abort_request``."""
 
     rid: str | None = ""
@@ -25,22 +19,25 @@ class AbortRequest(_ControlBody):
     aborted_message: str | None = None
 
 
-class PauseRequest(_ControlBody):
+class PauseRequest(Struct, frozen=True, kw_only=True):
     """``POST /pause_generation``."""
 
-    mode: Annotated[PauseMode, BeforeValidator(lambda mode: "in_place" if mode == "in-place" else mode)] = (
-        "abort"
-    )
-    ttl_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    mode: Literal["wait", "in_place", "in-place", "retract", "abort"] = "abort"
+    ttl_s: Annotated[float, Meta(gt=0, le=MAX_S)] | None = None
+
+    @property
+    def pause_mode(self) -> PauseMode:
+        """The mode by its one name."""
+        return "in_place" if self.mode == "in-place" else self.mode
 
 
-class FlushQuery(_Query):
+class FlushQuery(Struct, frozen=True, kw_only=True):
     """``GET|POST /flush_cache``: seconds to wait until no live request owns KV."""
 
-    timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    timeout: Annotated[float, Meta(ge=0, le=MAX_S)] = 0.0
 
 
-class PauseQuery(_Query):
+class PauseQuery(Struct, frozen=True, kw_only=True):
     """``POST /pause``, vLLM's; ``keep`` leaves requests in place."""
 
     mode: Literal["abort", "wait", "keep"] = "abort"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from segue.api.control import FlushQuery, PauseRequest
-from segue.api.engine_weights import WeightCalls
 from segue.api.generation import Generation
 from segue.api.loop_thread import AsyncStream, BlockingStream, LoopThread
 from segue.api.native.calls import NativeCall, parse_call
 from segue.api.validation import parse
+from segue.api.weights import with_weight_operations
 from segue.config import EngineConfig
 from segue.errors import EngineDeadError
 from segue.frontend.tokenizer import Tokenizer
@@ -22,7 +22,8 @@ from segue.launch.runtime import Runtime
 from segue.messages.control import FlushResult, PauseResult
 
 
-class Engine(WeightCalls):
+@with_weight_operations
+class Engine:
     """A model, ready to generate.
 
     Works in scripts, in notebooks and beside a running event loop: the engine has a thread of its own, and
@@ -41,6 +42,10 @@ class Engine(WeightCalls):
     """
 
     _worker_command: Sequence[str] = WORKER_COMMAND
+
+    if TYPE_CHECKING:  # the methods of the operations on weights
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def __init__(self, model: str | None = None, *, embedded: bool = False, **options: Any) -> None:
         if model is not None:
@@ -212,7 +217,7 @@ class Engine(WeightCalls):
 
     async def _pause(self, mode: str, ttl_s: float | None) -> PauseResult:
         checked = parse(PauseRequest, {"mode": mode, "ttl_s": ttl_s})
-        return await self._runtime.manager.pause_generation(checked.mode, checked.ttl_s)
+        return await self._runtime.manager.pause_generation(checked.pause_mode, checked.ttl_s)
 
     async def _flush(self, timeout: float) -> FlushResult:
         return await self._runtime.manager.flush_cache(parse(FlushQuery, {"timeout": timeout}).timeout)

@@ -1,109 +1,136 @@
-"""From a parsed JSON body to a pydantic model, with errors that name the field and the rule."""
+"""From a parsed JSON body to a struct, with errors that name the field and the rule."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from functools import lru_cache
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
-from pydantic import (
-    BaseModel,
-    Field,
-    PlainValidator,
-    ValidationError,
-    WithJsonSchema,
-    WrapValidator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from msgspec import structs
 
 from segue.errors import InvalidRequestError, UnsupportedFieldError, shown
 
-Model = TypeVar("Model", bound=BaseModel)
-Item = TypeVar("Item")
-UNKNOWN_FIELD = "unknown_field"
+Body = TypeVar("Body", bound=msgspec.Struct)
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 MAX_NAME_CHARS = 80  # of a field's name, in an error
 MAX_MESSAGE_CHARS = 200  # of what a decoder says
-MAX_ID_DIGITS = 18
-
-# A list that is given up at its first wrong item: a report of millions takes a minute and gigabytes.
-FastList = Annotated[list[Item], Field(fail_fast=True)]
+_PLACE = re.compile(r" - at (?:`key` in )?`\$(.*)`$", re.DOTALL)
+_STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.(\w+)")
+_FIELD = re.compile(r"Object (contains unknown|missing required) field `(.*)`", re.DOTALL)
+_BOUND = re.compile(r"Expected `(\w+)` (of length )?(>=|>|<=|<) ([\d.e+-]+)")
+_TYPE = re.compile(r"Expected `([\w| ]+)`(?:, got `(\w+)`)?")
+_BOUNDS = {">=": "at least", ">": "greater than", "<=": "at most", "<": "less than"}
+_ITEMS = {"str": "characters", "array": "items", "object": "entries"}
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+_UNSHOWN = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A value that was checked while it was decoded from JSON, so that no model has to go through it."""
+    """A value that was checked while it was decoded from JSON, so that it is not gone through again."""
 
     value: Any
 
 
-def _unless_decoded(value: Any, check: Callable[[Any], Any]) -> Any:
-    return value.value if isinstance(value, Decoded) else check(value)
-
-
-TAKES_DECODED = WrapValidator(_unless_decoded)  # annotates a field of a model
-
-
 def parse(
-    model: type[Model], body: Any, *, rules: Mapping[str, str] | None = None, prefix: str = ""
-) -> Model:
-    """Validate ``body``; ``rules`` says in words what fields of several types may be.
+    kind: type[Body],
+    body: Any,
+    *,
+    rules: Mapping[str, str] | None = None,
+    prefix: str = "",
+    coerces: bool = False,
+) -> Body:
+    """Check ``body``.
+
+    Args:
+        kind: what it has to be; a struct that forbids unknown fields makes them errors.
+        body: a mapping.
+        rules: says in words what fields of several types may be.
+        prefix: the name of the field whose value ``body`` is.
+        coerces: numbers may come as strings, as in a query.
 
     Raises:
         InvalidRequestError: the first wrong field.
-        UnsupportedFieldError: an unknown field of a model that forbids them.
+        UnsupportedFieldError: an unknown field that is forbidden.
     """
     if not isinstance(body, Mapping):
         raise InvalidRequestError(
             f"expected a JSON object{f' for {prefix}' if prefix else ''}, got {shown(body)}"
         )
+    decoded = {name: value.value for name, value in body.items() if isinstance(value, Decoded)}
+    tag = kind.__struct_config__.tag_field
+    plain = {name: value for name, value in body.items() if name != tag}
+    plain |= {name: {} if isinstance(value, dict) else [] for name, value in decoded.items()}
     try:
-        return model.model_validate(body)
-    except ValidationError as invalid:
-        raise _field_error(invalid, rules or {}, prefix) from None
+        checked = msgspec.convert(plain, kind, strict=not coerces, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise misfit(error, prefix, rules or {}, value=plain, values=_values(kind)) from None
+    except OverflowError:
+        raise InvalidRequestError(f"{prefix or 'the body'} has a number that is out of range") from None
+    return structs.replace(checked, **decoded) if decoded else checked
 
 
-class StrictBody(BaseModel):
-    """A body whose unknown fields are errors, the first of them at once."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _know_every_field(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name in data:
-                if name not in cls.model_fields:
-                    raise PydanticCustomError(UNKNOWN_FIELD, "{name}", {"name": name})
-        return data
+def check_one_kind(items: Any, param: str, rules: Mapping[str, str]) -> None:
+    """Raise InvalidRequestError if a list has items of several types."""
+    if isinstance(items, list) and len(set(map(type, items))) > 1:
+        raise InvalidRequestError(f"{param}: expected {rules[param]}", param=param)
 
 
 def misfit(
-    error: msgspec.ValidationError, param: str, rules: Mapping[str, str], first: int = 0
+    error: msgspec.ValidationError,
+    param: str,
+    rules: Mapping[str, str],
+    first: int = 0,
+    value: Any = _UNSHOWN,
+    values: Mapping[str, str] | None = None,
 ) -> InvalidRequestError:
     """What msgspec found wrong inside the field ``param``, in this API's words.
 
-    ``first``: the index of the first item that it was given of a list.
+    Args:
+        error: what it said.
+        param: the field; empty: the whole body.
+        rules: says in words what fields of several types may be.
+        first: the index of the first item that it was given of a list.
+        value: what it was given, to be shown.
+        values: what fields of a few values may be, in words.
     """
-    message, _, path = str(error).partition(" - at `$")
+    text = str(error)
+    place = _PLACE.search(text)
+    message = text[: place.start()] if place else text
+    path = place[1] if place else ""
     steps: list[int | str] = [
-        int(index) if index else name for index, name in re.findall(r"\[(\d+)\]|\.(\w+)", path)
+        int(index) if index else name for index, name in _STEP.findall(path) if index != "..."
     ]
+    value = _at(value, steps) if place and "..." not in path else _UNSHOWN
     if steps and isinstance(steps[0], int):
         steps[0] += first
-    if field := re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", message, re.DOTALL):
+    if field := _FIELD.fullmatch(message):
         steps.append(field[2])
-    location, rule = _cut([param, *steps], rules)
-    where = _path(location, "")
-    if rule is not None:
+    steps = [param, *steps] if param else steps
+    location, rule = _cut(steps, rules)
+    where = _path(location)
+    if rule is not None and (field is None or len(location) < len(steps)):
         return InvalidRequestError(f"{where}: expected {rule}", param=where)
-    if field is None:
-        return InvalidRequestError(
-            f"{where}: {message[0].lower()}{message[1:MAX_MESSAGE_CHARS]}", param=where
-        )
-    if field[1] == "missing required":
-        return InvalidRequestError(f"{where}: this field is required", param=where)
-    return unknown_field(where)
+    if field is not None:
+        if field[1] == "missing required":
+            return InvalidRequestError(f"{where}: this field is required", param=where)
+        return unknown_field(where)
+    choices = (values or {}).get(where)
+    message = _in_words(message) if choices is None else f"must be one of {choices}"
+    if not where:
+        return InvalidRequestError(message)
+    given = "" if value is _UNSHOWN else f"={shown(value)}"
+    return InvalidRequestError(f"{where}{given}: {message}", param=where)
 
 
 def unknown_field(param: str) -> UnsupportedFieldError:
@@ -111,60 +138,42 @@ def unknown_field(param: str) -> UnsupportedFieldError:
     return UnsupportedFieldError(f"{param}: this field is not known here; leave it out", param=param)
 
 
-def inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema with what each ``$ref`` refers to in its place; our models do not recurse."""
-    definitions = schema.pop("$defs", {})
-
-    def resolve(node: Any) -> Any:
-        if isinstance(node, dict):
-            reference = node.get("$ref")
-            if isinstance(reference, str):
-                return resolve(definitions[reference.rsplit("/", 1)[-1]])
-            return {key: resolve(value) for key, value in node.items()}
-        return [resolve(each) for each in node] if isinstance(node, list) else node
-
-    resolved: dict[str, Any] = resolve(schema)
-    return resolved
-
-
-def token_biases(value: Any) -> dict[int, float]:
-    """``logit_bias``, whose keys are strings in JSON."""
-    if not isinstance(value, dict):
-        raise ValueError("must be an object of token ids and numbers")
-    biases: dict[int, float] = {}
-    for token, bias in value.items():
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)):
-            raise ValueError(f"the bias of token {shown(token)} must be a number")
-        if not str(token).isascii() or not str(token).isdigit() or len(str(token)) > MAX_ID_DIGITS:
-            raise ValueError(f"{shown(token)} is not a token id")
-        biases[int(token)] = bias
-    return biases
+def _in_words(message: str) -> str:
+    """What msgspec says of a value, as a rule."""
+    if bound := _BOUND.match(message):
+        kind, length, sign, limit = bound.groups()
+        amount = f"{float(limit):g}" if kind == "float" else limit
+        return f"must {'have' if length else 'be'} {_BOUNDS[sign]} {amount}" + (
+            f" {_ITEMS.get(kind, 'items')}" if length else ""
+        )
+    if found := _TYPE.fullmatch(message):
+        kinds = [_TYPES.get(kind, kind) for kind in found[1].split(" | ")]
+        *others, last = kinds
+        allowed = f"{', '.join(others)} or {last}" if others else last
+        return f"must be {allowed}" + (f", not {_TYPES.get(found[2], found[2])}" if found[2] else "")
+    return f"{message[0].lower()}{message[1:MAX_MESSAGE_CHARS]}"
 
 
-BIAS_SCHEMA = WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})
-LogitBias = Annotated[
-    dict[int, float],
-    PlainValidator(token_biases),
-    BIAS_SCHEMA,
-]
+@lru_cache
+def _values(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """What fields of a few values may be, in words."""
+    found: dict[str, str] = {}
+    for name, hint in get_type_hints(kind).items():
+        options = [hint, *get_args(hint)]
+        literals = [each for each in options if get_origin(each) is Literal]
+        if literals:
+            found[name] = ", ".join(repr(value) for each in literals for value in get_args(each))
+    return found
 
 
-def _field_error(invalid: ValidationError, rules: Mapping[str, str], prefix: str) -> InvalidRequestError:
-    error = invalid.errors(include_url=False)[0]
-    location, rule = _cut(error["loc"], rules)
-    if error["type"] == UNKNOWN_FIELD:
-        location, rule = [*location, error["ctx"]["name"]], None
-    param = _path(location, prefix)
-    if error["type"] == UNKNOWN_FIELD:
-        return unknown_field(param)
-    if error["type"] == "missing":
-        return InvalidRequestError(f"{param}: this field is required", param=param)
-    if rule is not None:
-        return InvalidRequestError(f"{param}: expected {rule}", param=param)
-    message = error["msg"].removeprefix("Value error, ")
-    return InvalidRequestError(
-        f"{param}={shown(error['input'])}: {message[0].lower()}{message[1:]}", param=param
-    )
+def _at(value: Any, steps: Sequence[int | str]) -> Any:
+    """The part of a value that ``steps`` lead to, if they do."""
+    for step in steps:
+        try:
+            value = value[step]
+        except (LookupError, TypeError):
+            return _UNSHOWN
+    return value
 
 
 def _cut(location: Sequence[int | str], rules: Mapping[str, str]) -> tuple[Sequence[int | str], str | None]:
@@ -175,8 +184,8 @@ def _cut(location: Sequence[int | str], rules: Mapping[str, str]) -> tuple[Seque
     return location, None
 
 
-def _path(location: Sequence[int | str], prefix: str) -> str:
-    path = prefix
+def _path(location: Sequence[int | str]) -> str:
+    path = ""
     for part in location:
         name = str(part)[:MAX_NAME_CHARS]
         path += f"[{name}]" if isinstance(part, int) else f".{name}" if path else name

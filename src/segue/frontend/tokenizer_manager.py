@@ -58,7 +58,8 @@ from segue.messages.requests import (
     SamplingParams,
     pack_ids,
 )
-from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice, WeightRequest, WithdrawCall
+from segue.messages.weight_operations import WeightOperation
+from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice, WithdrawCall
 
 Answer = TypeVar("Answer", State, Paused, Continued, Flushed, WeightAnswer)
 
@@ -250,10 +251,12 @@ class TokenizerManager:
         answer = await self._ask(lambda call: Flush(call, timeout_s), Flushed)
         return convert(answer, FlushResult, from_attributes=True)
 
-    async def ask_weights(self, request: WeightRequest) -> WeightAnswer:
-        """Have the weights updated, or looked at."""
+    async def ask_weights(
+        self, operation: WeightOperation, roots: list[str] | None = None, from_hub: bool = True
+    ) -> WeightAnswer:
+        """Have the weights updated, or looked at; see :class:`WeightCall`."""
         sent = time.monotonic()
-        return await self._ask(lambda call: WeightCall(call, request, sent), WeightAnswer)
+        return await self._ask(lambda call: WeightCall(call, operation, sent, roots, from_hub), WeightAnswer)
 
     @property
     def weight_version(self) -> str:

@@ -6,12 +6,11 @@ Conversations: frontend -> scheduler (``WeightCall``, answered by ``WeightAnswer
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-StagingPlace = Literal["auto", "device", "host"]
-Backend = Literal["nccl", "gloo"]
+from segue.messages.weight_operations import CheckWeights, GetWeights, Group, Manifest, WeightOperation
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -22,179 +21,14 @@ class _Tagged(_Struct, frozen=True, tag=True):
     pass
 
 
-class Bucket(_Struct, frozen=True):
-    """Tensors sent together; the three lists are parallel."""
-
-    names: list[str]  # Hugging Face names
-    dtypes: list[str]  # as torch names them, "torch." before it or not
-    shapes: list[list[int]]
-
-
-class Group(_Struct, frozen=True):
-    """A process group that a trainer, its rank 0, hosts."""
-
-    name: str
-    master_address: str
-    master_port: int
-    rank_offset: int  # rank 0 of this engine has this rank there
-    world_size: int
-    backend: Backend
-
-
-class Manifest(_Struct, frozen=True):
-    """All that a trainer is going to broadcast, in order."""
-
-    group_name: str
-    buckets: list[Bucket]
-    flattened: bool = (
-        False  # one uint8 broadcast a bucket, its tensors end to end; else one broadcast a tensor
-    )
-    checksums: dict[str, int] | None = None  # tensor name -> `segue.weight_update.checksum` of it as sent
-    partial: bool = False  # not every weight has to be there
-    staging: StagingPlace = "auto"
-    discard: bool = False  # take the broadcasts from the wire and keep nothing: the sender must not hang
-
-
-# --- frontend -> scheduler ---
-
-
-class JoinGroup(_Tagged, frozen=True):
-    """Meet the trainer in a group; within ``timeout_s``, a store that it hosts included."""
-
-    group: Group
-    timeout_s: float = 300.0
-
-
-class LeaveGroup(_Tagged, frozen=True):
-    """Leave a group; an open session of it is aborted."""
-
-    name: str
-
-
-class Prepare(_Tagged, frozen=True):
-    """Open a session and start to receive; answered once every rank waits for the first broadcast."""
-
-    manifest: Manifest
-    session_id: str | None = None
-    weight_version: str | None = None
-    num_buckets: int | None = None  # as the client counts them
-    timeout_s: float = 300.0  # of `Complete`, and of silence behind the first byte
-    arm_timeout_s: float = 3600.0  # of silence before it
-
-
-class Complete(_Tagged, frozen=True):
-    """Wait until all has been received, then commit it, unless that is left to :class:`CommitSession`."""
-
-    group_name: str | None = None
-    session_id: str | None = None
-    flush_cache: bool = False
-    commit: bool = True
-
-
-class CommitSession(_Tagged, frozen=True):
-    """Commit what :class:`Complete` has waited for."""
-
-    session_id: str | None = None
-    flush_cache: bool = False
-
-
-class AbortSession(_Tagged, frozen=True):
-    """End the open session; the weights stay as they are."""
-
-    session_id: str | None = None
-
-
-class GetUpdateStatus(_Tagged, frozen=True):
-    """Ask for the session, the groups and the last update's figures."""
-
-
-class UpdateFromDistributed(_Tagged, frozen=True):
-    """The old single call: one bucket, received and committed by itself, or received and dropped if wrong."""
-
-    manifest: Manifest
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all: bool = False
-
-
-class UpdateFromDisk(_Tagged, frozen=True):
-    """Load a whole checkpoint beside the served weights, then commit it.
-
-    It and all its files must be below one of ``roots``, links followed; None: anywhere.
-    """
-
-    model_path: str
-    load_format: str | None = None
-    roots: list[str] | None = None
-    from_hub: bool = True  # ``model_path`` may be a hub id
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all: bool = False
-
-
-class UpdateFromTensor(_Tagged, frozen=True):
-    """Take tensors that travelled in the request, or in the GPU's memory; ``payloads``: one a rank."""
-
-    payloads: list[bytes]
-    load_format: str | None = None
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all: bool = False
-
-
-class BeginUpdate(_Tagged, frozen=True):
-    """The single calls that follow are received one by one and committed together."""
-
-
-class EndUpdate(_Tagged, frozen=True):
-    """Commit what came since :class:`BeginUpdate`."""
-
-
-class SetVersion(_Tagged, frozen=True):
-    """Give the served weights another name."""
-
-    version: str
-    abort_all: bool = False
-
-
-class GetWeights(_Tagged, frozen=True):
-    """Ask for the first values of a tensor, by its Hugging Face name."""
-
-    name: str
-    truncate_size: int = 100
-
-
-class CheckWeights(_Tagged, frozen=True):
-    """Ask for checksums, remember the weights, or hold them against those remembered."""
-
-    action: Literal["checksum", "snapshot", "compare"]
-
-
-WeightRequest = (
-    JoinGroup
-    | LeaveGroup
-    | Prepare
-    | Complete
-    | CommitSession
-    | AbortSession
-    | GetUpdateStatus
-    | UpdateFromDistributed
-    | UpdateFromDisk
-    | UpdateFromTensor
-    | BeginUpdate
-    | EndUpdate
-    | SetVersion
-    | GetWeights
-    | CheckWeights
-)
-
-
 class WeightCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request of the frontend; ``sent``: when, by the host's monotonic clock."""
+    """An operation that a client asks for."""
 
     call: int
-    request: WeightRequest
-    sent: float
+    operation: WeightOperation
+    sent: float  # when, by the host's monotonic clock
+    roots: list[str] | None = None  # directories that a checkpoint may be read from; None: any
+    from_hub: bool = True  # whether a checkpoint may be named by its hub id
 
 
 class WithdrawCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -216,7 +50,7 @@ class WeightNotice(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_on
     """What the frontend shows of the weights without asking; sent with every change."""
 
     version: str
-    state: str = "idle"  # of `WeightControl`
+    state: str = "idle"  # of the open session
     poisoned: str | None = None  # why nothing is generated
     model_path: str | None = None  # of the last checkpoint that was loaded, none since the start
     num_committed: int = 0
@@ -291,7 +125,7 @@ class Take(_Tagged, frozen=True):
 
     call: int
     session: int
-    payload: bytes  # this rank's
+    payload: str  # this rank's, in base64
     load_format: str | None
     copy: bool
 

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
-from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 
-import segue
-from segue.server.access import UserRoute
+from segue.api.schema import openapi, redoc_page, swagger_page
+from segue.server.access import Access, GuardedRoute, Routes
 from segue.server.errors import json_response
+from segue.version import __version__
 
-OPENAPI_PATH = "/openapi.json"
+TITLE = "Segue"
 
-router = APIRouter(tags=["About"], route_class=UserRoute)
-
-
-@router.get("/version")
-async def version() -> Response:
-    """The version of Segue."""
-    return json_response({"version": segue.__version__})
+routes = Routes(Access.USER, "About")
 
 
-@router.get(OPENAPI_PATH, include_in_schema=False)
-async def openapi(request: Request) -> Response:
-    """The description of every route."""
-    return json_response(request.app.openapi())
+@routes.get("/version")
+async def version(request: Request) -> Response:
+    """Return the version of Segue."""
+    return json_response({"version": __version__})
 
 
-@router.get("/docs", include_in_schema=False)
+@routes.get("/openapi.json", hidden=True)
+async def description(request: Request) -> Response:
+    """Return the description of every route."""
+    described = [
+        (route.path_format, method, route.description)
+        for route in request.app.router.routes
+        if isinstance(route, GuardedRoute) and route.description is not None
+        for method in sorted(route.methods or ())
+    ]
+    return json_response(openapi(TITLE, described))
+
+
+@routes.get("/docs", hidden=True)
 async def docs(request: Request) -> Response:
-    """The description as a page to try requests on."""
-    return get_swagger_ui_html(openapi_url=OPENAPI_PATH, title=request.app.title)
+    """Return the description as a page to try requests on."""
+    return HTMLResponse(swagger_page(TITLE))
 
 
-@router.get("/redoc", include_in_schema=False)
+@routes.get("/redoc", hidden=True)
 async def redoc(request: Request) -> Response:
-    """The description as a page to read."""
-    return get_redoc_html(openapi_url=OPENAPI_PATH, title=request.app.title)
+    """Return the description as a page to read."""
+    return HTMLResponse(redoc_page(TITLE))

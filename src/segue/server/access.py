@@ -1,21 +1,24 @@
-"""Who may use a route: each one declares its level by its class, and the check runs where it was matched."""
+"""Who may use a route: each one declares its level, and the check runs where it was matched."""
 
 from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
-from fastapi.routing import APIRoute
-from starlette.routing import BaseRoute, Router
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Receive, Scope, Send
 
 from segue.config import EngineConfig
 from segue.errors import AuthenticationError, SegueError
 from segue.http_guard import READING, Headers, HttpGuard, check_type
 from segue.server.errors import error_response
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Access(Enum):
@@ -68,55 +71,99 @@ class Gate:
         self.guard.check_host(headers)
 
 
-class GuardedRoute(APIRoute):
-    """A route that checks a request before anything of its endpoint runs, whatever the method.
+Refusal = Callable[[str, SegueError], dict[str, Any]]  # the path and the error -> the body of the refusal
 
-    Routers are made with one of the classes below, which is how a route declares its level.
-    """
 
-    access: ClassVar[Access]
+class GuardedRoute(Route):
+    """A route that checks a request before anything of its endpoint runs, whatever the method."""
 
-    def __init__(self, path: str, endpoint: Any, **options: Any) -> None:
-        super().__init__(path, endpoint, **options)
+    def __init__(
+        self,
+        path: str,
+        endpoint: Endpoint,
+        access: Access,
+        *,
+        methods: Sequence[str],
+        refusal: Refusal | None = None,
+        description: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``refusal``: None lets the path decide its form; ``description``: OpenAPI's; None hides it."""
+        super().__init__(path, endpoint, methods=list(methods))
+        self.methods = set(methods)  # Starlette adds HEAD, which nobody needs here
         # Starlette's pattern ends with `$`, which matches before a newline at the end too.
         self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
+        self.access = access
+        self.description = description
+        self._refusal = refusal
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request whose path this route matched, then answer it."""
         try:
             scope["app"].state.gate.check(scope, self.access)
         except SegueError as error:
-            await error_response(error, scope["path"], self.error_body(error))(scope, receive, send)
+            body = None if self._refusal is None else self._refusal(self.path, error)
+            await error_response(error, scope["path"], body)(scope, receive, send)
             return
         await super().handle(scope, receive, send)
 
-    def error_body(self, error: SegueError) -> dict[str, Any] | None:
-        """The body of a refusal; None: the path decides its form."""
-        return None
 
+class Routes(list[BaseRoute]):
+    """The routes of one room, all of one level of access."""
 
-class OpenRoute(GuardedRoute):
-    """A route for probes."""
+    def __init__(self, access: Access, tag: str, refusal: Refusal | None = None) -> None:
+        super().__init__()
+        self._access = access
+        self._tag = tag
+        self._refusal = refusal
 
-    access = Access.OPEN
+    def get(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+        """Decorate the endpoint of a GET route; ``options`` are those of :meth:`add`."""
+        return self._decorator(path, ("GET",), options)
 
+    def post(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+        """Decorate the endpoint of a POST route; ``options`` are those of :meth:`add`."""
+        return self._decorator(path, ("POST",), options)
 
-class MetricsRoute(GuardedRoute):
-    """A route for Prometheus."""
+    def add(
+        self,
+        path: str,
+        endpoint: Endpoint,
+        methods: Sequence[str],
+        *,
+        summary: str | None = None,
+        hidden: bool = False,
+        schema: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add a route.
 
-    access = Access.METRICS
+        Args:
+            path: Starlette's pattern.
+            endpoint: gives a request's response.
+            methods: HTTP's.
+            summary: the first line of OpenAPI's description; None takes the endpoint's docstring.
+            hidden: leave it out of OpenAPI's description.
+            schema: more of that description, such as the schema of the body.
+        """
+        text = summary or endpoint.__doc__ or ""
+        description = {"tags": [self._tag], "summary": text.partition("\n")[0], **(schema or {})}
+        route = GuardedRoute(
+            path,
+            endpoint,
+            self._access,
+            methods=methods,
+            refusal=self._refusal,
+            description=None if hidden else description,
+        )
+        self.append(route)
 
+    def _decorator(
+        self, path: str, methods: Sequence[str], options: dict[str, Any]
+    ) -> Callable[[Endpoint], Endpoint]:
+        def decorate(endpoint: Endpoint) -> Endpoint:
+            self.add(path, endpoint, methods, **options)
+            return endpoint
 
-class UserRoute(GuardedRoute):
-    """A route for clients that generate."""
-
-    access = Access.USER
-
-
-class AdminRoute(GuardedRoute):
-    """A route that controls the server, or shows its state."""
-
-    access = Access.ADMIN
+        return decorate
 
 
 class Unmatched:
@@ -143,8 +190,7 @@ def require_levels(routes: Iterable[BaseRoute]) -> None:
         if not isinstance(route, GuardedRoute) or not isinstance(getattr(route, "access", None), Access):
             name = getattr(route, "path", route)
             raise TypeError(
-                f"route {name}: it declares no level of access; register it on a router whose route_class is "
-                "one of segue.server.access"
+                f"route {name}: it declares no level of access; add it by segue.server.access.Routes"
             )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
-import segue
 from segue.config import EngineConfig
 from segue.errors import SegueError
 from segue.http_guard import check_path, install
@@ -26,19 +26,14 @@ from segue.server.service import Service
 from segue.server.sse import ClientGoneError
 
 
-def create_app(config: EngineConfig) -> FastAPI:
+def create_app(config: EngineConfig) -> Starlette:
     """The application. It answers 503 until ``app.state.service.runtime`` is set.
 
     Raises:
         ConfigError: a host or an origin in the options is none.
         TypeError: a route declares no level of access.
     """
-    app = FastAPI(
-        title="Segue",
-        version=segue.__version__,
-        description="An LLM inference engine.",
-        openapi_url=None,  # FastAPI's own routes would declare no level of access
-        redirect_slashes=False,  # `Unmatched` redirects, once the key is checked
+    app = Starlette(
         exception_handlers={
             SegueError: _on_segue_error,
             HTTPException: _on_http_error,
@@ -47,10 +42,11 @@ def create_app(config: EngineConfig) -> FastAPI:
             Exception: _on_bug,
         },
     )
+    app.router.redirect_slashes = False  # `Unmatched` redirects, once the key is checked
     app.state.service = Service(config)
     app.state.gate = gate = Gate(config)
     for rooms in (openai_routes, native_routes, control_routes, weight_routes, health, metrics, about_routes):
-        app.router.routes.extend(rooms.router.routes)  # FastAPI would match an included router twice
+        app.router.routes.extend(rooms.routes)
     app.router.default = Unmatched(gate, app.router.routes)
     require_levels(app.router.routes)
     install(app, gate.guard, check_path, _refusal)

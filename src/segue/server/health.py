@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from segue.errors import SegueError
-from segue.server.access import OpenRoute
+from segue.server.access import Access, Routes
 from segue.server.errors import RETRY_AFTER_S, json_response, native_body
 from segue.server.service import Service, service_of
 
-router = APIRouter(tags=["Health"], route_class=OpenRoute)
+routes = Routes(Access.OPEN, "Health")
 
 STATUSES = {
     "engine_not_ready": "starting",
@@ -22,9 +23,9 @@ STATUSES = {
 }
 
 
-@router.get("/health")
-@router.get("/ready")
-@router.get("/ping")
+@routes.get("/health")
+@routes.get("/ready")
+@routes.get("/ping")
 async def health(request: Request) -> Response:
     """200 while requests are taken, also paused, updating or busy; else 503, and why."""
     service = service_of(request)
@@ -34,7 +35,7 @@ async def health(request: Request) -> Response:
         return _unable(error)
 
 
-@router.get("/health_generate")
+@routes.get("/health_generate")
 async def health_generate(request: Request) -> Response:
     """As ``/health``, and a token is generated, unless that is known to work or may not be."""
     service = service_of(request)

@@ -15,12 +15,10 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
-from pydantic import BaseModel
 
 from segue.api.native import bodies as native
 from segue.api.openai import bodies as openai
 from segue.api.validation import MAX_NAME_CHARS, Decoded, misfit, unknown_field
-from segue.api.weight_bodies import MAX_PAYLOADS, MAX_TENSORS
 from segue.errors import InvalidRequestError, SegueError, shown
 from segue.frontend.sampling_options import (
     MAX_STOPS,
@@ -29,7 +27,7 @@ from segue.frontend.sampling_options import (
     check_num_entries,
     check_prompt_len,
 )
-from segue.messages.weight_update import Bucket
+from segue.messages.weight_operations import MAX_PAYLOADS, MAX_TENSORS, Bucket
 from segue.server import pieces
 from segue.server.cutting import MisfitError, Range, TooManyItemsError, cut, groups
 
@@ -154,9 +152,9 @@ def generate(bounds: Bounds) -> Shape:
     )
 
 
-def control(model: type[BaseModel], _: Bounds) -> Shape:
+def control(kind: type[msgspec.Struct], _: Bounds) -> Shape:
     """A control call, of the weights or of the engine; unknown fields are ignored."""
-    return Shape(kind=_control_kind(model), large=_CONTROL, rules=_RULES)
+    return Shape(kind=_control_kind(kind), large=_CONTROL, rules=_RULES)
 
 
 def _members(data: bytes, kind: type[msgspec.Struct]) -> dict[str, bytes]:
@@ -365,10 +363,10 @@ def _too_many(param: str, count: int, most: int, what: str) -> InvalidRequestErr
 
 
 def _kind(
-    model: type[BaseModel], others: Iterable[str] = (), *, strict: bool = False
+    model: type[msgspec.Struct], others: Iterable[str] = (), *, strict: bool = False
 ) -> type[msgspec.Struct]:
     """The fields of a model and others, undecoded."""
-    names = dict.fromkeys([*model.model_fields, *others])
+    names = dict.fromkeys([*model.__struct_fields__, *others])
     fields = [(name, Raw | UnsetType, UNSET) for name in names]
     return msgspec.defstruct(model.__name__, fields, forbid_unknown_fields=strict)
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from segue.config import EngineConfig
 from segue.errors import ConfigError
@@ -172,7 +172,9 @@ async def _idle(runtime: Runtime, server: uvicorn.Server) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def make_server(app: FastAPI, config: EngineConfig, limits: ConnectionLimits | None = None) -> uvicorn.Server:
+def make_server(
+    app: Starlette, config: EngineConfig, limits: ConnectionLimits | None = None
+) -> uvicorn.Server:
     """The HTTP server of an application; ``limits``: by default those of this process."""
     limits = limits or ConnectionLimits.of_this_process(config.max_body_mib)
     return _EngineServer(

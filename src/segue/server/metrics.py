@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
-from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
 
 from segue.frontend.stats import Histogram
 from segue.launch.runtime import Runtime
 from segue.messages.control import PauseMode
 from segue.messages.steps import EagerReason
 from segue.messages.weight_update import WeightNotice
-from segue.server.access import MetricsRoute
+from segue.server.access import Access, Routes
 from segue.server.service import Service, service_of
 
 LABELS = ["model_name"]
 
-router = APIRouter(tags=["Health"], route_class=MetricsRoute)
+routes = Routes(Access.METRICS, "Health")
 
 
 class EngineCollector(Collector):
@@ -133,7 +134,7 @@ def _weight_metrics(weights: WeightNotice, label: str) -> Iterator[Metric]:
     yield version
 
 
-@router.get("/metrics")
+@routes.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)

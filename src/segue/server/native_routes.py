@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from segue.api.generation import Generation
 from segue.api.native.bodies import NativeGenerate
 from segue.api.native.calls import NativeCall, parse_call
+from segue.api.schema import body_schema
 from segue.frontend.merge import accepted
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.server import large_body
-from segue.server.access import UserRoute
+from segue.server.access import Access, Routes
 from segue.server.body import read_json
 from segue.server.errors import native_body
 from segue.server.large_reply import reply_response
 from segue.server.openai_routes import ACCEPT_S
-from segue.server.schema import body_schema
 from segue.server.service import service_of
 from segue.server.sse import DONE, EventStream, event, unless_gone
 
-router = APIRouter(tags=["Native"], route_class=UserRoute)
+routes = Routes(Access.USER, "Native")
 
 
-@router.post("/generate", openapi_extra=body_schema(NativeGenerate))
+@routes.post("/generate", schema=body_schema(NativeGenerate))
 async def generate(request: Request) -> Response:
     """Continue a prompt, or a batch of prompts."""
     service = service_of(request)

@@ -8,11 +8,13 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from segue.api.openai import bodies
 from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, Dialect, choice, usage
 from segue.api.openai.requests import Wanted, chat_call, check_model, completion_call
+from segue.api.schema import body_schema
 from segue.api.validation import parse
 from segue.frontend.merge import accepted, merged, results
 from segue.frontend.request import Output
@@ -20,20 +22,19 @@ from segue.frontend.stream import RequestStream
 from segue.frontend.thread_pool import INLINE_ENTRIES
 from segue.launch.runtime import Runtime
 from segue.server import large_body
-from segue.server.access import UserRoute
+from segue.server.access import Access, Routes
 from segue.server.body import read_json
 from segue.server.errors import json_response, openai_body
 from segue.server.large_reply import reply_response
-from segue.server.schema import body_schema
 from segue.server.service import service_of
 from segue.server.sse import DONE, EventStream, unless_gone
 
 ACCEPT_S = 0.5  # for which a stream's status line waits: the scheduler may refuse what the frontend took
 
-router = APIRouter(tags=["OpenAI"], route_class=UserRoute)
+routes = Routes(Access.USER, "OpenAI")
 
 
-@router.post("/v1/chat/completions", openapi_extra=body_schema(bodies.ChatCompletionRequest))
+@routes.post("/v1/chat/completions", schema=body_schema(bodies.ChatCompletionRequest))
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
     runtime = service_of(request).running
@@ -42,7 +43,7 @@ async def chat_completions(request: Request) -> Response:
     return await _answer(request, runtime, dialect, await chat_call(call, runtime, _new_id(dialect)))
 
 
-@router.post("/v1/completions", openapi_extra=body_schema(bodies.CompletionRequest))
+@routes.post("/v1/completions", schema=body_schema(bodies.CompletionRequest))
 async def completions(request: Request) -> Response:
     """Continue a text, or several."""
     runtime = service_of(request).running
@@ -51,16 +52,16 @@ async def completions(request: Request) -> Response:
     return await _answer(request, runtime, dialect, completion_call(call, runtime, _new_id(dialect)))
 
 
-@router.get("/v1/models")
+@routes.get("/v1/models")
 async def models(request: Request) -> Response:
     """The one model served."""
     return json_response({"object": "list", "data": [_model_card(request)]})
 
 
-@router.get("/v1/models/{name:path}")
-async def model(request: Request, name: str) -> Response:
+@routes.get("/v1/models/{name:path}")
+async def model(request: Request) -> Response:
     """The model by name."""
-    check_model(name, service_of(request).running)
+    check_model(request.path_params["name"], service_of(request).running)
     return json_response(_model_card(request))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from fastapi import Request
+from starlette.requests import Request
 
 from segue.config import EngineConfig
 from segue.errors import EngineStartError

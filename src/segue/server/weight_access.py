@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-
-from msgspec import structs
+from typing import Any
 
 from segue.config import EngineConfig, parse_list
 from segue.errors import InvalidRequestError
 from segue.http_guard import is_loopback
-from segue.messages.weight_update import UpdateFromDisk, WeightRequest
+from segue.messages.weight_operations import UpdateFromDisk, WeightOperation
 
 
-def admitted(config: EngineConfig, request: WeightRequest) -> WeightRequest:
-    """``request`` with the limits that the server's options set; the ranks keep them where they read.
+def limits(config: EngineConfig, operation: WeightOperation) -> dict[str, Any]:
+    """The limits of ``TokenizerManager.ask_weights`` that the server's options set; the ranks keep them.
 
     Raises:
         InvalidRequestError: whoever reaches the server could have it read any file.
     """
-    if not isinstance(request, UpdateFromDisk):
-        return request
+    if not isinstance(operation, UpdateFromDisk):
+        return {}
     roots = None
     if config.weights_root is not None:
         roots = parse_list(config.weights_root, os.pathsep, "weights_root")
@@ -29,4 +28,4 @@ def admitted(config: EngineConfig, request: WeightRequest) -> WeightRequest:
             "reads: start it with --weights-root and the directories of the checkpoints, or --admin-api-key",
             param="model_path",
         )
-    return structs.replace(request, roots=roots, from_hub=config.weights_from_hub)
+    return {"roots": roots, "from_hub": config.weights_from_hub}

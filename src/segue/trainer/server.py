@@ -11,11 +11,14 @@ from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.concurrency import run_in_threadpool
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Scope
 
+from segue.api.schema import body_schema, openapi, swagger_page
 from segue.api.validation import parse
 from segue.errors import ConfigError, InvalidRequestError, SegueError
 from segue.http_guard import HttpGuard, install
@@ -24,24 +27,36 @@ from segue.trainer.trainer import Body, EndpointBody, SaveBody, SyncBody, TrainB
 
 GRACE_S = 1  # for replies to end at a shutdown
 MAX_BODY_MIB = 64
+TITLE = "Segue trainer"
+Endpoint = Callable[[Request], Awaitable[Response]]
 B = TypeVar("B", bound=Body)
 
 
-def create_app(trainer: Trainer, guard: HttpGuard) -> FastAPI:
+def create_app(trainer: Trainer, guard: HttpGuard) -> Starlette:
     """The application: 200 on success, else mostly 400; ``success`` and ``message`` say so too."""
     handlers: Any = {SegueError: _on_segue_error, HTTPException: _on_http_error}
-    app = FastAPI(title="Segue trainer", exception_handlers=handlers)
-    _post(app, "/add_inference_endpoint", EndpointBody, trainer.add)
-    _post(app, "/remove_inference_endpoint", EndpointBody, trainer.remove)
-    _post(app, "/sync_inference_weights", SyncBody, trainer.sync)
-    _post(app, "/train_step", TrainBody, trainer.train_step)
-    _post(app, "/save_checkpoint", SaveBody, trainer.save)
-    for path, answer in (
-        ("/inference_endpoints", lambda: {"endpoints": trainer.endpoints()}),
-        ("/sync_status", trainer.sync_status),
-        ("/health", trainer.health),
-    ):
-        app.add_api_route(path, _getter(answer), methods=["GET"])
+    app = Starlette(exception_handlers=handlers)
+    posts: dict[str, tuple[type[Any], Callable[[Any], dict[str, Any]]]] = {
+        "/add_inference_endpoint": (EndpointBody, trainer.add),
+        "/remove_inference_endpoint": (EndpointBody, trainer.remove),
+        "/sync_inference_weights": (SyncBody, trainer.sync),
+        "/train_step": (TrainBody, trainer.train_step),
+        "/save_checkpoint": (SaveBody, trainer.save),
+    }
+    described = [
+        (path, "POST", {"summary": act.__doc__} | body_schema(kind)) for path, (kind, act) in posts.items()
+    ]
+    for path, (kind, act) in posts.items():
+        app.add_route(path, _poster(path, kind, act), methods=["POST"])
+    gets: dict[str, Callable[[], dict[str, Any]]] = {
+        "/inference_endpoints": lambda: {"endpoints": trainer.endpoints()},
+        "/sync_status": trainer.sync_status,
+        "/health": trainer.health,
+        "/openapi.json": lambda: openapi(TITLE, described),
+    }
+    for path, answer in gets.items():
+        app.add_route(path, _getter(answer), methods=["GET"])
+    app.add_route("/docs", lambda _: HTMLResponse(swagger_page(TITLE)), methods=["GET"])
     install(app, guard, guard.check, _refusal)
     return app
 
@@ -99,7 +114,7 @@ class _TrainingServer(uvicorn.Server):
         yield
 
 
-def _post(app: FastAPI, path: str, kind: type[B], act: Callable[[B], dict[str, Any]]) -> None:
+def _poster(path: str, kind: type[B], act: Callable[[B], dict[str, Any]]) -> Endpoint:
     async def route(request: Request) -> Response:
         try:
             body = parse(kind, msgspec.json.decode(await _body(request) or b"{}"))
@@ -114,8 +129,7 @@ def _post(app: FastAPI, path: str, kind: type[B], act: Callable[[B], dict[str, A
             raise SegueError(f"{type(error).__name__}: {error}") from error
         return _json(answer, 200 if answer["success"] else 400)
 
-    schema = {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}
-    app.add_api_route(path, route, methods=["POST"], description=act.__doc__, openapi_extra=schema)
+    return route
 
 
 async def _body(request: Request) -> bytes:
@@ -127,8 +141,8 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _getter(answer: Callable[[], dict[str, Any]]) -> Callable[[], Awaitable[Response]]:
-    async def route() -> Response:
+def _getter(answer: Callable[[], dict[str, Any]]) -> Endpoint:
+    async def route(_: Request) -> Response:
         return _json(answer())
 
     return route

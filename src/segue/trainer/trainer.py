@@ -8,31 +8,28 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from msgspec import Meta, Struct
 from tqdm import tqdm
 
-from segue.api.validation import FastList
 from segue.errors import InvalidRequestError
 from segue.trainer.endpoint import Endpoint
 from segue.trainer.model import TrainedModel
 from segue.trainer.sender import Progress, SendReport, WeightSender, WeightSendError, world_sizes
 
 TURN_S = 0.1  # between two tries to have the turn, at the end
-Port = Annotated[int, Field(ge=1, le=65535)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
-class Body(BaseModel):
+class Body(Struct, frozen=True):
     """Unknown fields are ignored, as in an engine's control routes."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
-
-class EndpointBody(Body):
+class EndpointBody(Body, frozen=True):
     """``POST /add_inference_endpoint``, ``/remove_inference_endpoint``."""
 
-    host: Annotated[str, Field(min_length=1)]
+    host: Annotated[str, Meta(min_length=1)]
     port: Port
-    world_size: Annotated[int, Field(ge=1)] | None = None
+    world_size: Annotated[int, Meta(ge=1)] | None = None
     api_key: str | None = None
 
     @property
@@ -41,23 +38,23 @@ class EndpointBody(Body):
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
-class SyncBody(Body):
+class SyncBody(Body, frozen=True):
     """``POST /sync_inference_weights``."""
 
     master_port: Port | None = None
-    buffer_size_mb: Annotated[int, Field(ge=1)] = 1024
+    buffer_size_mb: Annotated[int, Meta(ge=1)] = 1024
 
 
-class TrainBody(Body):
+class TrainBody(Body, frozen=True):
     """``POST /train_step``."""
 
-    texts: Annotated[FastList[str], Field(min_length=1)]
+    texts: Annotated[list[str], Meta(min_length=1)]
 
 
-class SaveBody(Body):
+class SaveBody(Body, frozen=True):
     """``POST /save_checkpoint``."""
 
-    path: Annotated[str, Field(min_length=1)]
+    path: Annotated[str, Meta(min_length=1)]
 
 
 class Trainer:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from segue.memory.checksum import MASK, digest
 from segue.memory.tensor_ops import are_finite, as_sent, copy_into, equal
-from segue.messages.weight_update import Manifest
+from segue.messages.weight_operations import Manifest
 from segue.models.weight_map import Slice
 from segue.weight_update.commit import Copies, is_groupable
 from segue.weight_update.manifest import first, receive_buffer_bytes, tensors

@@ -12,7 +12,7 @@ from segue.distributed.info import TPInfo
 from segue.errors import InvalidRequestError
 from segue.memory.checksum import MASK, scramble
 from segue.memory.tensor_ops import BLOCK, BLOCK_CUDA, equal
-from segue.messages.weight_update import CheckWeights, GetWeights
+from segue.messages.weight_operations import CheckWeights, GetWeights
 from segue.models import weight_map
 from segue.models.weight_map import Slice
 from segue.weight_update.served import ServedWeights, box_of

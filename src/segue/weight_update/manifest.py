@@ -7,7 +7,7 @@ from math import prod
 
 import msgspec
 
-from segue.messages.weight_update import Bucket, Manifest
+from segue.messages.weight_operations import Bucket, Manifest
 from segue.models.weight_map import WeightMap
 
 DTYPES = {  # as clients write them, without "torch." -> torch's name

@@ -15,17 +15,14 @@ import torch
 from segue.errors import SegueError, WeightSyncError
 from segue.logs import logger
 from segue.memory.tensor_ops import warm_up
+from segue.messages.weight_operations import Bucket, CheckWeights, GetWeights, Manifest
 from segue.messages.weight_update import (
-    Bucket,
-    CheckWeights,
     Commit,
     Discard,
-    GetWeights,
     Inspect,
     Join,
     Leave,
     Load,
-    Manifest,
     RankReply,
     Receive,
     Received,
@@ -38,7 +35,7 @@ from segue.weight_update import commit, from_checkpoint
 from segue.weight_update.incoming import Incoming, ZeroCopyTensors
 from segue.weight_update.inspect import Inspector
 from segue.weight_update.manifest import bucket_bytes, check, normalised, receive_buffer_bytes
-from segue.weight_update.payload.decode import decode
+from segue.weight_update.payload.decode import decode, from_base64
 from segue.weight_update.served import ServedWeights
 from segue.weight_update.staging import StagedWeights
 from segue.weight_update.staging_memory import StagingMemory
@@ -299,7 +296,8 @@ class WeightUpdater:
 
     def _take(self, session: RankSession, command: Take) -> list[str]:
         served = self._served
-        tensors = decode(command.payload, command.load_format, served.device, rank=served.tp.rank)
+        payload = from_base64(command.payload)
+        tensors = decode(payload, command.load_format, served.device, rank=served.tp.rank)
         bucket = Bucket(
             names=[name for name, _ in tensors],
             dtypes=[str(tensor.dtype) for _, tensor in tensors],

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from segue.memory.arena import Arena, TensorSpec
 from segue.memory.tensor_ops import are_finite, copy_into, equal
-from segue.messages.weight_update import StagingPlace
+from segue.messages.weight_operations import StagingPlace
 from segue.models.weight_map import Box
 from segue.weight_update.served import ServedWeights, box_of
 from segue.weight_update.staging_memory import StagingArena, StagingMemory

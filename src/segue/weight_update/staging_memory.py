@@ -15,7 +15,7 @@ from segue.errors import OutOfMemoryError
 from segue.logs import logger
 from segue.memory.arena import ALIGNMENT, Arena, TensorSpec
 from segue.memory.budget import free_cpu_memory, gib
-from segue.messages.weight_update import StagingPlace
+from segue.messages.weight_operations import StagingPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

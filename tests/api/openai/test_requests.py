@@ -8,6 +8,7 @@ import pytest
 
 from segue.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from segue.api.openai.requests import chat_call, completion_call
+from segue.api.validation import parse
 from segue.config import EngineConfig
 from segue.errors import ModelNotFoundError
 from segue.launch.runtime import Runtime
@@ -27,12 +28,12 @@ RUNTIME = cast(
 
 def chat(**fields: Any) -> Any:
     body = {"model": "name", "messages": [{"role": "user", "content": "x"}], **fields}
-    return asyncio.run(chat_call(ChatCompletionRequest.model_validate(body), RUNTIME, "rid"))
+    return asyncio.run(chat_call(parse(ChatCompletionRequest, body), RUNTIME, "rid"))
 
 
 def complete(**fields: Any) -> Any:
     return completion_call(
-        CompletionRequest.model_validate({"model": "name", "prompt": "x", **fields}), RUNTIME, "rid"
+        parse(CompletionRequest, {"model": "name", "prompt": "x", **fields}), RUNTIME, "rid"
     )
 
 

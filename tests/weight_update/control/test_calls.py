@@ -10,43 +10,45 @@ from msgspec import structs
 
 from segue.messages.control import Continue, Flush, Flushed, Pause, Paused, SchedulerOutput
 from segue.messages.requests import AddRequest, SamplingParams, pack_ids
-from segue.messages.weight_update import (
+from segue.messages.weight_operations import (
     AbortSession,
     BeginUpdate,
     Bucket,
     CheckWeights,
-    Commit,
     CommitSession,
     Complete,
-    Discard,
     EndUpdate,
     GetUpdateStatus,
     Group,
-    Inspect,
-    Join,
     JoinGroup,
     LeaveGroup,
-    Load,
     Manifest,
     Prepare,
+    SetVersion,
+    UpdateFromDisk,
+    UpdateFromTensor,
+    WeightOperation,
+)
+from segue.messages.weight_update import (
+    Commit,
+    Discard,
+    Inspect,
+    Join,
+    Load,
     RankReply,
     Receive,
     Received,
-    SetVersion,
     Stage,
     Take,
-    UpdateFromDisk,
-    UpdateFromDistributed,
-    UpdateFromTensor,
     WeightAnswer,
     WeightCall,
     WeightCommand,
     WeightNotice,
-    WeightRequest,
 )
 from segue.scheduler.weight_port import SchedulerPort
 from segue.weight_update.control.calls import WeightControl
 from tests.scheduler.simulation import Simulation
+from tests.weight_update.control.operations import join, prepared, single
 
 GROUP = Group(
     name="g", master_address="localhost", master_port=1, rank_offset=1, world_size=3, backend="gloo"
@@ -55,7 +57,7 @@ TWO = Manifest(
     group_name="g",
     buckets=[Bucket(names=["a"], dtypes=["float32"], shapes=[[2]]), Bucket(names=[], dtypes=[], shapes=[])],
 )
-PART = structs.replace(TWO, partial=True)
+PART = structs.replace(TWO, buckets=TWO.buckets[:1], partial=True)
 
 
 class Engine:
@@ -77,7 +79,7 @@ class Engine:
         self.dropped: list[str] = []  # groups that ranks found dead
         self.arrives = True  # what was announced is there at once
 
-    def ask(self, request: WeightRequest) -> int:
+    def ask(self, request: WeightOperation) -> int:
         self.calls += 1
         self.weights.request(WeightCall(self.calls, request, self.now), self.now)
         self.go()
@@ -88,7 +90,7 @@ class Engine:
         (answer,) = self.answers[call]
         return answer
 
-    def reply(self, request: WeightRequest) -> WeightAnswer:
+    def reply(self, request: WeightOperation) -> WeightAnswer:
         return self.answer(self.ask(request))
 
     def go(self) -> None:
@@ -156,7 +158,7 @@ class Engine:
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     engine = Engine()
-    assert engine.reply(JoinGroup(group=GROUP)).success
+    assert engine.reply(join(GROUP)).success
     engine.kinds()
     yield engine
     assert not engine.scheduler.check_invariants()
@@ -165,7 +167,7 @@ def engine() -> Iterator[Engine]:
 
 
 def prepare(manifest: Manifest = TWO, **fields: Any) -> Prepare:
-    return Prepare(manifest=manifest, **fields)
+    return prepared(manifest, **fields)
 
 
 def test_ready_and_status_say_whether_steps_are_run(engine: Engine) -> None:
@@ -243,25 +245,25 @@ def test_the_group_and_the_count_are_checked_first(engine: Engine) -> None:
 @pytest.mark.parametrize(("offset", "size"), [(0, 3), (2, 3), (1, 2), (-1, 9)])
 def test_ranks_that_do_not_fit_the_group(engine: Engine, offset: int, size: int) -> None:
     group = structs.replace(GROUP, name="h", rank_offset=offset, world_size=size)
-    answer = engine.reply(JoinGroup(group=group))
+    answer = engine.reply(join(group))
     assert not answer.success and f"rank_offset={offset}" in answer.message
     assert engine.kinds() == []
 
 
 def test_a_group_that_only_some_ranks_have_joined_is_left(engine: Engine) -> None:
     engine.broken[1, Join] = ["nobody there"]
-    answer = engine.reply(JoinGroup(group=structs.replace(GROUP, name="h")))
+    answer = engine.reply(join(structs.replace(GROUP, name="h")))
     assert not answer.success
     assert engine.kinds() == ["Join", "Leave"]
     assert "h" not in engine.weights.groups
     engine.broken = {}
-    assert engine.reply(JoinGroup(group=structs.replace(GROUP, name="h"))).success
+    assert engine.reply(join(structs.replace(GROUP, name="h"))).success
 
 
 def test_a_group_joined_anew_ends_its_session(engine: Engine) -> None:
     engine.arrives = False
     engine.reply(prepare())
-    assert engine.reply(JoinGroup(group=GROUP)).success
+    assert engine.reply(join(GROUP)).success
     assert engine.state == "idle"
     answer = engine.reply(Complete(group_name="g"))
     assert not answer.success and "joined anew" in answer.message
@@ -271,7 +273,7 @@ def test_groups_whose_trainers_have_gone_are_forgotten(engine: Engine) -> None:
     engine.arrives = False
     engine.reply(prepare())
     engine.dropped = ["g"]
-    assert engine.reply(JoinGroup(group=structs.replace(GROUP, name="h"))).success
+    assert engine.reply(join(structs.replace(GROUP, name="h"))).success
     assert list(engine.weights.groups) == ["h"]
     assert "lost its trainer" in engine.reply(Complete()).message
 
@@ -281,8 +283,8 @@ def test_a_group_joined_anew_does_not_disturb_a_commit(engine: Engine) -> None:
     engine.reply(prepare())
     waiting = engine.ask(Complete())
     assert engine.state == "committing"
-    assert engine.reply(JoinGroup(group=GROUP)).success
-    engine.reply(LeaveGroup(name="g"))
+    assert engine.reply(join(GROUP)).success
+    engine.reply(LeaveGroup(group_name="g"))
     assert engine.state == "committing"
     for rank, command in engine.told:
         engine.carry_out(rank, command)
@@ -339,16 +341,16 @@ def test_a_complete_whose_reply_was_lost(engine: Engine) -> None:
 def test_destroying_the_group_forgets_the_answer(engine: Engine) -> None:
     engine.reply(prepare())
     engine.reply(Complete())
-    assert engine.reply(LeaveGroup(name="g")).success
+    assert engine.reply(LeaveGroup(group_name="g")).success
     assert not engine.reply(Complete()).success
-    assert "unknown group 'g'" in engine.reply(LeaveGroup(name="g")).message
+    assert "unknown group 'g'" in engine.reply(LeaveGroup(group_name="g")).message
 
 
 def test_destroying_the_group_ends_its_session(engine: Engine) -> None:
     engine.arrives = False
     engine.reply(prepare())
     waiting = engine.ask(Complete())
-    engine.reply(LeaveGroup(name="g"))
+    engine.reply(LeaveGroup(group_name="g"))
     assert "group 'g' was destroyed" in engine.answer(waiting).message
     assert engine.state == "idle"
 
@@ -529,7 +531,7 @@ def test_kv_of_old_weights_is_not_shared_even_under_the_same_name(engine: Engine
     engine.reply(prepare(weight_version="0"))
     assert engine.reply(Complete()).success and engine.scheduler.weight_version == "0"
     assert cached() == 0
-    engine.reply(SetVersion(version="renamed"))
+    engine.reply(SetVersion(new_version="renamed"))
     assert cached() > 0, "another name is not other weights"
 
 
@@ -548,14 +550,14 @@ def test_abort_all_ends_every_request(engine: Engine) -> None:
     engine.sim.add("r", [1, 2, 3], max_new_tokens=6)
     engine.sim.launch()
     engine.sim.apply()
-    assert engine.reply(UpdateFromDisk(model_path="p", abort_all=True)).success
+    assert engine.reply(UpdateFromDisk(model_path="p", abort_all_requests=True)).success
     assert engine.sim.finished["r"].reason == "abort"
 
 
 def test_receiving_may_require_a_pause() -> None:
     engine = Engine(receive_requires_pause=True)
-    engine.reply(JoinGroup(group=GROUP))
-    for request in (prepare(), UpdateFromDistributed(manifest=PART)):
+    engine.reply(join(GROUP))
+    for request in (prepare(), single(PART)):
         answer = engine.reply(request)
         assert not answer.success and "--weight-recv-requires-pause" in answer.message
     assert engine.reply(UpdateFromDisk(model_path="p")).success, "nothing is received"
@@ -614,18 +616,18 @@ def test_a_commit_that_failed_before_it_wrote_leaves_the_weights(engine: Engine)
 
 
 def test_the_old_single_call(engine: Engine) -> None:
-    answer = engine.reply(UpdateFromDistributed(manifest=PART))
+    answer = engine.reply(single(PART))
     assert answer.success and engine.kinds() == ["Stage", "Receive", "Commit"]
-    assert engine.reply(UpdateFromDistributed(manifest=PART, weight_version="9")).success
-    assert engine.reply(UpdateFromDistributed(manifest=PART, weight_version="9")).success
+    assert engine.reply(single(PART, weight_version="9")).success
+    assert engine.reply(single(PART, weight_version="9")).success
     assert engine.scheduler.weight_version == "9"
-    assert engine.reply(UpdateFromDistributed(manifest=PART)).fields["weight_version"] == "10"
+    assert engine.reply(single(PART)).fields["weight_version"] == "10"
 
 
 def test_a_wrong_single_call_receives_all_the_same(engine: Engine) -> None:
     engine.broken[0, Stage] = ["unknown tensor 'a'"]
     engine.silent.add(Stage)
-    call = engine.ask(UpdateFromDistributed(manifest=PART))
+    call = engine.ask(single(PART))
     first, engine.told = engine.told, []
     for rank, command in first:
         engine.carry_out(rank, command)
@@ -640,15 +642,15 @@ def test_a_wrong_single_call_receives_all_the_same(engine: Engine) -> None:
 
 def test_a_single_call_that_cannot_even_be_received(engine: Engine) -> None:
     engine.broken[0, Stage] = ["three names, two shapes"]
-    answer = engine.reply(UpdateFromDistributed(manifest=PART))
+    answer = engine.reply(single(PART))
     assert not answer.success and "three names, two shapes" in answer.message
     assert engine.state == "idle"
 
 
 def test_calls_between_begin_and_end_become_live_together(engine: Engine) -> None:
     assert engine.reply(BeginUpdate()).success
-    assert engine.reply(UpdateFromDistributed(manifest=PART)).success
-    assert engine.reply(UpdateFromTensor(payloads=[b"x"], weight_version="5")).success
+    assert engine.reply(single(PART)).success
+    assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"], weight_version="5")).success
     takes = [command for command in engine.done if isinstance(command, Take)]
     assert all(take.copy for take in takes), "the client may overwrite its tensors"
     assert engine.scheduler.weight_version == "0"
@@ -667,13 +669,13 @@ def test_begin_and_end_with_nothing_between(engine: Engine) -> None:
 
 def test_one_wrong_call_undoes_the_others_and_those_behind_it(engine: Engine) -> None:
     engine.reply(BeginUpdate())
-    assert engine.reply(UpdateFromDistributed(manifest=PART)).success
+    assert engine.reply(single(PART)).success
     engine.broken[1, Take] = ["not a tensor"]
-    assert not engine.reply(UpdateFromTensor(payloads=[b"x", b"y"])).success
+    assert not engine.reply(UpdateFromTensor(serialized_named_tensors=["x", "y"])).success
     engine.broken = {}
     engine.kinds()
     for request in (
-        UpdateFromTensor(payloads=[b"x"]),
+        UpdateFromTensor(serialized_named_tensors=["x"]),
         UpdateFromDisk(model_path="p"),
         prepare(),
         BeginUpdate(),
@@ -682,41 +684,41 @@ def test_one_wrong_call_undoes_the_others_and_those_behind_it(engine: Engine) ->
         assert (
             not answer.success and "not a tensor" in answer.message and "/end_weight_update" in answer.message
         )
-    assert not engine.reply(UpdateFromDistributed(manifest=PART)).success
+    assert not engine.reply(single(PART)).success
     assert engine.kinds() == ["Stage", "Receive"], "the client that sends already is let finish"
     assert not engine.reply(EndUpdate()).success
     assert engine.scheduler.weight_version == "0"
-    assert engine.reply(UpdateFromTensor(payloads=[b"x"])).success
+    assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"])).success
 
 
 def test_a_group_of_calls_that_nobody_ends(engine: Engine) -> None:
     engine.reply(BeginUpdate())
-    assert engine.reply(UpdateFromDistributed(manifest=PART)).success
+    assert engine.reply(single(PART)).success
     engine.tick(3600)
-    assert not engine.reply(UpdateFromDistributed(manifest=PART)).success
+    assert not engine.reply(single(PART)).success
     assert engine.reply(AbortSession()).success
-    assert engine.reply(UpdateFromDistributed(manifest=PART)).success
+    assert engine.reply(single(PART)).success
 
 
 def test_figures_of_a_group_are_those_of_all_its_calls(engine: Engine) -> None:
     engine.reply(BeginUpdate())
     engine.tick(5)
-    engine.reply(UpdateFromDistributed(manifest=PART))
-    engine.reply(UpdateFromDistributed(manifest=PART))
+    engine.reply(single(PART))
+    engine.reply(single(PART))
     figures = engine.reply(EndUpdate()).fields
     assert (figures["num_buckets_received"], figures["num_bytes"]) == (4, 32)
     assert figures["timings"]["receive_s"] == 0
 
 
 def test_a_name_that_is_a_long_number(engine: Engine) -> None:
-    engine.reply(SetVersion(version="9" * 200))
-    assert engine.reply(UpdateFromTensor(payloads=[b"x"])).success
+    engine.reply(SetVersion(new_version="9" * 200))
+    assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"])).success
     assert engine.scheduler.weight_version == "1" + "0" * 200
 
 
 def test_a_commit_rejects_nobody() -> None:
     engine = Engine(reject_while_paused=True)
-    engine.reply(JoinGroup(group=GROUP))
+    engine.reply(join(GROUP))
     engine.silent.add(Commit)
     engine.reply(prepare())
     engine.ask(Complete())
@@ -735,7 +737,7 @@ def test_poisoned_weights_let_a_sender_finish(engine: Engine) -> None:
     engine.reply(Complete())
     engine.broken = {}
     engine.kinds()
-    answer = engine.reply(UpdateFromDistributed(manifest=PART))
+    answer = engine.reply(single(PART))
     assert not answer.success and "poisoned" in answer.message
     assert engine.kinds() == ["Stage", "Receive"]
 
@@ -760,7 +762,7 @@ def test_a_checkpoint_may_take_longer_to_read_than_a_client_to_send(engine: Engi
     engine.tick(1000)
     assert engine.state == "posting"
     engine.reply(AbortSession())
-    call = engine.ask(UpdateFromDistributed(manifest=PART))
+    call = engine.ask(single(PART))
     engine.tick(300)
     assert "nothing was received" in engine.answer(call).message
 
@@ -773,9 +775,9 @@ def test_a_bad_checkpoint_changes_nothing(engine: Engine) -> None:
 
 
 def test_each_rank_gets_its_payload(engine: Engine) -> None:
-    engine.reply(UpdateFromTensor(payloads=[b"x", b"y"]))
-    assert engine.reply(UpdateFromTensor(payloads=[b"x"])).success, "one for all"
-    answer = engine.reply(UpdateFromTensor(payloads=[b"x"] * 3))
+    engine.reply(UpdateFromTensor(serialized_named_tensors=["x", "y"]))
+    assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"])).success, "one for all"
+    answer = engine.reply(UpdateFromTensor(serialized_named_tensors=["x"] * 3))
     assert not answer.success and "has 3 entries" in answer.message
 
 
@@ -798,7 +800,7 @@ def test_the_frontend_hears_of_every_change(engine: Engine) -> None:
 
 
 def other(name: str, **fields: Any) -> JoinGroup:
-    return JoinGroup(group=structs.replace(GROUP, name=name, **fields), timeout_s=10.0)
+    return join(structs.replace(GROUP, name=name, **fields), timeout_s=10.0)
 
 
 def give_up(engine: Engine) -> None:

@@ -21,35 +21,34 @@ from hypothesis.stateful import (
 from msgspec import structs
 
 from segue.messages.control import Continue, Pause, SchedulerOutput
-from segue.messages.weight_update import (
+from segue.messages.weight_operations import (
     AbortSession,
     BeginUpdate,
     Bucket,
-    Commit,
     CommitSession,
     Complete,
-    Discard,
     EndUpdate,
     Group,
-    Join,
-    JoinGroup,
-    Leave,
     LeaveGroup,
-    Load,
     Manifest,
-    Prepare,
+    UpdateFromDisk,
+    UpdateFromTensor,
+    WeightOperation,
+)
+from segue.messages.weight_update import (
+    Commit,
+    Discard,
+    Join,
+    Leave,
+    Load,
     RankReply,
     Receive,
     Received,
     Stage,
     Take,
-    UpdateFromDisk,
-    UpdateFromDistributed,
-    UpdateFromTensor,
     WeightAnswer,
     WeightCall,
     WeightCommand,
-    WeightRequest,
 )
 from segue.scheduler.weight_port import SchedulerPort
 from segue.weight_update.control.calls import WeightControl
@@ -57,6 +56,7 @@ from segue.weight_update.control.fan_out import FanOut
 from segue.weight_update.control.session import UpdatePhase
 from tests.scheduler.simulation import Simulation
 from tests.scheduler.test_pause_properties import prove
+from tests.weight_update.control.operations import join, prepared, single
 
 RANKS = 2
 GROUP = Group(name="g", master_address="a", master_port=1, rank_offset=1, world_size=3, backend="gloo")
@@ -94,7 +94,7 @@ class WeightMachine(RuleBasedStateMachine):
 
     # --- plumbing ---
 
-    def ask(self, request: WeightRequest) -> None:
+    def ask(self, request: WeightOperation) -> None:
         self.calls += 1
         self.owed.add(self.calls)
         self.control.request(WeightCall(self.calls, request, self.now), self.now)
@@ -122,16 +122,16 @@ class WeightMachine(RuleBasedStateMachine):
 
     @rule(offset=st.sampled_from([1, 1, 1, 0]))
     def join(self, offset: int) -> None:
-        self.ask(JoinGroup(group=structs.replace(GROUP, rank_offset=offset)))
+        self.ask(join(structs.replace(GROUP, rank_offset=offset)))
 
     @rule()
     def leave(self) -> None:
-        self.ask(LeaveGroup(name="g"))
+        self.ask(LeaveGroup(group_name="g"))
 
     @rule(partial=st.booleans(), name=st.sampled_from([None, "one", "two"]), empty=st.booleans())
     def prepare(self, partial: bool, name: str | None, empty: bool) -> None:
         manifest = structs.replace(WHOLE, partial=partial, buckets=[] if empty else BUCKETS)
-        self.ask(Prepare(manifest=manifest, session_id=name, timeout_s=10.0, arm_timeout_s=100.0))
+        self.ask(prepared(manifest, session_id=name, timeout_s=10.0, arm_timeout_s=100.0))
 
     @rule(flush=st.booleans(), commit=st.booleans(), name=st.sampled_from([None, None, "one"]))
     def complete(self, flush: bool, commit: bool, name: str | None) -> None:
@@ -147,13 +147,13 @@ class WeightMachine(RuleBasedStateMachine):
 
     @rule(kind=st.integers(0, 2), flush=st.booleans(), abort=st.booleans())
     def single(self, kind: int, flush: bool, abort: bool) -> None:
-        options: Any = {"flush_cache": flush, "abort_all": abort}
+        options: Any = {"flush_cache": flush, "abort_all_requests": abort}
         if kind == 0:
-            self.ask(UpdateFromDistributed(manifest=structs.replace(WHOLE, partial=True), **options))
+            self.ask(single(structs.replace(WHOLE, buckets=WHOLE.buckets[:1], partial=True), **options))
         elif kind == 1:
             self.ask(UpdateFromDisk(model_path="p", **options))
         else:
-            self.ask(UpdateFromTensor(payloads=[b"x"], **options))
+            self.ask(UpdateFromTensor(serialized_named_tensors=["x"], **options))
 
     @rule()
     def begin(self) -> None:

@@ -1,3 +1,4 @@
+import base64
 import pickle
 import random
 import struct
@@ -16,7 +17,7 @@ from torch import Tensor
 from segue.errors import InvalidRequestError
 from segue.weight_update.payload import decode as payload_module
 from segue.weight_update.payload import unpickle
-from segue.weight_update.payload.decode import FlattenedTensorMetadata, Form, decode, encode
+from segue.weight_update.payload.decode import FlattenedTensorMetadata, Form, decode, encode, from_base64
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
@@ -484,3 +485,17 @@ def mutated(payload: bytes, random_: random.Random) -> bytes:
             case 3:
                 result[at:at] = result[some]
     return bytes(result)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 29, 30, 31, 59, 60, 61, 200])
+def test_base64_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_module, "BASE64_PIECE", 40)
+    payload = random.Random(size).randbytes(size)
+    assert from_base64(base64.b64encode(payload).decode()) == payload
+
+
+@pytest.mark.parametrize("text", ["%", "abc", "A" * 37 + "A==" + "A" * 40, "A" * 40 + "=", "\xe9" * 4])
+def test_what_is_not_base64_is_refused_in_any_piece(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_module, "BASE64_PIECE", 40)
+    with pytest.raises(InvalidRequestError, match="base64"):
+        from_base64(text)

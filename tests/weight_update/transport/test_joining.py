@@ -12,7 +12,7 @@ import torch.distributed as dist
 from msgspec import structs
 
 from segue.errors import WeightSyncError
-from segue.messages.weight_update import Group
+from segue.messages.weight_operations import Group
 from segue.trainer.group import TrainerGroup as SendingGroup
 from segue.weight_update.transport.group import ANNOUNCED_KEY, JoinedGroup, prefixed
 from segue.weight_update.transport.joining import MAX_ATTEMPTS, Groups

@@ -352,7 +352,7 @@ def test_registered_buffers_are_there_until_the_communicator_has_ended(
 
 
 def test_a_trainer_keeps_its_registered_buffers_until_it_leaves(registered: list[Registered]) -> None:
-    group = object.__new__(trainer_group.Group)
+    group = object.__new__(trainer_group.TrainerGroup)
     group.name, group.device, group._left = "g", torch.device("cpu"), False
     group._lock, group._buffers, group._registers = threading.Lock(), [], True
     group._group = SimpleNamespace(_get_backend=lambda device: "nccl")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from segue.messages.weight_update import Bucket, Group, Manifest
+from segue.messages.weight_operations import Bucket, Group, Manifest
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
 from segue.weight_update.transport.receiver import Callbacks, Receiver
@@ -328,7 +328,7 @@ def test_a_trainer_may_end_before_all_it_sent_is_taken(trainer: Any, joined: Joi
 def test_the_process_may_end_while_a_session_is_armed(trainer: Any, new_group: NewGroup) -> None:
     program = """
 import sys, threading, torch
-from segue.messages.weight_update import Bucket, Group, Manifest
+from segue.messages.weight_operations import Bucket, Group, Manifest
 from segue.weight_update.transport.joining import Groups
 from segue.weight_update.transport.receiver import Callbacks, Receiver
 groups, entered = Groups(torch.device("cpu")), threading.Event()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from msgspec import Struct
 
-from segue.api.validation import TAKES_DECODED, FastList, LogitBias
+from segue.api.validation import TokenId
 from segue.errors import UnsupportedFieldError
 
 RULES = {
@@ -39,11 +39,7 @@ NAMES = {
 }
 
 
-class _NativeBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-
-class NativeSampling(_NativeBody):
+class NativeSampling(Struct, frozen=True, kw_only=True):
     """``sampling_params``."""
 
     max_new_tokens: int | None = 128
@@ -56,27 +52,27 @@ class NativeSampling(_NativeBody):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: LogitBias | None = None
-    stop: str | FastList[str] | None = None
-    stop_token_ids: Annotated[FastList[int] | None, TAKES_DECODED] = None
+    logit_bias: dict[TokenId, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     n: int = 1
 
 
-class NativeGenerate(_NativeBody):
+class NativeGenerate(Struct, frozen=True, kw_only=True):
     """``POST /generate``; lists are batches."""
 
-    text: str | FastList[str] | None = None
-    input_ids: Annotated[FastList[int] | FastList[FastList[int]] | None, TAKES_DECODED] = None
-    sampling_params: dict[str, Any] | FastList[dict[str, Any]] | None = None
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None  # all items of one type
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
-    rid: str | FastList[str] | None = None
+    rid: str | list[str] | None = None
     priority: int = 0
 
 

@@ -16,7 +16,7 @@ from segue.api.native.bodies import (
     NativeSampling,
     refuse_unsupported,
 )
-from segue.api.validation import parse
+from segue.api.validation import check_one_kind, parse
 from segue.errors import InvalidRequestError, UnsupportedFieldError, shown
 from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, End, GenerateRequest, Output
 from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
@@ -87,8 +87,9 @@ def _prompts(call: NativeGenerate) -> tuple[Sequence[str | list[int]], bool]:
         return ([call.text], False) if isinstance(call.text, str) else (call.text, True)
     ids = call.input_ids
     assert ids is not None
+    check_one_kind(ids, "input_ids", RULES)
     if ids and not isinstance(ids[0], int):
-        return ids, True
+        return cast(list[list[int]], ids), True
     return [cast(list[int], ids)], False
 
 

@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
+from msgspec import Meta, Struct
 
-from segue.api.validation import (
-    BIAS_SCHEMA,
-    TAKES_DECODED,
-    Decoded,
-    FastList,
-    StrictBody,
-    inlined,
-    misfit,
-    token_biases,
-)
+from segue.api.validation import TokenId
 from segue.errors import InvalidRequestError, UnsupportedFieldError
 
 MAX_BIASES = 300  # entries of ``logit_bias``: the limit of OpenAI's own API
@@ -67,20 +57,10 @@ RULES = {
 }
 
 
-class _OpenAIBody(StrictBody):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class StreamOptions(_OpenAIBody):
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """``stream_options``."""
 
     include_usage: bool | None = None
-
-
-def _few_biases(value: Any) -> dict[int, float]:
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(too_many_biases(len(value)))
-    return token_biases(value)
 
 
 def too_many_biases(count: int) -> str:
@@ -88,32 +68,29 @@ def too_many_biases(count: int) -> str:
     return f"it has {count} entries; at most {MAX_BIASES} are allowed"
 
 
-_FewBiases = Annotated[dict[int, float], PlainValidator(_few_biases), BIAS_SCHEMA]
-
-
-class _Sampling(_OpenAIBody):
+class SamplingBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions have in common; None is the default."""
 
     model: str
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | FastList[str] | None = None
-    stop_token_ids: Annotated[FastList[int] | None, TAKES_DECODED] = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: _FewBiases | None = None
+    logit_bias: dict[TokenId, float] | None = None  # at most MAX_BIASES
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
 
-class _MessagePart(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+class _MessagePart(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """Without the collector's bookkeeping: a body may have tens of thousands of these, and no cycles."""
 
 
@@ -124,7 +101,7 @@ class TextPart(_MessagePart, frozen=True, gc=False):
     text: str
 
 
-_Nothing = Annotated[list[None], msgspec.Meta(max_length=0)]
+_Nothing = Annotated[list[None], Meta(max_length=0)]
 
 
 class ChatMessage(_MessagePart, frozen=True, gc=False):
@@ -141,40 +118,20 @@ class ChatMessage(_MessagePart, frozen=True, gc=False):
     annotations: _Nothing | None = None
 
 
-def _messages(value: Any) -> list[ChatMessage]:
-    if isinstance(value, Decoded):
-        messages: list[ChatMessage] = value.value
-    else:
-        try:
-            messages = msgspec.convert(value, list[ChatMessage])
-        except msgspec.ValidationError as error:
-            raise misfit(error, "messages", RULES) from None
-    if not messages:
-        raise ValueError("must have at least one message")
-    return messages
-
-
-def _messages_schema() -> dict[str, Any]:
-    (schema,), definitions = msgspec.json.schema_components(
-        [list[ChatMessage]], ref_template="#/$defs/{name}"
-    )
-    return inlined({**schema, "$defs": definitions, "minItems": 1})
-
-
-class ChatCompletionRequest(_Sampling):
+class ChatCompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], PlainValidator(_messages), WithJsonSchema(_messages_schema())]
+    messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
-class CompletionRequest(_Sampling):
+class CompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/completions``."""
 
-    prompt: Annotated[str | FastList[str] | FastList[int] | FastList[FastList[int]], TAKES_DECODED]
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt: str | list[str | int | list[int]]  # all items of one type
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
 def without_extras(body: Any, not_yet: Mapping[str, tuple[Any, ...]]) -> Any:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from segue.api.openai.bodies import ChatCompletionRequest, ChatMessage, CompletionRequest
+from segue.api.openai.bodies import (
+    MAX_BIASES,
+    RULES,
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    too_many_biases,
+)
+from segue.api.validation import check_one_kind
 from segue.errors import InvalidRequestError, ModelNotFoundError, shown
 from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
@@ -27,8 +35,10 @@ class Wanted:
 
 
 async def chat_call(body: ChatCompletionRequest, runtime: Runtime, rid: str) -> Wanted:
-    """Render the chat template and check what pydantic cannot."""
+    """Render the chat template, and check what the types of the fields cannot say."""
     check_model(body.model, runtime)
+    if not body.messages:
+        raise InvalidRequestError("messages: must have at least one message", param="messages")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     max_tokens, limit_name = _max_tokens(body)
@@ -106,6 +116,9 @@ def _options(
         )
         if (value := getattr(body, name)) is not None
     }
+    if len(body.logit_bias or ()) > MAX_BIASES:
+        text = f"logit_bias: {too_many_biases(len(body.logit_bias or ()))}"
+        raise InvalidRequestError(text, param="logit_bias")
     stop = body.stop
     return SamplingOptions(
         **given,
@@ -145,11 +158,12 @@ async def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return rendered
 
 
-def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
+    check_one_kind(prompt, "prompt", RULES)
     if not prompt:
         raise InvalidRequestError("prompt is empty; it must have at least one token", param="prompt")
     if isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)
+        return [cast(list[int], prompt)]
+    return cast(list[str | list[int]], list(prompt))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from segue.messages.weight_update import (
+from segue.messages.weight_operations import (
     AbortSession,
     BeginUpdate,
     CheckWeights,
@@ -16,20 +16,16 @@ from segue.messages.weight_update import (
     EndUpdate,
     GetUpdateStatus,
     GetWeights,
-    Inspect,
-    Join,
     JoinGroup,
-    Leave,
     LeaveGroup,
     Manifest,
     Prepare,
-    RankReply,
     SetVersion,
     UpdateFromDisk,
     UpdateFromDistributed,
     UpdateFromTensor,
-    WeightCall,
 )
+from segue.messages.weight_update import Inspect, Join, Leave, RankReply, WeightCall
 from segue.weight_update.control.fan_out import problems
 from segue.weight_update.control.merge_replies import merge
 from segue.weight_update.control.session import RECEIVE_S, UpdatePhase, UpdateSession
@@ -41,7 +37,7 @@ class WeightControl(WeightMachine):
 
     def request(self, message: WeightCall, now: float) -> None:
         """A call of the frontend."""
-        call, request = message.call, message.request
+        call, request = message.call, message.operation
         match request:
             case JoinGroup():
                 self._join(call, request, now)
@@ -58,7 +54,7 @@ class WeightControl(WeightMachine):
             case GetUpdateStatus():
                 self._answer([call], True, **self.status(now))
             case UpdateFromDistributed() | UpdateFromDisk() | UpdateFromTensor():
-                self._single(call, request, now)
+                self._single(message, request, now)
             case BeginUpdate():
                 self._begin(call, now)
             case EndUpdate():
@@ -114,7 +110,7 @@ class WeightControl(WeightMachine):
         )
 
     def _leave(self, call: int, request: LeaveGroup, now: float) -> None:
-        name = request.name
+        name = request.group_name
         if name not in self.groups:
             self._answer([call], False, self._no_group(name))
             return
@@ -237,8 +233,12 @@ class WeightControl(WeightMachine):
     # --- the older calls ---
 
     def _single(
-        self, call: int, request: UpdateFromDistributed | UpdateFromDisk | UpdateFromTensor, now: float
+        self,
+        message: WeightCall,
+        request: UpdateFromDistributed | UpdateFromDisk | UpdateFromTensor,
+        now: float,
     ) -> None:
+        call = message.call
         manifest = request.manifest if isinstance(request, UpdateFromDistributed) else None
         session = self.session
         if session is not None and session.kind == "group of calls" and session.phase is UpdatePhase.RECEIVED:
@@ -258,12 +258,12 @@ class WeightControl(WeightMachine):
         session.ending.append(call)
         session.weight_version = request.weight_version or session.weight_version
         session.flush_cache = session.flush_cache or request.flush_cache
-        session.abort_all = session.abort_all or request.abort_all
+        session.abort_all = session.abort_all or request.abort_all_requests
         match request:
             case UpdateFromDistributed():
                 self._stage(session, request.manifest, now)
             case UpdateFromDisk():
-                self._load(session, request, now)
+                self._load(session, message, request, now)
             case UpdateFromTensor():
                 self._take(session, request, now)
 
@@ -330,11 +330,13 @@ class WeightControl(WeightMachine):
     # --- versions, and looking ---
 
     def _set_version(self, call: int, request: SetVersion) -> None:
-        if request.abort_all:
+        if request.abort_all_requests:
             self._answers.append(self._port.abort_all())
-        self._port.rename(request.version)
+        self._port.rename(request.new_version)
         self._notify()  # first: who has the answer may ask the frontend
-        self._answer([call], True, f"Weight version is {request.version!r}.", new_version=request.version)
+        self._answer(
+            [call], True, f"Weight version is {request.new_version!r}.", new_version=request.new_version
+        )
 
     def _inspect(self, call: int, request: GetWeights | CheckWeights) -> None:
         def seen(replies: list[RankReply], now: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from segue.messages.weight_update import Group
+from segue.messages.weight_operations import Group
 
 MAX_JOINS = 4
 _GRACE_S = 1.0  # the ranks know the deadline too, and can say more

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from segue.messages.weight_update import CheckWeights, GetWeights
+from segue.messages.weight_operations import CheckWeights, GetWeights
 
 _MASK = (1 << 64) - 1
 

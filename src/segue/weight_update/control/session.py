@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Literal
 
-from segue.messages.weight_update import Manifest
+from segue.messages.weight_operations import Manifest
 
 COPY_S = 600.0
 RECEIVE_S, ARMED_S = 300.0, 3600.0  # how long a session waits: after the first byte, before it

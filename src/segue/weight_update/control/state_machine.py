@@ -16,21 +16,19 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from segue.messages.control import PauseMode, SchedulerMessage
+from segue.messages.weight_operations import Group, Manifest, UpdateFromDisk, UpdateFromTensor
 from segue.messages.weight_update import (
     Commit,
     Discard,
-    Group,
     Load,
-    Manifest,
     RankReply,
     Receive,
     Received,
     Stage,
     StopJoin,
     Take,
-    UpdateFromDisk,
-    UpdateFromTensor,
     WeightAnswer,
+    WeightCall,
     WeightCommand,
     WeightNotice,
 )
@@ -252,7 +250,7 @@ class WeightMachine:
         self._answer(session.preparing, True, text, session_id=session.id, **fields)
         session.preparing = []
 
-    def _load(self, session: UpdateSession, request: UpdateFromDisk, now: float) -> None:
+    def _load(self, session: UpdateSession, asked: WeightCall, request: UpdateFromDisk, now: float) -> None:
         session.model_path, session.is_partial, session.is_empty = request.model_path, False, False
         self._enter(session, UpdatePhase.POSTING, now)
         self._fan_out.send(
@@ -261,18 +259,20 @@ class WeightMachine:
                 session=session.number,
                 model_path=request.model_path,
                 load_format=request.load_format,
-                roots=request.roots,
-                from_hub=request.from_hub,
+                roots=asked.roots,
+                from_hub=asked.from_hub,
             ),
             lambda replies, now: self._brought(session, replies, now),
         )
 
     def _take(self, session: UpdateSession, request: UpdateFromTensor, now: float) -> None:
-        if len(request.payloads) not in (1, self._num_ranks):
+        payloads = request.serialized_named_tensors
+        if len(payloads) not in (1, self._num_ranks):
             text = (
-                f"serialized_named_tensors has {len(request.payloads)} entries; give one for all ranks, or "
+                f"serialized_named_tensors has {len(payloads)} entries; give one for all ranks, or one for "
+                f"each of the {self._num_ranks}"
             )
-            self._abort(session, f"{text}one for each of the {self._num_ranks}", now)
+            self._abort(session, text, now)
             return
         session.is_empty = False
         self._enter(session, UpdatePhase.POSTING, now)
@@ -280,7 +280,9 @@ class WeightMachine:
             lambda rank, call: Take(
                 call=call,
                 session=session.number,
-                payload=request.payloads[rank if len(request.payloads) > 1 else 0],
+                payload=request.serialized_named_tensors[
+                    rank if len(request.serialized_named_tensors) > 1 else 0
+                ],
                 load_format=request.load_format,
                 copy=session.kind == "group of calls",
             ),

@@ -6,6 +6,7 @@ flattened bucket, where one tensor holds the bytes of all, and records tell whic
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import os
 import pickle
@@ -37,6 +38,7 @@ from segue.weight_update.payload.unpickle import (
 Form = Literal["safetensors", "flattened_bucket"]
 NamedTensors = list[tuple[str, Tensor]]
 
+BASE64_PIECE = 1 << 20  # characters, a multiple of four
 LOAD_FORMATS = (None, "flattened_bucket")
 
 # Of torch's CUDA IPC: bytes of an event's handle, and counters in the shared file that says who still reads.
@@ -46,6 +48,27 @@ _MAX_NAME = 1024  # characters of a tensor's name
 _BYTES_PER_TENSOR = 8  # an honest pickle has more for each, even for one whose memory another has too
 _FREE_TENSORS = 64
 _COUNTER_FILE = re.compile(rb"/torch_[A-Za-z0-9_]{1,64}")
+
+
+def from_base64(text: str) -> bytes:
+    """Decode a payload, a piece at a time: one call into C would hold up the steps for as long as it takes.
+
+    Raises:
+        InvalidRequestError: it is not base64.
+    """
+    payload = bytearray()
+    try:
+        for start in range(0, len(text), BASE64_PIECE):
+            piece = base64.b64decode(text[start : start + BASE64_PIECE], validate=True)
+            if len(piece) < BASE64_PIECE // 4 * 3 and start + BASE64_PIECE < len(text):
+                raise ValueError("padding before the end")
+            payload += piece
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"serialized_named_tensors: every entry must be base64 ({error})",
+            param="serialized_named_tensors",
+        ) from None
+    return bytes(payload)
 
 
 def decode(payload: bytes, load_format: str | None, device: torch.device, *, rank: int = 0) -> NamedTensors:

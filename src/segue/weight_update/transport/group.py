@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 from segue.errors import WeightSyncError
 from segue.logs import logger
 from segue.memory.nccl_buffers import GRANULARITY, RegisteredBuffers, can_register
-from segue.messages.weight_update import Group
+from segue.messages.weight_operations import Group
 
 # Of stores and operations: longer than any session lives. Deadlines are kept by whoever waits.
 FOREVER = timedelta(days=1)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 
 from segue.errors import WeightSyncError
-from segue.messages.weight_update import Group
+from segue.messages.weight_operations import Group
 from segue.weight_update.transport import rendezvous
 from segue.weight_update.transport.group import FOREVER, JoinedGroup, prefixed
 from segue.weight_update.transport.rendezvous import Address, remaining

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from segue.errors import WeightSyncError
-from segue.messages.weight_update import Group
+from segue.messages.weight_operations import Group
 
 _CONNECT_RETRY_S = 0.1
 _CONNECT_S = 1.0  # for one address, before the next is tried

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from segue.errors import WeightSyncError
-from segue.messages.weight_update import Bucket, Manifest
+from segue.messages.weight_operations import Bucket, Manifest
 from segue.weight_update.transport.group import FOREVER, JoinedGroup
 
 # Broadcasts queued on the CUDA stream before the first of them has landed: enough that small tensors do not

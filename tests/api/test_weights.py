@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import inspect
-import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from segue.api import weights
-from segue.api.weight_bodies import UpdateWeightsFromTensorRequest
-from segue.api.weights import CALLS
 from segue.errors import InvalidRequestError
-from segue.messages.weight_update import UpdateFromTensor
+from segue.messages.weight_operations import OPERATIONS
 from tests.support.fake_engine import FakeEngine
 
 BUCKET = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
@@ -29,7 +24,7 @@ GROUP = {
 
 
 def test_every_call_has_a_method_and_a_twin(engine: FakeEngine) -> None:
-    for name in CALLS:
+    for name in OPERATIONS:
         method, twin = getattr(engine, name), getattr(engine, f"async_{name}")
         assert inspect.signature(method) == inspect.signature(twin)
         assert inspect.iscoroutinefunction(twin)
@@ -71,18 +66,13 @@ def test_wrong_arguments(engine: FakeEngine, tmp_path: Path) -> None:
         engine.update_weights_from_disk("")
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 29, 30, 31, 59, 60, 61, 200])
-def test_base64_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "BASE64_PIECE", 40)
-    payload = random.Random(size).randbytes(size)
-    body = UpdateWeightsFromTensorRequest(serialized_named_tensors=[base64.b64encode(payload).decode()])
-    request = weights.CALLS["update_weights_from_tensor"].request(body)
-    assert isinstance(request, UpdateFromTensor) and request.payloads == [payload]
-
-
-@pytest.mark.parametrize("text", ["%", "abc", "A" * 37 + "A==" + "A" * 40, "A" * 40 + "="])
-def test_what_is_not_base64_is_refused_in_any_piece(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "BASE64_PIECE", 40)
-    body = UpdateWeightsFromTensorRequest(serialized_named_tensors=[text])
-    with pytest.raises(InvalidRequestError, match="base64"):
-        weights.CALLS["update_weights_from_tensor"].request(body)
+def test_arguments_are_in_the_order_that_clients_write_them(engine: FakeEngine) -> None:
+    parameters = {name: list(inspect.signature(getattr(engine, name)).parameters) for name in OPERATIONS}
+    assert parameters["prepare_weights_update"][:2] == ["buckets", "group_name"]
+    assert parameters["update_weights_from_disk"][:2] == ["model_path", "load_format"]
+    assert parameters["update_weights_from_tensor"][:2] == ["named_tensors", "load_format"]
+    assert parameters["get_weights_by_name"] == ["name", "truncate_size"]
+    with pytest.raises(TypeError, match="colour"):
+        engine.begin_weight_update(colour="red")
+    with pytest.raises(TypeError, match="group_name"):
+        engine.prepare_weights_update([BUCKET])

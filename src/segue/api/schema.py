@@ -1,0 +1,82 @@
+"""OpenAPI's description of the routes, made from the structs of their bodies and queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from segue.version import __version__
+
+_CDN = "https://cdn.jsdelivr.net/npm"
+_SWAGGER = """<!doctype html><title>{title}</title>
+<link rel="stylesheet" href="{cdn}/swagger-ui-dist@5/swagger-ui.css"><div id="page"></div>
+<script src="{cdn}/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({{url: "openapi.json", dom_id: "#page"}})</script>"""
+_REDOC = """<!doctype html><title>{title}</title><redoc spec-url="openapi.json"></redoc>
+<script src="{cdn}/redoc@2/bundles/redoc.standalone.js"></script>"""
+
+
+def body_schema(kind: type[msgspec.Struct], *, required: bool = True) -> dict[str, Any]:
+    """The part of a route's description that says what its body is."""
+    content = {"application/json": {"schema": _schema(kind)}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
+def query_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The part of a route's description that says what its query is."""
+    schema = _schema(kind)
+    required = schema.get("required", [])
+    parameters = [
+        {"name": name, "in": "query", "required": name in required, "schema": each}
+        for name, each in schema["properties"].items()
+    ]
+    return {"parameters": parameters}
+
+
+def reply_schema(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a route's description that says which fields its reply has, by an example of each."""
+    kinds = {str: "string", bool: "boolean", int: "integer"}
+    properties = {name: {"type": kinds[type(value)]} for name, value in fields.items()}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    content = {"application/json": {"schema": schema}}
+    return {"responses": {"200": {"description": "Done", "content": content}}}
+
+
+def openapi(title: str, routes: Iterable[tuple[str, str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The document that describes routes, each given as its path, its method and its description."""
+    paths: dict[str, dict[str, Any]] = {}
+    for path, method, described in routes:
+        responses = {"responses": {"200": {"description": "Done"}}}
+        paths.setdefault(path, {})[method.lower()] = responses | {**described}
+    return {"openapi": "3.1.0", "info": {"title": title, "version": __version__}, "paths": paths}
+
+
+def swagger_page(title: str) -> str:
+    """A page beside ``openapi.json`` to try requests on."""
+    return _SWAGGER.format(title=title, cdn=_CDN)
+
+
+def redoc_page(title: str) -> str:
+    """A page beside ``openapi.json`` to read."""
+    return _REDOC.format(title=title, cdn=_CDN)
+
+
+def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """A struct's JSON schema, with each definition where it is used; our structs do not recurse."""
+    (schema,), definitions = msgspec.json.schema_components([kind])
+
+    def resolve(node: Any) -> Any:
+        if isinstance(node, dict):
+            reference = node.get("$ref")
+            if isinstance(reference, str):
+                return resolve(definitions[reference.rsplit("/", 1)[-1]])
+            return {key: resolve(value) for key, value in node.items()}
+        return [resolve(each) for each in node] if isinstance(node, list) else node
+
+    resolved: dict[str, Any] = resolve(schema)
+    if (tag := kind.__struct_config__.tag_field) is not None:  # tells messages apart; no client sends it
+        del resolved["properties"][tag]
+        resolved["required"] = [name for name in resolved["required"] if name != tag]
+    return resolved
