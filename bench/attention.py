@@ -87,7 +87,10 @@ def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) ->
 
 def rank(half: str, setting: Setting, steps: list[tuple[int, int, int]]) -> list[str]:
     """Backends from the fastest on; printed."""
-    times = {name: [measure(name, setting, *step) for step in steps] for name in registry.fitting(setting)}
+    times = {
+        name: [measure(name, setting, *step) for step in steps]
+        for name in registry.supported_backends(setting)
+    }
     order = sorted(times, key=lambda name: geometric_mean(times[name]))
     report.show(
         f"{half}, heads of {setting.shape.head_dim}, pages of {setting.page_size}: µs a layer",

@@ -73,7 +73,7 @@ def sums(rank: int, size: int, directory: str) -> None:
     torch.cuda.set_device(device)
     path = Path(directory)
     groups = connect(tp, rendezvous=path / "rendezvous", device=device, timeout=timedelta(seconds=60))
-    all_reduce.MOST_BYTES = 8 * HIDDEN * 256 * (size - 1)
+    all_reduce.MAX_BYTES = 8 * HIDDEN * 256 * (size - 1)
     one_shot = all_reduce.OneShotAllReduce(groups, device, HIDDEN, 1)
     with torch.cuda.stream(torch.cuda.Stream()):
         found = []
@@ -97,7 +97,7 @@ def _time_sums(rows: int, groups: TPGroups, one_shot: OneShot) -> dict[str, floa
         "one rank's norm": lambda: add_rms_norm(whole, *norm),
         "nccl + norm": lambda: add_rms_norm(groups.collectives.all_reduce(whole), *norm),
     }
-    if rows <= one_shot.most_rows:
+    if rows <= one_shot.max_rows:
         links["one-shot"] = lambda: one_shot.add_rms_norm(whole, *norm)
         links["one-shot of 2 splits"] = lambda: one_shot.add_rms_norm(split, *norm)
     return {"rows": rows} | {name: _chain(link, groups.barrier) for name, link in links.items()}

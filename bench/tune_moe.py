@@ -24,7 +24,7 @@ from torch import Tensor
 from bench.tune_gemm import SHARED, chain_time
 from segue.kernels.moe import route
 from segue.kernels.triton import moe
-from segue.kernels.triton.moe import Cut, MoEPlan
+from segue.kernels.triton.moe import MoEPlan, TileConfig
 from segue.kernels.triton.moe_routing import sort
 
 # experts, experts a token, expert size, hidden size
@@ -35,7 +35,7 @@ COPIES = 2  # of the weights
 ROUTINGS = 6  # in a graph: few tokens choose other experts each time
 
 Shape = tuple[int, int, int, int]
-Job = tuple[str, int, Cut]  # GEMM, pairs in a tile, cut
+Job = tuple[str, int, TileConfig]  # GEMM, pairs in a tile, cut
 
 
 def blocks(tokens: int, shape: Shape) -> list[int]:
@@ -45,13 +45,13 @@ def blocks(tokens: int, shape: Shape) -> list[int]:
     return ([1] if tokens <= 16 else []) + found
 
 
-def cuts(gemm: str, block: int, shape: Shape) -> Iterator[Cut]:
+def cuts(gemm: str, block: int, shape: Shape) -> Iterator[TileConfig]:
     """What is worth a try for tiles of so many pairs."""
     depth, size = (shape[3], shape[2]) if gemm == "gate_up" else (shape[2], shape[3])
     if block == 1:
         for rows, deep, stages, warps in itertools.product((4, 8, 16), (256, 512), (1, 2, 3), (2, 4, 8)):
             if 8 <= rows * deep // (32 * warps) <= 64:
-                yield Cut(rows, deep, stages, warps)
+                yield TileConfig(rows, deep, stages, warps)
         return
     weights = 2 if gemm == "gate_up" else 1
     for rows, deep, stages, warps, tma in itertools.product(
@@ -65,9 +65,9 @@ def cuts(gemm: str, block: int, shape: Shape) -> Iterator[Cut]:
             block < 64 and (rows == 256 or accumulated < 4)
         ):
             continue
-        yield Cut(rows, deep, stages, warps, tma)
+        yield TileConfig(rows, deep, stages, warps, tma)
         if tma and block == 128:
-            yield Cut(rows, deep, stages, warps, tma, halves=True)
+            yield TileConfig(rows, deep, stages, warps, tma, halves=True)
 
 
 class Case:
@@ -82,7 +82,7 @@ class Case:
             logits = torch.randn(tokens, num_experts, device="cuda")
             self.inputs.append((x, *route(logits, per_token, renormalise=True)))
 
-    def gemm(self, gemm: str, block: int, cut: Cut) -> float:
+    def gemm(self, gemm: str, block: int, cut: TileConfig) -> float:
         """Microseconds of one GEMM."""
         prepared = []
         for i, (x, factors, experts) in enumerate(self.inputs):
@@ -131,7 +131,7 @@ def measure(shape: Shape, tokens: int, weights: list[tuple[Tensor, Tensor]]) -> 
     return asdict(min(found, key=lambda each: each[0])[1])
 
 
-def best(case: Case, gemm: str, block: int, shape: Shape) -> list[Cut]:
+def best(case: Case, gemm: str, block: int, shape: Shape) -> list[TileConfig]:
     """The fastest cuts of one GEMM."""
     timed = [
         (attempt(partial(case.gemm, gemm, block, cut), (gemm, block, cut)), cut)
@@ -143,7 +143,7 @@ def best(case: Case, gemm: str, block: int, shape: Shape) -> list[Cut]:
     return [cut for _, cut in timed[:TOGETHER]]
 
 
-def show(cut: Cut) -> str:
+def show(cut: TileConfig) -> str:
     """A cut in short."""
     flags = "t" * cut.tma + "h" * cut.halves
     return f"{cut.block_n}x{cut.block_k}s{cut.stages}w{cut.warps}{flags}"

@@ -9,7 +9,7 @@ import torch
 
 from segue.attention import registry
 from segue.attention.base import AttentionShape, Capabilities
-from segue.attention.registry import BackendEntry, Setting, misfits, names, select
+from segue.attention.registry import BackendEntry, Setting, names, select, unsupported_reasons
 from segue.errors import ConfigError
 from segue.kvcache.pool import KVPool
 
@@ -153,13 +153,13 @@ def test_a_backend_that_does_not_fit_says_why(device: str, dtype: torch.dtype, w
     [
         ({"page_sizes": (1, 64)}, "page size 16"),
         ({"head_dims": (128,)}, "head size 64"),
-        ({"most_group": 2}, "3 query heads"),
+        ({"max_group_size": 2}, "3 query heads"),
         ({"architectures": ((10, 0),)}, "compute capability (9, 0)"),
         ({"package": ("no_such_module", "more")}, "segue[more]"),
     ],
 )
 def test_every_limit_is_checked(cuda, limits: dict[str, object], word: str) -> None:
     allowed = {"devices": ("cuda",), "dtypes": (torch.bfloat16,)}
-    assert misfits(Capabilities(**allowed), setting("cuda")) == []  # type: ignore[arg-type]
-    found = misfits(Capabilities(**allowed, **limits), setting("cuda"))  # type: ignore[arg-type]
+    assert unsupported_reasons(Capabilities(**allowed), setting("cuda")) == []  # type: ignore[arg-type]
+    found = unsupported_reasons(Capabilities(**allowed, **limits), setting("cuda"))  # type: ignore[arg-type]
     assert len(found) == 1 and word in found[0]

@@ -26,7 +26,7 @@ def maker(name: str, dtype: torch.dtype) -> Callable[[AttentionShape, KVPool], A
             shape=shape, device=torch.device("cuda", 0), dtype=dtype, page_size=pool.page_size
         )
         for half in set(name.split(",")):
-            found = registry.misfits(registry._BACKENDS[half].capabilities, setting)
+            found = registry.unsupported_reasons(registry._BACKENDS[half].capabilities, setting)
             if found:
                 pytest.skip(f"{half}: {'; '.join(found)}")
         return registry.select(name, setting).make(shape, pool)

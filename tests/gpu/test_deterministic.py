@@ -50,10 +50,10 @@ def test_all_tiles_give_a_row_the_same_bits(size, depth, dtype) -> None:
     from segue.kernels.triton import batch_invariant_gemm as gemms
 
     x, weight, bias = (normal(*shape, dtype=dtype) for shape in ((300, depth), (size, depth), (size,)))
-    expected = gemms.run(gemms.WIDE[0], x, weight, bias, torch.float32)
+    expected = gemms.run(gemms.LARGE_M_TILES[0], x, weight, bias, torch.float32)
     exact = x.double() @ weight.double().T + bias.double()
     assert ((expected - exact).abs().max() / exact.abs().max()) < 1e-4
-    for tile in {*gemms.WIDE, *gemms.FEW, *gemms.MANY}:
+    for tile in {*gemms.LARGE_M_TILES, *gemms.SMALL_M_TILES, *gemms.SMALL_M_LARGE_N_TILES}:
         for start, stop in ((0, 1), (299, 300), (37, 101), (0, 300)):
             found = gemms.run(tile, x[start:stop], weight, bias, torch.float32)
             assert torch.equal(found, expected[start:stop]), (tile, start, stop)
@@ -63,13 +63,13 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows() -> None
     from segue.kernels.triton.batch_invariant_gemm import TritonBatchInvariantGemm
 
     weight, x = normal(4096, 12288), normal(8192, 12288, seed=1)
-    whole = TritonBatchInvariantGemm.of(weight, torch.float32)
+    whole = TritonBatchInvariantGemm.from_weight(weight, torch.float32)
     expected = whole(x, None)
     for rows in (1, 2, 8, 9, 16, 17, 33, 64, 65, 100, 128, 129, 250, 256, 257, 700, 1024, 4097, 8191):
         for start in {0, (8192 - rows) // 3, 8192 - rows}:
             found = whole(x[start : start + rows], None)
             assert torch.equal(found, expected[start : start + rows]), (rows, start)
-    backwards = TritonBatchInvariantGemm.of(weight.flip(1).contiguous(), torch.float32)
+    backwards = TritonBatchInvariantGemm.from_weight(weight.flip(1).contiguous(), torch.float32)
     found = backwards(x[:1].flip(1).contiguous(), None)
     assert not torch.equal(found, expected[:1]), "another order of the same sum has other bits"
 

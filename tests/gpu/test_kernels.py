@@ -67,8 +67,8 @@ def test_silu_mul(rows, size, splits, dtype) -> None:
 @pytest.mark.parametrize("splits", [0, 3])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (16, 8, 128), (4, 1, 24), (28, 4, 128)])
-def test_place(heads, kv_heads, dim, norms, splits, dtype) -> None:
-    from segue.kernels.triton.qk_norm_rope_store import place
+def test_qk_norm_rope_store(heads, kv_heads, dim, norms, splits, dtype) -> None:
+    from segue.kernels.triton.qk_norm_rope_store import qk_norm_rope_store
 
     tokens, width = 7, (heads + 2 * kv_heads) * dim
     qkv = normal(splits, tokens, width) if splits else normal(tokens, width, dtype=dtype)
@@ -78,7 +78,7 @@ def test_place(heads, kv_heads, dim, norms, splits, dtype) -> None:
     rows = torch.tensor([12, 3, 40, 0, 7, 8, 9], device="cuda")
     angles = torch.arange(100, device="cuda")[:, None] * normal(dim // 2, seed=4)
     keys, values = (torch.full((50, kv_heads * dim), 5.0, device="cuda", dtype=dtype) for _ in range(2))
-    query = place(
+    query = qk_norm_rope_store(
         qkv, weight, 1e-6, angles.cos(), angles.sin(), positions, rows, keys, values,
         num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
     )  # fmt: skip
@@ -379,12 +379,12 @@ def test_gated_product_of_many(rows, inner, hidden, dtype) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 40, 64])
 @pytest.mark.parametrize("size", [(3072, 1024), (12288, 4096)])
 def test_gated_product(rows, size) -> None:
-    from segue.kernels.triton.gemm import gate_up_silu_gemm
+    from segue.kernels.triton.gemm import gate_up_silu_gemm_small_m
 
     inner, hidden = size
     x = normal(rows, hidden, dtype=torch.bfloat16)
     weight = normal(2 * inner, hidden, dtype=torch.bfloat16, seed=1) * hidden**-0.5
-    gated = gate_up_silu_gemm(x, weight)
+    gated = gate_up_silu_gemm_small_m(x, weight)
     if gated is None:
         pytest.skip("no plan is stored for this shape on this device")
     gate, up = (x.float() @ weight.float().T).chunk(2, -1)

@@ -25,7 +25,7 @@ CASES = [
     *[(tokens, ODD, dtype) for tokens in (1, 70, 1000) for dtype in (FLOAT, BRAIN)],
     (20, (5, 5, 72, 24), FLOAT),
 ]
-CUTS = ["by pair", "16", "16 by TMA", "128", "128 by TMA", "128 by TMA, halves"]
+PLANS = ["by pair", "16", "16 by TMA", "128", "128 by TMA", "128 by TMA, halves"]
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +54,12 @@ def close(actual, expected):
 
 def plan(name):
     """Of one of `CUTS`."""
-    from segue.kernels.triton.moe import Cut, MoEPlan
+    from segue.kernels.triton.moe import MoEPlan, TileConfig
 
     if name == "by pair":
-        return MoEPlan(1, Cut(8, 128, 2, 4), Cut(8, 128, 2, 4))
-    cut = Cut(64, 64, 3, 8 if "128" in name else 4, tma="TMA" in name, halves="halves" in name)
-    return MoEPlan(128 if "128" in name else 16, cut, replace(cut, block_n=128))
+        return MoEPlan(1, TileConfig(8, 128, 2, 4), TileConfig(8, 128, 2, 4))
+    config = TileConfig(64, 64, 3, 8 if "128" in name else 4, tma="TMA" in name, halves="halves" in name)
+    return MoEPlan(128 if "128" in name else 16, config, replace(config, block_n=128))
 
 
 @pytest.mark.parametrize(("tokens", "shape", "dtype"), CASES)
@@ -68,7 +68,7 @@ def test_the_experts_results_are_those_of_plain_torch(tokens, shape, dtype) -> N
     close(select("auto", torch.device("cuda")).run(*case), expected(*case))
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("shape", [(70, *ODD), (600, 5, 4, 320, 200)])
 @pytest.mark.parametrize("chosen", ["any", "one"])
 def test_every_cut_gives_the_same(name, shape, chosen) -> None:
@@ -167,7 +167,7 @@ def test_padding_is_routed_to_no_expert(name, real) -> None:
     clean = run(plan(name), x, gate_up, down, *route(logits, 4, renormalise=True))
     x[real:], logits[real + 1 :] = float("nan"), float("nan")
     count = torch.tensor([real], dtype=torch.int32, device="cuda")
-    weights, experts = route(logits, 4, renormalise=True, num_real=count)
+    weights, experts = route(logits, 4, renormalise=True, num_unpadded=count)
     padded = run(plan(name), x, gate_up, down, weights, experts)
     assert torch.equal(padded[:real], clean[:real])
     assert not padded[real:].any()

@@ -8,7 +8,7 @@ from torch import Tensor
 from segue.errors import ConfigError
 from segue.kernels import batch_invariant
 from segue.kernels.activation import silu_mul
-from segue.kernels.batch_invariant import BatchInvariantGemm, cancelling, cut
+from segue.kernels.batch_invariant import BatchInvariantGemm, cancelling_inputs, split_rows
 from segue.kernels.linear import Plain, linear, pack
 from segue.kernels.log_softmax import log_probabilities
 from segue.kernels.norm import rms_norm
@@ -20,7 +20,7 @@ ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 44, 64, 70, 129, 256, 300, 600]
 @pytest.mark.parametrize("count", [*range(1, 70), 255, 256, 257, 511, 512, 513, 8192])
 @pytest.mark.parametrize("sizes", [(4, 8, 16, 32, 64, 128, 256), (16,), (16, 256)])
 def test_blocks_hold_all_rows_and_little_else(count: int, sizes: tuple[int, ...]) -> None:
-    blocks = cut(count, sizes)
+    blocks = split_rows(count, sizes)
     assert set(blocks) <= set(sizes)
     assert count <= sum(blocks) < count + max(sizes[0], count)
     assert sum(blocks[:-1]) < count
@@ -32,7 +32,7 @@ def test_blocks_hold_all_rows_and_little_else(count: int, sizes: tuple[int, ...]
 def test_a_row_of_a_product_has_the_same_bits_among_any_others(
     shape: tuple[int, int], dtype: torch.dtype, bias: bool
 ) -> None:
-    rows, weight = cancelling(max(ROWS), shape[1], shape[0], dtype)  # what is left is rounding
+    rows, weight = cancelling_inputs(max(ROWS), shape[1], shape[0], dtype)  # what is left is rounding
     # As small as what is left, so that it shows whether it is added first or last.
     added = (torch.randn(shape[0]) * 1e-6).to(dtype) if bias else None
     gemm = pack(weight, deterministic=True)
@@ -50,7 +50,7 @@ def test_a_deterministic_product_agrees_with_the_plain_one(dtype: torch.dtype) -
     torch.testing.assert_close(found, F.linear(x, weight, bias))
 
 
-def product_of(changed_rows: int) -> type[Plain]:
+def gemm_that_differs_for(changed_rows: int) -> type[Plain]:
     """A GEMM that adds up in another order for so many rows."""
 
     class Other(Plain):
@@ -64,7 +64,7 @@ def product_of(changed_rows: int) -> type[Plain]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sizes_that_add_up_in_another_order_are_not_used(dtype: torch.dtype) -> None:
-    gemm = BatchInvariantGemm.of(torch.randn(96, 64).to(dtype), product_of(64))
+    gemm = BatchInvariantGemm.from_weight(torch.randn(96, 64).to(dtype), gemm_that_differs_for(64))
     assert 64 not in gemm.sizes and 16 in gemm.sizes
 
 
@@ -75,7 +75,7 @@ def test_a_cpu_on_which_a_row_depends_on_its_place_is_refused() -> None:
             return torch.cat([front, back])
 
     with pytest.raises(ConfigError, match=r"16 rows by a weight \[96, 64\]"):
-        BatchInvariantGemm.of(torch.randn(96, 64), Placed)
+        BatchInvariantGemm.from_weight(torch.randn(96, 64), Placed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

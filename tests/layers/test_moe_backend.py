@@ -3,8 +3,8 @@ import torch
 import torch.nn.functional as F
 
 from segue.errors import ConfigError
-from segue.kernels.batch_invariant import cancelling
-from segue.layers.moe_backend import run_by_expert, run_expert_invariantly, select
+from segue.kernels.batch_invariant import cancelling_inputs
+from segue.layers.moe_backend import run_by_expert, run_expert_batch_invariant, select
 
 
 def test_the_torch_backend_agrees_with_one_token_at_a_time() -> None:
@@ -33,11 +33,11 @@ def test_what_goes_to_no_expert_adds_nothing() -> None:
 
 
 def test_invariant_experts_give_a_token_the_same_bits_among_any_others() -> None:
-    rows, gate_up = cancelling(16, 64, 2 * 96, torch.float32)  # what is left is rounding
-    down = cancelling(1, 96, 64, torch.float32)[1]
-    expected = run_expert_invariantly(rows, gate_up * 1e6, down)
+    rows, gate_up = cancelling_inputs(16, 64, 2 * 96, torch.float32)  # what is left is rounding
+    down = cancelling_inputs(1, 96, 64, torch.float32)[1]
+    expected = run_expert_batch_invariant(rows, gate_up * 1e6, down)
     for count in (1, 2, 3, 5, 9, 15):
-        assert torch.equal(run_expert_invariantly(rows[:count], gate_up * 1e6, down), expected[:count])
+        assert torch.equal(run_expert_batch_invariant(rows[:count], gate_up * 1e6, down), expected[:count])
 
 
 def test_auto_takes_triton_on_cuda_and_torch_on_the_cpu() -> None:

@@ -48,7 +48,7 @@ def derived(model: Decoder) -> Iterator[tuple[str, Tensor]]:
             x = torch.randn(3, size, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
             yield name, product(x, None)
         elif isinstance(module, RMSNorm):
-            yield name, module.wide
+            yield name, module.weight_float32
         elif getattr(module, "qk_weight", None) is not None:
             yield name, module.qk_weight
 

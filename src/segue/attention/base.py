@@ -21,7 +21,7 @@ class Capabilities:
     dtypes: tuple[torch.dtype, ...]
     page_sizes: tuple[int, ...] | None = None
     head_dims: tuple[int, ...] | None = None
-    most_group: int | None = None  # query heads a key-value head
+    max_group_size: int | None = None  # query heads a key-value head
     architectures: tuple[tuple[int, int], ...] | None = None  # CUDA compute capabilities
     package: tuple[str, str] | None = None  # the module it needs, and the extra that installs it
     graphs: bool = False  # its steps can be captured in CUDA graphs

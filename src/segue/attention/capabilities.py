@@ -7,14 +7,14 @@ from segue.attention.base import Capabilities
 TRITON = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
-    most_group=64,  # a block of prefill holds at least one query with all its heads
+    max_group_size=64,  # a block of prefill holds at least one query with all its heads
     graphs=True,
 )
 
 TRITON_INVARIANT = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    most_group=64,
+    max_group_size=64,
     graphs=True,
     deterministic=True,
 )

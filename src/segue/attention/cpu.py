@@ -31,7 +31,7 @@ _KEY_MULTIPLE = 64  # decode pads S to it: oneDNN compiles each new shape, for h
 _MAX_PADDING = 3072  # tokens; about what a further group costs in calls
 _BLOCK = 128  # query tokens a GEMM in prefill, at most
 _MAX_SCORES = 1 << 24  # elements a GEMM gives: with long contexts, blocks of fewer tokens bound memory
-_SHORT = 128  # keys up to which one fused call beats the blocked GEMMs
+_SHORT_KEYS = 128  # keys up to which one fused call beats the blocked GEMMs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +83,14 @@ class CPUAttention(AttentionBackend):
         )
         self._decodes: list[_Decode] = []
         self._prefills: list[_Prefill] = []
-        self._blind = False
+        self._has_blind_queries = False
 
     def prepare(self, ctx: Context) -> None:
         """Group the decode rows by length and lay out every index and mask."""
         groups = group_by_length(ctx.kv_lens[: ctx.num_decode])
         self._decodes = [self._plan_decode(ctx, members, len(groups) == 1) for members in groups]
         self._prefills = list(self._plan_prefills(ctx))
-        self._blind = any(q > kv for q, kv in zip(ctx.q_lens, ctx.kv_lens, strict=True))
+        self._has_blind_queries = any(q > kv for q, kv in zip(ctx.q_lens, ctx.kv_lens, strict=True))
 
     def forward(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
@@ -99,7 +99,7 @@ class CPUAttention(AttentionBackend):
         assert key is not None and value is not None
         if len(self._decodes) == 1 and not self._prefills:
             return self._decode(query, self._decodes[0], layer)
-        output = torch.zeros_like(query) if self._blind else query.new_empty(query.shape)
+        output = torch.zeros_like(query) if self._has_blind_queries else query.new_empty(query.shape)
         for decode in self._decodes:
             if decode.members is None:
                 output[: decode.num] = self._decode(query[: decode.num], decode, layer)
@@ -113,7 +113,7 @@ class CPUAttention(AttentionBackend):
                 shape = (self._shape.num_kv_heads, prefill.kv_len, self._shape.head_dim)
                 keys = self._keys[layer].index_select(0, prefill.index).view(shape)
                 values = self._values[layer].index_select(0, prefill.index).view(shape)
-            if prefill.kv_len <= _SHORT:
+            if prefill.kv_len <= _SHORT_KEYS:
                 self._prefill_short(query[tokens], keys, values, prefill, output[tokens])
             else:
                 self._prefill_blocked(query[tokens], keys, values, prefill, output[tokens])
@@ -193,19 +193,19 @@ class CPUAttention(AttentionBackend):
             ctx.kv_lens[ctx.num_decode :],
             strict=True,
         ):
-            seeing = min(q_len, kv_len)
-            if seeing:
+            num_seeing = min(q_len, kv_len)
+            if num_seeing:
                 index, mask = None, None
                 if kv_len != q_len:
                     heads = torch.arange(self._shape.num_kv_heads)[:, None]
                     rows = self._token_rows(ctx, [row], kv_len) * self._shape.num_kv_heads + heads
                     index = rows.to(self._index_dtype).view(-1)
-                if kv_len != seeing and kv_len <= _SHORT:
-                    mask = torch.zeros(seeing, kv_len, dtype=self._pool.data.dtype)
-                    queries = torch.arange(seeing)[:, None]
-                    mask.masked_fill_(torch.arange(kv_len) > queries + kv_len - seeing, float("-inf"))
+                if kv_len != num_seeing and kv_len <= _SHORT_KEYS:
+                    mask = torch.zeros(num_seeing, kv_len, dtype=self._pool.data.dtype)
+                    queries = torch.arange(num_seeing)[:, None]
+                    mask.masked_fill_(torch.arange(kv_len) > queries + kv_len - num_seeing, float("-inf"))
                 yield _Prefill(
-                    start=start + q_len - seeing, q_len=seeing, kv_len=kv_len, index=index, mask=mask
+                    start=start + q_len - num_seeing, q_len=num_seeing, kv_len=kv_len, index=index, mask=mask
                 )
             start += q_len
 

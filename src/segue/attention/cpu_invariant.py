@@ -22,7 +22,7 @@ from segue.attention import cpu
 from segue.attention.base import AttentionBackend, AttentionShape
 from segue.attention.context import Context
 from segue.errors import ConfigError
-from segue.kernels.batch_invariant import cancelling
+from segue.kernels.batch_invariant import cancelling_inputs
 from segue.kvcache.pool import KVPool
 
 CAPABILITIES = replace(cpu.CAPABILITIES, deterministic=True)
@@ -101,9 +101,9 @@ class InvariantCPUAttention(AttentionBackend):
         rows = self._rows[0]
         for members in cpu.group_by_length(ctx.kv_lens[: ctx.num_decode]):
             max_len = max(ctx.kv_lens[member] for member in members)
-            most = self._most_rows(max_len) // rows
-            for start in range(0, len(members), most):
-                some = members[start : start + most]
+            per_tile = self._max_rows(max_len) // rows
+            for start in range(0, len(members), per_tile):
+                some = members[start : start + per_tile]
                 lens = [ctx.kv_lens[member] for member in some]
                 sees = torch.tensor(lens)[:, None]
                 yield self._tile(ctx, torch.tensor(some), [ctx.slots[m] for m in some], lens, rows, sees)
@@ -116,11 +116,11 @@ class InvariantCPUAttention(AttentionBackend):
             ctx.kv_lens[ctx.num_decode :],
             strict=True,
         ):
-            fitting = [rows for rows in self._rows if rows <= self._most_rows(kv_len)]
-            most = max(fitting, default=self._rows[0]) // self._group
+            fitting = [rows for rows in self._rows if rows <= self._max_rows(kv_len)]
+            per_tile = max(fitting, default=self._rows[0]) // self._group
             end = start + q_len
-            for first in range(end - min(q_len, kv_len), end, most):  # those that see a key
-                count = min(most, end - first)
+            for first in range(end - min(q_len, kv_len), end, per_tile):  # those that see a key
+                count = min(per_tile, end - first)
                 last = kv_len - (end - first) + count  # keys that the tile's last token sees
                 rows = min(rows for rows in self._rows if rows >= count * self._group)
                 sees = torch.arange(last - count + 1, last + 1).repeat_interleave(self._group)
@@ -159,7 +159,7 @@ class InvariantCPUAttention(AttentionBackend):
             hidden=(key[common:] >= sees[:, :, None])[:, None],
         )
 
-    def _most_rows(self, kv_len: int) -> int:
+    def _max_rows(self, kv_len: int) -> int:
         """Rows of GEMMs over `kv_len` keys that bound the memory they take."""
         return max(self._rows[0], _MAX_SCORES // (self._shape.num_kv_heads * (kv_len + _BLOCK)))
 
@@ -170,8 +170,8 @@ def _agreeing_rows(group: int, size: int, dtype: torch.dtype) -> tuple[int, ...]
     candidates = [rows for rows in _ROWS if rows >= group] or [group]
     reference = min((rows for rows in candidates if rows >= 16), default=group)
     index = torch.arange(max(candidates)) % reference
-    queries, keys = cancelling(reference, size, _BLOCK, dtype)
-    weights, values = cancelling(reference, _BLOCK, size, dtype)
+    queries, keys = cancelling_inputs(reference, size, _BLOCK, dtype)
+    weights, values = cancelling_inputs(reference, _BLOCK, size, dtype)
 
     def score(rows: int, num: int, blocks: int) -> Tensor:
         a, b = queries[index[:rows]].repeat(num, 1, 1), keys.repeat(num, blocks, 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
-from segue.attention.hybrid import attend
+from segue.attention.hybrid import prefill_and_decode
 from segue.attention.prefill_grid import GridPrefill
 from segue.kvcache.pool import KVPool
 
@@ -52,7 +52,7 @@ class FA3Attention(GridPrefill):
         self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
-        return attend(self, self, query, layer, ctx)
+        return prefill_and_decode(self, self, query, layer, ctx)
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.decode`."""

@@ -12,7 +12,9 @@ from segue.attention.context import Context
 from segue.attention.prefill_grid import GridPrefill
 
 
-def attend(prefill: PagedBackend, decode: PagedBackend, query: Tensor, layer: int, ctx: Context) -> Tensor:
+def prefill_and_decode(
+    prefill: PagedBackend, decode: PagedBackend, query: Tensor, layer: int, ctx: Context
+) -> Tensor:
     """Both halves of a step; see `AttentionBackend.forward`."""
     output = torch.empty_like(query)
     if ctx.num_decode:
@@ -33,7 +35,7 @@ class PairedAttention(GridPrefill):
         self._sizes, self._decode = prefill, decode
 
     def _prefill(self, tokens: int) -> PagedBackend:
-        return next((half for most, half in self._sizes if tokens <= most), self._sizes[-1][1])
+        return next((half for max_tokens, half in self._sizes if tokens <= max_tokens), self._sizes[-1][1])
 
     def prepare(self, ctx: Context) -> None:
         """Let those prepare that will be needed."""
@@ -47,7 +49,7 @@ class PairedAttention(GridPrefill):
         self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
-        return attend(self._prefill(len(query)), self._decode, query, layer, ctx)
+        return prefill_and_decode(self._prefill(len(query)), self._decode, query, layer, ctx)
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.decode`."""

@@ -22,7 +22,7 @@ from segue.kvcache.pool import KVPool
 # tokens of the step: made by bench/attention.py. Devices of one compute capability have the same
 # instructions, so the backend that is faster on the one that was measured is taken on all.
 TABLE = Path(__file__).parent / "measured.json"
-_NOTHING: dict[str, Any] = {"prefill": {1 << 30: []}, "decode": []}  # steps of any size: no ranking
+_NO_RANKING: dict[str, Any] = {"prefill": {1 << 30: []}, "decode": []}  # steps of any size: no ranking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Selection:
         *small, (_, large) = self.prefill
         if not small and large is self.decode:
             return large.name
-        sizes = ", ".join(f"{entry.name} up to {most} tokens" for most, entry in small)
+        sizes = ", ".join(f"{entry.name} up to {max_tokens} tokens" for max_tokens, entry in small)
         return f"{large.name}{f' ({sizes})' if sizes else ''},{self.decode.name}"
 
     @property
@@ -62,7 +62,7 @@ class Selection:
             return self.decode.make(shape, pool)
         made = {name: cast(PagedBackend, entry.make(shape, pool)) for name, entry in entries.items()}
         return PairedAttention(
-            [(most, made[half.name]) for most, half in self.prefill], made[self.decode.name]
+            [(max_tokens, made[half.name]) for max_tokens, half in self.prefill], made[self.decode.name]
         )
 
 
@@ -92,9 +92,9 @@ def names() -> list[str]:
     return list(_BACKENDS)
 
 
-def fitting(setting: Setting) -> list[str]:
+def supported_backends(setting: Setting) -> list[str]:
     """Names of the backends that can be used here."""
-    return [name for name, entry in _BACKENDS.items() if not misfits(entry.capabilities, setting)]
+    return [name for name, entry in _BACKENDS.items() if not unsupported_reasons(entry.capabilities, setting)]
 
 
 def select(name: str, setting: Setting) -> Selection:
@@ -111,20 +111,20 @@ def select(name: str, setting: Setting) -> Selection:
             f"attention backend {name!r}: name one backend, or two as 'prefill,decode'",
             param="attention_backend",
         )
-    measured = _measured(setting) if "auto" in halves else _NOTHING
+    measured = _measured(setting) if "auto" in halves else _NO_RANKING
     prefill: list[tuple[int, BackendEntry]] = []
-    for most, ranking in measured["prefill"].items():
+    for max_tokens, ranking in measured["prefill"].items():
         entry = _select(halves[0], ranking, setting)
         if prefill and prefill[-1][1] is entry:
             prefill.pop()
-        prefill.append((int(most), entry))
+        prefill.append((int(max_tokens), entry))
     return Selection(prefill=tuple(prefill), decode=_select(halves[-1], measured["decode"], setting))
 
 
 def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry:
     if name == "auto":
         for candidate in [*ranking, *names()]:
-            if candidate in _BACKENDS and not misfits(_BACKENDS[candidate].capabilities, setting):
+            if candidate in _BACKENDS and not unsupported_reasons(_BACKENDS[candidate].capabilities, setting):
                 return _BACKENDS[candidate]
         raise ConfigError(
             f"no attention backend runs on {setting.device.type} with {setting.dtype}, page size "
@@ -136,7 +136,7 @@ def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry
             f"attention backend {name!r} does not exist; choose auto or one of {', '.join(names())}",
             param="attention_backend",
         )
-    found = misfits(_BACKENDS[name].capabilities, setting)
+    found = unsupported_reasons(_BACKENDS[name].capabilities, setting)
     if found:
         raise ConfigError(
             f"attention backend {name!r} does not fit: {'; '.join(found)}", param="attention_backend"
@@ -147,9 +147,11 @@ def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry
 def _measured(setting: Setting) -> dict[str, Any]:
     """Rankings of the halves; empty where compute capability, head size or page size were not measured."""
     if setting.device.type != "cuda":
-        return _NOTHING
+        return _NO_RANKING
     table = json.loads(TABLE.read_text()).get(capability(setting.device), {})
-    found: dict[str, Any] = table.get(str(setting.shape.head_dim), {}).get(str(setting.page_size), _NOTHING)
+    found: dict[str, Any] = table.get(str(setting.shape.head_dim), {}).get(
+        str(setting.page_size), _NO_RANKING
+    )
     return found
 
 
@@ -158,34 +160,34 @@ def capability(device: torch.device) -> str:
     return "{}.{}".format(*torch.cuda.get_device_capability(device))
 
 
-def misfits(capabilities: Capabilities, setting: Setting) -> list[str]:
+def unsupported_reasons(capabilities: Capabilities, setting: Setting) -> list[str]:
     """Why a backend cannot be used, one clause a reason; empty if it can."""
-    shape, device, found = setting.shape, setting.device, []
+    shape, device, reasons = setting.shape, setting.device, []
 
-    def need(what: str, has: object, allowed: Sequence[object] | None) -> None:
-        if allowed is not None and has not in allowed:
-            found.append(f"{what} {has}, it needs {' or '.join(map(str, allowed))}")
+    def require(what: str, value: object, allowed: Sequence[object] | None) -> None:
+        if allowed is not None and value not in allowed:
+            reasons.append(f"{what} {value}, it needs {' or '.join(map(str, allowed))}")
 
-    need("device", device.type, capabilities.devices)
+    require("device", device.type, capabilities.devices)
     if setting.deterministic and not capabilities.deterministic:
-        found.append(
+        reasons.append(
             "its bits depend on the batch, so --deterministic cannot have it; leave --attention-backend out"
         )
-    need("dtype", setting.dtype, capabilities.dtypes)
-    need("page size", setting.page_size, capabilities.page_sizes)
-    need("head size", shape.head_dim, capabilities.head_dims)
+    require("dtype", setting.dtype, capabilities.dtypes)
+    require("page size", setting.page_size, capabilities.page_sizes)
+    require("head size", shape.head_dim, capabilities.head_dims)
     group = shape.num_heads // shape.num_kv_heads
-    if capabilities.most_group is not None and group > capabilities.most_group:
-        found.append(f"{group} query heads a key-value head, it takes at most {capabilities.most_group}")
+    if capabilities.max_group_size is not None and group > capabilities.max_group_size:
+        reasons.append(f"{group} query heads a key-value head, it takes at most {capabilities.max_group_size}")
     if device.type in capabilities.devices and device.type == "cuda" and capabilities.architectures:
-        need("compute capability", torch.cuda.get_device_capability(device), capabilities.architectures)
-    if not found and capabilities.package is not None:  # imported last: that takes time
+        require("compute capability", torch.cuda.get_device_capability(device), capabilities.architectures)
+    if not reasons and capabilities.package is not None:  # imported last: that takes time
         module, extra = capabilities.package
         try:
             importlib.import_module(module)
         except (ImportError, OSError) as error:
-            found.append(f"{module} cannot be imported ({error}); pip install 'segue[{extra}]'")
-    return found
+            reasons.append(f"{module} cannot be imported ({error}); pip install 'segue[{extra}]'")
+    return reasons
 
 
 def _make_cpu(shape: AttentionShape, pool: KVPool) -> AttentionBackend:

@@ -17,15 +17,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
-from segue.attention.hybrid import attend
+from segue.attention.hybrid import prefill_and_decode
 from segue.attention.prefill_grid import GridPrefill
 from segue.attention.query_blocks import block_table
 from segue.kernels.triton.attention import decode, prefill
 from segue.kernels.triton.launch import is_hopper, launch_options
 from segue.kvcache.pool import KVPool
 
-_TILES = 256  # programs that decode splits a small batch into, at most
-_MOST_SPLITS = 64
+_MAX_PROGRAMS = 256  # programs that decode splits a small batch into, at most
+_MAX_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,11 @@ class TritonAttention(GridPrefill):
         self._pool = pool
         self._group = shape.num_heads // shape.num_kv_heads
         device = pool.data.device
-        self._partial = torch.empty(_TILES * self._group * shape.head_dim, device=device)
-        self._maxima = torch.empty(_TILES * self._group * 2, device=device)
-        self._counters = torch.zeros(_TILES, dtype=torch.int32, device=device)
-        self._wide = pool.data.dtype == torch.float32
-        self._tile = 64 if self._wide else 128
+        self._partial = torch.empty(_MAX_PROGRAMS * self._group * shape.head_dim, device=device)
+        self._maxima = torch.empty(_MAX_PROGRAMS * self._group * 2, device=device)
+        self._counters = torch.zeros(_MAX_PROGRAMS, dtype=torch.int32, device=device)
+        self._is_float32 = pool.data.dtype == torch.float32
+        self._max_block_m = 64 if self._is_float32 else 128
         self._blocks: Tensor | None = None
 
     def queries_per_block(self, tokens: int) -> int:
@@ -67,7 +67,8 @@ class TritonAttention(GridPrefill):
     def _rows_per_block(self, tokens: int) -> int:
         rows = tokens * self._shape.num_heads
         return next(
-            (size for size in (32, 64) if rows < 2 * _TILES * size and size > self._group), self._tile
+            (size for size in (32, 64) if rows < 2 * _MAX_PROGRAMS * size and size > self._group),
+            self._max_block_m,
         )
 
     def prepare(self, ctx: Context) -> None:
@@ -81,11 +82,11 @@ class TritonAttention(GridPrefill):
         self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
-        return attend(self, self, query, layer, ctx)
+        return prefill_and_decode(self, self, query, layer, ctx)
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.decode`."""
-        shape, splits = self._shape, self._splits(ctx.num_decode)
+        shape, splits = self._shape, self._num_splits(ctx.num_decode)
         heads = shape.num_kv_heads
         decode[(heads, ctx.num_decode) if splits == 1 else (splits, heads, ctx.num_decode)](
             query,
@@ -102,9 +103,9 @@ class TritonAttention(GridPrefill):
             shape.scale * 1.4426950408889634,  # log2(e): the kernels use exp2
             self._pool.page_rows,
             ctx.page_table.data.stride(0),
-            BLOCK=32 if self._wide else 64,
+            BLOCK=32 if self._is_float32 else 64,
             SPLITS=splits,
-            STAGES=2 if self._wide else 3,
+            STAGES=2 if self._is_float32 else 3,
             GP=max(16, triton.next_power_of_2(self._group)),
             COUNTED=ctx.num_decode_device is not None,
             **self._constants(),
@@ -119,9 +120,9 @@ class TritonAttention(GridPrefill):
         tile = self._prefill_tile(rows)
         dim = shape.head_dim
         by_row = pool.data.view(-1, shape.num_kv_heads * dim)
-        whole = pool.page_size % tile.keys == 0 and dim >= 16 and dim & (dim - 1) == 0
+        fits_tma = pool.page_size % tile.keys == 0 and dim >= 16 and dim & (dim - 1) == 0
         # The copy engine counts token rows in 32 bit.
-        tma = is_hopper() and whole and not self._wide and len(by_row) < 2**31
+        tma = is_hopper() and fits_tma and not self._is_float32 and len(by_row) < 2**31
         prefill[(shape.num_kv_heads, len(blocks))](
             query,
             pool.key_rows[layer],
@@ -146,7 +147,7 @@ class TritonAttention(GridPrefill):
         )
 
     def _prefill_tile(self, rows: int) -> _AttentionTile:
-        if self._wide:
+        if self._is_float32:
             return _AttentionTile(keys=32, stages=2, warps=4)
         return _TILES_BY_ROWS[rows]
 
@@ -158,11 +159,11 @@ class TritonAttention(GridPrefill):
             "D": dim,
             "DP": max(16, triton.next_power_of_2(dim)),  # the least that tensor cores take
             "PAGE": self._pool.page_size,
-            "PRECISION": "ieee" if self._wide else "tf32",
+            "PRECISION": "ieee" if self._is_float32 else "tf32",
         }
 
-    def _splits(self, num_decode: int) -> int:
+    def _num_splits(self, num_decode: int) -> int:
         tiles = num_decode * self._shape.num_kv_heads
-        if tiles > _TILES // 2:
+        if tiles > _MAX_PROGRAMS // 2:
             return 1
-        return min(_MOST_SPLITS, 1 << ((_TILES // tiles).bit_length() - 1))
+        return min(_MAX_SPLITS, 1 << ((_MAX_PROGRAMS // tiles).bit_length() - 1))

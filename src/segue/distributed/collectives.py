@@ -15,12 +15,12 @@ from segue.distributed.info import TPInfo
 class OneShot(Protocol):
     """An all-reduce of few rows, in one kernel with what follows it; see `kernels.triton.all_reduce`."""
 
-    most_rows: int
+    max_rows: int
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`kernels.norm.add_rms_norm` of the sum of all ranks' `x`, at most `most_rows` tokens."""
+        """`kernels.norm.add_rms_norm` of the sum of all ranks' `x`, at most `max_rows` tokens."""
         ...
 
 

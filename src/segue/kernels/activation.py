@@ -23,12 +23,12 @@ def gate_up_silu(
     `weight` is `[2 * I, K]`.
     """
     if x.is_cuda and bias is None and packed is None:
-        from segue.kernels.triton.gate_up_silu import gate_up_silu_gemm_of_many
-        from segue.kernels.triton.gemm import gate_up_silu_gemm
+        from segue.kernels.triton.gate_up_silu import gate_up_silu_gemm_large_m
+        from segue.kernels.triton.gemm import gate_up_silu_gemm_small_m
 
-        gated = gate_up_silu_gemm(x, weight)
+        gated = gate_up_silu_gemm_small_m(x, weight)
         if gated is None:
-            gated = gate_up_silu_gemm_of_many(x, weight)
+            gated = gate_up_silu_gemm_large_m(x, weight)
         if gated is not None:
             return gated
     return activation(linear(x, weight, bias, packed, may_split=True), x.dtype)
@@ -47,6 +47,6 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def silu_mul_invariantly(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+def silu_mul_batch_invariant(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu_mul` of which a row has the same bits among any others; on CUDA every one is such."""
     return silu_mul(gate_up, dtype) if gate_up.is_cuda else batch_invariant.silu_mul(gate_up, dtype)

@@ -20,7 +20,7 @@ from segue.errors import ConfigError
 
 _SIZES = (4, 8, 16, 32, 64, 128, 256)  # rows of a gemm: those are used that agree with the reference
 _REFERENCE = 16
-_CALL = 16  # reading the weight costs about as much as so many rows
+_CALL_COST = 16  # reading the weight costs about as much as so many rows
 
 
 class Gemm(Protocol):
@@ -44,7 +44,7 @@ class BatchInvariantGemm:
     sizes: tuple[int, ...]  # ascending
 
     @classmethod
-    def of(cls, weight: Tensor, make: Callable[[Tensor], Gemm]) -> BatchInvariantGemm:
+    def from_weight(cls, weight: Tensor, make: Callable[[Tensor], Gemm]) -> BatchInvariantGemm:
         """The GEMM that `make` makes of `weight` `[out, in]`.
 
         Raises:
@@ -54,7 +54,7 @@ class BatchInvariantGemm:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`[M, in] -> [M, out]`."""
-        sizes = cut(len(x), self.sizes)
+        sizes = split_rows(len(x), self.sizes)
         if len(sizes) == 1:
             return self._block(x, bias, sizes[0])
         parts, start = [], 0
@@ -73,17 +73,17 @@ class BatchInvariantGemm:
         return self.gemm.num_bytes
 
 
-def cut(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def split_rows(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes, the last perhaps padded, of the blocks that hold `count` rows at the least cost."""
     whole = max(0, count - 1) // sizes[-1]
-    return (sizes[-1],) * whole + _cut(count - whole * sizes[-1], sizes)
+    return (sizes[-1],) * whole + _cheapest_split(count - whole * sizes[-1], sizes)
 
 
 @cache
-def _cut(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    ways: list[tuple[int, ...]] = [(min(size for size in sizes if size >= count),)]
-    ways += [(size, *_cut(count - size, sizes)) for size in sizes if size < count]
-    return min(ways, key=lambda way: sum(way) + _CALL * len(way))
+def _cheapest_split(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    splits: list[tuple[int, ...]] = [(min(size for size in sizes if size >= count),)]
+    splits += [(size, *_cheapest_split(count - size, sizes)) for size in sizes if size < count]
+    return min(splits, key=lambda split: sum(split) + _CALL_COST * len(split))
 
 
 def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,7 +97,7 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.div(wide, divisor, out=divisor).to(dtype).mul_(up)
 
 
-def cancelling(rows: int, inner: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cancelling_inputs(rows: int, inner: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`a` `[rows, inner]` and `b` `[columns, inner]` whose every product is 0 but for rounding."""
     generator = torch.Generator().manual_seed(0)
     half = inner // 2
@@ -113,7 +113,7 @@ def cancelling(rows: int, inner: int, columns: int, dtype: torch.dtype) -> tuple
 def _agreeing_sizes(
     columns: int, inner: int, dtype: torch.dtype, make: Callable[[Tensor], Gemm]
 ) -> tuple[int, ...]:
-    rows, weight = cancelling(_REFERENCE, inner, columns, dtype)
+    rows, weight = cancelling_inputs(_REFERENCE, inner, columns, dtype)
     gemm = make(weight)
     expected = gemm(rows, None)
 

@@ -38,7 +38,7 @@ class Plain:
         return F.linear(x, self.weight, bias)
 
 
-def pack(weight: Tensor, *, deterministic: bool = False, wide: bool = False) -> Gemm | None:
+def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = False) -> Gemm | None:
     """How the device multiplies by `weight` `[out, in]`, where that is not as it lies there.
 
     On CPUs by a copy in oneDNN's blocked layout: without it each GEMM of a few rows first reorders the
@@ -51,11 +51,11 @@ def pack(weight: Tensor, *, deterministic: bool = False, wide: bool = False) -> 
     if weight.is_cuda and deterministic:
         from segue.kernels.triton.batch_invariant_gemm import TritonBatchInvariantGemm as OnCUDA
 
-        return OnCUDA.of(weight, torch.float32 if wide else weight.dtype)
+        return OnCUDA.from_weight(weight, torch.float32 if float32_output else weight.dtype)
     if weight.device.type != "cpu":
         return None
     if deterministic:
-        return BatchInvariantGemm.of(weight, _pack_cpu)
+        return BatchInvariantGemm.from_weight(weight, _pack_cpu)
     return _pack_cpu(weight) if _can_pack(weight.dtype) else None
 
 
@@ -66,7 +66,7 @@ def linear(
     packed: Gemm | None = None,
     *,
     may_split: bool = False,
-    wide: bool = False,
+    float32_output: bool = False,
 ) -> Tensor:
     """`x @ weight.T + bias`.
 
@@ -81,9 +81,9 @@ def linear(
     if x.is_cuda and packed is None:
         from segue.kernels.triton.gemm import gemm
 
-        return gemm(x, weight, bias, may_split=may_split, dtype=torch.float32 if wide else None)
+        return gemm(x, weight, bias, may_split=may_split, dtype=torch.float32 if float32_output else None)
     result = F.linear(x, weight, bias) if packed is None else packed(x, bias)
-    return result.float() if wide else result
+    return result.float() if float32_output else result
 
 
 def _pack_cpu(weight: Tensor) -> Gemm:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def route(
-    logits: Tensor, per_token: int, *, renormalise: bool, num_real: Tensor | None = None
+    logits: Tensor, per_token: int, *, renormalise: bool, num_unpadded: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The most probable experts of each token.
 
@@ -23,7 +23,7 @@ def route(
     if logits.is_cuda:
         from segue.kernels.triton.moe_routing import route as fused
 
-        return fused(logits, per_token, renormalise=renormalise, num_real=num_real)
-    assert num_real is None, "steps are padded on CUDA alone"
+        return fused(logits, per_token, renormalise=renormalise, num_unpadded=num_unpadded)
+    assert num_unpadded is None, "steps are padded on CUDA alone"
     weights, experts = F.softmax(logits, dim=-1, dtype=torch.float32).topk(per_token, dim=-1)
     return (weights / weights.sum(dim=-1, keepdim=True) if renormalise else weights), experts

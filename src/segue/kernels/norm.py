@@ -42,11 +42,11 @@ def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # A third fewer passes and calls than F.rms_norm on CPUs.
     size = x.shape[-1]
     wide = x.float()
-    rms = torch.linalg.vector_norm(wide, 2, -1, True).hypot_(_floor(eps * size)).mul_(size**-0.5)
+    rms = torch.linalg.vector_norm(wide, 2, -1, True).hypot_(_sqrt(eps * size)).mul_(size**-0.5)
     scaled = wide / rms if wide is x else wide.div_(rms)
     return scaled.mul_(weight).to(x.dtype)
 
 
 @cache
-def _floor(square: float) -> Tensor:
+def _sqrt(square: float) -> Tensor:
     return torch.tensor(square**0.5)

@@ -15,13 +15,13 @@ from segue.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVStore:
+class KVStoreInputs:
     """Where a step's tokens stand, worked out once for all layers."""
 
     cos: Tensor  # see layers.rotary
     sin: Tensor
     positions: Tensor  # [T]
-    rows: Tensor  # int64 [T], token rows of the KV pool
+    slot_mapping: Tensor  # int64 [T], token rows of the KV pool
 
 
 class Attention(Layer):
@@ -76,43 +76,47 @@ class Attention(Layer):
         return self.qk_weight.nbytes
 
     def forward(
-        self, x: Tensor, placement: KVStore, ctx: Context, logits_indices: Tensor | None = None
+        self, x: Tensor, store_inputs: KVStoreInputs, ctx: Context, logits_indices: Tensor | None = None
     ) -> Tensor:
         """`[T, hidden] -> [T, hidden]`, or of the tokens `logits_indices` alone (int `[L]`).
 
         To be summed over the ranks: `RMSNorm.add`.
         """
-        place = self._place_cuda if x.is_cuda else self._place
-        query, key, value = place(self.qkv(x), placement, ctx)
+        norm_rope_store = self._norm_rope_store_cuda if x.is_cuda else self._norm_rope_store
+        query, key, value = norm_rope_store(self.qkv(x), store_inputs, ctx)
         attended = ctx.backend.forward(query, key, value, self.layer, ctx).flatten(1)
         output: Tensor = self.o(
             attended if logits_indices is None else attended.index_select(0, logits_indices)
         )
         return output
 
-    def _place(self, qkv: Tensor, placement: KVStore, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def _norm_rope_store(
+        self, qkv: Tensor, store_inputs: KVStoreInputs, ctx: Context
+    ) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.num_heads + self.num_kv_heads
         qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
         qk = qkv[:, :heads]
         if self.q_norm is not None:
             assert self.qk_weight is not None, "build_derived comes first"
             qk = rms_norm(qk, self.qk_weight, self.eps)
-        qk = rotate(qk, placement.cos, placement.sin)
+        qk = rotate(qk, store_inputs.cos, store_inputs.sin)
         query, key, value = qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, heads:]
-        ctx.kv.write(self.layer, placement.rows, key, value)
+        ctx.kv.write(self.layer, store_inputs.slot_mapping, key, value)
         return query, key, value
 
-    def _place_cuda(self, qkv: Tensor, placement: KVStore, ctx: Context) -> tuple[Tensor, None, None]:
-        from segue.kernels.triton.qk_norm_rope_store import place
+    def _norm_rope_store_cuda(
+        self, qkv: Tensor, store_inputs: KVStoreInputs, ctx: Context
+    ) -> tuple[Tensor, None, None]:
+        from segue.kernels.triton.qk_norm_rope_store import qk_norm_rope_store
 
-        query = place(
+        query = qk_norm_rope_store(
             qkv,
             self.qk_weight,
             self.eps,
-            placement.cos,
-            placement.sin,
-            placement.positions,
-            placement.rows,
+            store_inputs.cos,
+            store_inputs.sin,
+            store_inputs.positions,
+            store_inputs.slot_mapping,
             ctx.kv.key_rows[self.layer],
             ctx.kv.value_rows[self.layer],
             num_heads=self.num_heads,

@@ -53,7 +53,7 @@ class ParallelHead(Layer):
     def build_derived(self) -> int:
         """Pack the weight anew; bytes taken."""
         self.packed = None  # its memory first
-        self.packed = pack(self._weight(), deterministic=self.deterministic, wide=True)
+        self.packed = pack(self._weight(), deterministic=self.deterministic, float32_output=True)
         return 0 if self.packed is None else self.packed.num_bytes
 
     def forward(self, hidden: Tensor) -> Tensor | None:
@@ -63,7 +63,7 @@ class ParallelHead(Layer):
 
     def local(self, hidden: Tensor) -> Tensor:
         """The logits of this rank's rows, padding included, in float32: `[L, size] -> [L, rows]`."""
-        return linear(hidden, self._weight(), None, self.packed, wide=True)
+        return linear(hidden, self._weight(), None, self.packed, float32_output=True)
 
     def _weight(self) -> Tensor:
         (tied,) = self._tied

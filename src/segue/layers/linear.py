@@ -72,5 +72,5 @@ class RowParallelLinear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`, this rank's summand; perhaps split-K partials, which `RMSNorm.add` takes."""
         tp, one_shot = self.collectives.tp, self.collectives.one_shot
-        may_split = tp.size == 1 or (one_shot is not None and len(x) <= one_shot.most_rows)
+        may_split = tp.size == 1 or (one_shot is not None and len(x) <= one_shot.max_rows)
         return linear(x, self.weight, self.bias if tp.is_first else None, self.packed, may_split=may_split)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from segue.distributed.collectives import Collectives
-from segue.kernels.activation import gate_up_silu, silu_mul, silu_mul_invariantly
+from segue.kernels.activation import gate_up_silu, silu_mul, silu_mul_batch_invariant
 from segue.layers.base import Layer
 from segue.layers.linear import Linear, RowParallelLinear
 
@@ -26,7 +26,7 @@ class MLP(Layer):
         self.down = RowParallelLinear(
             intermediate_size, hidden_size, bias=bias, collectives=collectives, deterministic=deterministic
         )
-        self.activation = silu_mul_invariantly if deterministic else silu_mul
+        self.activation = silu_mul_batch_invariant if deterministic else silu_mul
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, hidden] -> [T, hidden]`, to be summed over the ranks: `RMSNorm.add`."""

@@ -45,12 +45,15 @@ class MoE(Layer):
         self.router = Linear(hidden_size, num_experts, deterministic=deterministic)
         self.experts = Experts(num_experts, hidden_size, intermediate_size)
 
-    def forward(self, x: Tensor, num_real: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, num_unpadded: Tensor | None = None) -> Tensor:
         """`[T, hidden] -> [T, hidden]`, to be summed over the ranks: `RMSNorm.add`.
 
         Tokens behind the first `num_real` (int32 `[1]`) go to no expert.
         """
         weights, experts = route(
-            self.router(x), self.num_experts_per_tok, renormalise=self.norm_topk_prob, num_real=num_real
+            self.router(x),
+            self.num_experts_per_tok,
+            renormalise=self.norm_topk_prob,
+            num_unpadded=num_unpadded,
         )
         return self.backend(x, self.experts.gate_up, self.experts.down, weights, experts)

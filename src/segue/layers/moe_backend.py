@@ -54,10 +54,10 @@ def run_expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return F.linear(silu_mul(F.linear(x, gate_up), x.dtype), down)
 
 
-def run_expert_invariantly(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def run_expert_batch_invariant(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """See `Expert`; a token has the same bits among any others. On a CPU."""
-    gated = batch_invariant.silu_mul(BatchInvariantGemm.of(gate_up, Plain)(x, None), x.dtype)
-    return BatchInvariantGemm.of(down, Plain)(gated, None)
+    gated = batch_invariant.silu_mul(BatchInvariantGemm.from_weight(gate_up, Plain)(x, None), x.dtype)
+    return BatchInvariantGemm.from_weight(down, Plain)(gated, None)
 
 
 # In order of preference: "auto" takes the first that runs on the device.
@@ -123,7 +123,7 @@ register(
         name="torch-invariant",
         devices=("cpu",),
         graph=False,
-        run=partial(run_by_expert, run_one=run_expert_invariantly),
+        run=partial(run_by_expert, run_one=run_expert_batch_invariant),
         deterministic=True,
     )
 )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from segue.attention.context import Context
 from segue.distributed.collectives import Collectives
-from segue.layers.attention import Attention, KVStore
+from segue.layers.attention import Attention, KVStoreInputs
 from segue.layers.base import Layer
 from segue.layers.embedding import ParallelHead, VocabParallelEmbedding
 from segue.layers.linear import Linear, RowParallelLinear
@@ -57,7 +57,7 @@ class DecoderLayer(Layer):
         self,
         x: Tensor,
         residual: Tensor | None,
-        placement: KVStore,
+        store_inputs: KVStoreInputs,
         ctx: Context,
         logits_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class DecoderLayer(Layer):
         With `logits_indices` (int `[L]`) only those tokens go on behind the attention.
         """
         x, residual = self.input_norm.add(x, residual)
-        x = self.attn(x, placement, ctx, logits_indices)
+        x = self.attn(x, store_inputs, ctx, logits_indices)
         x, residual = self.post_norm.add(
             x, residual if logits_indices is None else residual.index_select(0, logits_indices)
         )
@@ -121,12 +121,12 @@ class Decoder(Layer):
         ctx.backend.prepare(ctx)
         x = self.embed(ctx.input_ids)
         cos, sin = self.rotary.angles(ctx.positions, x.dtype)
-        placement = KVStore(cos=cos, sin=sin, positions=ctx.positions, rows=ctx.slot_mapping)
+        store_inputs = KVStoreInputs(cos=cos, sin=sin, positions=ctx.positions, slot_mapping=ctx.slot_mapping)
         residual = None
         *layers, last = self.layers
         for layer in layers:
-            x, residual = layer(x, residual, placement, ctx)
-        x, residual = last(x, residual, placement, ctx, ctx.logits_indices)
+            x, residual = layer(x, residual, store_inputs, ctx)
+        x, residual = last(x, residual, store_inputs, ctx, ctx.logits_indices)
         hidden, _ = self.norm.add(x, residual)
         return hidden
 

@@ -38,6 +38,6 @@ def is_groupable(to: Tensor, source: Tensor) -> bool:
     """Whether the one kernel can do this copy."""
     if not (to.is_cuda and source.device == to.device and to.dtype == source.dtype):
         return False
-    from segue.kernels.triton.grouped_copy import is_whole
+    from segue.kernels.triton.grouped_copy import is_aligned
 
-    return is_whole(to) and is_whole(source)
+    return is_aligned(to) and is_aligned(source)

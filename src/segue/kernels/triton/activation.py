@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.triton.launch import begin, launch_options, let_next_start
+from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 _BLOCK = 1024
 
@@ -15,7 +15,7 @@ def _silu_mul(gate_up, output, num_rows, size, SPLITS: tl.constexpr, BLOCK: tl.c
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
-    begin(PDL)
+    pdl_wait(PDL)
     at = gate_up + row * 2 * size + columns
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
@@ -23,7 +23,7 @@ def _silu_mul(gate_up, output, num_rows, size, SPLITS: tl.constexpr, BLOCK: tl.c
         at += num_rows.to(tl.int64) * 2 * size
         gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     tl.store(output + row * size + columns, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)
 
 

@@ -17,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from segue.distributed.groups import TPGroups
-from segue.kernels.triton.launch import begin, launch_options, let_next_start
+from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
-MOST_BYTES = 3 << 20  # of the words a rank sends: above it NCCL is faster (bench/tensor_parallel.py)
+MAX_BYTES = 3 << 20  # of the words a rank sends: above it NCCL is faster (bench/tensor_parallel.py)
 _CHUNKS = 8  # programs a row; 1, 4 and 8 take 4.3, 3.3 and 3.1 µs for one row of 4096 on two H200s
-_WORD = 8  # bytes
-_CANDIDATE = 8  # words that a rank's candidate for a row's token takes, one of them unused
+_WORD_BYTES = 8  # bytes
+_CANDIDATE_WORDS = 8  # words that a rank's candidate for a row's token takes, one of them unused
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _add_rms_norm(
     num_rows,
     size,
     width,
-    most_rows,
+    max_rows,
     eps,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
@@ -79,37 +79,37 @@ def _add_rms_norm(
     columns = chunk * width + lane
     inside = (lane < width) & (columns < size)
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    begin(PDL)
+    pdl_wait(PDL)
     program = row * CHUNKS + chunk
     epoch = tl.load(epochs + program) + 1
     flag = _flag(epoch)
-    half = tl.full((), WORLD, tl.int64) * most_rows * size
-    mine = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    half = tl.full((), WORLD, tl.int64) * max_rows * size
+    own = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        mine += tl.load(x + (split * num_rows + row) * size + columns, mask=inside, other=0.0).to(tl.float32)
-    word = flag | mine.to(tl.uint32, bitcast=True).to(tl.uint64)
+        own += tl.load(x + (split * num_rows + row) * size + columns, mask=inside, other=0.0).to(tl.float32)
+    word = flag | own.to(tl.uint32, bitcast=True).to(tl.uint64)
     for step in tl.static_range(1, WORLD):
         inbox = _inbox(inboxes, (RANK + step) % WORLD, epoch, half)
-        tl.store(inbox + (RANK * most_rows + row) * size + columns, word, mask=inside)
+        tl.store(inbox + (RANK * max_rows + row) * size + columns, word, mask=inside)
     total = tl.zeros((BLOCK,), tl.float32)
     inbox = _inbox(inboxes, RANK, epoch, half)
     for rank in tl.static_range(WORLD):
         if rank == RANK:
-            total += mine
+            total += own
         else:
-            words = inbox + (rank * most_rows + row) * size + columns
+            words = inbox + (rank * max_rows + row) * size + columns
             total += _receive(words, inside, flag).to(tl.float32, bitcast=True)
     if ADD:
         total += tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     rounded = total.to(total_out.dtype.element_ty)
     tl.store(total_out + row * size + columns, rounded, mask=inside)
     wide = tl.where(inside, rounded.to(tl.float32), 0.0)
     square = tl.sum(wide * wide, 0)
     if CHUNKS > 1:  # the row's other programs are as near to it: they run beside this one
         tl.store(squares + program, flag | square.to(tl.uint32, bitcast=True).to(tl.uint64))
-        each = tl.arange(0, THREADS)
-        got = _receive(squares + row * CHUNKS + each, each < CHUNKS, flag)
+        thread = tl.arange(0, THREADS)
+        got = _receive(squares + row * CHUNKS + thread, thread < CHUNKS, flag)
         square = tl.sum(got.to(tl.float32, bitcast=True), 0)
     rms = tl.rsqrt(square / size + eps)
     tl.store(normed + row * size + columns, wide * rms * scale, mask=inside)
@@ -118,7 +118,7 @@ def _add_rms_norm(
 
 @triton.jit
 def best_of_ranks(
-    score, token, logit, total, row, inboxes, epochs, most_rows, RANK: tl.constexpr, WORLD: tl.constexpr
+    score, token, logit, total, row, inboxes, epochs, max_rows, RANK: tl.constexpr, WORLD: tl.constexpr
 ):
     """Of the ranks' candidates the one with the highest score, the lowest token among equals; for one warp.
 
@@ -127,7 +127,7 @@ def best_of_ranks(
     """
     epoch = tl.load(epochs + row) + 1
     flag = _flag(epoch)
-    half = tl.full((), WORLD * 8, tl.int64) * most_rows
+    half = tl.full((), WORLD * 8, tl.int64) * max_rows
     lane = tl.arange(0, 32)
     used = lane < 8
     bits = score.to(tl.uint64, bitcast=True)
@@ -137,7 +137,7 @@ def best_of_ranks(
     data = tl.where(lane == 4, total.to(tl.uint32, bitcast=True).to(tl.uint64), data)
     for step in tl.static_range(1, WORLD):
         inbox = _inbox(inboxes, (RANK + step) % WORLD, epoch, half)
-        tl.store(inbox + (RANK * most_rows + row) * 8 + lane, flag | data, mask=used)
+        tl.store(inbox + (RANK * max_rows + row) * 8 + lane, flag | data, mask=used)
     inbox = _inbox(inboxes, RANK, epoch, half)
     best = tl.full((), float("-inf"), tl.float64)
     best_token = tl.full((), 2147483647, tl.int32)
@@ -148,12 +148,12 @@ def best_of_ranks(
         if rank == RANK:
             got = data
         else:
-            got = _receive(inbox + (rank * most_rows + row) * 8 + lane, used, flag).to(tl.uint64)
-        got_bits = (_at(got, lane, 0) << 32) | _at(got, lane, 1)
+            got = _receive(inbox + (rank * max_rows + row) * 8 + lane, used, flag).to(tl.uint64)
+        got_bits = (_lane_value(got, lane, 0) << 32) | _lane_value(got, lane, 1)
         got_score = got_bits.to(tl.float64, bitcast=True)
-        got_token = _at(got, lane, 2).to(tl.uint32).to(tl.int32, bitcast=True)
-        got_logit = _at(got, lane, 3).to(tl.uint32).to(tl.float32, bitcast=True)
-        got_total = _at(got, lane, 4).to(tl.uint32).to(tl.float32, bitcast=True)
+        got_token = _lane_value(got, lane, 2).to(tl.uint32).to(tl.int32, bitcast=True)
+        got_logit = _lane_value(got, lane, 3).to(tl.uint32).to(tl.float32, bitcast=True)
+        got_total = _lane_value(got, lane, 4).to(tl.uint32).to(tl.float32, bitcast=True)
         better = (got_score > best) | ((got_score == best) & (got_token < best_token))
         best = tl.where(better, got_score, best)
         best_token = tl.where(better, got_token, best_token)
@@ -166,7 +166,7 @@ def best_of_ranks(
 
 
 @triton.jit
-def _at(values, lane, index: tl.constexpr):
+def _lane_value(values, lane, index: tl.constexpr):
     return tl.sum(tl.where(lane == index, values, 0), 0)
 
 
@@ -176,15 +176,15 @@ class OneShotAllReduce:
     def __init__(self, groups: TPGroups, device: torch.device, hidden_size: int, sampling_rows: int) -> None:
         """Every rank calls it alike, once. `sampling_rows`: the most that `best_of_ranks` is asked for."""
         tp = self.tp = groups.tp
-        self.most_rows = MOST_BYTES // (_WORD * hidden_size * (tp.size - 1))
+        self.max_rows = MAX_BYTES // (_WORD_BYTES * hidden_size * (tp.size - 1))
         self.sampling_rows = sampling_rows
-        sums = 2 * tp.size * self.most_rows * hidden_size * _WORD
-        candidates = 2 * tp.size * sampling_rows * _CANDIDATE * _WORD
+        sums = 2 * tp.size * self.max_rows * hidden_size * _WORD_BYTES
+        candidates = 2 * tp.size * sampling_rows * _CANDIDATE_WORDS * _WORD_BYTES
         self._memory = groups.share(device, sums + candidates)
         self._inboxes = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
         self.candidates = self._inboxes + sums
         self.num_bytes = sums + candidates
-        programs = self.most_rows * _CHUNKS
+        programs = self.max_rows * _CHUNKS
         self._epochs = torch.zeros(programs, dtype=torch.int32, device=device)
         self._squares = torch.zeros(programs, dtype=torch.uint64, device=device)
         self.candidate_epochs = torch.zeros(sampling_rows, dtype=torch.int32, device=device)
@@ -197,7 +197,7 @@ class OneShotAllReduce:
         `x` may be split-K partials, float32 `[S, T, N]`.
         """
         num_rows, size = x.shape[-2:]
-        assert num_rows <= self.most_rows, (num_rows, self.most_rows)
+        assert num_rows <= self.max_rows, (num_rows, self.max_rows)
         normed = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)
         total = torch.empty_like(normed)
         width = triton.cdiv(size, _CHUNKS)
@@ -215,7 +215,7 @@ class OneShotAllReduce:
             num_rows,
             size,
             width,
-            self.most_rows,
+            self.max_rows,
             eps,
             RANK=self.tp.rank,
             WORLD=self.tp.size,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from segue.kernels.triton.launch import begin, let_next_start
+from segue.kernels.triton.launch import pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
@@ -11,8 +11,8 @@ def decode(
     query,
     keys,
     values,
-    table,
-    rows,
+    page_table,
+    slots,
     kv_lens,
     num_decode,
     output,
@@ -39,26 +39,33 @@ def decode(
     if SPLITS == 1:  # neighbours share a sequence's pages
         h, split = split, 0
         b = tl.program_id(1)
-    begin(PDL)
+    pdl_wait(PDL)
     active = True
     if COUNTED:
         active = b < tl.load(num_decode)
     if active:
         kv_len = tl.load(kv_lens + b)
-        row = tl.load(rows + b).to(tl.int64)
-        part = tl.cdiv(tl.cdiv(kv_len, SPLITS), BLOCK) * BLOCK
+        slot = tl.load(slots + b).to(tl.int64)
+        keys_per_split = tl.cdiv(tl.cdiv(kv_len, SPLITS), BLOCK) * BLOCK
         g, d, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BLOCK)
         in_head = d[None, :] < D
-        mine = (g[:, None] < G) & in_head
+        valid = (g[:, None] < G) & in_head
         head = (b * KV_HEADS + h) * G + g
-        q = tl.load(query + head[:, None].to(tl.int64) * D + d[None, :], mask=mine, other=0.0)
+        q = tl.load(query + head[:, None].to(tl.int64) * D + d[None, :], mask=valid, other=0.0)
         top = tl.full((GP,), float("-inf"), tl.float32)
         total = tl.zeros((GP,), tl.float32)
         acc = tl.zeros((GP, DP), tl.float32)
-        for i in tl.range(split * part, tl.minimum(split * part + part, kv_len), BLOCK, num_stages=STAGES):
+        for i in tl.range(
+            split * keys_per_split,
+            tl.minimum(split * keys_per_split + keys_per_split, kv_len),
+            BLOCK,
+            num_stages=STAGES,
+        ):
             position = i + j
             seen = position < kv_len
-            page = tl.load(table + row * table_stride + position // PAGE, mask=seen, other=0).to(tl.int64)
+            page = tl.load(page_table + slot * table_stride + position // PAGE, mask=seen, other=0).to(
+                tl.int64
+            )
             at = (page * page_rows + position % PAGE) * (KV_HEADS * D) + h * D
             k = tl.load(keys + at[:, None] + d[None, :], mask=seen[:, None] & in_head, other=0.0)
             scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
@@ -70,22 +77,22 @@ def decode(
             top = new_top
             v = tl.load(values + at[:, None] + d[None, :], mask=seen[:, None] & in_head, other=0.0)
             acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        let_next_start(PDL)
+        pdl_launch_dependents(PDL)
         out = output + head[:, None].to(tl.int64) * D + d[None, :]
         if SPLITS == 1:
             total = tl.where(total == 0.0, 1.0, total)
-            tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=mine)
+            tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=valid)
         else:
-            mine_at = ((b * KV_HEADS + h) * SPLITS + split) * G + g
-            if split * part < kv_len:
-                tl.store(partial + mine_at[:, None] * D + d[None, :], acc, mask=mine)
-                tl.store(maxima + mine_at * 2, top, mask=g < G)
-                tl.store(maxima + mine_at * 2 + 1, total, mask=g < G)
+            split_at = ((b * KV_HEADS + h) * SPLITS + split) * G + g
+            if split * keys_per_split < kv_len:
+                tl.store(partial + split_at[:, None] * D + d[None, :], acc, mask=valid)
+                tl.store(maxima + split_at * 2, top, mask=g < G)
+                tl.store(maxima + split_at * 2 + 1, total, mask=g < G)
             tl.debug_barrier()
             done = tl.atomic_add(counters + b * KV_HEADS + h, 1, sem="acq_rel")
             if done == SPLITS - 1:
                 s = tl.arange(0, SPLITS)
-                used = s * part < kv_len
+                used = s * keys_per_split < kv_len
                 for i in range(G):
                     at = ((b * KV_HEADS + h) * SPLITS + s) * G + i
                     tops = tl.load(maxima + at * 2, mask=used, other=float("-inf"), cache_modifier=".cg")
@@ -147,8 +154,8 @@ def attend_keys(
             exists = position < kv_len
             page = tl.load(table_row + position // PAGE, mask=exists, other=0).to(tl.int64)
             at = (page * page_rows + position % PAGE) * (KV_HEADS * D) + h * D
-            wanted = exists[:, None] & in_head
-            k = tl.load(keys + at[:, None] + d[None, :], mask=wanted, other=0.0)
+            in_bounds = exists[:, None] & in_head
+            k = tl.load(keys + at[:, None] + d[None, :], mask=in_bounds, other=0.0)
         scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
         if MASKED:
             scores = tl.where(position[None, :] <= last[:, None], scores, float("-inf"))
@@ -166,7 +173,7 @@ def attend_keys(
             if MASKED:
                 v = tl.where((position < kv_len)[:, None], v, 0.0)
         else:
-            v = tl.load(values + at[:, None] + d[None, :], mask=wanted, other=0.0)
+            v = tl.load(values + at[:, None] + d[None, :], mask=in_bounds, other=0.0)
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return top, total, acc
@@ -179,8 +186,8 @@ def prefill(
     values,
     pool,
     layer_row,
-    table,
-    rows,
+    page_table,
+    slots,
     cu_seqlens_q,
     kv_lens,
     blocks,
@@ -202,20 +209,20 @@ def prefill(
 ):
     h = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks of a sequence see the most
-    begin(PDL)
+    pdl_wait(PDL)
     sequence = tl.load(blocks + 2 * block)
     if sequence >= 0:
         first = tl.load(blocks + 2 * block + 1)
         q_start = tl.load(cu_seqlens_q + sequence)
         q_len = tl.load(cu_seqlens_q + sequence + 1) - q_start
         kv_len = tl.load(kv_lens + sequence)
-        table_row = table + tl.load(rows + sequence).to(tl.int64) * table_stride
+        table_row = page_table + tl.load(slots + sequence).to(tl.int64) * table_stride
         per_block: tl.constexpr = BM // G
         r, d = tl.arange(0, BM), tl.arange(0, DP)
         token = first + r // G
-        mine = ((token < q_len) & (r < per_block * G))[:, None] & (d[None, :] < D)
+        valid = ((token < q_len) & (r < per_block * G))[:, None] & (d[None, :] < D)
         at = ((q_start + token) * KV_HEADS + h).to(tl.int64) * G + r % G
-        q = tl.load(query + at[:, None] * D + d[None, :], mask=mine, other=0.0)
+        q = tl.load(query + at[:, None] * D + d[None, :], mask=valid, other=0.0)
         last = token + kv_len - q_len
         top = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
@@ -232,5 +239,5 @@ def prefill(
         )  # fmt: skip
         total = tl.where(total == 0.0, 1.0, total)
         out = output + at[:, None] * D + d[None, :]
-        tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=mine)
-    let_next_start(PDL)
+        tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=valid)
+    pdl_launch_dependents(PDL)

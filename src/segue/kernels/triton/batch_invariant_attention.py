@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from segue.kernels.triton.attention import attend_keys
-from segue.kernels.triton.launch import begin, let_next_start
+from segue.kernels.triton.launch import pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
@@ -33,8 +33,8 @@ def attend(
     values,
     pool,
     layer_row,
-    table,
-    rows,
+    page_table,
+    slots,
     cu_seqlens_q,
     kv_lens,
     blocks,
@@ -43,7 +43,7 @@ def attend(
     partial,
     maxima,
     counters,
-    most_spans,
+    max_spans,
     scale,
     page_rows,
     table_stride,
@@ -59,11 +59,11 @@ def attend(
     TMA: tl.constexpr,
     DECODE: tl.constexpr,
     COUNTED: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    h, part = tl.program_id(0), tl.program_id(2)
-    begin(PDL)
+    h, split = tl.program_id(0), tl.program_id(2)
+    pdl_wait(PDL)
     if DECODE:
         sequence = tl.program_id(1)
         if COUNTED:
@@ -79,59 +79,59 @@ def attend(
             q_start = tl.load(cu_seqlens_q + sequence)
             q_len = tl.load(cu_seqlens_q + sequence + 1) - q_start
         kv_len = tl.load(kv_lens + sequence)
-        table_row = table + tl.load(rows + sequence).to(tl.int64) * table_stride
+        table_row = page_table + tl.load(slots + sequence).to(tl.int64) * table_stride
         per_block: tl.constexpr = BM // G
         r, d = tl.arange(0, BM), tl.arange(0, DP)
         token = first + r // G
         used = (token < q_len) & (r < per_block * G)
-        mine = used[:, None] & (d[None, :] < D)
+        valid = used[:, None] & (d[None, :] < D)
         at = ((q_start + token) * KV_HEADS + h).to(tl.int64) * G + r % G
-        q = tl.load(query + at[:, None] * D + d[None, :], mask=mine, other=0.0)
+        q = tl.load(query + at[:, None] * D + d[None, :], mask=valid, other=0.0)
         last = token + kv_len - q_len
         common = tl.maximum(first + kv_len - q_len + 1, 0) // BN * BN  # keys that every query here sees
         end = tl.minimum(first + per_block, q_len) + kv_len - q_len
         top = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
         acc = tl.zeros((BM, DP), tl.float32)
-        for start in tl.range(part * SPAN, end, PARTS * SPAN):
+        for start in tl.range(split * SPAN, end, SPLITS * SPAN):
             stop = tl.minimum(start + SPAN, end)
-            between = tl.minimum(tl.maximum(common, start), stop)
+            masked_from = tl.minimum(tl.maximum(common, start), stop)
             span_top = tl.full((BM,), float("-inf"), tl.float32)
             span_total = tl.zeros((BM,), tl.float32)
             span_acc = tl.zeros((BM, DP), tl.float32)
             span_top, span_total, span_acc = attend_keys(
-                q, keys, values, pool, layer_row, table_row, last, kv_len, start, between, h, span_top,
+                q, keys, values, pool, layer_row, table_row, last, kv_len, start, masked_from, h, span_top,
                 span_total, span_acc, scale, page_rows, KV_HEADS, D, DP, PAGE, BN, STAGES, False, TMA, "tf32",
             )  # fmt: skip
             span_top, span_total, span_acc = attend_keys(
-                q, keys, values, pool, layer_row, table_row, last, kv_len, between, stop, h, span_top,
+                q, keys, values, pool, layer_row, table_row, last, kv_len, masked_from, stop, h, span_top,
                 span_total, span_acc, scale, page_rows, KV_HEADS, D, DP, PAGE, BN, STAGES, True, TMA, "tf32",
             )  # fmt: skip
-            if PARTS == 1:
+            if SPLITS == 1:
                 top, total, acc = _join(top, total, acc, span_top, span_total, span_acc)
             else:
-                to = ((sequence * KV_HEADS + h) * most_spans + start // SPAN).to(tl.int64) * G + r
-                tl.store(partial + to[:, None] * D + d[None, :], span_acc, mask=mine)
+                to = ((sequence * KV_HEADS + h) * max_spans + start // SPAN).to(tl.int64) * G + r
+                tl.store(partial + to[:, None] * D + d[None, :], span_acc, mask=valid)
                 tl.store(maxima + to * 2, span_top, mask=used)
                 tl.store(maxima + to * 2 + 1, span_total, mask=used)
-        if PARTS == 1:
+        if SPLITS == 1:
             total = tl.where(total == 0.0, 1.0, total)
             out = output + at[:, None] * D + d[None, :]
-            tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=mine)
+            tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=valid)
         else:
             tl.debug_barrier()
             done = tl.atomic_add(counters + sequence * KV_HEADS + h, 1, sem="acq_rel")
-            if done == PARTS - 1:
+            if done == SPLITS - 1:
                 for span in tl.range(0, tl.cdiv(end, SPAN)):
-                    to = ((sequence * KV_HEADS + h) * most_spans + span).to(tl.int64) * G + r
+                    to = ((sequence * KV_HEADS + h) * max_spans + span).to(tl.int64) * G + r
                     span_acc = tl.load(
-                        partial + to[:, None] * D + d[None, :], mask=mine, other=0.0, cache_modifier=".cg"
+                        partial + to[:, None] * D + d[None, :], mask=valid, other=0.0, cache_modifier=".cg"
                     )
                     span_top = tl.load(maxima + to * 2, mask=used, other=0.0, cache_modifier=".cg")
                     span_total = tl.load(maxima + to * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
                     top, total, acc = _join(top, total, acc, span_top, span_total, span_acc)
                 total = tl.where(total == 0.0, 1.0, total)
                 out = output + at[:, None] * D + d[None, :]
-                tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=mine)
+                tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=valid)
                 tl.store(counters + sequence * KV_HEADS + h, 0)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)

@@ -17,10 +17,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.errors import ConfigError
-from segue.kernels.triton.launch import LATE, begin, let_next_start
+from segue.kernels.triton.launch import LATE, pdl_launch_dependents, pdl_wait
 
-_BAND = 8  # blocks of tokens whose tiles run side by side, for the caches' sake
-_STREAMED = 64  # rows up to which reading the weight is all that counts
+_GROUP_M = 8  # blocks of tokens whose tiles run side by side, for the caches' sake
+_SMALL_M = 64  # rows up to which reading the weight is all that counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,23 @@ class Tile:
     cost: float = 0.0  # of a program in a full device, relative to the largest tile's
 
 
-WIDE = (  # by size
+LARGE_M_TILES = (  # by size
     Tile(128, 256, 64, 4, 8, cost=1.0),
     Tile(128, 128, 64, 5, 8, cost=0.57),
     Tile(64, 128, 128, 4, 4, cost=0.37),
     Tile(64, 64, 128, 5, 4, cost=0.28),
 )
-FEW = tuple(Tile(rows, 64, 128, 6, 4, swap=True) for rows in (16, 32, 64))  # one program a multiprocessor
-MANY = (*(Tile(rows, 64, 128, 4, 4, swap=True) for rows in (16, 32)), Tile(64, 128, 128, 4, 4))  # several
+SMALL_M_TILES = tuple(
+    Tile(rows, 64, 128, 6, 4, swap=True) for rows in (16, 32, 64)
+)  # one program a multiprocessor
+SMALL_M_LARGE_N_TILES = (
+    *(Tile(rows, 64, 128, 4, 4, swap=True) for rows in (16, 32)),
+    Tile(64, 128, 128, 4, 4),
+)  # several
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _product(
+def _gemm(
     x,
     weight,
     bias,
@@ -60,17 +65,17 @@ def _product(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
     SWAP: tl.constexpr,
-    BAND: tl.constexpr,
+    GROUP_M: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     blocks, columns = tl.cdiv(num_rows, BM), tl.cdiv(size, BN)
-    band = tl.program_id(0) // (BAND * columns)
-    height = tl.minimum(blocks - band * BAND, BAND)
-    within = tl.program_id(0) % (BAND * columns)
-    first_m = (band * BAND + within % height) * BM
-    first_n = within // height * BN
-    begin(PDL)
+    group = tl.program_id(0) // (GROUP_M * columns)
+    group_m = tl.minimum(blocks - group * GROUP_M, GROUP_M)
+    within = tl.program_id(0) % (GROUP_M * columns)
+    first_m = (group * GROUP_M + within % group_m) * BM
+    first_n = within // group_m * BN
+    pdl_wait(PDL)
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
     for k in tl.range(0, depth, BK, num_stages=STAGES):  # beyond the edges are zeros
         t = x.load([first_m, k])
@@ -79,7 +84,7 @@ def _product(
             acc = tl.dot(w, t.T, acc)
         else:
             acc = tl.dot(t, w.T, acc)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     m, n = first_m + tl.arange(0, BM), first_n + tl.arange(0, BN)
     if BIAS:
         b = tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)
@@ -101,7 +106,7 @@ class TritonBatchInvariantGemm:
     num_bytes: int = 0
 
     @classmethod
-    def of(cls, weight: Tensor, dtype: torch.dtype) -> TritonBatchInvariantGemm:
+    def from_weight(cls, weight: Tensor, dtype: torch.dtype) -> TritonBatchInvariantGemm:
         """GEMMs by `weight` `[N, K]`, in `dtype`.
 
         Raises:
@@ -118,7 +123,7 @@ class TritonBatchInvariantGemm:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ weight.T + bias`, `[M, K] -> [M, N]`."""
-        tile = choose(len(x), self.weight.shape[0], processors(x.device))
+        tile = choose(len(x), self.weight.shape[0], num_sms(x.device))
         return run(tile, x, self.weight, bias, self.dtype)
 
 
@@ -126,7 +131,7 @@ def run(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch
     """`x @ weight.T + bias`, cut by `tile`."""
     (num_rows, depth), size = x.shape, weight.shape[0]
     out = torch.empty((num_rows, size), dtype=dtype, device=x.device)
-    _product[(triton.cdiv(num_rows, tile.block_m) * triton.cdiv(size, tile.block_n),)](
+    _gemm[(triton.cdiv(num_rows, tile.block_m) * triton.cdiv(size, tile.block_n),)](
         TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
         weight if bias is None else bias,
@@ -139,7 +144,7 @@ def run(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch
         BK=tile.block_k,
         STAGES=tile.stages,
         SWAP=tile.swap,
-        BAND=_BAND,
+        GROUP_M=_GROUP_M,
         BIAS=bias is not None,
         PDL=LATE.value,
         launch_pdl=True,
@@ -149,20 +154,22 @@ def run(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch
 
 
 @cache
-def choose(num_rows: int, size: int, processors: int) -> Tile:
+def choose(num_rows: int, size: int, num_sms: int) -> Tile:
     """The fastest tile for a GEMM, by what was measured on an H200."""
-    if num_rows <= _STREAMED:
-        several = size > 64 * processors
-        return next(tile for tile in (MANY if several else FEW) if num_rows <= tile.block_m)
+    if num_rows <= _SMALL_M:
+        several = size > 64 * num_sms
+        return next(
+            tile for tile in (SMALL_M_LARGE_N_TILES if several else SMALL_M_TILES) if num_rows <= tile.block_m
+        )
 
     def cost(tile: Tile) -> float:
         programs = -(-num_rows // tile.block_m) * -(-size // tile.block_n)
-        return tile.cost * -(-programs // processors)
+        return tile.cost * -(-programs // num_sms)
 
-    return min(WIDE, key=cost)
+    return min(LARGE_M_TILES, key=cost)
 
 
 @cache
-def processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.triton.launch import begin, launch_options, let_next_start
+from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 _BLOCK = 1024
 
@@ -15,11 +15,11 @@ def _embed(ids, weight, output, start, num_rows, size, BLOCK: tl.constexpr, PDL:
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
-    begin(PDL)
+    pdl_wait(PDL)
     row = tl.load(ids + token) - start
     here = (row >= 0) & (row < num_rows)
     value = tl.load(weight + row * size + columns, mask=inside & here, other=0.0)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     tl.store(output + token * size + columns, value, mask=inside)
 
 

@@ -11,15 +11,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from segue.kernels.triton.launch import begin, is_hopper, launch_options, let_next_start
+from segue.kernels.triton.launch import is_hopper, launch_options, pdl_launch_dependents, pdl_wait
 
-_BLOCK_M, _BLOCK_N, _BLOCK_K, _STAGES, _WARPS, _BAND = 128, 64, 64, 3, 4, 16
-_LEAST_ROWS = 2048  # below, there are too few tiles for as many programs as run at once
-_MOST_DEPTH = 1024  # beyond, the GEMMs are all that counts, and cuBLAS's are faster
+_BLOCK_M, _BLOCK_N, _BLOCK_K, _STAGES, _WARPS, _GROUP_M = 128, 64, 64, 3, 4, 16
+_MIN_ROWS = 2048  # below, there are too few tiles for as many programs as run at once
+_MAX_K = 1024  # beyond, the GEMMs are all that counts, and cuBLAS's are faster
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _gated(
+def _gate_up_silu(
     x,
     weight,
     out,
@@ -30,17 +30,17 @@ def _gated(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
-    BAND: tl.constexpr,
+    GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    pdl_wait(PDL)
     blocks, columns = tl.cdiv(num_rows, BM), size // BN
     for tile in tl.range(tl.program_id(0), blocks * columns, tl.num_programs(0)):
-        band = tile // (BAND * columns)  # of rows, which the caches hold
-        height = tl.minimum(blocks - band * BAND, BAND)
-        within = tile % (BAND * columns)
-        m = (band * BAND + within % height) * BM
-        n = within // height * BN
+        group = tile // (GROUP_M * columns)  # of rows, which the caches hold
+        group_m = tl.minimum(blocks - group * GROUP_M, GROUP_M)
+        within = tile % (GROUP_M * columns)
+        m = (group * GROUP_M + within % group_m) * BM
+        n = within // group_m * BN
         gate = tl.zeros((BM, BN), tl.float32)
         up = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, depth, BK, num_stages=STAGES):
@@ -49,16 +49,16 @@ def _gated(
             up = tl.dot(rows, weight.load([size + n, k]).T, up)
         gated = gate / (1.0 + tl.exp(-gate)) * up
         out.store([m, n], gated.to(out.dtype))
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
 
 
-def gate_up_silu_gemm_of_many(x: Tensor, weight: Tensor) -> Tensor | None:
+def gate_up_silu_gemm_large_m(x: Tensor, weight: Tensor) -> Tensor | None:
     """`silu(gate) * up`, of `x @ weight.T`; None where that is not faster in one kernel.
 
     `x` is `[M, K]`, `weight` `[2 * I, K]`, gate first; `[M, I]`.
     """
     (num_rows, depth), size = x.shape, weight.shape[0] // 2
-    if num_rows < _LEAST_ROWS or depth > _MOST_DEPTH or not is_hopper():
+    if num_rows < _MIN_ROWS or depth > _MAX_K or not is_hopper():
         return None
     if x.dtype == torch.float32 or depth % _BLOCK_K or size % _BLOCK_N:
         return None
@@ -70,8 +70,8 @@ def run(x: Tensor, weight: Tensor) -> Tensor:
     (num_rows, depth), size = x.shape, weight.shape[0] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(num_rows, _BLOCK_M) * (size // _BLOCK_N)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    _gated[(min(tiles, 2 * processors),)](
+    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    _gate_up_silu[(min(tiles, 2 * num_sms),)](
         TensorDescriptor.from_tensor(x, [_BLOCK_M, _BLOCK_K]),
         TensorDescriptor.from_tensor(weight, [_BLOCK_N, _BLOCK_K]),
         TensorDescriptor.from_tensor(out, [_BLOCK_M, _BLOCK_N]),
@@ -82,7 +82,7 @@ def run(x: Tensor, weight: Tensor) -> Tensor:
         BN=_BLOCK_N,
         BK=_BLOCK_K,
         STAGES=_STAGES,
-        BAND=_BAND,
+        GROUP_M=_GROUP_M,
         **launch_options(_WARPS, num_rows),
     )
     return out

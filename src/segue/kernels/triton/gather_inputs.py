@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.triton.launch import begin, launch_options, let_next_start
+from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 _BLOCK = 128
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _look_up(
-    token_rows,
+def _gather_inputs(
+    token_slots,
     positions,
     token_pool,
     page_table,
@@ -28,18 +28,18 @@ def _look_up(
 ):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
-    begin(PDL)
-    row = tl.load(token_rows + token, mask=inside, other=0).to(tl.int64)
+    pdl_wait(PDL)
+    slot = tl.load(token_slots + token, mask=inside, other=0).to(tl.int64)
     position = tl.load(positions + token, mask=inside, other=0).to(tl.int64)
-    page = tl.load(page_table + row * table_stride + position // PAGE, mask=inside, other=0).to(tl.int64)
-    known = tl.load(token_pool + row * pool_stride + position, mask=inside, other=0)
-    let_next_start(PDL)
+    page = tl.load(page_table + slot * table_stride + position // PAGE, mask=inside, other=0).to(tl.int64)
+    token_id = tl.load(token_pool + slot * pool_stride + position, mask=inside, other=0)
+    pdl_launch_dependents(PDL)
     tl.store(slot_mapping + token, page * page_rows + position % PAGE, mask=inside)
-    tl.store(ids + token, known.to(tl.int64), mask=inside)
+    tl.store(ids + token, token_id.to(tl.int64), mask=inside)
 
 
 def gather_inputs(
-    token_rows: Tensor,
+    token_slots: Tensor,
     positions: Tensor,
     token_pool: Tensor,
     page_table: Tensor,
@@ -57,11 +57,11 @@ def gather_inputs(
         page_size: tokens a page.
         page_rows: token rows from one page of the KV pool to the next.
     """
-    num_tokens = len(token_rows)
-    ids = torch.empty(num_tokens, dtype=torch.int64, device=token_rows.device)
+    num_tokens = len(token_slots)
+    ids = torch.empty(num_tokens, dtype=torch.int64, device=token_slots.device)
     slot_mapping = torch.empty_like(ids)
-    _look_up[(triton.cdiv(num_tokens, _BLOCK),)](
-        token_rows,
+    _gather_inputs[(triton.cdiv(num_tokens, _BLOCK),)](
+        token_slots,
         positions,
         token_pool,
         page_table,

@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from segue.kernels.triton.launch import begin, launch_options, let_next_start
+from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 TABLE = Path(__file__).parent / "gemm.json"
-MOST_ROWS = 256
+MAX_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class GemmPlan:
 
 
 @triton.jit
-def _store(out, acc, bias, n, m, num_rows, size, split, SPLITS: tl.constexpr, BIAS: tl.constexpr):
+def _store_tile(out, acc, bias, n, m, num_rows, size, split, SPLITS: tl.constexpr, BIAS: tl.constexpr):
     if BIAS:
         if split == 0:
             acc += tl.load(bias + n).to(tl.float32)[:, None]
@@ -47,7 +47,7 @@ def _store(out, acc, bias, n, m, num_rows, size, split, SPLITS: tl.constexpr, BI
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _product(
+def _gemm(
     x,
     weight,
     bias,
@@ -69,18 +69,18 @@ def _product(
     k = split * (depth // SPLITS) + tl.arange(0, BK)
     weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
     tokens = x + m[None, :].to(tl.int64) * depth + k[:, None]
-    begin(PDL)
+    pdl_wait(PDL)
     acc = tl.zeros((BN, BM), tl.float32)
     for i in tl.range(0, depth // SPLITS // BK, num_stages=STAGES):
         w = tl.load(weights + i * BK)
         t = tl.load(tokens + i * BK, mask=m[None, :] < num_rows, other=0.0)
         acc = tl.dot(w, t, acc)
-    let_next_start(PDL)
-    _store(out, acc, bias, n, m, num_rows, size, split, SPLITS, BIAS)
+    pdl_launch_dependents(PDL)
+    _store_tile(out, acc, bias, n, m, num_rows, size, split, SPLITS, BIAS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _gated(
+def _gate_up_silu(
     x,
     weight,
     out,
@@ -101,20 +101,20 @@ def _gated(
     k = tl.arange(0, BK)
     weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
     tokens = x + m[None, :].to(tl.int64) * depth + k[:, None]
-    begin(PDL)
+    pdl_wait(PDL)
     acc = tl.zeros((BN, BM), tl.float32)
     for i in tl.range(0, depth // BK, num_stages=STAGES):
         w = tl.load(weights + i * BK)
         t = tl.load(tokens + i * BK, mask=m[None, :] < num_rows, other=0.0)
         acc = tl.dot(w, t, acc)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, half, BM)), (1, 2, 0)))
     at = out + m[None, :].to(tl.int64) * size + (first + tl.arange(0, half))[:, None]
     tl.store(at, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=m[None, :] < num_rows)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _product_tma(
+def _gemm_tma(
     x,
     weight,
     bias,
@@ -134,16 +134,16 @@ def _product_tma(
     split = tl.program_id(1)
     first_m = tl.program_id(2) * BM
     first_k = split * (depth // SPLITS)
-    begin(PDL)
+    pdl_wait(PDL)
     acc = tl.zeros((BN, BM), tl.float32)
     for i in tl.range(0, depth // SPLITS // BK, num_stages=STAGES):
         w = weight.load([first_n, first_k + i * BK])
         t = x.load([first_m, first_k + i * BK])
         acc = tl.dot(w, t.T, acc)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     n = first_n + tl.arange(0, BN)
     m = first_m + tl.arange(0, BM)
-    _store(out, acc, bias, n, m, num_rows, size, split, SPLITS, BIAS)
+    _store_tile(out, acc, bias, n, m, num_rows, size, split, SPLITS, BIAS)
 
 
 def gemm(
@@ -175,10 +175,10 @@ def run(plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: t
     else:
         out = torch.empty((num_rows, size), dtype=dtype, device=x.device)
     grid = (size // plan.block_n, plan.splits, triton.cdiv(num_rows, plan.block_m))
-    kernel = _product
+    kernel = _gemm
     operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor] = (x, weight)
     if plan.tma:
-        kernel = _product_tma
+        kernel = _gemm_tma
         operands = (
             TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]),
             TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]),
@@ -202,7 +202,7 @@ def run(plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: t
     return out
 
 
-def gate_up_silu_gemm(x: Tensor, weight: Tensor) -> Tensor | None:
+def gate_up_silu_gemm_small_m(x: Tensor, weight: Tensor) -> Tensor | None:
     """`silu(gate) * up`, of `x @ weight.T`; None where that is not faster in one kernel.
 
     `x` is `[M, K]`, `weight` `[2 * I, K]`, gate first; `[M, I]`.
@@ -212,7 +212,7 @@ def gate_up_silu_gemm(x: Tensor, weight: Tensor) -> Tensor | None:
     if plan is None or num_rows > 64:
         return None
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
-    _gated[(2 * size // plan.block_n, triton.cdiv(num_rows, plan.block_m))](
+    _gate_up_silu[(2 * size // plan.block_n, triton.cdiv(num_rows, plan.block_m))](
         x,
         weight,
         out,
@@ -231,11 +231,11 @@ def gate_up_silu_gemm(x: Tensor, weight: Tensor) -> Tensor | None:
 @cache
 def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, may_split: bool) -> GemmPlan | None:
     """The stored plan for a shape; None: cuBLAS."""
-    if num_rows > MOST_ROWS or dtype != torch.bfloat16:
+    if num_rows > MAX_ROWS or dtype != torch.bfloat16:
         return None
     measured = _table().get(torch.cuda.get_device_name(), {}).get(f"{size}x{depth}", {})
-    for most_rows, plans in measured.items():
-        if num_rows <= int(most_rows):
+    for max_rows, plans in measured.items():
+        if num_rows <= int(max_rows):
             plan = plans["split" if may_split else "whole"]
             return GemmPlan(**plan) if plan else None
     return None

@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes
-_PIECE = 1 << 18  # bytes a program takes, at most; copies run at 4.05 TB/s on an H200 so, read and written
+_CHUNK_BYTES = (
+    1 << 18
+)  # bytes a program takes, at most; copies run at 4.05 TB/s on an H200 so, read and written
 _BLOCK = 4096  # words of 8 bytes
-_FEW = 32  # programs
+_BACKGROUND_PROGRAMS = 32  # programs
 # dtype -> the exponent's bits, all set where a value is not finite; all bits but the first; in every lane
 _LANES = {
     torch.bfloat16: (0x7F80_7F80_7F80_7F80, 0x7FFF_7FFF_7FFF_7FFF),
@@ -21,12 +23,12 @@ _LANES = {
 }
 
 
-@triton.jit(do_not_specialize=["num_pieces"])
-def _copy(pieces, num_pieces, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_chunks"])
+def _copy(chunks, num_chunks, BLOCK: tl.constexpr):
     word = tl.pointer_type(tl.int64)
     lane = tl.arange(0, BLOCK)
-    for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
-        at = pieces + piece * 3
+    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+        at = chunks + chunk * 3
         # known to be aligned, so that 16 bytes are moved at a time
         source, to = tl.multiple_of(tl.load(at), 16), tl.multiple_of(tl.load(at + 1), 16)
         count = tl.load(at + 2)
@@ -36,8 +38,8 @@ def _copy(pieces, num_pieces, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _find(pieces, EXPONENT: tl.constexpr, ALL_BUT_FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    at = pieces + tl.program_id(0) * 3
+def _find_non_finite(chunks, EXPONENT: tl.constexpr, LOWER_BITS: tl.constexpr, BLOCK: tl.constexpr):
+    at = chunks + tl.program_id(0) * 3
     source, count = tl.multiple_of(tl.load(at), 16), tl.load(at + 2)
     words = source.to(tl.pointer_type(tl.int64))
     lane = tl.arange(0, BLOCK)
@@ -46,19 +48,19 @@ def _find(pieces, EXPONENT: tl.constexpr, ALL_BUT_FIRST: tl.constexpr, BLOCK: tl
         i = start + lane
         exponents = (tl.load(words + i, mask=i < count, other=0) & EXPONENT) ^ EXPONENT
         # A lane's first bit: whether its exponent is not all ones. Nothing is carried into the next lane.
-        found |= ~(exponents + ALL_BUT_FIRST) & ~ALL_BUT_FIRST
+        found |= ~(exponents + LOWER_BITS) & ~LOWER_BITS
     if tl.max((found != 0).to(tl.int32)) > 0:
         tl.store(tl.load(at + 1).to(tl.pointer_type(tl.int32)), 1)
 
 
-def is_whole(tensor: Tensor) -> bool:
+def is_aligned(tensor: Tensor) -> bool:
     """Whether a kernel here can take a tensor: contiguous, its address and size multiples of 16 bytes."""
     return tensor.is_contiguous() and (tensor.data_ptr() | tensor.nbytes) % ALIGNMENT == 0
 
 
-def is_searchable(tensor: Tensor, dtype: torch.dtype) -> bool:
+def can_check_finite(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether :func:`are_finite` can take a tensor that is to be looked at as ``dtype``."""
-    return tensor.dtype == dtype and dtype in _LANES and is_whole(tensor)
+    return tensor.dtype == dtype and dtype in _LANES and is_aligned(tensor)
 
 
 class GroupedCopy:
@@ -73,12 +75,16 @@ class GroupedCopy:
 
         ``in_background``: slower, with few programs: what else runs finds processors free.
         """
-        assert all(is_whole(to) and is_whole(source) and to.nbytes == source.nbytes for to, source in pairs)
+        assert all(
+            is_aligned(to) and is_aligned(source) and to.nbytes == source.nbytes for to, source in pairs
+        )
         self._pairs = pairs  # is kept
         device = next((tensor.device for pair in pairs for tensor in pair if tensor.is_cuda), None)
-        table = _pieces([(source.data_ptr(), to.data_ptr(), to.nbytes) for to, source in pairs], moves=True)
-        self._pieces = torch.from_numpy(table).to(device)
-        self._num_programs = min(len(table), _FEW) if in_background else len(table)
+        table = _chunks(
+            [(source.data_ptr(), to.data_ptr(), to.nbytes) for to, source in pairs], advance_second=True
+        )
+        self._chunks = torch.from_numpy(table).to(device)
+        self._num_programs = min(len(table), _BACKGROUND_PROGRAMS) if in_background else len(table)
 
     def __call__(self) -> None:
         """Copy, on the current stream.
@@ -87,7 +93,7 @@ class GroupedCopy:
         may overwrite weights.
         """
         if self._num_programs:
-            _copy[(self._num_programs,)](self._pieces, len(self._pieces), BLOCK=_BLOCK, num_warps=4)
+            _copy[(self._num_programs,)](self._chunks, len(self._chunks), BLOCK=_BLOCK, num_warps=4)
 
 
 def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -97,25 +103,25 @@ def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """
     found = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
     flags = range(found.data_ptr(), found.data_ptr() + found.nbytes, found.itemsize)
-    table = _pieces([(each.data_ptr(), flag, each.nbytes) for each, flag in zip(tensors, flags, strict=True)])
-    pieces = torch.from_numpy(table).to(found.device)
-    exponent, all_but_first = _LANES[dtype]
-    if len(pieces):
-        _find[(len(pieces),)](
-            pieces, EXPONENT=exponent, ALL_BUT_FIRST=all_but_first, BLOCK=_BLOCK, num_warps=4
+    table = _chunks([(each.data_ptr(), flag, each.nbytes) for each, flag in zip(tensors, flags, strict=True)])
+    chunks = torch.from_numpy(table).to(found.device)
+    exponent, lower_bits = _LANES[dtype]
+    if len(chunks):
+        _find_non_finite[(len(chunks),)](
+            chunks, EXPONENT=exponent, LOWER_BITS=lower_bits, BLOCK=_BLOCK, num_warps=4
         )
     return found == 0
 
 
-def _pieces(rows: Sequence[tuple[int, int, int]], *, moves: bool = False) -> NDArray[np.int64]:
+def _chunks(rows: Sequence[tuple[int, int, int]], *, advance_second: bool = False) -> NDArray[np.int64]:
     """int64 `[n, 3]`, rows cut up: a first address, a second one that ``moves`` with it or not, 8-byte words.
 
     ``rows`` have the bytes in the place of the words.
     """
     table = np.array(rows, dtype=np.int64).reshape(-1, 3)
-    counts = -(-table[:, 2] // _PIECE)
+    counts = -(-table[:, 2] // _CHUNK_BYTES)
     row = np.repeat(np.arange(len(table)), counts)
-    start = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * _PIECE
+    start = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * _CHUNK_BYTES
     first, second, size = table[row].T
-    second = second + start if moves else second
-    return np.stack([first + start, second, np.minimum(size - start, _PIECE) // 8], axis=1)
+    second = second + start if advance_second else second
+    return np.stack([first + start, second, np.minimum(size - start, _CHUNK_BYTES) // 8], axis=1)

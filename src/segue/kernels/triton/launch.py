@@ -15,7 +15,7 @@ _FEW_ROWS = 8
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr):
     """Wait until the kernels before this one are done; what does not depend on them may come before."""
     if PDL != OFF:
         gdc_wait()
@@ -24,7 +24,7 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
-def let_next_start(PDL: tl.constexpr):
+def pdl_launch_dependents(PDL: tl.constexpr):
     """Let the next kernel start as far as its own `begin`."""
     if PDL == LATE:
         gdc_launch_dependents()

@@ -22,14 +22,14 @@ from segue.kernels.triton.launch import launch_options
 from segue.kernels.triton.moe_routing import sort
 
 TABLE = Path(__file__).parent / "moe.json"
-_SUMMED = 1024  # columns a program of `sum_pairs` takes
+_SUM_BLOCK = 1024  # columns a program of `sum_pairs` takes
 # Rows for `launch_options`: the GEMMs fill the device even for one token, and a successor that starts
 # early and waits beside them costs a third (measured: 32 against 24 µs).
-_MANY = 1024
+_PDL_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TileConfig:
     """How one of the GEMMs is cut."""
 
     block_n: int  # rows of the weight
@@ -45,8 +45,8 @@ class MoEPlan:
     """How both GEMMs of so many tokens are cut."""
 
     block_m: int  # pairs of one expert in a tile; 1: pairs as they come, not sorted
-    gate_up: Cut
-    down: Cut
+    gate_up: TileConfig
+    down: TileConfig
 
 
 def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -67,12 +67,14 @@ def run(plan: MoEPlan, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor
     return sum_pairs(parts, experts, down.shape[0])
 
 
-def gate_up_by_pair(cut: Cut, x: Tensor, weight: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def gate_up_by_pair(
+    config: TileConfig, x: Tensor, weight: Tensor, weights: Tensor, experts: Tensor
+) -> Tensor:
     """`silu(gate) * up`, weighted, of each pair: `[T * k, I]`."""
     num_experts, rows, hidden = weight.shape
     size = rows // 2
     inner = torch.empty((experts.numel(), size), dtype=x.dtype, device=x.device)
-    moe_gemm.gate_up_by_pair[(triton.cdiv(size, cut.block_n), experts.numel())](
+    moe_gemm.gate_up_by_pair[(triton.cdiv(size, config.block_n), experts.numel())](
         x,
         weight,
         experts,
@@ -82,19 +84,19 @@ def gate_up_by_pair(cut: Cut, x: Tensor, weight: Tensor, weights: Tensor, expert
         size,
         num_experts,
         K=experts.shape[1],
-        BN=cut.block_n,
-        BK=cut.block_k,
-        STAGES=cut.stages,
-        **launch_options(cut.warps, _MANY),
+        BN=config.block_n,
+        BK=config.block_k,
+        STAGES=config.stages,
+        **launch_options(config.warps, _PDL_ROWS),
     )
     return inner
 
 
-def down_by_token(cut: Cut, inner: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+def down_by_token(config: TileConfig, inner: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
     """Each token's pairs through the second GEMM, summed: `[T, H]`."""
     (num_tokens, per_token), (num_experts, hidden, size) = experts.shape, weight.shape
     out = torch.empty((num_tokens, hidden), dtype=inner.dtype, device=inner.device)
-    moe_gemm.down_by_token[(triton.cdiv(hidden, cut.block_n), num_tokens)](
+    moe_gemm.down_by_token[(triton.cdiv(hidden, config.block_n), num_tokens)](
         inner,
         weight,
         experts,
@@ -103,27 +105,27 @@ def down_by_token(cut: Cut, inner: Tensor, weight: Tensor, experts: Tensor) -> T
         hidden,
         num_experts,
         K=per_token,
-        BN=cut.block_n,
-        BK=cut.block_k,
-        STAGES=cut.stages,
-        **launch_options(cut.warps, _MANY),
+        BN=config.block_n,
+        BK=config.block_k,
+        STAGES=config.stages,
+        **launch_options(config.warps, _PDL_ROWS),
     )
     return out
 
 
 def gate_up_by_tile(
-    block: int, cut: Cut, x: Tensor, weight: Tensor, weights: Tensor, order: Tensor, tiles: Tensor
+    block_m: int, config: TileConfig, x: Tensor, weight: Tensor, weights: Tensor, order: Tensor, tiles: Tensor
 ) -> Tensor:
     """`silu(gate) * up`, weighted, of the pairs in `order`: `[T * k, I]`."""
     (num_experts, rows, hidden), num_tokens = weight.shape, x.shape[0]
     size = rows // 2
     inner = torch.empty((len(order), size), dtype=x.dtype, device=x.device)
-    flat, tile = weight.view(num_experts * rows, hidden), [cut.block_n, cut.block_k]
-    if block >= 64:  # rows of both halves at a time
+    flat, tile = weight.view(num_experts * rows, hidden), [config.block_n, config.block_k]
+    if block_m >= 64:  # rows of both halves at a time
         flat, tile = weight.view(num_experts * 2, size, hidden), [2, *tile]
-    moe_gemm.gate_up_by_tile[(tiles.shape[1] * triton.cdiv(size, cut.block_n),)](
+    moe_gemm.gate_up_by_tile[(tiles.shape[1] * triton.cdiv(size, config.block_n),)](
         x,
-        TensorDescriptor.from_tensor(flat, tile) if cut.tma else flat,
+        TensorDescriptor.from_tensor(flat, tile) if config.tma else flat,
         order,
         tiles,
         weights,
@@ -132,42 +134,44 @@ def gate_up_by_tile(
         hidden,
         size,
         K=len(order) // num_tokens,
-        BM=block,
-        BN=cut.block_n,
-        BK=cut.block_k,
-        STAGES=cut.stages,
-        HALVES=cut.halves,
-        TMA=cut.tma,
-        EVEN=hidden % cut.block_k == 0,
+        BM=block_m,
+        BN=config.block_n,
+        BK=config.block_k,
+        STAGES=config.stages,
+        HALVES=config.halves,
+        TMA=config.tma,
+        EVEN=hidden % config.block_k == 0,
         PRECISION=_precision(x),
-        **launch_options(cut.warps, _MANY),
+        **launch_options(config.warps, _PDL_ROWS),
     )
     return inner
 
 
-def down_by_tile(block: int, cut: Cut, inner: Tensor, weight: Tensor, order: Tensor, tiles: Tensor) -> Tensor:
+def down_by_tile(
+    block_m: int, config: TileConfig, inner: Tensor, weight: Tensor, order: Tensor, tiles: Tensor
+) -> Tensor:
     """The second GEMM of each pair, in the order of tokens: `[T * k, H]`, undefined for no expert's."""
     num_experts, hidden, size = weight.shape
     parts = torch.empty((len(order), hidden), dtype=inner.dtype, device=inner.device)
     flat = weight.view(num_experts * hidden, size)
-    moe_gemm.down_by_tile[(tiles.shape[1] * triton.cdiv(hidden, cut.block_n),)](
-        TensorDescriptor.from_tensor(inner, [block, cut.block_k]) if cut.tma else inner,
-        TensorDescriptor.from_tensor(inner, [block // 2, cut.block_k]) if cut.tma else inner,
-        TensorDescriptor.from_tensor(flat, [cut.block_n, cut.block_k]) if cut.tma else flat,
+    moe_gemm.down_by_tile[(tiles.shape[1] * triton.cdiv(hidden, config.block_n),)](
+        TensorDescriptor.from_tensor(inner, [block_m, config.block_k]) if config.tma else inner,
+        TensorDescriptor.from_tensor(inner, [block_m // 2, config.block_k]) if config.tma else inner,
+        TensorDescriptor.from_tensor(flat, [config.block_n, config.block_k]) if config.tma else flat,
         order,
         tiles,
         parts,
         tiles.shape[1],
         size,
         hidden,
-        BM=block,
-        BN=cut.block_n,
-        BK=cut.block_k,
-        STAGES=cut.stages,
-        HALVES=cut.halves,
-        TMA=cut.tma,
+        BM=block_m,
+        BN=config.block_n,
+        BK=config.block_k,
+        STAGES=config.stages,
+        HALVES=config.halves,
+        TMA=config.tma,
         PRECISION=_precision(inner),
-        **launch_options(cut.warps, _MANY),
+        **launch_options(config.warps, _PDL_ROWS),
     )
     return parts
 
@@ -176,14 +180,14 @@ def sum_pairs(parts: Tensor, experts: Tensor, num_experts: int) -> Tensor:
     """The sum of each token's pairs: `[T, H]`."""
     (num_tokens, per_token), hidden = experts.shape, parts.shape[1]
     out = torch.empty((num_tokens, hidden), dtype=parts.dtype, device=parts.device)
-    moe_gemm.sum_pairs[(num_tokens, triton.cdiv(hidden, _SUMMED))](
+    moe_gemm.sum_pairs[(num_tokens, triton.cdiv(hidden, _SUM_BLOCK))](
         parts,
         experts,
         out,
         hidden,
         num_experts,
         K=per_token,
-        BLOCK=_SUMMED,
+        BLOCK=_SUM_BLOCK,
         **launch_options(4, num_tokens),
     )
     return out
@@ -197,16 +201,16 @@ def choose(
     key = f"{num_experts}x{per_token}x{size}x{hidden}"
     measured = _table().get(torch.cuda.get_device_name(), {}).get(key, {})
     if dtype == torch.bfloat16:
-        for most_tokens, plan in measured.items():
-            if num_tokens <= int(most_tokens) or most_tokens == list(measured)[-1]:
-                return MoEPlan(plan["block_m"], Cut(**plan["gate_up"]), Cut(**plan["down"]))
+        for max_tokens, plan in measured.items():
+            if num_tokens <= int(max_tokens) or max_tokens == list(measured)[-1]:
+                return MoEPlan(plan["block_m"], TileConfig(**plan["gate_up"]), TileConfig(**plan["down"]))
     if num_tokens <= 4:
-        return MoEPlan(1, Cut(8, 256, 2, 4), Cut(8, 256, 2, 4))
+        return MoEPlan(1, TileConfig(8, 256, 2, 4), TileConfig(8, 256, 2, 4))
     wide = dtype == torch.float32
     if wide or num_tokens * per_token <= 32 * num_experts:
-        cut = Cut(32, 32, 2, 4) if wide else Cut(64, 64, 3, 4)
-        return MoEPlan(16, cut, cut)
-    return MoEPlan(64, Cut(64, 64, 3, 4), Cut(128, 64, 3, 4))
+        config = TileConfig(32, 32, 2, 4) if wide else TileConfig(64, 64, 3, 4)
+        return MoEPlan(16, config, config)
+    return MoEPlan(64, TileConfig(64, 64, 3, 4), TileConfig(128, 64, 3, 4))
 
 
 def _precision(x: Tensor) -> str:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from segue.kernels.triton.launch import begin, let_next_start
+from segue.kernels.triton.launch import pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def gate_up_by_pair(
     """Rows of one pair: of tokens so few that hardly two share an expert."""
     pair = tl.program_id(1)
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    begin(PDL)
+    pdl_wait(PDL)
     expert = tl.load(experts + pair)
     if expert < num_experts:
         factor = tl.load(factors + pair)
@@ -44,7 +44,7 @@ def gate_up_by_pair(
             t = tl.load(token + i + k, mask=i + k < hidden, other=0.0).to(tl.float32)[None, :]
             gate += g.to(tl.float32) * t
             up += u.to(tl.float32) * t
-        let_next_start(PDL)
+        pdl_launch_dependents(PDL)
         result = _silu_mul(tl.sum(gate, 1), tl.sum(up, 1)) * factor
         tl.store(inner + pair.to(tl.int64) * size + n, result, mask=n < size)
 
@@ -67,7 +67,7 @@ def down_by_token(
     """Rows of one token, its pairs' results summed up on the way."""
     token = tl.program_id(1)
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    begin(PDL)
+    pdl_wait(PDL)
     steps = tl.cdiv(size, BK)
     acc = tl.zeros((BN, BK), tl.float32)
     for step in tl.range(0, K * steps, num_stages=STAGES):
@@ -77,7 +77,7 @@ def down_by_token(
         t = tl.load(inner + pair.to(tl.int64) * size + i, mask=known, other=0.0).to(tl.float32)
         at = weight + (expert.to(tl.int64) * hidden + n[:, None]) * size + i[None, :]
         acc += tl.load(at, mask=(n < hidden)[:, None] & known[None, :], other=0.0).to(tl.float32) * t[None, :]
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     tl.store(out + token.to(tl.int64) * hidden + n, tl.sum(acc, 1), mask=n < hidden)
 
 
@@ -106,7 +106,7 @@ def gate_up_by_tile(
     """A tile of one expert's pairs."""
     blocks = tl.cdiv(size, BN)
     tile, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BN
-    begin(PDL)
+    pdl_wait(PDL)
     expert = tl.load(tiles + tile)
     if expert >= 0:
         start = tl.load(tiles + num_tiles + tile)
@@ -180,7 +180,7 @@ def _gate_up(
                 there = (first + r % BN < size)[:, None] & (i + k < hidden)[None, :]
                 w = tl.load(both + i, mask=there, other=0.0)
             acc = tl.dot(t, w.T, acc, input_precision=PRECISION)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     if BM < 64:
         gate, up = gate.T, up.T
     else:
@@ -213,7 +213,7 @@ def down_by_tile(
     """The second GEMM of a tile; pairs return to their place by token."""
     blocks = tl.cdiv(hidden, BN)
     tile, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BN
-    begin(PDL)
+    pdl_wait(PDL)
     expert = tl.load(tiles + tile)
     if expert >= 0:
         start = tl.load(tiles + num_tiles + tile)
@@ -266,7 +266,7 @@ def _down(
             acc = tl.dot(w, t.T, acc, input_precision=PRECISION)
         else:
             acc = tl.dot(t, w.T, acc, input_precision=PRECISION)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     if BM < 64:
         acc = acc.T
     at = out + pair[:, None].to(tl.int64) * hidden + n[None, :]
@@ -287,12 +287,12 @@ def sum_pairs(
     """Add up each token's pairs, in their order; a pair of no expert has no part."""
     token = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    begin(PDL)
+    pdl_wait(PDL)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
         pair = token * K + j
         known = (n < hidden) & (tl.load(experts + pair) < num_experts)
         at = parts + pair.to(tl.int64) * hidden + n
         total += tl.load(at, mask=known, other=0.0).to(tl.float32)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     tl.store(out + token.to(tl.int64) * hidden + n, total, mask=n < hidden)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.triton.launch import begin, launch_options, let_next_start
+from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 _TOKENS = 4  # a program of `_route`
 _CHUNK = 2048  # pairs a program counts
@@ -21,7 +21,7 @@ _CHUNKS = 16  # whose counts it adds up at a time
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route(
     logits,
-    num_real,
+    num_unpadded,
     weights,
     experts,
     num_tokens,
@@ -37,7 +37,7 @@ def _route(
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e, j = tl.arange(0, EP), tl.arange(0, KP)
     inside = t < num_tokens
-    begin(PDL)
+    pdl_wait(PDL)
     x = tl.load(
         logits + t[:, None].to(tl.int64) * num_experts + e[None, :],
         mask=inside[:, None] & (e[None, :] < num_experts),
@@ -45,8 +45,8 @@ def _route(
     ).to(tl.float32)
     real = inside
     if PADDED:
-        real = inside & (t < tl.load(num_real))
-    let_next_start(PDL)
+        real = inside & (t < tl.load(num_unpadded))
+    pdl_launch_dependents(PDL)
     left = tl.where(x == x, x, float("-inf"))  # NaN chooses some expert, and weighs NaN
     top = tl.max(left, 1)
     total = tl.sum(tl.exp(x - top[:, None]), 1)
@@ -78,9 +78,9 @@ def _count(
     experts, counted, num_pairs, num_experts, CHUNK: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr
 ):
     chunk = tl.program_id(0)
-    begin(PDL)
+    pdl_wait(PDL)
     counts = _count_chunk(experts, chunk * CHUNK, num_pairs, num_experts, CHUNK, EP)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     tl.store(counted + chunk * EP + tl.arange(0, EP), counts)
 
 
@@ -104,7 +104,7 @@ def _sort(
 ):
     first = tl.program_id(0) * PAIRS
     e, p, c = tl.arange(0, EP), first + tl.arange(0, PAIRS), tl.arange(0, CHUNKS)
-    begin(PDL)
+    pdl_wait(PDL)
     before = _count_chunk(experts, first // CHUNK * CHUNK, first, num_experts, CHUNK, EP)
     if COUNTED:
         counts = tl.zeros((EP,), tl.int32)
@@ -116,7 +116,7 @@ def _sort(
     else:
         counts = _count_chunk(experts, 0, num_pairs, num_experts, CHUNK, EP)
     mine = tl.load(experts + p, mask=p < num_pairs, other=num_experts).to(tl.int32)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     starts = tl.cumsum(counts, 0) - counts
     same = (mine[:, None] == mine[None, :]) & (p[:, None] > p[None, :])
     to = tl.gather(starts + before, tl.minimum(mine, EP - 1), 0) + tl.sum(same.to(tl.int32), 1)
@@ -136,7 +136,7 @@ def _sort(
 
 
 def route(
-    logits: Tensor, per_token: int, *, renormalise: bool, num_real: Tensor | None
+    logits: Tensor, per_token: int, *, renormalise: bool, num_unpadded: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """See `segue.kernels.moe.route`; of equal logits the lowest expert's wins. Experts are int32."""
     num_tokens, num_experts = logits.shape
@@ -144,14 +144,14 @@ def route(
     experts = torch.empty((num_tokens, per_token), dtype=torch.int32, device=logits.device)
     _route[(triton.cdiv(num_tokens, _TOKENS),)](
         logits,
-        logits if num_real is None else num_real,
+        logits if num_unpadded is None else num_unpadded,
         weights,
         experts,
         num_tokens,
         num_experts,
         K=per_token,
         RENORMALISE=renormalise,
-        PADDED=num_real is not None,
+        PADDED=num_unpadded is not None,
         TOKENS=_TOKENS,
         EP=triton.next_power_of_2(num_experts),
         KP=triton.next_power_of_2(per_token),

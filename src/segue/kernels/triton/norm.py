@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.triton.launch import begin, launch_options, let_next_start
+from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -27,13 +27,13 @@ def _add_rms_norm(
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    begin(PDL)
+    pdl_wait(PDL)
     total = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(x + (split * num_rows + row) * size + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         total += tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     rounded = total.to(total_out.dtype.element_ty)
     tl.store(total_out + row * size + columns, rounded, mask=inside)
     wide = rounded.to(tl.float32)

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.triton.launch import begin, launch_options, let_next_start
+from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
-def _half(x, row, splits_stride, at, inside, SPLITS: tl.constexpr):
+def _load_half(x, row, splits_stride, at, inside, SPLITS: tl.constexpr):
     value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         value += tl.load(x + split * splits_stride + row + at, mask=inside, other=0.0).to(tl.float32)
@@ -19,7 +19,7 @@ def _half(x, row, splits_stride, at, inside, SPLITS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _place(
+def _qk_norm_rope_store(
     qkv,
     qk_weight,
     cosines,
@@ -48,12 +48,12 @@ def _place(
     d = tl.arange(0, HALF)[None, :]
     inside = d < half
     head = first + tl.arange(0, GROUP)[:, None]
-    begin(PDL)
+    pdl_wait(PDL)
     position = tl.load(positions + token).to(tl.int64)  # first: more loads depend on them
     row = tl.load(slot_mapping + token).to(tl.int64)
     stride = num_tokens.to(tl.int64) * width
-    low = _half(qkv, token * width, stride, head * D + d, inside, SPLITS)
-    high = _half(qkv, token * width, stride, head * D + half + d, inside, SPLITS)
+    low = _load_half(qkv, token * width, stride, head * D + d, inside, SPLITS)
+    high = _load_half(qkv, token * width, stride, head * D + half + d, inside, SPLITS)
     if first < HEADS + KV_HEADS:
         dtype = query.dtype.element_ty
         cos = tl.load(cosines + position * half + d, mask=inside, other=0.0)
@@ -81,10 +81,10 @@ def _place(
         at = values + row * (KV_HEADS * D) + (head - HEADS - KV_HEADS) * D + d
         tl.store(at, low.to(values.dtype.element_ty), mask=inside)
         tl.store(at + half, high.to(values.dtype.element_ty), mask=inside)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
 
 
-def place(
+def qk_norm_rope_store(
     qkv: Tensor,
     qk_weight: Tensor | None,
     eps: float,
@@ -117,8 +117,8 @@ def place(
     """
     num_tokens = qkv.shape[-2]
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=keys.dtype, device=qkv.device)
-    group = _group(num_heads, num_kv_heads)
-    _place[(num_tokens * (num_heads + 2 * num_kv_heads) // group,)](
+    group = _heads_per_program(num_heads, num_kv_heads)
+    _qk_norm_rope_store[(num_tokens * (num_heads + 2 * num_kv_heads) // group,)](
         qkv,
         query if qk_weight is None else qk_weight,
         cosines,
@@ -142,7 +142,7 @@ def place(
     return query
 
 
-def _group(num_heads: int, num_kv_heads: int) -> int:
+def _heads_per_program(num_heads: int, num_kv_heads: int) -> int:
     """Heads a program: a power of two that divides both, so that no program mixes kinds."""
     common = math.gcd(num_heads, num_kv_heads)
     return min(8, common & -common)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from segue.kernels.triton.all_reduce import OneShotAllReduce, best_of_ranks
 from segue.kernels.triton.gumbel_noise import gumbel
-from segue.kernels.triton.launch import begin, launch_options, let_next_start
+from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 from segue.kernels.triton.top_k_top_p import draw_filtered
 from segue.messages.steps import NON_FINITE
 
@@ -93,7 +93,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 
 
 @triton.jit
-def _larger(a, b):
+def _nan_max(a, b):
     """The maximum of two, NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
@@ -101,7 +101,7 @@ def _larger(a, b):
 @triton.jit
 def _choose_block(
     logits,
-    rows,
+    slots,
     positions,
     temperatures,
     inverse_temperatures,
@@ -114,46 +114,46 @@ def _choose_block(
     stride,
     start,
     size,
-    WHOLE: tl.constexpr,
+    WRITE_STATE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
-    begin(PDL)
-    row = tl.load(rows + i).to(tl.int64)
+    pdl_wait(PDL)
+    slot = tl.load(slots + i).to(tl.int64)
     block = chunk * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
-    largest = tl.reduce(x, 1, _larger)
+    largest = tl.reduce(x, 1, _nan_max)
     out = i * tl.num_programs(0) + chunk
-    if WHOLE:
-        if tl.load(num_top + row) >= 0:
+    if WRITE_STATE:
+        if tl.load(num_top + slot) >= 0:
             _partial_sum(x, maxima, sums, out)
-    if tl.load(temperatures + row) == 0.0:
-        top = tl.reduce(largest, 0, _larger)
+    if tl.load(temperatures + slot) == 0.0:
+        top = tl.reduce(largest, 0, _nan_max)
         first = tl.min(tl.min(tl.where(x == top, token, size), 1), 0)
         tl.store(scores + out, top.to(tl.float64))
         tl.store(choices + out, first)
     else:
-        inverse = tl.load(inverse_temperatures + row)
+        inverse = tl.load(inverse_temperatures + slot)
         shift = tl.where(largest == float("-inf"), 0.0, largest * inverse)
         total = tl.sum(tl.exp(x * inverse - shift[:, None]), 1).to(tl.float64)
         position = tl.load(positions + i).to(tl.int64)
-        noise = gumbel(tl.load(seeds + row), position, start // BLOCK + block)
+        noise = gumbel(tl.load(seeds + slot), position, start // BLOCK + block)
         score = tl.log(total) + shift.to(tl.float64) + noise
         best = tl.max(score, 0)
-        spoilt = tl.max((score != score).to(tl.int32), 0) > 0
-        tl.store(scores + out, tl.where(spoilt, float("inf"), best))
+        non_finite = tl.max((score != score).to(tl.int32), 0) > 0
+        tl.store(scores + out, tl.where(non_finite, float("inf"), best))
         tl.store(choices + out, tl.min(tl.where(score == best, block, 2147483647), 0))
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
 
 
 @triton.jit
 def _choose_token(
     logits,
-    rows,
+    slots,
     positions,
     temperatures,
     inverse_temperatures,
@@ -172,7 +172,7 @@ def _choose_token(
     filtered,
     inboxes,
     epochs,
-    most_rows,
+    max_rows,
     stride,
     start,
     size,
@@ -181,58 +181,58 @@ def _choose_token(
     FILTERS: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WRITE_STATE: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     NONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
-    begin(PDL)
-    row = tl.load(rows + i).to(tl.int64)
+    pdl_wait(PDL)
+    slot = tl.load(slots + i).to(tl.int64)
     position = tl.load(positions + i).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     here = chunk < num_chunks
     score = tl.load(scores + i * num_chunks + chunk, mask=here, other=float("-inf"))
     choice = tl.load(choices + i * num_chunks + chunk, mask=here, other=2147483647)
-    spoilt = tl.max(((score != score) | (score == float("inf"))).to(tl.int32), 0) > 0
-    best = tl.where(spoilt, float("inf"), tl.max(score, 0))
+    non_finite = tl.max(((score != score) | (score == float("inf"))).to(tl.int32), 0) > 0
+    best = tl.where(non_finite, float("inf"), tl.max(score, 0))
     chosen = tl.min(tl.where(score == best, choice, 2147483647), 0)
-    if tl.load(temperatures + row) > 0.0:
+    if tl.load(temperatures + slot) > 0.0:
         lane = tl.arange(0, BLOCK)
         token = tl.maximum(tl.minimum(chosen, tl.cdiv(size, BLOCK) - 1), 0) * BLOCK + lane
         x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
-        x = (x * tl.load(inverse_temperatures + row)).to(tl.float64)
-        x += gumbel(tl.load(seeds + row), position, tl.cdiv(vocab_size, BLOCK) + lane)
+        x = (x * tl.load(inverse_temperatures + slot)).to(tl.float64)
+        x += gumbel(tl.load(seeds + slot), position, tl.cdiv(vocab_size, BLOCK) + lane)
         chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
     chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # a spoilt row chooses nothing
     if FILTERS:
         drawn = tl.load(filtered + i)
         chosen = tl.where(drawn >= 0, drawn, chosen)
     logit, total = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
-    if WHOLE:
-        if tl.load(num_top + row) >= 0:
+    if WRITE_STATE:
+        if tl.load(num_top + slot) >= 0:
             logit = tl.load(logits + i * stride + chosen, mask=chosen < size, other=float("-inf"))
             total = _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS)
     if WORLD > 1:
         total = tl.where(size > 0, total, float("-inf"))
         best, chosen, logit, total = best_of_ranks(
-            best, start + chosen, logit, total, i, inboxes, epochs, most_rows, RANK, WORLD
+            best, start + chosen, logit, total, i, inboxes, epochs, max_rows, RANK, WORLD
         )
         chosen = tl.minimum(chosen, vocab_size - 1)
     is_finite = (best > float("-inf")) & (best < float("inf"))
     line = tl.load(ring_index).to(tl.int64) * ring_stride + i
     tl.store(ring + line, tl.where(is_finite, chosen, NONE))
-    if WHOLE:
-        tl.store(token_pool + row * pool_stride + position, tl.where(is_finite, chosen, 0))
-        if tl.load(num_top + row) >= 0:
+    if WRITE_STATE:
+        tl.store(token_pool + slot * pool_stride + position, tl.where(is_finite, chosen, 0))
+        if tl.load(num_top + slot) >= 0:
             tl.store(logprob_ring + line, logit - total)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
 
 
 def sample_plain(
     logits: Tensor,
-    rows: Tensor,
+    slots: Tensor,
     positions: Tensor,
     *,
     temperatures: Tensor,
@@ -267,12 +267,12 @@ def sample_plain(
     """
     columns = (temperatures, inverse_temperatures, seeds, num_top)
     targets = (token_pool, token_pool.stride(0), ring, logprob_ring, ring_index)
-    _launch(logits, rows, positions, columns, targets, filters=filters, part=part)
+    _launch(logits, slots, positions, columns, targets, filters=filters, part=part)
 
 
 def choose(
     logits: Tensor,
-    rows: Tensor,
+    slots: Tensor,
     positions: Tensor,
     *,
     temperatures: Tensor,
@@ -285,18 +285,18 @@ def choose(
     ring_index = torch.zeros(1, dtype=torch.int32, device=logits.device)
     columns = (temperatures, inverse_temperatures, seeds, seeds)
     targets = (tokens, 0, tokens, logits, ring_index)
-    _launch(logits, rows, positions, columns, targets, whole=False, filters=filters)
+    _launch(logits, slots, positions, columns, targets, write_state=False, filters=filters)
     return tokens[0].to(torch.int64)
 
 
 def _launch(
     logits: Tensor,
-    rows: Tensor,
+    slots: Tensor,
     positions: Tensor,
     columns: tuple[Tensor, Tensor, Tensor, Tensor],
     targets: tuple[Tensor | int, ...],
     *,
-    whole: bool = True,
+    write_state: bool = True,
     filters: Filters | None = None,
     part: VocabPart | None = None,
 ) -> None:
@@ -309,20 +309,22 @@ def _launch(
     scores = torch.empty((count, num_chunks), dtype=torch.float64, device=logits.device)
     choices = torch.empty((count, num_chunks), dtype=torch.int32, device=logits.device)
     partial = torch.empty((2, count, num_chunks), device=logits.device)
-    common = (logits, rows, positions, *columns, scores, choices, *partial)
+    common = (logits, slots, positions, *columns, scores, choices, *partial)
     ring = targets[2]
     assert isinstance(ring, Tensor)
     assert filters is None or part is None
     temperatures, inverse_temperatures, seeds, _ = columns
     filtered = ring
     if filters is not None:
-        filtered = draw_filtered(logits, rows, positions, temperatures, inverse_temperatures, seeds, *filters)
+        filtered = draw_filtered(
+            logits, slots, positions, temperatures, inverse_temperatures, seeds, *filters
+        )
     _choose_block[(num_chunks, count)](
         *common,
         logits.stride(0),
         start,
         size,
-        WHOLE=whole,
+        WRITE_STATE=write_state,
         BLOCK=_BLOCK,
         BLOCKS=_BLOCKS,
         **launch_options(4, count),
@@ -342,7 +344,7 @@ def _launch(
         FILTERS=filters is not None,
         RANK=part.one_shot.tp.rank if part else 0,
         WORLD=part.one_shot.tp.size if part else 1,
-        WHOLE=whole,
+        WRITE_STATE=write_state,
         CHUNKS=triton.next_power_of_2(num_chunks),
         BLOCK=_BLOCK,
         NONE=NON_FINITE,

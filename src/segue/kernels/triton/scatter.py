@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.triton.launch import begin, launch_options, let_next_start
+from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 _BLOCK = 512
 
@@ -12,10 +12,10 @@ _BLOCK = 512
 @triton.jit(do_not_specialize=["count"])
 def _scatter(addresses, values, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    begin(PDL)
+    pdl_wait(PDL)
     to = tl.load(addresses + i, mask=i < count, other=0).to(tl.pointer_type(tl.int32))
     value = tl.load(values + i, mask=i < count, other=0)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
     tl.store(to, value, mask=i < count)
 
 

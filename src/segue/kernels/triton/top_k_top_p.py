@@ -12,36 +12,38 @@ import triton.language as tl
 from torch import Tensor
 
 from segue.kernels.triton.gumbel_noise import gumbel
-from segue.kernels.triton.launch import begin, launch_options, let_next_start
+from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 _BLOCK, _WARPS = 4096, 16
-_FEW = 1024  # tokens of which none is drawn unless one is kept: noise is most of the work
+_DRAW_BLOCK = 1024  # tokens of which none is drawn unless one is kept: noise is most of the work
 
 
 @triton.jit
-def _load(logits, token, vocab_size):
+def _load_logits(logits, token, vocab_size):
     """Logits, NaN as impossible ones."""
     x = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
     return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
-def _key(x):
+def _sort_key(x):
     """Integers in the order of the logits."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _mass(x, top, inverse):
+def _relative_weight(x, top, inverse):
     """Weights relative to the likeliest token's."""
     return tl.exp((x - top) * inverse)
 
 
 @triton.jit
-def _largest(logits, top, inverse, vocab_size, least, low, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
+def _find_threshold(
+    logits, top, inverse, vocab_size, target, low, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+):
     """The largest key, from `low` up, above which tokens number (or weigh, if WEIGHED) at least `least`."""
-    high = _key(top).to(tl.int64) + 1
+    high = _sort_key(top).to(tl.int64) + 1
     while high - low > 1:
         width = high - low
         a, b, c = low + width // 4, low + width // 2, high - 1 - (width - 1) // 4
@@ -49,15 +51,15 @@ def _largest(logits, top, inverse, vocab_size, least, low, WEIGHED: tl.constexpr
         above_b = tl.zeros((BLOCK,), tl.float32)
         above_c = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, vocab_size, BLOCK):
-            x = _load(logits, start + tl.arange(0, BLOCK), vocab_size)
-            key = _key(x)
-            value = _mass(x, top, inverse) if WEIGHED else tl.full((BLOCK,), 1.0, tl.float32)
+            x = _load_logits(logits, start + tl.arange(0, BLOCK), vocab_size)
+            key = _sort_key(x)
+            value = _relative_weight(x, top, inverse) if BY_WEIGHT else tl.full((BLOCK,), 1.0, tl.float32)
             above_a += tl.where(key >= a.to(tl.int32), value, 0.0)
             above_b += tl.where(key >= b.to(tl.int32), value, 0.0)
             above_c += tl.where(key >= c.to(tl.int32), value, 0.0)
-        enough_a = tl.sum(above_a.to(tl.float64), 0) >= least
-        enough_b = tl.sum(above_b.to(tl.float64), 0) >= least
-        enough_c = tl.sum(above_c.to(tl.float64), 0) >= least
+        enough_a = tl.sum(above_a.to(tl.float64), 0) >= target
+        enough_b = tl.sum(above_b.to(tl.float64), 0) >= target
+        enough_c = tl.sum(above_c.to(tl.float64), 0) >= target
         high = tl.where(enough_c, high, tl.where(enough_b, c, tl.where(enough_a, b, a)))
         low = tl.where(enough_c, c, tl.where(enough_b, b, tl.where(enough_a, a, low)))
     return low
@@ -66,7 +68,7 @@ def _largest(logits, top, inverse, vocab_size, least, low, WEIGHED: tl.constexpr
 @triton.jit
 def _draw(
     logits,
-    rows,
+    slots,
     positions,
     temperatures,
     inverse_temperatures,
@@ -78,54 +80,54 @@ def _draw(
     stride,
     vocab_size,
     BLOCK: tl.constexpr,
-    FEW: tl.constexpr,
+    DRAW_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
-    begin(PDL)
-    row = tl.load(rows + i).to(tl.int64)
-    top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+    pdl_wait(PDL)
+    slot = tl.load(slots + i).to(tl.int64)
+    top_k, top_p, min_p = tl.load(top_ks + slot), tl.load(top_ps + slot), tl.load(min_ps + slot)
     filtered = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
     drawn = tl.full((), -1, tl.int32)
-    if filtered & (tl.load(temperatures + row) > 0.0):
+    if filtered & (tl.load(temperatures + slot) > 0.0):
         logits += i * stride
-        inverse = tl.load(inverse_temperatures + row)
+        inverse = tl.load(inverse_temperatures + slot)
         highest = tl.full((BLOCK,), float("-inf"), tl.float32)
         for start in range(0, vocab_size, BLOCK):
-            highest = tl.maximum(highest, _load(logits, start + tl.arange(0, BLOCK), vocab_size))
+            highest = tl.maximum(highest, _load_logits(logits, start + tl.arange(0, BLOCK), vocab_size))
         top = tl.max(highest, 0)
         low = tl.full((), -(1 << 31), tl.int64)
         if (top_k > 0) & (top_k < vocab_size):
-            low = _largest(logits, top, inverse, vocab_size, top_k.to(tl.float64), low, False, BLOCK)
+            low = _find_threshold(logits, top, inverse, vocab_size, top_k.to(tl.float64), low, False, BLOCK)
         if top_p < 1.0:
             sums = tl.zeros((BLOCK,), tl.float32)
             for start in range(0, vocab_size, BLOCK):
-                x = _load(logits, start + tl.arange(0, BLOCK), vocab_size)
-                sums += tl.where(_key(x) >= low, _mass(x, top, inverse), 0.0)
-            least = tl.sum(sums.to(tl.float64), 0) * top_p.to(tl.float64)
-            low = _largest(logits, top, inverse, vocab_size, least, low, True, BLOCK)
-        position, seed = tl.load(positions + i).to(tl.int64), tl.load(seeds + row)
-        best = tl.full((FEW,), float("-inf"), tl.float64)
-        chosen = tl.full((FEW,), 2147483647, tl.int32)
-        for start in range(0, vocab_size, FEW):
-            token = start + tl.arange(0, FEW)
-            x = _load(logits, token, vocab_size)
-            mass = _mass(x, top, inverse)
-            kept = (_key(x) >= low) & (mass >= min_p) & (mass > 0.0)
+                x = _load_logits(logits, start + tl.arange(0, BLOCK), vocab_size)
+                sums += tl.where(_sort_key(x) >= low, _relative_weight(x, top, inverse), 0.0)
+            target = tl.sum(sums.to(tl.float64), 0) * top_p.to(tl.float64)
+            low = _find_threshold(logits, top, inverse, vocab_size, target, low, True, BLOCK)
+        position, seed = tl.load(positions + i).to(tl.int64), tl.load(seeds + slot)
+        best = tl.full((DRAW_BLOCK,), float("-inf"), tl.float64)
+        chosen = tl.full((DRAW_BLOCK,), 2147483647, tl.int32)
+        for start in range(0, vocab_size, DRAW_BLOCK):
+            token = start + tl.arange(0, DRAW_BLOCK)
+            x = _load_logits(logits, token, vocab_size)
+            weight = _relative_weight(x, top, inverse)
+            kept = (_sort_key(x) >= low) & (weight >= min_p) & (weight > 0.0)
             if tl.max(kept.to(tl.int32), 0) > 0:
-                score = tl.log(mass.to(tl.float64)) + gumbel(seed, position, token)
+                score = tl.log(weight.to(tl.float64)) + gumbel(seed, position, token)
                 better = kept & (score > best)
                 best = tl.where(better, score, best)
                 chosen = tl.where(better, token, chosen)
         drawn = tl.min(tl.where(best == tl.max(best, 0), chosen, 2147483647), 0)
         drawn = tl.minimum(drawn, vocab_size - 1)  # logits that are all NaN keep nothing
     tl.store(out + i, drawn)
-    let_next_start(PDL)
+    pdl_launch_dependents(PDL)
 
 
 def draw_filtered(
     logits: Tensor,
-    rows: Tensor,
+    slots: Tensor,
     positions: Tensor,
     temperatures: Tensor,
     inverse_temperatures: Tensor,
@@ -152,7 +154,7 @@ def draw_filtered(
     out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     _draw[(len(logits),)](
         logits,
-        rows,
+        slots,
         positions,
         temperatures,
         inverse_temperatures,
@@ -164,7 +166,7 @@ def draw_filtered(
         logits.stride(0),
         logits.shape[1],
         BLOCK=_BLOCK,
-        FEW=_FEW,
+        DRAW_BLOCK=_DRAW_BLOCK,
         **launch_options(_WARPS, len(logits)),
     )
     return out
