@@ -1,4 +1,4 @@
-"""Capabilities of backends whose modules cannot be imported everywhere."""
+"""Capabilities of the backends whose own modules can be imported only where CUDA is."""
 
 import torch
 
@@ -7,7 +7,7 @@ from segue.attention.base import Capabilities
 TRITON = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
-    max_group_size=64,  # a block of prefill holds at least one query with all its heads
+    max_group_size=64,  # a prefill block holds at least one query of all heads of a group
     graphs=True,
 )
 

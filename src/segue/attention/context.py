@@ -1,4 +1,4 @@
-"""One forward step as the model sees it."""
+"""The inputs of one forward step."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from segue.kvcache.pool import KVPool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """A batch of ragged sequences, decode rows first. T tokens, S sequences, L rows of logits.
+    """A batch of ragged sequences, decode rows first: T tokens, S sequences, L rows of logits.
 
-    The host lists and the device tensors say the same; the model itself reads only tensors, so a captured
-    step can be replayed with new values in the same storage.
+    The host lists and the device tensors hold the same values. The model itself reads only tensors, so a
+    captured step can be replayed with new values at the same addresses.
     """
 
     input_ids: Tensor  # int64 [T]
-    positions: Tensor  # int64, or int32 of a static step, [T], each token's place in its sequence
-    slot_mapping: Tensor  # int64 [T], token rows of the pool for each K and V; padding: of the scratch page
+    positions: Tensor  # int64, or int32 on CUDA, [T], each token's index in its sequence
+    slot_mapping: Tensor  # int64 [T], the pool's token row for each K and V; padding: in the scratch page
     logits_indices: Tensor | None  # int [L], the tokens whose hidden states the model returns; None: all
-    slots: Sequence[int]  # S request slots, rows of the page table
-    q_lens: Sequence[int]  # S tokens of this step
-    kv_lens: Sequence[int]  # S tokens in the cache, this step's included
-    slots_device: Tensor  # int64, or int32 of a static step, [S]
+    slots: Sequence[int]  # S request slots, which are rows of the page table
+    q_lens: Sequence[int]  # S numbers of tokens in this step
+    kv_lens: Sequence[int]  # S numbers of tokens in the cache, including this step's
+    slots_device: Tensor  # int64, or int32 on CUDA, [S]
     kv_lens_device: Tensor  # int32 [S]
-    cu_seqlens_q_device: Tensor  # int32 [S + 1], where each sequence's tokens begin
-    num_decode: int  # the first so many sequences have one token each
+    cu_seqlens_q_device: Tensor  # int32 [S + 1], the index of each sequence's first token
+    num_decode: int  # the number of leading sequences that have one token each
     page_table: PageTable
     kv: KVPool
     backend: AttentionBackend
-    # Of a captured step, which has no host lists:
-    num_decode_device: Tensor | None = None  # int32 [1]; num_decode is the most there can be
-    blocks: Tensor | None = None  # the backend's, for the sequences behind the decode rows
-    num_tokens: Tensor | None = None  # int32 [1], tokens before those that pad the end; None: not known
-    num_logits_indices: Tensor | None = None  # int32 [1], the same of `logits_indices`
+    # Fields of a captured step only, which has no host lists:
+    num_decode_device: Tensor | None = None  # int32 [1]; num_decode is its upper bound
+    blocks: Tensor | None = None  # the backend's blocks of the sequences after the decode rows
+    num_tokens: Tensor | None = None  # int32 [1], tokens without the padding at the end; None: unknown
+    num_logits_indices: Tensor | None = None  # int32 [1], `logits_indices` without their padding
 
     @property
     def has_prefill(self) -> bool:
-        """Whether sequences may follow the decode rows."""
+        """Whether the step may have sequences after the decode rows."""
         return self.blocks is not None or self.num_decode < len(self.slots)
 
     @classmethod
@@ -61,7 +61,7 @@ class Context:
         backend: AttentionBackend,
         logits_indices: Tensor | None = None,
     ) -> Context:
-        """Work out positions and the slot mapping."""
+        """Make the context of an eager step: computes positions, slot mapping and device tensors."""
         device = kv.data.device
         slots_device = torch.tensor(slots, dtype=torch.int64, device=device)
         kv_lens_device = torch.tensor(kv_lens, dtype=torch.int32, device=device)
@@ -69,7 +69,8 @@ class Context:
         positions = torch.cat([torch.arange(kv - q, kv) for q, kv in zip(q_lens, kv_lens, strict=True)]).to(
             device
         )
-        index = torch.int64 if device.type == "cpu" else torch.int32  # as static steps have: compiled once
+        # int32 on CUDA, as in captured steps, so that kernels are compiled for one type only.
+        index = torch.int64 if device.type == "cpu" else torch.int32
         token_slots = slots_device.repeat_interleave(
             torch.tensor(q_lens, device=device), output_size=ends[-1]
         )

@@ -1,12 +1,12 @@
 """Attention on the CPU from stock torch operators.
 
-Letters: B sequences, S keys a sequence, H key-value heads, N query heads, G = N / H, D head dimension.
+Letters: B sequences, S keys per sequence, H key-value heads, N query heads, G = N / H, D head dimension.
 
-A decode step reads keys a page at a time, as `[B, S, H * D]`, and multiplies them by queries laid out as `[B,
-N, H * D]`, each zero but in its own key-value head: the wasted GEMMs cost less than reading keys head by
-head. Values are not gathered at all: `embedding_bag` sums rows of the pool weighted by the probabilities.
-Prefill packs the query heads that share a key-value head into the rows of one matrix and goes through it in
-blocks, skipping what the causal mask hides.
+A decode step gathers keys page by page as `[B, S, H * D]` and multiplies them by queries laid out as
+`[B, N, H * D]`, each zero outside its own key-value head: multiplying by zeros costs less than gathering keys
+head by head. Values are not gathered at all: `embedding_bag` sums rows of the pool, weighted by the
+probabilities. Prefill packs the query heads that share a key-value head into the rows of one matrix, and
+processes it in blocks of queries, skipping the keys that the causal mask hides.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ CAPABILITIES = Capabilities(
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
 )
 
-_KEY_MULTIPLE = 64  # decode pads S to it: oneDNN compiles each new shape, for half a millisecond
-_MAX_PADDING = 3072  # tokens; about what a further group costs in calls
-_BLOCK = 128  # query tokens a GEMM in prefill, at most
-_MAX_SCORES = 1 << 24  # elements a GEMM gives: with long contexts, blocks of fewer tokens bound memory
-_SHORT_KEYS = 128  # keys up to which one fused call beats the blocked GEMMs
+_KEY_MULTIPLE = 64  # decode pads S to a multiple: oneDNN takes half a millisecond to compile each new shape
+_MAX_PADDING = 3072  # tokens of padding per group; about what the calls of one more group cost
+_BLOCK = 128  # maximum of query tokens per GEMM in prefill
+_MAX_SCORES = 1 << 24  # elements of a GEMM's result: long contexts get blocks of fewer tokens
+_SHORT_KEYS = 128  # keys up to which one fused call is faster than the blocked GEMMs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Decode:
-    """Some sequences of one query each, padded to the longest."""
+    """A group of sequences of one query each, padded to the longest."""
 
-    members: Tensor | None  # int64 [B], their tokens in the step; None: the first B
-    num: int
-    pages: Tensor  # [B * S / page_size], rows of one page's keys
-    value_index: Tensor  # [B * N * S], rows of D values
-    offsets: Tensor  # [B * N], where each query head's values begin
-    hidden: Tensor  # bool [B, 1, S], keys beyond the sequence
+    members: Tensor | None  # int64 [B], the sequences' tokens in the step; None: the first B
+    num: int  # B
+    pages: Tensor  # [B * S / page_size], rows of `_key_pages`, each one page's keys
+    value_index: Tensor  # [B * N * S], rows of `_values`
+    offsets: Tensor  # [B * N], the index of each query head's first entry in `value_index`
+    hidden: Tensor  # bool [B, 1, S], true for keys beyond the sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prefill:
-    """One sequence of several queries, those that see a key."""
+    """One sequence's queries, without those that attend to no key."""
 
-    start: int  # first token in the step
+    start: int  # the first query's token in the step
     q_len: int
     kv_len: int
-    index: Tensor | None  # [H * S] rows of D values; None: all keys are this step's own
-    mask: Tensor | None  # [q_len, kv_len], 0 or -inf, for a short one that is not a plain triangle
+    index: Tensor | None  # [H * S], rows of `_keys` and `_values`; None: all keys are of this step
+    mask: Tensor | None  # [q_len, kv_len], 0 or -inf, of a short sequence with kv_len != q_len
 
 
 class CPUAttention(AttentionBackend):
-    """Packed GEMMs over gathered keys; what a step needs is laid out once in `prepare`."""
+    """Packed GEMMs over gathered keys; `prepare` lays out the indices and masks once per step."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
-        """Serve a model of `shape` whose cache is `pool`."""
+        """Make the backend of a model of `shape` whose cache is `pool`."""
         self._shape = shape
         self._pool = pool
         self._group = shape.num_heads // shape.num_kv_heads
@@ -77,7 +77,7 @@ class CPUAttention(AttentionBackend):
         self._own_head = own_head.to(dtype)[:, :, None]  # [N, H, 1]
         self._zero = torch.zeros(1, dtype=dtype)
         columns = torch.arange(_BLOCK)
-        rows = columns.repeat_interleave(self._group)[:, None]  # a token's query heads follow each other
+        rows = columns.repeat_interleave(self._group)[:, None]  # a token's query heads are adjacent rows
         self._triangle = torch.zeros(len(rows), _BLOCK, dtype=dtype).masked_fill_(
             columns > rows, float("-inf")
         )
@@ -86,7 +86,7 @@ class CPUAttention(AttentionBackend):
         self._has_blind_queries = False
 
     def prepare(self, ctx: Context) -> None:
-        """Group the decode rows by length and lay out every index and mask."""
+        """Group the decode rows by length and lay out all indices and masks."""
         groups = group_by_length(ctx.kv_lens[: ctx.num_decode])
         self._decodes = [self._plan_decode(ctx, members, len(groups) == 1) for members in groups]
         self._prefills = list(self._plan_prefills(ctx))
@@ -172,7 +172,7 @@ class CPUAttention(AttentionBackend):
         pages = ctx.page_table.data[[ctx.slots[m] for m in members], :num_pages].long()
         rows = (pages[:, :, None] * self._pool.page_rows + torch.arange(size)).flatten(1)
         hidden = torch.arange(rows.shape[1]) >= lens
-        # A hidden key's value is a real token's, so that its probability, 0, makes it 0.
+        # A hidden key gets the value row of a real token: 0 times NaN in an unused row would be NaN.
         rows = torch.where(hidden, rows[:, :1], rows)
         index = (rows[:, None] * heads + torch.arange(heads)[:, None]).to(self._index_dtype)  # [B, H, S]
         value_index = index[:, :, None].expand(-1, -1, self._group, -1).reshape(-1)
@@ -187,7 +187,7 @@ class CPUAttention(AttentionBackend):
 
     def _plan_prefills(self, ctx: Context) -> Iterator[_Prefill]:
         start = ctx.num_decode
-        for row, q_len, kv_len in zip(
+        for slot, q_len, kv_len in zip(
             ctx.slots[ctx.num_decode :],
             ctx.q_lens[ctx.num_decode :],
             ctx.kv_lens[ctx.num_decode :],
@@ -198,7 +198,7 @@ class CPUAttention(AttentionBackend):
                 index, mask = None, None
                 if kv_len != q_len:
                     heads = torch.arange(self._shape.num_kv_heads)[:, None]
-                    rows = self._token_rows(ctx, [row], kv_len) * self._shape.num_kv_heads + heads
+                    rows = self._token_rows(ctx, [slot], kv_len) * self._shape.num_kv_heads + heads
                     index = rows.to(self._index_dtype).view(-1)
                 if kv_len != num_seeing and kv_len <= _SHORT_KEYS:
                     mask = torch.zeros(num_seeing, kv_len, dtype=self._pool.data.dtype)
@@ -209,15 +209,15 @@ class CPUAttention(AttentionBackend):
                 )
             start += q_len
 
-    def _token_rows(self, ctx: Context, rows: Sequence[int], length: int) -> Tensor:
-        """Token rows of the pool, int64 `[len(rows), length]`, of each page-table row's first tokens."""
+    def _token_rows(self, ctx: Context, slots: Sequence[int], length: int) -> Tensor:
+        """Returns the pool's token rows of the slots' first `length` tokens, int64 `[len(slots), length]`."""
         size = self._pool.page_size
-        pages = ctx.page_table.data[list(rows), : -(-length // size)].long()
+        pages = ctx.page_table.data[list(slots), : -(-length // size)].long()
         return (pages[:, :, None] * self._pool.page_rows + torch.arange(size)).flatten(1)[:, :length]
 
 
 def group_by_length(lens: Sequence[int]) -> list[list[int]]:
-    """Sequences in groups of similar length, so that padding each group to its longest wastes little."""
+    """Group sequences of similar length, so that padding each group to its longest wastes little."""
     groups: list[list[int]] = []
     max_len = padding = 0
     for member in sorted(range(len(lens)), key=lambda m: -lens[m]):

@@ -1,12 +1,12 @@
-"""Attention on the CPU that gives a query the same bits whatever else is in its step, or was.
+"""Batch-invariant attention on the CPU: neither its step nor earlier steps change a query's bits.
 
-Letters: B sequences of t query tokens each, S keys, H key-value heads, G query heads a key-value head, D head
-dimension, R rows of a GEMM.
+Letters: B sequences of t query tokens each, S keys, H key-value heads, G query heads per key-value head, D
+head dimension, R rows of a GEMM.
 
 Decode and prefill are one computation; they differ in how many tokens share a GEMM. Keys and values always
-come from the pool. Probabilities are of a whole row, and values are summed block by block of `_BLOCK` keys at
-fixed positions, then from left to right; keys that are hidden, or only there to fill a block, add zeros.
-GEMMs have few numbers of rows, tried beforehand: see `kernels.batch_invariant`.
+come from the pool. The softmax is over a whole row. Values are summed within blocks of `_BLOCK` keys at fixed
+positions, then over the blocks from left to right; hidden keys, and keys that only fill a block, add zeros.
+GEMMs have only a few numbers of rows, which are tested beforehand: see `kernels.batch_invariant`.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from segue.kvcache.pool import KVPool
 CAPABILITIES = replace(cpu.CAPABILITIES, deterministic=True)
 
 _BLOCK = 64  # keys
-_ROWS = (8, 16, 64, 384)  # of a gemm: the query heads of some tokens, and padding
-_MAX_SCORES = 1 << 24  # elements a GEMM gives
+_ROWS = (8, 16, 64, 384)  # candidate numbers of rows per GEMM: the query heads of some tokens, and padding
+_MAX_SCORES = 1 << 24  # elements of a GEMM's result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _QueryTile:
-    """Some query tokens of one sequence, or of many sequences one each."""
+    """Some query tokens of one sequence, or one query token each of many sequences."""
 
-    tokens: Tensor  # int64 [B * t], in the step
+    tokens: Tensor  # int64 [B * t], indices in the step
     num: int  # B
     rows: int  # R
-    key_index: Tensor  # [B * H * S], rows of D values
-    value_index: Tensor  # [S / _BLOCK * B * H * _BLOCK]
-    common: int  # keys that every query sees
-    hidden: Tensor  # bool [B, 1, 1 or R, S - common]
+    key_index: Tensor  # [B * H * S], rows of `_keys`
+    value_index: Tensor  # [S / _BLOCK * B * H * _BLOCK], rows of `_values`
+    common: int  # number of keys that every query attends to
+    hidden: Tensor  # bool [B, 1, 1 or R, S - common], true for keys that a query does not attend to
 
 
 class InvariantCPUAttention(AttentionBackend):
-    """GEMMs of few shapes over gathered keys; what a step needs is laid out once in `prepare`."""
+    """GEMMs of few shapes over gathered keys; `prepare` lays out the indices and masks once per step."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
-        """Serve a model of `shape` whose cache is `pool`.
+        """Make the backend of a model of `shape` whose cache is `pool`.
 
         Raises:
-            ConfigError: this CPU's GEMMs of any shape depend on a row's place.
+            ConfigError: on this CPU the bits of such GEMMs depend on their number or their length.
         """
         self._shape = shape
         self._pool = pool
@@ -65,7 +65,7 @@ class InvariantCPUAttention(AttentionBackend):
         self._tiles: list[_QueryTile] = []
 
     def prepare(self, ctx: Context) -> None:
-        """Cut the step into tiles and lay out every index and mask."""
+        """Split the step into tiles and lay out all indices and masks."""
         self._tiles = [*self._plan_decodes(ctx), *self._plan_prefills(ctx)]
 
     def forward(
@@ -79,8 +79,8 @@ class InvariantCPUAttention(AttentionBackend):
 
     def _attend(self, query: Tensor, tile: _QueryTile, layer: int) -> Tensor:
         heads, size, tokens = self._shape.num_kv_heads, self._shape.head_dim, len(query) // tile.num
-        by_token = (tile.num, heads, tokens, self._group, size)  # a token's query heads follow each other
-        real = slice(0, tokens * self._group)  # rows
+        by_token = (tile.num, heads, tokens, self._group, size)  # a token's query heads are adjacent rows
+        real = slice(0, tokens * self._group)  # the rows that are not padding
         packed = query.new_zeros(tile.num, heads, tile.rows, size)
         queries = query.view(tile.num, tokens, heads, self._group, size).transpose(1, 2)
         torch.mul(queries, self._shape.scale, out=packed[:, :, real].view(by_token))
@@ -105,12 +105,14 @@ class InvariantCPUAttention(AttentionBackend):
             for start in range(0, len(members), per_tile):
                 some = members[start : start + per_tile]
                 lens = [ctx.kv_lens[member] for member in some]
-                sees = torch.tensor(lens)[:, None]
-                yield self._tile(ctx, torch.tensor(some), [ctx.slots[m] for m in some], lens, rows, sees)
+                num_visible = torch.tensor(lens)[:, None]
+                yield self._tile(
+                    ctx, torch.tensor(some), [ctx.slots[m] for m in some], lens, rows, num_visible
+                )
 
     def _plan_prefills(self, ctx: Context) -> Iterator[_QueryTile]:
         start = sum(ctx.q_lens[: ctx.num_decode])
-        for row, q_len, kv_len in zip(
+        for slot, q_len, kv_len in zip(
             ctx.slots[ctx.num_decode :],
             ctx.q_lens[ctx.num_decode :],
             ctx.kv_lens[ctx.num_decode :],
@@ -119,36 +121,38 @@ class InvariantCPUAttention(AttentionBackend):
             fitting = [rows for rows in self._rows if rows <= self._max_rows(kv_len)]
             per_tile = max(fitting, default=self._rows[0]) // self._group
             end = start + q_len
-            for first in range(end - min(q_len, kv_len), end, per_tile):  # those that see a key
+            for first in range(end - min(q_len, kv_len), end, per_tile):  # tokens that attend to a key
                 count = min(per_tile, end - first)
-                last = kv_len - (end - first) + count  # keys that the tile's last token sees
+                last = kv_len - (end - first) + count  # number of keys that the tile's last token attends to
                 rows = min(rows for rows in self._rows if rows >= count * self._group)
-                sees = torch.arange(last - count + 1, last + 1).repeat_interleave(self._group)
-                sees = torch.cat([sees, sees.new_full((rows - len(sees),), last)])[None]
-                yield self._tile(ctx, torch.arange(first, first + count), [row], [last], rows, sees)
+                num_visible = torch.arange(last - count + 1, last + 1).repeat_interleave(self._group)
+                num_visible = torch.cat(
+                    [num_visible, num_visible.new_full((rows - len(num_visible),), last)]
+                )[None]
+                yield self._tile(ctx, torch.arange(first, first + count), [slot], [last], rows, num_visible)
             start = end
 
     def _tile(
         self,
         ctx: Context,
         tokens: Tensor,
-        table_rows: Sequence[int],
+        slots: Sequence[int],
         lens: Sequence[int],
         rows: int,
-        sees: Tensor,
+        num_visible: Tensor,
     ) -> _QueryTile:
-        """A tile of sequences of `lens` keys; `sees` is how many of them each query does, `[B, 1 or R]`."""
+        """Make a tile of sequences of `lens` keys; a query attends to `num_visible` `[B, 1 or R]` of them."""
         num, heads, size = len(lens), self._shape.num_kv_heads, self._pool.page_size
         num_keys = -(-max(lens) // _BLOCK) * _BLOCK
         key = torch.arange(num_keys)
-        # A key beyond the sequence is a real token's, so that its probability, 0, makes it 0.
+        # A key beyond the sequence is replaced by a real token's: 0 times NaN in an unused row would be NaN.
         at = torch.where(key < torch.tensor(lens)[:, None], key, 0)  # [B, S]
-        pages = ctx.page_table.data[list(table_rows)].long().gather(1, at // size)
+        pages = ctx.page_table.data[list(slots)].long().gather(1, at // size)
         token_slots = pages * self._pool.page_rows + at % size
         index = (token_slots[:, None] * heads + torch.arange(heads)[:, None]).to(
             self._index_dtype
         )  # [B, H, S]
-        common = int(sees.min())
+        common = int(num_visible.min())
         return _QueryTile(
             tokens=tokens,
             num=num,
@@ -156,17 +160,17 @@ class InvariantCPUAttention(AttentionBackend):
             key_index=index.view(-1),
             value_index=index.view(num * heads, -1, _BLOCK).transpose(0, 1).reshape(-1),
             common=common,
-            hidden=(key[common:] >= sees[:, :, None])[:, None],
+            hidden=(key[common:] >= num_visible[:, :, None])[:, None],
         )
 
     def _max_rows(self, kv_len: int) -> int:
-        """Rows of GEMMs over `kv_len` keys that bound the memory they take."""
+        """Returns the maximum of rows per GEMM over `kv_len` keys, which bounds the memory of the scores."""
         return max(self._rows[0], _MAX_SCORES // (self._shape.num_kv_heads * (kv_len + _BLOCK)))
 
 
 @cache
 def _agreeing_rows(group: int, size: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Numbers of rows of a GEMM, at least `group`, that give each row the same bits, ascending."""
+    """Returns the numbers of rows per GEMM, ascending and at least `group`, that give a row the same bits."""
     candidates = [rows for rows in _ROWS if rows >= group] or [group]
     reference = min((rows for rows in candidates if rows >= 16), default=group)
     index = torch.arange(max(candidates)) % reference
@@ -191,8 +195,8 @@ def _agreeing_rows(group: int, size: int, dtype: torch.dtype) -> tuple[int, ...]
 
     if not agrees(reference):
         raise ConfigError(
-            f"deterministic=True: GEMMs of {reference} rows in {dtype}, as attention has them, depend on "
-            "how many there are on this CPU; use another --dtype",
+            f"deterministic=True: on this CPU, the bits of batched GEMMs of {reference} rows in {dtype}, as "
+            "attention has them, depend on their number or length; use another --dtype",
             param="deterministic",
         )
     return tuple(rows for rows in candidates if rows == reference or agrees(rows))

@@ -1,10 +1,10 @@
 """FlashAttention-3, for Hopper, from an optional package: `pip install 'segue[fa3]'`.
 
-It reads the pool where it lies, by page tables that are gathered once a step. In a step that has decode rows
-and prompts in it, each half hides the other's sequences: their queries have length zero there.
+FlashAttention-3 reads the pool in place, through page tables that are gathered once per step. In a step with
+both decode rows and prompts, each half gives the other half's sequences queries of length zero.
 
-Where pages are as large as its tiles it would load them whole by the copy engine, and a NaN in a slot that
-is not in use would reach the output. A left padding, of nothing, keeps it from that.
+Where pages are at least as large as its tiles, FlashAttention-3 would load whole tiles by TMA, and a NaN in
+an unused KV slot would reach the output. Passing a left padding of zero tokens turns TMA off.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from segue.kvcache.pool import KVPool
 
 
 class FA3Attention(GridPrefill):
-    """Both halves on one pool."""
+    """Decode and prefill by FlashAttention-3's `fwd` operator on one pool."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
-        """Serve a model of `shape` whose cache is `pool`."""
-        import flash_attn_3._C  # noqa: F401 - it registers the operators
+        """Make the backend of a model of `shape` whose cache is `pool`."""
+        import flash_attn_3._C  # noqa: F401 - the import registers the operators
 
         self._forward = torch.ops.flash_attn_3.fwd
         self._shape = shape
@@ -32,11 +32,11 @@ class FA3Attention(GridPrefill):
         self._table = self._kv_lens = self._padding = self._starts = self._decode_starts = torch.empty(0)
 
     def queries_per_block(self, tokens: int) -> int:
-        """It needs no blocks: one a sequence."""
+        """Returns `tokens`: one block per sequence, since FlashAttention-3 reads no blocks."""
         return tokens
 
     def prepare(self, ctx: Context) -> None:
-        """Gather the page table; tell the halves' queries apart."""
+        """Gather the page table, and compute each half's `cu_seqlens_q`."""
         count = len(ctx.slots_device) if ctx.has_prefill else ctx.num_decode
         self._table = ctx.page_table.data.index_select(0, ctx.slots_device[:count])
         self._kv_lens = ctx.kv_lens_device[:count]
@@ -56,7 +56,7 @@ class FA3Attention(GridPrefill):
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.decode`."""
-        rows = slice(ctx.num_decode)  # what is kept of splits grows with the queries
+        rows = slice(ctx.num_decode)  # the buffer of the splits' partial results grows with the queries
         if ctx.has_prefill:
             self._run(query[rows], output[rows], layer, self._decode_starts, max_len=1, splits=0)
         else:  # [S, 1, heads, head_dim]
@@ -76,7 +76,7 @@ class FA3Attention(GridPrefill):
         max_len: int | None,
         splits: int,
     ) -> None:
-        """Attend into `output`; `splits` of the keys, 0: as many as FlashAttention-3 likes."""
+        """Attend into `output` with `splits` splits of the keys; 0: FlashAttention-3 chooses the number."""
         keys, values = self._pages[layer]
         self._forward(
             query,

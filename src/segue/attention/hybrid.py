@@ -15,7 +15,7 @@ from segue.attention.prefill_grid import GridPrefill
 def prefill_and_decode(
     prefill: PagedBackend, decode: PagedBackend, query: Tensor, layer: int, ctx: Context
 ) -> Tensor:
-    """Both halves of a step; see `AttentionBackend.forward`."""
+    """Run the decode and the prefill of a step; see `AttentionBackend.forward`."""
     output = torch.empty_like(query)
     if ctx.num_decode:
         decode.decode(query, output, layer, ctx)
@@ -30,7 +30,8 @@ class PairedAttention(GridPrefill):
     def __init__(self, prefill: Sequence[tuple[int, PagedBackend]], decode: PagedBackend) -> None:
         """Take backends made for the same model and pool.
 
-        Each of `prefill` serves steps of up to so many tokens, in ascending order; the last all larger ones.
+        Each entry of `prefill` is a backend after the largest number of tokens per step that it serves,
+        ascending; the last backend also serves all larger steps.
         """
         self._sizes, self._decode = prefill, decode
 
@@ -38,7 +39,7 @@ class PairedAttention(GridPrefill):
         return next((half for max_tokens, half in self._sizes if tokens <= max_tokens), self._sizes[-1][1])
 
     def prepare(self, ctx: Context) -> None:
-        """Let those prepare that will be needed."""
+        """Prepare the backends that this step uses, each once."""
         halves = [self._prefill(len(ctx.positions))] if ctx.has_prefill else []
         if ctx.num_decode and self._decode not in halves:
             halves.append(self._decode)

@@ -1,4 +1,4 @@
-"""How ragged prefill is cut into blocks of queries."""
+"""The table of query blocks of ragged prefill."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def block_table(q_lens: Sequence[int], first: int, per_block: int) -> NDArray[np.int32]:
-    """int32 `[blocks, 2]`: sequence and first query of each block of the sequences from `first` on."""
+    """Returns each block's sequence and first query, int32 `[blocks, 2]`, for sequences from `first` on."""
     lens = np.asarray(q_lens[first:], dtype=np.int64)
     counts = -(-lens // per_block)
     sequences = np.repeat(np.arange(first, first + len(lens)), counts)

@@ -1,4 +1,4 @@
-"""All attention backends and the choice among them."""
+"""The attention backends and their selection."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from segue.attention.hybrid import PairedAttention
 from segue.errors import ConfigError
 from segue.kvcache.pool import KVPool
 
-# Backends from the fastest on, by compute capability ("9.0"), head size, page size and half, prefill by the
-# tokens of the step: made by bench/attention.py. Devices of one compute capability have the same
-# instructions, so the backend that is faster on the one that was measured is taken on all.
+# Rankings of backends, fastest first, by compute capability ("9.0"), head size, page size and half, and for
+# prefill by tokens per step. bench/attention.py writes them. Devices of one compute capability have the same
+# instructions, so all of them use the ranking of the device that was measured.
 TABLE = Path(__file__).parent / "measured.json"
-_NO_RANKING: dict[str, Any] = {"prefill": {1 << 30: []}, "decode": []}  # steps of any size: no ranking
+_NO_RANKING: dict[str, Any] = {"prefill": {1 << 30: []}, "decode": []}  # for steps of any size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendEntry:
-    """One backend: what it can do and how it is made."""
+    """One backend: its name, capabilities and factory."""
 
     name: str
     capabilities: Capabilities
@@ -36,14 +36,14 @@ class BackendEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What serves prefill and what serves decode, often the same."""
+    """The backends of prefill and of decode, which are often the same."""
 
-    prefill: tuple[tuple[int, BackendEntry], ...]  # for steps of up to so many tokens, ascending
+    prefill: tuple[tuple[int, BackendEntry], ...]  # (largest number of tokens per step, backend), ascending
     decode: BackendEntry
 
     @property
     def name(self) -> str:
-        """As `--attention-backend` takes it, but for backends that serve only small steps."""
+        """The value for `--attention-backend`, with the backends of small steps in parentheses."""
         *small, (_, large) = self.prefill
         if not small and large is self.decode:
             return large.name
@@ -52,7 +52,7 @@ class Selection:
 
     @property
     def graphs(self) -> bool:
-        """Whether steps can be captured."""
+        """Whether all of the backends' steps can be captured in CUDA graphs."""
         return all(entry.capabilities.graphs for entry in (self.decode, *(half for _, half in self.prefill)))
 
     def make(self, shape: AttentionShape, pool: KVPool) -> AttentionBackend:
@@ -68,7 +68,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a backend has to fit."""
+    """What a backend has to support."""
 
     shape: AttentionShape
     device: torch.device
@@ -77,33 +77,33 @@ class Setting:
     deterministic: bool = False
 
 
-# In order of preference, where nothing was measured.
+# In order of preference where there is no measured ranking.
 _BACKENDS: dict[str, BackendEntry] = {}
 
 
 def register(entry: BackendEntry) -> None:
-    """Add a backend under its name; a name can be taken once."""
+    """Register a backend; its name must be new."""
     assert entry.name not in _BACKENDS, entry.name
     _BACKENDS[entry.name] = entry
 
 
 def names() -> list[str]:
-    """Names of all backends, in order of preference."""
+    """Returns the names of all backends, in order of preference."""
     return list(_BACKENDS)
 
 
 def supported_backends(setting: Setting) -> list[str]:
-    """Names of the backends that can be used here."""
+    """Returns the names of the backends that support `setting`."""
     return [name for name, entry in _BACKENDS.items() if not unsupported_reasons(entry.capabilities, setting)]
 
 
 def select(name: str, setting: Setting) -> Selection:
-    """The backends that `--attention-backend` names: one for both halves, or "prefill,decode".
+    """Select the backends that `--attention-backend` names: one for both halves, or "prefill,decode".
 
-    Each may be "auto": the fastest measured that fits, or the first that does.
+    "auto" is the fastest measured backend that supports `setting`, or else the first one that supports it.
 
     Raises:
-        ConfigError: no such backend, or it does not fit.
+        ConfigError: there is no such backend, or it does not support `setting`.
     """
     halves = [half.strip() for half in name.split(",")]
     if len(halves) > 2:
@@ -139,13 +139,13 @@ def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry
     found = unsupported_reasons(_BACKENDS[name].capabilities, setting)
     if found:
         raise ConfigError(
-            f"attention backend {name!r} does not fit: {'; '.join(found)}", param="attention_backend"
+            f"attention backend {name!r} cannot be used: {'; '.join(found)}", param="attention_backend"
         )
     return _BACKENDS[name]
 
 
 def _measured(setting: Setting) -> dict[str, Any]:
-    """Rankings of the halves; empty where compute capability, head size or page size were not measured."""
+    """Returns the rankings of both halves; they are empty for settings that were not measured."""
     if setting.device.type != "cuda":
         return _NO_RANKING
     table = json.loads(TABLE.read_text()).get(capability(setting.device), {})
@@ -156,32 +156,34 @@ def _measured(setting: Setting) -> dict[str, Any]:
 
 
 def capability(device: torch.device) -> str:
-    """The compute capability of a CUDA device, as the table names it: `9.0` for Hopper."""
+    """Returns the compute capability of a CUDA device as the table names it, such as `9.0` for Hopper."""
     return "{}.{}".format(*torch.cuda.get_device_capability(device))
 
 
 def unsupported_reasons(capabilities: Capabilities, setting: Setting) -> list[str]:
-    """Why a backend cannot be used, one clause a reason; empty if it can."""
+    """Returns the reasons why a backend does not support `setting`, one clause each; empty if it does."""
     shape, device, reasons = setting.shape, setting.device, []
 
     def require(what: str, value: object, allowed: Sequence[object] | None) -> None:
         if allowed is not None and value not in allowed:
-            reasons.append(f"{what} {value}, it needs {' or '.join(map(str, allowed))}")
+            reasons.append(f"{what} {value}, but it needs {' or '.join(map(str, allowed))}")
 
     require("device", device.type, capabilities.devices)
     if setting.deterministic and not capabilities.deterministic:
         reasons.append(
-            "its bits depend on the batch, so --deterministic cannot have it; leave --attention-backend out"
+            "its bits depend on the batch, so --deterministic cannot use it; leave --attention-backend out"
         )
     require("dtype", setting.dtype, capabilities.dtypes)
     require("page size", setting.page_size, capabilities.page_sizes)
     require("head size", shape.head_dim, capabilities.head_dims)
     group = shape.num_heads // shape.num_kv_heads
     if capabilities.max_group_size is not None and group > capabilities.max_group_size:
-        reasons.append(f"{group} query heads a key-value head, it takes at most {capabilities.max_group_size}")
+        reasons.append(
+            f"{group} query heads per key-value head, but it takes at most {capabilities.max_group_size}"
+        )
     if device.type in capabilities.devices and device.type == "cuda" and capabilities.architectures:
         require("compute capability", torch.cuda.get_device_capability(device), capabilities.architectures)
-    if not reasons and capabilities.package is not None:  # imported last: that takes time
+    if not reasons and capabilities.package is not None:  # checked last, because the import takes time
         module, extra = capabilities.package
         try:
             importlib.import_module(module)
@@ -199,7 +201,7 @@ def _make_cpu_invariant(shape: AttentionShape, pool: KVPool) -> AttentionBackend
 
 
 def _make_triton(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
-    from segue.attention.triton import TritonAttention  # Triton is not there without CUDA
+    from segue.attention.triton import TritonAttention  # Triton is only installed with CUDA
 
     return TritonAttention(shape, pool)
 

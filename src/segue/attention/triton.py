@@ -1,9 +1,9 @@
 """Attention on CUDA devices, in Triton: split-KV decode and ragged prefill over the paged cache.
 
-A tile's rows are the query heads that share a key-value head (packed GQA), so each key and value is read once
-for all of them. Decode cuts a sequence's keys into a number of splits that depends on the size of the batch
-alone; the split that ends last adds them up, in a fixed order. Prefill runs a program for each block of
-queries; a table says to which sequence a block belongs.
+The rows of a tile are the query heads that share a key-value head (packed GQA), so each key and value is read
+once for all of them. Decode splits a sequence's keys; the number of splits depends only on the size of the
+batch. The program that ends last combines the splits' partial results in a fixed order. Prefill runs one
+program per block of queries; a table maps blocks to sequences.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from segue.kernels.triton.attention import decode, prefill
 from segue.kernels.triton.launch import is_hopper, launch_options
 from segue.kvcache.pool import KVPool
 
-_MAX_PROGRAMS = 256  # programs that decode splits a small batch into, at most
+_MAX_PROGRAMS = 256  # maximum of programs that split the keys of a small decode batch
 _MAX_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AttentionTile:
-    """How prefill goes through the keys."""
+    """The tile and launch options of prefill."""
 
-    keys: int  # at a time
+    keys: int  # keys per iteration
     stages: int
     warps: int
 
@@ -45,10 +45,10 @@ _TILES_BY_ROWS = {
 
 
 class TritonAttention(GridPrefill):
-    """Both kernels on one pool."""
+    """Decode and prefill in Triton on one pool."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
-        """Serve a model of `shape` whose cache is `pool`."""
+        """Make the backend of a model of `shape` whose cache is `pool`."""
         self._shape = shape
         self._pool = pool
         self._group = shape.num_heads // shape.num_kv_heads
@@ -61,7 +61,7 @@ class TritonAttention(GridPrefill):
         self._blocks: Tensor | None = None
 
     def queries_per_block(self, tokens: int) -> int:
-        """Query tokens one prefill program takes in a step of `tokens`: few, where there are few programs."""
+        """Returns how many query tokens a prefill program takes: fewer in small steps, for more programs."""
         return self._rows_per_block(tokens) // self._group
 
     def _rows_per_block(self, tokens: int) -> int:
@@ -72,7 +72,7 @@ class TritonAttention(GridPrefill):
         )
 
     def prepare(self, ctx: Context) -> None:
-        """Lay out the blocks of the sequences that are not decoding, unless the context brings them."""
+        """Lay out the blocks of the sequences after the decode rows, unless the context has them."""
         self._blocks = ctx.blocks
         if ctx.blocks is None and ctx.has_prefill:
             table = block_table(ctx.q_lens, ctx.num_decode, self.queries_per_block(len(ctx.positions)))
@@ -121,7 +121,7 @@ class TritonAttention(GridPrefill):
         dim = shape.head_dim
         by_row = pool.data.view(-1, shape.num_kv_heads * dim)
         fits_tma = pool.page_size % tile.keys == 0 and dim >= 16 and dim & (dim - 1) == 0
-        # The copy engine counts token rows in 32 bit.
+        # TMA counts token rows in 32 bits.
         tma = is_hopper() and fits_tma and not self._is_float32 and len(by_row) < 2**31
         prefill[(shape.num_kv_heads, len(blocks))](
             query,
@@ -157,7 +157,7 @@ class TritonAttention(GridPrefill):
             "KV_HEADS": self._shape.num_kv_heads,
             "G": self._group,
             "D": dim,
-            "DP": max(16, triton.next_power_of_2(dim)),  # the least that tensor cores take
+            "DP": max(16, triton.next_power_of_2(dim)),  # the minimum for tensor cores
             "PAGE": self._pool.page_size,
             "PRECISION": "ieee" if self._is_float32 else "tf32",
         }

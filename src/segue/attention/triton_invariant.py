@@ -1,6 +1,6 @@
-"""Attention on CUDA devices whose bits depend on a query and its keys alone: for `--deterministic`.
+"""Batch-invariant attention on CUDA devices, for `--deterministic`.
 
-See `segue.kernels.triton.batch_invariant_attention` for how.
+`segue.kernels.triton.batch_invariant_attention` explains the method.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from segue.kernels.triton.batch_invariant_attention import attend
 from segue.kernels.triton.launch import LATE, is_hopper
 from segue.kvcache.pool import KVPool
 
-_BLOCK_M, _BLOCK_N, _SPAN = 64, 64, 512  # query heads a tile; keys a block, and between two fresh starts
+_BLOCK_M, _BLOCK_N, _SPAN = 64, 64, 512  # query heads per tile, keys per block, keys per span
 _STAGES, _WARPS = 2, 4
-_MAX_PROGRAMS = 256  # programs that decode cuts a small batch into, at most
+_MAX_PROGRAMS = 256  # maximum of programs that split the spans of a small decode batch
 
 
 class TritonInvariantAttention(GridPrefill):
-    """Decode is prefill of one query: both halves are one kernel."""
+    """Decode and prefill by one kernel: decode is prefill of one query."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
-        """Serve a model of `shape` whose cache is `pool`."""
+        """Make the backend of a model of `shape` whose cache is `pool`."""
         self._shape, self._pool = shape, pool
         self._group = shape.num_heads // shape.num_kv_heads
         self._counters = torch.zeros(_MAX_PROGRAMS, dtype=torch.int32, device=pool.data.device)
@@ -37,11 +37,11 @@ class TritonInvariantAttention(GridPrefill):
         self._blocks: Tensor | None = None
 
     def queries_per_block(self, tokens: int) -> int:
-        """Query tokens one program takes: the same in every step."""
+        """Returns how many query tokens one program takes, which is the same in every step."""
         return _BLOCK_M // self._group
 
     def prepare(self, ctx: Context) -> None:
-        """Lay out the blocks of the sequences that are not decoding, unless the context brings them."""
+        """Lay out the blocks of the sequences after the decode rows, unless the context has them."""
         self._blocks = ctx.blocks
         if ctx.blocks is None and ctx.has_prefill:
             table = block_table(ctx.q_lens, ctx.num_decode, self.queries_per_block(len(ctx.positions)))
@@ -72,7 +72,7 @@ class TritonInvariantAttention(GridPrefill):
         shape, pool, dim = self._shape, self._pool, self._shape.head_dim
         by_row = pool.data.view(-1, shape.num_kv_heads * dim)
         fits_tma = pool.page_size % _BLOCK_N == 0 and dim >= 16 and dim & (dim - 1) == 0
-        # The copy engine counts token rows in 32 bit.
+        # TMA counts token rows in 32 bits.
         tma = is_hopper() and fits_tma and len(by_row) < 2**31
         splits = self._num_splits(ctx.num_decode) if blocks is None else 1
         attend[(shape.num_kv_heads, ctx.num_decode if blocks is None else len(blocks), splits)](
@@ -98,7 +98,7 @@ class TritonInvariantAttention(GridPrefill):
             KV_HEADS=shape.num_kv_heads,
             G=self._group,
             D=dim,
-            DP=max(16, triton.next_power_of_2(dim)),  # the least that tensor cores take
+            DP=max(16, triton.next_power_of_2(dim)),  # the minimum for tensor cores
             PAGE=pool.page_size,
             BM=_BLOCK_M,
             BN=_BLOCK_N,
@@ -115,7 +115,7 @@ class TritonInvariantAttention(GridPrefill):
         )
 
     def _num_splits(self, num_decode: int) -> int:
-        """Programs that share the spans of a decode row: more than one where rows are few."""
+        """Returns how many programs share the spans of a decode row: more than one in small batches."""
         tiles = num_decode * self._shape.num_kv_heads
         if tiles > _MAX_PROGRAMS // 2:
             return 1

@@ -1,1 +1,1 @@
-"""One module a fused operation, each with its plain-torch reference."""
+"""Fused operations, one module per operation, each with its plain-torch reference."""

@@ -1,4 +1,4 @@
-"""The gated activation of the MLP."""
+"""The SiLU-and-multiply activation of the gated MLP."""
 
 from collections.abc import Callable
 
@@ -18,9 +18,10 @@ def gate_up_silu(
     packed: Gemm | None,
     activation: Callable[[Tensor, torch.dtype], Tensor],
 ) -> Tensor:
-    """`activation` (a `silu_mul`) of `linear(x, weight, bias, packed)`: `[T, K] -> [T, I]`.
+    """Returns `activation(linear(x, weight, bias, packed))`, `[T, K] -> [T, I]`.
 
-    `weight` is `[2 * I, K]`.
+    `weight` is `[2 * I, K]`, gate rows first; `activation` is one of the `silu_mul` functions below. On CUDA
+    one kernel does both where that is faster.
     """
     if x.is_cuda and bias is None and packed is None:
         from segue.kernels.triton.gate_up_silu import gate_up_silu_gemm_large_m
@@ -35,9 +36,9 @@ def gate_up_silu(
 
 
 def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
-    """`silu(gate) * up` of `[T, 2 * I]`, gate first; `[T, I]` in `dtype`. May overwrite `gate_up`.
+    """Returns `silu(gate) * up` of `gate_up` `[T, 2 * I]`, gate first: `[T, I]` in `dtype`.
 
-    On CUDA `gate_up` may be split-K partials, float32 `[S, T, 2 * I]`.
+    May overwrite `gate_up`. On CUDA `gate_up` may be split-K partials, float32 `[S, T, 2 * I]`.
     """
     if gate_up.is_cuda:
         from segue.kernels.triton.activation import silu_mul as fused
@@ -48,5 +49,5 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def silu_mul_batch_invariant(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
-    """`silu_mul` of which a row has the same bits among any others; on CUDA every one is such."""
+    """`silu_mul` that gives a row the same bits in any batch; on CUDA the ordinary `silu_mul` does so."""
     return silu_mul(gate_up, dtype) if gate_up.is_cuda else batch_invariant.silu_mul(gate_up, dtype)

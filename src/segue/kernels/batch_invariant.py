@@ -1,8 +1,8 @@
-"""Operations on a CPU that give a row the same bits whatever other rows there are, and wherever it stands.
+"""Batch-invariant operations on a CPU: a row gets the same bits in any batch and at any index in it.
 
-A library may add up a row's products in another order for another shape. So GEMMs run in a few shapes
-alone, and those are tried beforehand: on sums that cancel, where all that is left is what rounding did, and
-another order shows in nearly every element.
+A library may choose another summation order for another shape. So GEMMs run only in a few shapes, which are
+tested beforehand with inputs whose exact results are 0. Their computed results are rounding errors alone, and
+another summation order changes nearly every element.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from torch import Tensor
 
 from segue.errors import ConfigError
 
-_SIZES = (4, 8, 16, 32, 64, 128, 256)  # rows of a gemm: those are used that agree with the reference
-_REFERENCE = 16
-_CALL_COST = 16  # reading the weight costs about as much as so many rows
+_SIZES = (4, 8, 16, 32, 64, 128, 256)  # candidate numbers of rows per GEMM; those that agree are used
+_REFERENCE = 16  # the number of rows that the others are compared with
+_CALL_COST = 16  # the cost of reading the weight once, in rows
 
 
 class Gemm(Protocol):
-    """A weight and how rows are multiplied by it."""
+    """A weight in the layout of one implementation, callable as a GEMM."""
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x @ weight.T + bias`, `[M, in] -> [M, out]`."""
+        """Returns `x @ weight.T + bias`, `[M, in] -> [M, out]`."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Bytes taken besides the weight."""
+        """Bytes used in addition to the weight."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariantGemm:
-    """A GEMM in blocks of so many rows as are known to agree bit for bit."""
+    """A batch-invariant GEMM: runs in blocks of rows whose sizes are known to give identical bits."""
 
     gemm: Gemm
     sizes: tuple[int, ...]  # ascending
 
     @classmethod
     def from_weight(cls, weight: Tensor, make: Callable[[Tensor], Gemm]) -> BatchInvariantGemm:
-        """The GEMM that `make` makes of `weight` `[out, in]`.
+        """Make a batch-invariant GEMM of `weight` `[out, in]` from `make`'s GEMMs.
 
         Raises:
-            ConfigError: a row's bits depend on its place even in GEMMs of one size.
+            ConfigError: a row's bits depend on its index even among GEMMs of one size.
         """
         return cls(make(weight), _agreeing_sizes(weight.shape[0], weight.shape[1], weight.dtype, make))
 
@@ -69,12 +69,15 @@ class BatchInvariantGemm:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes taken besides the weight."""
+        """Bytes used in addition to the weight."""
         return self.gemm.num_bytes
 
 
 def split_rows(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes, the last perhaps padded, of the blocks that hold `count` rows at the least cost."""
+    """Returns the block sizes, in order, that process `count` rows at the least cost.
+
+    The last block may be larger than the rows that remain for it; its input is padded.
+    """
     whole = max(0, count - 1) // sizes[-1]
     return (sizes[-1],) * whole + _cheapest_split(count - whole * sizes[-1], sizes)
 
@@ -87,9 +90,10 @@ def _cheapest_split(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
-    """`kernels.activation.silu_mul` of steps that round alike everywhere in a tensor.
+    """`kernels.activation.silu_mul` from operators that round every element of a tensor alike.
 
-    torch's own silu takes another exponential for what is left of a vector, wherever a thread's part ends.
+    torch's own silu computes the exponential differently for the elements after the last full SIMD vector of
+    each thread's share.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.float()
@@ -98,7 +102,7 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cancelling_inputs(rows: int, inner: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`a` `[rows, inner]` and `b` `[columns, inner]` whose every product is 0 but for rounding."""
+    """Returns `a` `[rows, inner]` and `b` `[columns, inner]` with `a @ b.T == 0` except for rounding."""
     generator = torch.Generator().manual_seed(0)
     half = inner // 2
     first, second = torch.randperm(inner, generator=generator)[: 2 * half].view(2, half)
@@ -124,8 +128,8 @@ def _agreeing_sizes(
     one = gemm(rows[:1].expand(_REFERENCE, -1).contiguous(), None)
     if not torch.equal(one, expected[:1].expand_as(one)):
         raise ConfigError(
-            f"deterministic=True: GEMMs of {_REFERENCE} rows by a weight [{columns}, {inner}] in {dtype} "
-            "give a row other bits in another place on this CPU; use another --dtype",
+            f"deterministic=True: on this CPU, GEMMs of {_REFERENCE} rows by a weight [{columns}, {inner}] "
+            f"in {dtype} give a row other bits at another index; use another --dtype",
             param="deterministic",
         )
     return tuple(size for size in _SIZES if size == _REFERENCE or agrees(size))

@@ -1,11 +1,14 @@
-"""The embedding lookup of one rank's part of the vocabulary."""
+"""The embedding lookup in one rank's shard of the vocabulary."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def embed_reference(ids: Tensor, weight: Tensor, start: int) -> Tensor:
-    """Rows of `weight` `[rows, N]` for `ids` (int64 `[T]`) from `start` on; 0 for all other ids: `[T, N]`."""
+    """Returns the embeddings of `ids` (int64 `[T]`), `[T, N]`: 0 for ids of other ranks' shards.
+
+    `weight` `[rows, N]` holds the ids from `start` to `start + rows - 1`.
+    """
     local = ids - start
     elsewhere = (local < 0) | (local >= len(weight))
     return F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere[:, None], 0)

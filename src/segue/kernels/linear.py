@@ -1,4 +1,4 @@
-"""The linear GEMM, and weights packed for it."""
+"""The GEMM of linear layers, and weights packed for it."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A weight as it is."""
+    """A weight in its plain layout, multiplied by `F.linear`."""
 
     weight: Tensor  # [out, in]
     num_bytes = 0
@@ -39,14 +39,14 @@ class Plain:
 
 
 def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = False) -> Gemm | None:
-    """How the device multiplies by `weight` `[out, in]`, where that is not as it lies there.
+    """Returns a GEMM by `weight` `[out, in]` in another layout or by another kernel; None: use it as it is.
 
-    On CPUs by a copy in oneDNN's blocked layout: without it each GEMM of a few rows first reorders the
-    weight. With `deterministic` a row of the GEMM has the same bits among any others. `wide`: as `linear`
-    will be asked to.
+    On CPUs the GEMM holds a copy in oneDNN's blocked layout: without it, each GEMM of a few rows first
+    reorders the weight. With `deterministic` the GEMM is batch-invariant. `float32_output` has to be the same
+    as in the later calls of `linear`.
 
     Raises:
-        ConfigError: this device cannot do it deterministically.
+        ConfigError: this device has no batch-invariant GEMM for the weight.
     """
     if weight.is_cuda and deterministic:
         from segue.kernels.triton.batch_invariant_gemm import TritonBatchInvariantGemm as OnCUDA
@@ -68,15 +68,15 @@ def linear(
     may_split: bool = False,
     float32_output: bool = False,
 ) -> Tensor:
-    """`x @ weight.T + bias`.
+    """Returns `x @ weight.T + bias`.
 
     Args:
         x: `[M, in]`.
         weight: `[out, in]`.
         bias: `[out]`.
-        packed: `pack(weight)`, if there is one.
-        may_split: split-K partials, float32 `[S, M, out]`, may be returned: who takes them adds them up.
-        wide: the result is float32, as precise as the device sums up.
+        packed: the result of `pack(weight)`.
+        may_split: the result may be split-K partials, float32 `[S, M, out]`, which the caller adds up.
+        float32_output: the result is float32, with the precision of the device's accumulation.
     """
     if x.is_cuda and packed is None:
         from segue.kernels.triton.gemm import gemm
@@ -89,7 +89,7 @@ def linear(
 def _pack_cpu(weight: Tensor) -> Gemm:
     if not _can_pack(weight.dtype):
         return Plain(weight)
-    rows_hint = 16  # oneDNN picks the same layout for 1 to 1024 rows where this was measured
+    rows_hint = 16  # oneDNN chose the same layout for 1 to 1024 rows on the machine measured
     return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows_hint))
 
 

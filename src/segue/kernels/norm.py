@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / rms(x) * weight` over the last dimension, in the dtype of `x`."""
+    """Returns `x / rms(x) * weight` over the last dimension, in the dtype of `x`."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / rms(x) * weight` over the last dimension, computed in float32, in the dtype of `x`.
+    """Returns `x / rms(x) * weight` over the last dimension, computed in float32, in the dtype of `x`.
 
     `weight` is `[..., x.shape[-1]]` and broadcasts against `x`.
     """
@@ -26,9 +26,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum `x + residual` normalised, and the sum itself, the next residual. May overwrite both.
+    """Returns the normalised sum `x + residual`, and the sum itself as the next residual.
 
-    `x` is `[T, N]`, or on CUDA split-K partials, float32 `[S, T, N]`.
+    May overwrite both inputs. `x` is `[T, N]`, or on CUDA split-K partials, float32 `[S, T, N]`.
     """
     if x.is_cuda:
         from segue.kernels.triton.norm import add_rms_norm as fused
@@ -39,7 +39,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 
 
 def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    # A third fewer passes and calls than F.rms_norm on CPUs.
+    # This takes a third fewer passes and calls than F.rms_norm takes on CPUs.
     size = x.shape[-1]
     wide = x.float()
     rms = torch.linalg.vector_norm(wide, 2, -1, True).hypot_(_sqrt(eps * size)).mul_(size**-0.5)

@@ -16,16 +16,16 @@ from segue.layers.norm import RMSNorm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVStoreInputs:
-    """Where a step's tokens stand, worked out once for all layers."""
+    """What QK-norm, RoPE and KV store read besides the projections, computed once per step for all layers."""
 
-    cos: Tensor  # see layers.rotary
+    cos: Tensor  # see `Rotary.angles`
     sin: Tensor
     positions: Tensor  # [T]
-    slot_mapping: Tensor  # int64 [T], token rows of the KV pool
+    slot_mapping: Tensor  # int64 [T], the token rows of the KV pool to write
 
 
 class Attention(Layer):
-    """Projections, optional QK-norm, rotation and the paged cache; sizes are this rank's."""
+    """Projections, optional QK-norm, RoPE and attention over the paged cache; sizes are this rank's."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Attention(Layer):
         self.qk_weight: Tensor | None = None
 
     def build_derived(self) -> int:
-        """Lay the query and key norms' weights side by side, for one pass over both; bytes taken.
+        """Concatenate the query and key norms' weights, so that one pass normalises both; returns its bytes.
 
-        At the same address every time: captured graphs read it there.
+        The address stays the same, because captured graphs read from it.
         """
         if self.q_norm is None or self.k_norm is None:
             return 0
@@ -78,9 +78,9 @@ class Attention(Layer):
     def forward(
         self, x: Tensor, store_inputs: KVStoreInputs, ctx: Context, logits_indices: Tensor | None = None
     ) -> Tensor:
-        """`[T, hidden] -> [T, hidden]`, or of the tokens `logits_indices` alone (int `[L]`).
+        """`[T, hidden] -> [T, hidden]`, or `[L, hidden]` of the tokens `logits_indices` (int `[L]`).
 
-        To be summed over the ranks: `RMSNorm.add`.
+        The result is this rank's summand, which `RMSNorm.add` sums over the ranks.
         """
         norm_rope_store = self._norm_rope_store_cuda if x.is_cuda else self._norm_rope_store
         query, key, value = norm_rope_store(self.qkv(x), store_inputs, ctx)

@@ -1,4 +1,4 @@
-"""What all layers are."""
+"""The base class of all layers."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from torch import nn
 
 
 class Layer(nn.Module):
-    """A module whose call is its `forward`; looking for hooks first is 2 % of a decode step on the CPU."""
+    """A module whose call is its `forward`: looking for hooks takes 2 % of a decode step on the CPU."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let calls of the subclass go to its own `forward`."""
+        """Bind the subclass's `__call__` to its own `forward`."""
         super().__init_subclass__(**kwargs)
         cls.__call__ = cls.forward  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Linear layers cut over tensor-parallel ranks."""
+"""Linear layers sharded over tensor-parallel ranks."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from segue.layers.base import Layer
 
 
 class Linear(Layer):
-    """One rank's rows of a linear layer (column parallel): whole input, own outputs, nothing exchanged."""
+    """One rank's shard of a column-parallel layer: takes the whole input, computes its own outputs."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class Linear(Layer):
         may_split: bool = False,
         deterministic: bool = False,
     ) -> None:
-        """`out_features` are this rank's; `may_split`: see `kernels.linear.linear`."""
+        """`out_features` is this rank's number; `may_split` is that of `kernels.linear.linear`."""
         super().__init__()
         self.may_split = may_split
         self.deterministic = deterministic
@@ -30,8 +30,8 @@ class Linear(Layer):
         self.packed: Gemm | None = None
 
     def build_derived(self) -> int:
-        """Pack the weight anew; bytes taken."""
-        self.packed = None  # its memory first
+        """Pack the weight again; returns the bytes of the packed copy."""
+        self.packed = None  # frees its memory first
         self.packed = pack(self.weight, deterministic=self.deterministic)
         return 0 if self.packed is None else self.packed.num_bytes
 
@@ -41,9 +41,9 @@ class Linear(Layer):
 
 
 class RowParallelLinear(Layer):
-    """One rank's columns of a linear layer, whose results are to be summed over the ranks: `RMSNorm.add`.
+    """One rank's shard of a row-parallel layer: `RMSNorm.add` sums the results over the ranks.
 
-    Every rank holds the whole bias and the first adds it.
+    Every rank holds the whole bias, and the first rank adds it.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RowParallelLinear(Layer):
         bias: bool = False,
         deterministic: bool = False,
     ) -> None:
-        """`in_features` are this rank's."""
+        """`in_features` is this rank's number."""
         super().__init__()
         self.collectives = collectives
         self.deterministic = deterministic
@@ -64,13 +64,13 @@ class RowParallelLinear(Layer):
         self.packed: Gemm | None = None
 
     def build_derived(self) -> int:
-        """Pack the weight anew; bytes taken."""
-        self.packed = None  # its memory first
+        """Pack the weight again; returns the bytes of the packed copy."""
+        self.packed = None  # frees its memory first
         self.packed = pack(self.weight, deterministic=self.deterministic)
         return 0 if self.packed is None else self.packed.num_bytes
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, in] -> [T, out]`, this rank's summand; perhaps split-K partials, which `RMSNorm.add` takes."""
+        """`[T, in] -> [T, out]`, this rank's summand, or its split-K partials, which `RMSNorm.add` takes."""
         tp, one_shot = self.collectives.tp, self.collectives.one_shot
         may_split = tp.size == 1 or (one_shot is not None and len(x) <= one_shot.max_rows)
         return linear(x, self.weight, self.bias if tp.is_first else None, self.packed, may_split=may_split)

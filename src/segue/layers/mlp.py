@@ -9,7 +9,7 @@ from segue.layers.linear import Linear, RowParallelLinear
 
 
 class MLP(Layer):
-    """`down(silu(gate(x)) * up(x))`, gate and up in one GEMM."""
+    """`down(silu(gate(x)) * up(x))`, with gate and up in one GEMM."""
 
     def __init__(
         self,
@@ -20,7 +20,7 @@ class MLP(Layer):
         collectives: Collectives,
         deterministic: bool = False,
     ) -> None:
-        """`intermediate_size` is this rank's."""
+        """`intermediate_size` is this rank's share."""
         super().__init__()
         self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias, deterministic=deterministic)
         self.down = RowParallelLinear(
@@ -29,7 +29,7 @@ class MLP(Layer):
         self.activation = silu_mul_batch_invariant if deterministic else silu_mul
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden] -> [T, hidden]`, to be summed over the ranks: `RMSNorm.add`."""
+        """`[T, hidden] -> [T, hidden]`; this rank's summand, which `RMSNorm.add` sums over the ranks."""
         gate_up = self.gate_up
         output: Tensor = self.down(
             gate_up_silu(x, gate_up.weight, gate_up.bias, gate_up.packed, self.activation)

@@ -1,4 +1,4 @@
-"""A sparse mixture of experts in place of one decoder layer's MLP."""
+"""A sparse mixture of experts, which replaces a decoder layer's MLP."""
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,10 @@ from segue.layers.moe_backend import MoEBackend
 
 
 class Experts(nn.Module):
-    """The weights of all experts, each cut over the ranks like one MLP."""
+    """The weights of all experts, each sharded over the ranks like an MLP."""
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
-        """`intermediate_size` is one expert's on this rank."""
+        """`intermediate_size` is one expert's share on this rank."""
         super().__init__()
         self.gate_up = nn.Parameter(
             torch.empty(num_experts, 2 * intermediate_size, hidden_size), requires_grad=False
@@ -24,7 +24,7 @@ class Experts(nn.Module):
 
 
 class MoE(Layer):
-    """Sums what each token's best experts give, weighted by the router's probabilities."""
+    """Sums the outputs of each token's most probable experts, weighted by the router's probabilities."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class MoE(Layer):
         backend: MoEBackend,
         deterministic: bool = False,
     ) -> None:
-        """`intermediate_size` is one expert's on this rank."""
+        """`intermediate_size` is one expert's share on this rank."""
         super().__init__()
         self.num_experts_per_tok = num_experts_per_tok
         self.norm_topk_prob = norm_topk_prob
@@ -46,9 +46,9 @@ class MoE(Layer):
         self.experts = Experts(num_experts, hidden_size, intermediate_size)
 
     def forward(self, x: Tensor, num_unpadded: Tensor | None = None) -> Tensor:
-        """`[T, hidden] -> [T, hidden]`, to be summed over the ranks: `RMSNorm.add`.
+        """`[T, hidden] -> [T, hidden]`; this rank's summand, which `RMSNorm.add` sums over the ranks.
 
-        Tokens behind the first `num_real` (int32 `[1]`) go to no expert.
+        Tokens after the first `num_unpadded` (int32 `[1]`) are routed to no expert.
         """
         weights, experts = route(
             self.router(x),

@@ -1,4 +1,4 @@
-"""MoE backends: how the chosen experts are run."""
+"""MoE backends, which run the chosen experts."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from segue.kernels.linear import Plain
 
 
 class MoEBackend(Protocol):
-    """Runs each token through its experts; E experts, k a token, H hidden, I expert rows of this rank."""
+    """Runs each token through its experts: E experts, k per token, hidden size H, I rows per expert."""
 
     def __call__(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """The weighted sum of each token's experts.
+        """Returns the weighted sum of the outputs of each token's experts, `[T, H]`.
 
-        `x` `[T, H]`, `gate_up` `[E, 2 * I, H]` (gate rows first), `down` `[E, H, I]`, `weights` float32
-        `[T, k]`, `experts` an integer dtype `[T, k]`; expert E is none: what it has of a token adds nothing,
-        even if the token is NaN. Returns `[T, H]`.
+        `x` is `[T, H]`, `gate_up` `[E, 2 * I, H]` (gate rows first), `down` `[E, H, I]`, `weights` float32
+        `[T, k]`, `experts` of an integer dtype `[T, k]`. Expert E does not exist: it adds nothing to a token,
+        even if the token is NaN.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEEntry:
-    """One backend and where it runs."""
+    """One backend and where it can run."""
 
     name: str
     devices: tuple[str, ...]  # torch device types
-    graph: bool  # can be captured in a CUDA graph: no value is read on the host
+    graph: bool  # can be captured in a CUDA graph: the host reads no values
     run: MoEBackend
-    deterministic: bool = False  # a token's bits depend on no other token
+    deterministic: bool = False  # batch-invariant: a token's bits depend on no other token
 
 
 class Expert(Protocol):
-    """Runs tokens `x` `[T, H]` through one expert, `gate_up` `[2 * I, H]` and `down` `[H, I]`."""
+    """Runs tokens `x` `[T, H]` through one expert with weights `gate_up` `[2 * I, H]` and `down` `[H, I]`."""
 
     def __call__(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """`[T, H]`."""
@@ -55,31 +55,33 @@ def run_expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 def run_expert_batch_invariant(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """See `Expert`; a token has the same bits among any others. On a CPU."""
+    """See `Expert`; batch-invariant, for CPUs."""
     gated = batch_invariant.silu_mul(BatchInvariantGemm.from_weight(gate_up, Plain)(x, None), x.dtype)
     return BatchInvariantGemm.from_weight(down, Plain)(gated, None)
 
 
-# In order of preference: "auto" takes the first that runs on the device.
+# In order of preference: "auto" takes the first one that runs on the device.
 _BACKENDS: dict[str, MoEEntry] = {}
 
 
 def register(entry: MoEEntry) -> None:
-    """Add a backend under its name; a name can be taken once."""
+    """Register a backend; its name must be new."""
     assert entry.name not in _BACKENDS, entry.name
     _BACKENDS[entry.name] = entry
 
 
 def names() -> list[str]:
-    """Names of all backends, in order of preference."""
+    """Returns the names of all backends, in order of preference."""
     return list(_BACKENDS)
 
 
 def select(name: str, device: torch.device, *, deterministic: bool = False) -> MoEEntry:
-    """The backend called `name`, or for "auto" the first that runs on `device` and is as `deterministic`.
+    """Returns the backend called `name`, or for "auto" the first one that can be used.
+
+    A backend can be used if it runs on `device` and, with `deterministic`, is deterministic.
 
     Raises:
-        ConfigError: no such backend, or it does not run there.
+        ConfigError: there is no such backend, or it cannot be used.
     """
     for entry in _BACKENDS.values():
         fits = device.type in entry.devices and (entry.deterministic or not deterministic)
@@ -94,7 +96,7 @@ def select(name: str, device: torch.device, *, deterministic: bool = False) -> M
 def run_by_expert(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, run_one: Expert = run_expert
 ) -> Tensor:
-    """Sort the (token, expert) pairs by expert, then run each chosen expert over its run of tokens."""
+    """Sort the (token, expert) pairs by expert, then run each expert over its consecutive tokens."""
     num_experts, per_token = gate_up.shape[0], experts.shape[1]
     counts = experts.flatten().bincount(minlength=num_experts)[:num_experts].tolist()
     order = experts.flatten().argsort(stable=True)[: sum(counts)]
@@ -111,7 +113,7 @@ def run_by_expert(
 
 
 def _run_triton(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    from segue.kernels.triton.moe import run_experts  # Triton is not there without CUDA
+    from segue.kernels.triton.moe import run_experts  # Triton is only installed with CUDA
 
     return run_experts(x, gate_up, down, weights, experts)
 

@@ -1,4 +1,4 @@
-"""RMSNorm layer."""
+"""The RMSNorm layer."""
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +9,10 @@ from segue.layers.base import Layer
 
 
 class RMSNorm(Layer):
-    """Normalises the last dimension by its root mean square, alone or after adding to the residual stream."""
+    """Divides the last dimension by its root mean square, optionally after adding to the residual stream."""
 
     def __init__(self, size: int, eps: float, collectives: Collectives | None = None) -> None:
-        """Scale `size` channels; `collectives` are those that `add` sums over."""
+        """Make a norm of `size` channels; `add` sums over the ranks of `collectives`."""
         super().__init__()
         self.eps = eps
         self.collectives = collectives or SingleRank()
@@ -20,16 +20,19 @@ class RMSNorm(Layer):
         self.weight_float32: Tensor | None = None
 
     def build_derived(self) -> int:
-        """Keep the weight in float32 too, which is what CPUs multiply by; bytes taken."""
+        """Copy the weight to float32 on CPUs, which multiply by that; returns the bytes of the copy."""
         self.weight_float32 = self.weight.float() if self.weight.device.type == "cpu" else None
         return 0 if self.weight_float32 is None else self.weight_float32.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` normalised."""
+        """Returns `x` normalised."""
         return rms_norm(x, self.weight if self.weight_float32 is None else self.weight_float32, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The ranks' `x` summed, plus `residual`: normalised, and as it is. May overwrite both."""
+        """Sums `x` over the ranks and adds `residual`: returns the sum normalised, and the sum.
+
+        May overwrite both inputs.
+        """
         weight = self.weight if self.weight_float32 is None else self.weight_float32
         one_shot = self.collectives.one_shot
         if one_shot is not None and x.shape[-2] <= one_shot.max_rows:

@@ -1,24 +1,24 @@
-"""Rotary position embedding: the angles of one step."""
+"""Rotary position embedding: cosines and sines of the positions."""
 
 import torch
 from torch import Tensor
 
 
 class Rotary:
-    """Cosines and sines for a step's positions, worked out once and shared by all layers."""
+    """Computes the cosines and sines that all layers of a step share."""
 
     def __init__(self, inverse_frequencies: Tensor, scale: float, max_position: int) -> None:
-        """`inverse_frequencies` is float32 `[head_dim / 2]`, radians a token; `scale` is a factor."""
+        """`inverse_frequencies`: float32 `[head_dim / 2]`, radians per token; `scale` multiplies both."""
         self.inverse_frequencies = inverse_frequencies
         self.scale = scale
         self.max_position = max_position
         self._table: tuple[Tensor, Tensor] | None = None
 
     def build_derived(self, device: torch.device) -> int:
-        """Make CUDA's table of all positions; bytes taken."""
+        """Make CUDA's table of all positions; returns its bytes."""
         if device.type != "cuda":
             return 0
-        if self._table is not None:  # it depends on no weight
+        if self._table is not None:  # the table depends on no weight
             return 2 * self._table[0].nbytes
         positions = torch.arange(self.max_position, device=device)
         radians = positions[:, None] * self.inverse_frequencies.to(device)
@@ -26,10 +26,10 @@ class Rotary:
         return 2 * self._table[0].nbytes
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, as the device's kernels want them.
+        """Returns cosines and sines in the layout of the device's kernels.
 
-        On a CPU those of `positions` (int64 `[T]`), `[T, 1, head_dim]` for `rotate`; on CUDA the table of all
-        positions, float32 `[max_position, head_dim / 2]`.
+        On a CPU they are those of `positions` (int64 `[T]`), `[T, 1, head_dim]`, for `rotate`; on CUDA they
+        are the tables of all positions, float32 `[max_position, head_dim / 2]`.
         """
         if self._table is not None:
             return self._table

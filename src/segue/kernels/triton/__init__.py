@@ -1,6 +1,6 @@
-"""Triton kernels. Imported only where a CUDA device is: Triton comes with CUDA builds of torch.
+"""Triton kernels, imported only where there is a CUDA device: Triton comes with CUDA builds of torch.
 
-Neighbouring kernels overlap by programmatic dependent launch: each waits (`begin`) before it touches memory
-that the one before it writes, and only then lets the next one start (`let_next_start`). So a kernel may
-count on everything before its predecessor, too.
+Consecutive kernels overlap by programmatic dependent launch (PDL): each kernel waits (`pdl_wait`) before it
+accesses memory that its predecessor writes, and only then launches its dependents (`pdl_launch_dependents`).
+So after the wait the results of all earlier kernels are complete, not only those of the direct predecessor.
 """

@@ -1,4 +1,4 @@
-"""The gated activation. See `segue.kernels.activation`."""
+"""The SiLU-and-multiply activation. See `segue.kernels.activation`."""
 
 import torch
 import triton

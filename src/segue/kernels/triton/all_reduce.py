@@ -1,12 +1,13 @@
-"""Sums over tensor-parallel ranks in one shot, for few rows, in one kernel with what follows the sum.
+"""One-shot all-reduce over tensor-parallel ranks for few rows, fused with the operation that follows the sum.
 
-Every rank writes its summand into an inbox of every other rank, in words of 64 bits: 32 of data and a flag.
-Who finds the flag of this exchange in a word has its data too, so nothing else is waited for, and a
-word crosses NVLink once. The flag is an epoch that each program counts on the device: graphs replay without
-any help of the host. Every inbox is double, by the epoch's parity. A rank writes epoch e + 2 when it has
-got all of epoch e + 1, which the others sent after their kernels of epoch e had ended: e is read, then.
+Every rank writes its summand into an inbox of every other rank, in words of 64 bits: 32 bits of data and a
+32-bit flag. A receiver that reads the flag of the current exchange in a word has read the word's data too, so
+there is no other synchronisation, and a word crosses NVLink once. The flag is an epoch that each program
+counts on the device, so that graphs replay without the host. Every inbox has two halves, used by the epoch's
+parity. A rank writes epoch e + 2 after it has received all of epoch e + 1, which the other ranks sent after
+their kernels of epoch e had ended; so epoch e has been read by then.
 
-All ranks add in the order of the ranks, so all get the same bits.
+All ranks add in the order of the ranks, so all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch import Tensor
 from segue.distributed.groups import TPGroups
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
-MAX_BYTES = 3 << 20  # of the words a rank sends: above it NCCL is faster (bench/tensor_parallel.py)
-_CHUNKS = 8  # programs a row; 1, 4 and 8 take 4.3, 3.3 and 3.1 µs for one row of 4096 on two H200s
-_WORD_BYTES = 8  # bytes
-_CANDIDATE_WORDS = 8  # words that a rank's candidate for a row's token takes, one of them unused
+MAX_BYTES = 3 << 20  # maximum of the words a rank sends; above it NCCL is faster (bench/tensor_parallel.py)
+_CHUNKS = 8  # programs per row; 1, 4 and 8 take 4.3, 3.3 and 3.1 µs for one row of 4096 on two H200s
+_WORD_BYTES = 8
+_CANDIDATE_WORDS = 8  # words of a rank's candidate for a row's token; only the first five carry data
 
 
 @triton.jit
@@ -32,17 +33,17 @@ def _flag(epoch):
 
 @triton.jit
 def _inbox(inboxes, rank, epoch, half):
-    """The half that this epoch uses of the inbox of `rank`."""
+    """Returns the half of the inbox of `rank` that this epoch uses."""
     inbox = tl.multiple_of(tl.load(inboxes + rank).to(tl.pointer_type(tl.uint64)), 16)
     return inbox + (epoch & 1).to(tl.int64) * half
 
 
 @triton.jit
 def _receive(words, inside, flag):
-    """The data (uint32) at `words`, once all have the flag.
+    """Wait until all `words` have the flag; returns their data (uint32).
 
-    As many words as threads, at least: of two threads that read the same word one may see it earlier, and
-    they would part ways.
+    There have to be at least as many words as threads: if two threads read the same word, one may see the
+    flag earlier, and their loops would diverge.
     """
     got = tl.load(words, mask=inside, other=flag, volatile=True)
     while tl.max(((got >> 32) != (flag >> 32)).to(tl.int32), 0) != 0:
@@ -106,7 +107,7 @@ def _add_rms_norm(
     tl.store(total_out + row * size + columns, rounded, mask=inside)
     wide = tl.where(inside, rounded.to(tl.float32), 0.0)
     square = tl.sum(wide * wide, 0)
-    if CHUNKS > 1:  # the row's other programs are as near to it: they run beside this one
+    if CHUNKS > 1:  # sum the squares over the row's programs, which run at the same time
         tl.store(squares + program, flag | square.to(tl.uint32, bitcast=True).to(tl.uint64))
         thread = tl.arange(0, THREADS)
         got = _receive(squares + row * CHUNKS + thread, thread < CHUNKS, flag)
@@ -120,10 +121,10 @@ def _add_rms_norm(
 def best_of_ranks(
     score, token, logit, total, row, inboxes, epochs, max_rows, RANK: tl.constexpr, WORLD: tl.constexpr
 ):
-    """Of the ranks' candidates the one with the highest score, the lowest token among equals; for one warp.
+    """Exchange one candidate per rank; returns the one with the highest score, for programs of one warp.
 
-    Its score, its token, its logit, and the logarithm of all ranks' sums of exponentials, whose logarithms
-    are `total`. No score may be NaN.
+    Among equal scores the lowest token wins. Returns the candidate's score, token and logit, and the
+    log-sum-exp over all ranks; `total` is this rank's log-sum-exp. No score may be NaN.
     """
     epoch = tl.load(epochs + row) + 1
     flag = _flag(epoch)
@@ -171,10 +172,10 @@ def _lane_value(values, lane, index: tl.constexpr):
 
 
 class OneShotAllReduce:
-    """One rank's end of the exchanges."""
+    """One rank's inboxes and epochs, and the operations on them."""
 
     def __init__(self, groups: TPGroups, device: torch.device, hidden_size: int, sampling_rows: int) -> None:
-        """Every rank calls it alike, once. `sampling_rows`: the most that `best_of_ranks` is asked for."""
+        """Allocate the inboxes; collective. `sampling_rows` is the maximum of rows for `best_of_ranks`."""
         tp = self.tp = groups.tp
         self.max_rows = MAX_BYTES // (_WORD_BYTES * hidden_size * (tp.size - 1))
         self.sampling_rows = sampling_rows
@@ -192,7 +193,7 @@ class OneShotAllReduce:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`segue.kernels.norm.add_rms_norm` of the sum of all ranks' `x` of at most `most_rows` tokens.
+        """Returns `segue.kernels.norm.add_rms_norm` of the sum of all ranks' `x`, at most `max_rows` tokens.
 
         `x` may be split-K partials, float32 `[S, T, N]`.
         """

@@ -36,7 +36,7 @@ def decode(
     PDL: tl.constexpr,
 ):
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if SPLITS == 1:  # neighbours share a sequence's pages
+    if SPLITS == 1:  # the heads of a sequence, which share its pages, are consecutive programs
         h, split = split, 0
         b = tl.program_id(1)
     pdl_wait(PDL)
@@ -46,7 +46,7 @@ def decode(
     if active:
         kv_len = tl.load(kv_lens + b)
         slot = tl.load(slots + b).to(tl.int64)
-        keys_per_split = tl.cdiv(tl.cdiv(kv_len, SPLITS), BLOCK) * BLOCK
+        per_split = tl.cdiv(tl.cdiv(kv_len, SPLITS), BLOCK) * BLOCK
         g, d, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BLOCK)
         in_head = d[None, :] < D
         valid = (g[:, None] < G) & in_head
@@ -56,8 +56,8 @@ def decode(
         total = tl.zeros((GP,), tl.float32)
         acc = tl.zeros((GP, DP), tl.float32)
         for i in tl.range(
-            split * keys_per_split,
-            tl.minimum(split * keys_per_split + keys_per_split, kv_len),
+            split * per_split,
+            tl.minimum(split * per_split + per_split, kv_len),
             BLOCK,
             num_stages=STAGES,
         ):
@@ -84,7 +84,7 @@ def decode(
             tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=valid)
         else:
             split_at = ((b * KV_HEADS + h) * SPLITS + split) * G + g
-            if split * keys_per_split < kv_len:
+            if split * per_split < kv_len:
                 tl.store(partial + split_at[:, None] * D + d[None, :], acc, mask=valid)
                 tl.store(maxima + split_at * 2, top, mask=g < G)
                 tl.store(maxima + split_at * 2 + 1, total, mask=g < G)
@@ -92,7 +92,7 @@ def decode(
             done = tl.atomic_add(counters + b * KV_HEADS + h, 1, sem="acq_rel")
             if done == SPLITS - 1:
                 s = tl.arange(0, SPLITS)
-                used = s * keys_per_split < kv_len
+                used = s * per_split < kv_len
                 for i in range(G):
                     at = ((b * KV_HEADS + h) * SPLITS + s) * G + i
                     tops = tl.load(maxima + at * 2, mask=used, other=float("-inf"), cache_modifier=".cg")
@@ -146,7 +146,7 @@ def attend_keys(
     in_head = d[None, :] < D
     for i in tl.range(start, end, BLOCK, num_stages=STAGES):
         position = i + j
-        if TMA:  # a block lies within a page
+        if TMA:  # a block of keys lies within one page
             page = tl.load(table_row + i // PAGE)
             row = page * page_rows + layer_row + i % PAGE
             k = pool.load([row, h * D])
@@ -208,7 +208,7 @@ def prefill(
     PDL: tl.constexpr,
 ):
     h = tl.program_id(0)
-    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks of a sequence see the most
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # last blocks, which have the most keys, start first
     pdl_wait(PDL)
     sequence = tl.load(blocks + 2 * block)
     if sequence >= 0:
@@ -227,7 +227,7 @@ def prefill(
         top = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
         acc = tl.zeros((BM, DP), tl.float32)
-        common = tl.maximum(first + kv_len - q_len + 1, 0) // BN * BN  # keys that every query here sees
+        common = tl.maximum(first + kv_len - q_len + 1, 0) // BN * BN  # all queries here attend to these keys
         end = tl.minimum(first + per_block, q_len) + kv_len - q_len
         top, total, acc = attend_keys(
             q, keys, values, pool, layer_row, table_row, last, kv_len, 0, common, h, top, total, acc, scale,

@@ -1,11 +1,12 @@
-"""Attention whose bits depend on a query and its keys alone: `--deterministic`.
+"""Batch-invariant attention, for `--deterministic`: a query's bits depend only on the query and its keys.
 
-Keys are cut into spans at fixed positions. Each span's softmax starts afresh, over blocks of keys at fixed
-positions; spans are joined from the first to the last, in float32. A prompt's program walks through the spans
-itself; decode rows may give them to several programs, of which the last to end joins them in the same order.
-All run the same instructions on the same tile, of which a decode row fills one query's part, so that neither
-the step's other tokens nor a token's place among them shows. To be launched with `enable_fp_fusion=False`:
-else the compiler fuses a multiplication and a sum in one place, and in another not.
+Keys are divided into spans at fixed positions. Each span has a softmax of its own, over blocks of keys at
+fixed positions, and the spans are combined from the first to the last in float32. A program of prefill goes
+through all spans of its queries; the spans of a decode row may be split over several programs, and the
+program that ends last combines them in the same order. All programs run the same instructions on a tile of
+the same size, of which a decode row fills one query's rows, so neither the other tokens of the step nor a
+token's index among them changes the bits. The kernel has to be launched with `enable_fp_fusion=False`:
+otherwise the compiler fuses multiplications with additions in some places and not in others.
 """
 
 import triton
@@ -17,7 +18,7 @@ from segue.kernels.triton.launch import pdl_launch_dependents, pdl_wait
 
 @triton.jit
 def _join(top, total, acc, span_top, span_total, span_acc):
-    """Add a span's softmax to that of the spans before it."""
+    """Combine a span's softmax with that of the spans before it."""
     new_top = tl.maximum(top, span_top)
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     shrink, share = tl.exp2(top - base), tl.exp2(span_top - base)
@@ -69,7 +70,7 @@ def attend(
         if COUNTED:
             sequence = tl.where(sequence < tl.load(num_decode), sequence, -1)
     else:
-        block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks of a sequence see the most
+        block = tl.num_programs(1) - 1 - tl.program_id(1)  # last blocks have the most keys and start first
         sequence = tl.load(blocks + 2 * block)
     if sequence >= 0:
         if DECODE:
@@ -88,7 +89,7 @@ def attend(
         at = ((q_start + token) * KV_HEADS + h).to(tl.int64) * G + r % G
         q = tl.load(query + at[:, None] * D + d[None, :], mask=valid, other=0.0)
         last = token + kv_len - q_len
-        common = tl.maximum(first + kv_len - q_len + 1, 0) // BN * BN  # keys that every query here sees
+        common = tl.maximum(first + kv_len - q_len + 1, 0) // BN * BN  # all queries here attend to these keys
         end = tl.minimum(first + per_block, q_len) + kv_len - q_len
         top = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)

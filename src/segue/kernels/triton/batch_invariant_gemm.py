@@ -1,8 +1,8 @@
-"""GEMMs of which a row has the same bits among any others: for `--deterministic`.
+"""Batch-invariant GEMMs, for `--deterministic`: a row gets the same bits in any batch.
 
-Each element is one chain of float32 sums over K, from the first product to the last, 16 at a step of the
-tensor cores. No tile cuts K, and the chain does not depend on the tile, nor on which operand is which: so a
-tile can be chosen for speed by the number of rows (`tests/gpu/test_deterministic.py` compares all of them).
+Each element is one chain of float32 additions over K in ascending order, 16 at a step of the tensor cores. No
+tile splits K, and the chain depends neither on the tile nor on which operand fills the tensor cores' rows. So
+the tile is chosen for speed by the number of rows (`tests/gpu/test_deterministic.py` compares all tiles).
 """
 
 from __future__ import annotations
@@ -19,36 +19,35 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from segue.errors import ConfigError
 from segue.kernels.triton.launch import LATE, pdl_launch_dependents, pdl_wait
 
-_GROUP_M = 8  # blocks of tokens whose tiles run side by side, for the caches' sake
-_SMALL_M = 64  # rows up to which reading the weight is all that counts
+_GROUP_M = 8  # blocks of tokens whose tiles run at the same time, so that they share the L2 cache
+_SMALL_M = 64  # rows up to which the time is that of reading the weight
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a GEMM is cut."""
+    """The tile and launch options of a GEMM."""
 
     block_m: int  # tokens
     block_n: int  # rows of the weight
     block_k: int
     stages: int
     warps: int
-    swap: bool = False  # rows of the weight fill the tensor cores' 64 rows, else tokens do
-    cost: float = 0.0  # of a program in a full device, relative to the largest tile's
+    swap: bool = False  # whether rows of the weight, not tokens, fill the tensor cores' 64 rows
+    cost: float = 0.0  # time of a program on a full device, relative to the largest tile's
 
 
-LARGE_M_TILES = (  # by size
+LARGE_M_TILES = (  # from the largest to the smallest
     Tile(128, 256, 64, 4, 8, cost=1.0),
     Tile(128, 128, 64, 5, 8, cost=0.57),
     Tile(64, 128, 128, 4, 4, cost=0.37),
     Tile(64, 64, 128, 5, 4, cost=0.28),
 )
-SMALL_M_TILES = tuple(
-    Tile(rows, 64, 128, 6, 4, swap=True) for rows in (16, 32, 64)
-)  # one program a multiprocessor
+# For one program per SM, and for several programs per SM.
+SMALL_M_TILES = tuple(Tile(rows, 64, 128, 6, 4, swap=True) for rows in (16, 32, 64))
 SMALL_M_LARGE_N_TILES = (
     *(Tile(rows, 64, 128, 4, 4, swap=True) for rows in (16, 32)),
     Tile(64, 128, 128, 4, 4),
-)  # several
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -77,7 +76,7 @@ def _gemm(
     first_n = within // group_m * BN
     pdl_wait(PDL)
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-    for k in tl.range(0, depth, BK, num_stages=STAGES):  # beyond the edges are zeros
+    for k in tl.range(0, depth, BK, num_stages=STAGES):  # loads beyond the edges give zeros
         t = x.load([first_m, k])
         w = weight.load([first_n, k])
         if SWAP:
@@ -99,36 +98,36 @@ def _gemm(
 
 @dataclass(frozen=True, slots=True)
 class TritonBatchInvariantGemm:
-    """A weight and how rows are multiplied by it; see `segue.kernels.batch_invariant.Gemm`."""
+    """A weight, callable as a batch-invariant GEMM; see `segue.kernels.batch_invariant.Gemm`."""
 
     weight: Tensor  # [N, K]
-    dtype: torch.dtype  # of the GEMMs
+    dtype: torch.dtype  # of the results
     num_bytes: int = 0
 
     @classmethod
     def from_weight(cls, weight: Tensor, dtype: torch.dtype) -> TritonBatchInvariantGemm:
-        """GEMMs by `weight` `[N, K]`, in `dtype`.
+        """Make a GEMM by `weight` `[N, K]` with results in `dtype`.
 
         Raises:
-            ConfigError: of float32, or of rows that the copy engine cannot take.
+            ConfigError: the weight is float32, or TMA cannot load rows of its length.
         """
         if weight.dtype == torch.float32 or weight.shape[1] % 8:
             raise ConfigError(
-                f"deterministic=True: a weight {list(weight.shape)} in {weight.dtype}; on CUDA it has to be "
-                f"in bfloat16 or float16, with rows of a multiple of 8 values; use another --dtype, or "
-                f"leave --deterministic out",
+                f"deterministic=True: a weight {list(weight.shape)} is in {weight.dtype}; on CUDA it has to "
+                f"be in bfloat16 or float16, and the length of its rows a multiple of 8; use another --dtype "
+                f"or leave --deterministic out",
                 param="deterministic",
             )
         return cls(weight, dtype)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x @ weight.T + bias`, `[M, K] -> [M, N]`."""
+        """Returns `x @ weight.T + bias`, `[M, K] -> [M, N]`."""
         tile = choose(len(x), self.weight.shape[0], num_sms(x.device))
         return run(tile, x, self.weight, bias, self.dtype)
 
 
 def run(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`x @ weight.T + bias`, cut by `tile`."""
+    """Returns `x @ weight.T + bias`, computed with `tile`."""
     (num_rows, depth), size = x.shape, weight.shape[0]
     out = torch.empty((num_rows, size), dtype=dtype, device=x.device)
     _gemm[(triton.cdiv(num_rows, tile.block_m) * triton.cdiv(size, tile.block_n),)](
@@ -155,7 +154,7 @@ def run(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch
 
 @cache
 def choose(num_rows: int, size: int, num_sms: int) -> Tile:
-    """The fastest tile for a GEMM, by what was measured on an H200."""
+    """Returns the fastest tile for a GEMM, according to measurements on an H200."""
     if num_rows <= _SMALL_M:
         several = size > 64 * num_sms
         return next(
@@ -171,5 +170,5 @@ def choose(num_rows: int, size: int, num_sms: int) -> Tile:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a device."""
+    """Returns the number of streaming multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,7 +1,7 @@
-"""Gate and up projections of many rows and their activation in one kernel.
+"""The gate-up SiLU GEMM of many rows: gate and up projections and their activation in one kernel.
 
-Where GEMMs are shallow, writing 2 * I columns and reading them again for the activation takes a fifth of
-the time; here they never leave the registers. Two small programs share a multiprocessor, so that one
+With a small K, writing 2 * I columns and reading them again for the activation takes a fifth of the time;
+here they never leave the registers. Two small programs share a streaming multiprocessor, so that one
 multiplies while the other stores.
 """
 
@@ -14,8 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from segue.kernels.triton.launch import is_hopper, launch_options, pdl_launch_dependents, pdl_wait
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K, _STAGES, _WARPS, _GROUP_M = 128, 64, 64, 3, 4, 16
-_MIN_ROWS = 2048  # below, there are too few tiles for as many programs as run at once
-_MAX_K = 1024  # beyond, the GEMMs are all that counts, and cuBLAS's are faster
+_MIN_ROWS = 2048  # fewer rows give too few tiles for the programs that run at once
+_MAX_K = 1024  # with a larger K the time is that of the multiplications, which cuBLAS does faster
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -36,7 +36,7 @@ def _gate_up_silu(
     pdl_wait(PDL)
     blocks, columns = tl.cdiv(num_rows, BM), size // BN
     for tile in tl.range(tl.program_id(0), blocks * columns, tl.num_programs(0)):
-        group = tile // (GROUP_M * columns)  # of rows, which the caches hold
+        group = tile // (GROUP_M * columns)  # a group of row blocks, which fits into the caches
         group_m = tl.minimum(blocks - group * GROUP_M, GROUP_M)
         within = tile % (GROUP_M * columns)
         m = (group * GROUP_M + within % group_m) * BM
@@ -53,9 +53,9 @@ def _gate_up_silu(
 
 
 def gate_up_silu_gemm_large_m(x: Tensor, weight: Tensor) -> Tensor | None:
-    """`silu(gate) * up`, of `x @ weight.T`; None where that is not faster in one kernel.
+    """Returns `silu(gate) * up` of `x @ weight.T`, `[M, I]`; None where one kernel is not faster.
 
-    `x` is `[M, K]`, `weight` `[2 * I, K]`, gate first; `[M, I]`.
+    `x` is `[M, K]` with a large M, `weight` is `[2 * I, K]`, gate rows first.
     """
     (num_rows, depth), size = x.shape, weight.shape[0] // 2
     if num_rows < _MIN_ROWS or depth > _MAX_K or not is_hopper():
@@ -66,7 +66,7 @@ def gate_up_silu_gemm_large_m(x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def run(x: Tensor, weight: Tensor) -> Tensor:
-    """The kernel, whether it is faster or not; K and I are multiples of 64."""
+    """Run the kernel regardless of its speed; K and I have to be multiples of 64."""
     (num_rows, depth), size = x.shape, weight.shape[0] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(num_rows, _BLOCK_M) * (size // _BLOCK_N)

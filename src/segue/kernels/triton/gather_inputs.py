@@ -1,4 +1,4 @@
-"""What a captured step looks up first: its token ids, and where their K and V go."""
+"""The first kernel of a captured step: gathers its token ids and its slot mapping."""
 
 import torch
 import triton
@@ -47,15 +47,15 @@ def gather_inputs(
     page_size: int,
     page_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and KV token rows, int64 `[T]` each.
+    """Returns the token ids and the slot mapping, int64 `[T]` each.
 
     Args:
-        token_rows: int32 `[T]`, the batch row each token belongs to.
+        token_slots: int32 `[T]`, each token's request slot.
         positions: int32 `[T]`.
-        token_pool: int32 `[rows, max_seq_len + 1]`.
-        page_table: int32 `[rows, columns]`.
-        page_size: tokens a page.
-        page_rows: token rows from one page of the KV pool to the next.
+        token_pool: int32 `[slots, max_seq_len + 1]`.
+        page_table: int32 `[slots, columns]`.
+        page_size: tokens per page.
+        page_rows: the distance between two pages of the KV pool, in token rows.
     """
     num_tokens = len(token_slots)
     ids = torch.empty(num_tokens, dtype=torch.int64, device=token_slots.device)

@@ -1,8 +1,8 @@
-"""GEMMs of a few rows with a weight: streams the weight once, cut along K where N alone gives too little.
+"""GEMMs of few rows by a weight: they stream the weight once, with split-K where N gives too few programs.
 
-Operands are swapped: rows of the weight fill the tensor cores' 64 rows, tokens their columns. Which cut is
-the fastest was measured for each shape (`bench/tune_gemm.py`) and is kept in `gemm.json`; shapes that
-are not there go to cuBLAS.
+Operands are swapped: rows of the weight fill the tensor cores' 64 rows, tokens their columns. The fastest
+tile and split were measured for each shape (`bench/tune_gemm.py`) and are stored in `gemm.json`; shapes that
+are not in there use cuBLAS.
 """
 
 import json
@@ -26,13 +26,13 @@ MAX_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class GemmPlan:
-    """How one GEMM is cut."""
+    """The tile, split and launch options of one GEMM."""
 
-    tma: bool  # tiles come by the copy engine, else by threads
+    tma: bool  # whether TMA loads the tiles, not threads
     block_m: int  # tokens
     block_n: int  # rows of the weight
     block_k: int
-    splits: int  # of K; more than one gives split-K partials
+    splits: int  # splits of K; more than one gives split-K partials
     stages: int
     warps: int
 
@@ -96,7 +96,7 @@ def _gate_up_silu(
     r = tl.arange(0, BN)
     half: tl.constexpr = BN // 2
     first = tl.program_id(0) * half
-    n = first + r % half + (r // half) * size  # rows of the gate, then as many of the up projection
+    n = first + r % half + (r // half) * size  # half of the rows are of the gate, half of the up projection
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     k = tl.arange(0, BK)
     weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
@@ -149,14 +149,14 @@ def _gemm_tma(
 def gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, may_split: bool, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`x @ weight.T + bias`.
+    """Returns `x @ weight.T + bias`, `[M, N]`.
 
     Args:
         x: `[M, K]`.
         weight: `[N, K]`.
         bias: `[N]`.
-        may_split: split-K partials, float32 `[S, M, N]`, may be returned; they are to be added up.
-        dtype: of the result, by default that of `x`; float32 keeps the sums' precision.
+        may_split: the result may be split-K partials, float32 `[S, M, N]`, which the caller adds up.
+        dtype: of the result, by default that of `x`; float32 keeps the precision of the accumulation.
     """
     plan = choose(*x.shape, weight.shape[0], x.dtype, may_split)
     if plan is None:
@@ -168,7 +168,7 @@ def gemm(
 
 
 def run(plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The GEMM, cut by `plan`; split-K partials if the plan splits."""
+    """Run the GEMM with `plan`; returns split-K partials if the plan splits K."""
     (num_rows, depth), size = x.shape, weight.shape[0]
     if plan.splits > 1:
         out = torch.empty((plan.splits, num_rows, size), dtype=torch.float32, device=x.device)
@@ -203,9 +203,9 @@ def run(plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: t
 
 
 def gate_up_silu_gemm_small_m(x: Tensor, weight: Tensor) -> Tensor | None:
-    """`silu(gate) * up`, of `x @ weight.T`; None where that is not faster in one kernel.
+    """Returns `silu(gate) * up` of `x @ weight.T`, `[M, I]`; None where one kernel is not faster.
 
-    `x` is `[M, K]`, `weight` `[2 * I, K]`, gate first; `[M, I]`.
+    `x` is `[M, K]` with a small M, `weight` is `[2 * I, K]`, gate rows first.
     """
     (num_rows, depth), size = x.shape, weight.shape[0] // 2
     plan = choose(*x.shape, weight.shape[0], x.dtype, False)
@@ -230,7 +230,7 @@ def gate_up_silu_gemm_small_m(x: Tensor, weight: Tensor) -> Tensor | None:
 
 @cache
 def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, may_split: bool) -> GemmPlan | None:
-    """The stored plan for a shape; None: cuBLAS."""
+    """Returns the stored plan for a shape, or None to use cuBLAS."""
     if num_rows > MAX_ROWS or dtype != torch.bfloat16:
         return None
     measured = _table().get(torch.cuda.get_device_name(), {}).get(f"{size}x{depth}", {})

@@ -1,4 +1,4 @@
-"""Many copies, or many looks for values that are not finite, in one kernel."""
+"""Many copies, or many checks for non-finite values, in one kernel launch."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes
-_CHUNK_BYTES = (
-    1 << 18
-)  # bytes a program takes, at most; copies run at 4.05 TB/s on an H200 so, read and written
-_BLOCK = 4096  # words of 8 bytes
-_BACKGROUND_PROGRAMS = 32  # programs
-# dtype -> the exponent's bits, all set where a value is not finite; all bits but the first; in every lane
+_CHUNK_BYTES = 1 << 18  # per program; copies reach 4.05 TB/s on an H200 with it, read and written
+_BLOCK = 4096  # 8-byte words
+_BACKGROUND_PROGRAMS = 32
+# dtype -> masks for a word of several values: the exponents (all ones if not finite), all but the top bits
 _LANES = {
     torch.bfloat16: (0x7F80_7F80_7F80_7F80, 0x7FFF_7FFF_7FFF_7FFF),
     torch.float16: (0x7C00_7C00_7C00_7C00, 0x7FFF_7FFF_7FFF_7FFF),
@@ -29,7 +27,7 @@ def _copy(chunks, num_chunks, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
         at = chunks + chunk * 3
-        # known to be aligned, so that 16 bytes are moved at a time
+        # The alignment hint lets the compiler move 16 bytes at a time.
         source, to = tl.multiple_of(tl.load(at), 16), tl.multiple_of(tl.load(at + 1), 16)
         count = tl.load(at + 2)
         for start in range(0, count, BLOCK):
@@ -47,38 +45,38 @@ def _find_non_finite(chunks, EXPONENT: tl.constexpr, LOWER_BITS: tl.constexpr, B
     for start in range(0, count, BLOCK):
         i = start + lane
         exponents = (tl.load(words + i, mask=i < count, other=0) & EXPONENT) ^ EXPONENT
-        # A lane's first bit: whether its exponent is not all ones. Nothing is carried into the next lane.
+        # Sets the top bit of each value whose exponent is all ones; no carry reaches the next value.
         found |= ~(exponents + LOWER_BITS) & ~LOWER_BITS
     if tl.max((found != 0).to(tl.int32)) > 0:
         tl.store(tl.load(at + 1).to(tl.pointer_type(tl.int32)), 1)
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether a kernel here can take a tensor: contiguous, its address and size multiples of 16 bytes."""
+    """Returns whether the kernels take a tensor: contiguous, address and size multiples of 16 bytes."""
     return tensor.is_contiguous() and (tensor.data_ptr() | tensor.nbytes) % ALIGNMENT == 0
 
 
 def can_check_finite(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether :func:`are_finite` can take a tensor that is to be looked at as ``dtype``."""
+    """Returns whether :func:`are_finite` can check a tensor for non-finite values of ``dtype``."""
     return tensor.dtype == dtype and dtype in _LANES and is_aligned(tensor)
 
 
 class GroupedCopy:
-    """Copies of tensors onto others, all with one kernel, as often as it is called.
+    """Copies a fixed list of tensors onto others, with one kernel launch per call.
 
-    Both of a pair are whole (see `is_whole`) and of one size, on the current device or in pinned memory of
-    the host; no target overlaps anything else.
+    The tensors of a pair have the same size, are aligned (see `is_aligned`), and lie on the current device or
+    in pinned host memory; no target overlaps another tensor of the list.
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], *, in_background: bool = False) -> None:
-        """Note where each pair's second tensor is and its first, to which it goes; on the current stream.
+        """Record the addresses of ``pairs`` of target and source; uploads them on the current stream.
 
-        ``in_background``: slower, with few programs: what else runs finds processors free.
+        With ``in_background`` the copy uses few programs: it is slower, and leaves SMs for other kernels.
         """
         assert all(
             is_aligned(to) and is_aligned(source) and to.nbytes == source.nbytes for to, source in pairs
         )
-        self._pairs = pairs  # is kept
+        self._pairs = pairs  # keeps the tensors alive
         device = next((tensor.device for pair in pairs for tensor in pair if tensor.is_cuda), None)
         table = _chunks(
             [(source.data_ptr(), to.data_ptr(), to.nbytes) for to, source in pairs], advance_second=True
@@ -89,17 +87,17 @@ class GroupedCopy:
     def __call__(self) -> None:
         """Copy, on the current stream.
 
-        The kernel starts when everything before it has ended and lets nothing behind it start early, so it
-        may overwrite weights.
+        The kernel is launched without programmatic dependent launch: it starts when all earlier kernels have
+        ended, and no later kernel starts before it ends. So it may overwrite weights.
         """
         if self._num_programs:
             _copy[(self._num_programs,)](self._chunks, len(self._chunks), BLOCK=_BLOCK, num_warps=4)
 
 
 def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Of each tensor whether it has neither infinities nor NaN; bool `[n]` on their device.
+    """Returns for each tensor whether it has neither infinities nor NaN: bool `[n]` on the tensors' device.
 
-    All are of ``dtype`` (see `is_searchable`) and on the current device.
+    All tensors have to be on the current device and to satisfy `can_check_finite`.
     """
     found = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
     flags = range(found.data_ptr(), found.data_ptr() + found.nbytes, found.itemsize)
@@ -114,9 +112,10 @@ def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _chunks(rows: Sequence[tuple[int, int, int]], *, advance_second: bool = False) -> NDArray[np.int64]:
-    """int64 `[n, 3]`, rows cut up: a first address, a second one that ``moves`` with it or not, 8-byte words.
+    """Split ``rows`` of two addresses and a number of bytes into chunks, int64 `[n, 3]`.
 
-    ``rows`` have the bytes in the place of the words.
+    A chunk has two addresses and a number of 8-byte words. The second address advances with the first one
+    only with ``advance_second``.
     """
     table = np.array(rows, dtype=np.int64).reshape(-1, 3)
     counts = -(-table[:, 2] // _CHUNK_BYTES)

@@ -1,4 +1,4 @@
-"""Random numbers keyed by seed, position and counter, as `segue.sampling.rng` makes them."""
+"""Gumbel noise keyed by seed, position and counter, identical to that of `segue.sampling.rng`."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ def _mix(x):
 
 @triton.jit
 def gumbel(seed, position, counters):
-    """As `segue.sampling.rng.gumbel`."""
+    """Returns the same numbers as `segue.sampling.rng.gumbel`."""
     increment = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     key = _mix(_mix(seed.to(tl.uint64, bitcast=True)) + position.to(tl.uint64) * increment)
     bits = _mix(key + (counters.to(tl.uint64) + 1) * increment) >> 12

@@ -1,9 +1,10 @@
-"""The experts of a mixture on CUDA: two grouped GEMMs of static shapes, which a graph can hold.
+"""The experts of a mixture on CUDA: two grouped GEMMs of static shapes, which a graph can capture.
 
-Few tokens hardly share experts: a program streams rows of one pair's expert, and the second GEMM adds up a
-token's pairs on the way. More are sorted by expert and cut into tiles of one expert; a last kernel adds up.
-Pairs are always added in their order, never by atomics, so a replay gives the same bits. The cuts were
-measured for each shape (`bench/tune_moe.py`) and are kept in `moe.json`.
+A pair is a token and one of its experts. Few tokens rarely share experts: then a program streams rows of one
+pair's expert, and the second GEMM also sums over a token's pairs. The pairs of more tokens are sorted by
+expert and split into tiles of one expert each; a last kernel sums over a token's pairs. Pairs are always
+added in order, never by atomics, so a replay gives the same bits. The tile configurations were measured for
+each shape (`bench/tune_moe.py`) and are stored in `moe.json`.
 """
 
 import json
@@ -22,29 +23,29 @@ from segue.kernels.triton.launch import launch_options
 from segue.kernels.triton.moe_routing import sort
 
 TABLE = Path(__file__).parent / "moe.json"
-_SUM_BLOCK = 1024  # columns a program of `sum_pairs` takes
-# Rows for `launch_options`: the GEMMs fill the device even for one token, and a successor that starts
-# early and waits beside them costs a third (measured: 32 against 24 µs).
+_SUM_BLOCK = 1024  # columns per program of `sum_pairs`
+# The rows for `launch_options`, so that PDL is never early: the GEMMs fill the device even for one token, and
+# a successor that starts early and waits on the same SMs costs a third (measured: 32 against 24 µs).
 _PDL_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How one of the GEMMs is cut."""
+    """The tile and launch options of one of the GEMMs."""
 
     block_n: int  # rows of the weight
     block_k: int
     stages: int
     warps: int
-    tma: bool = False  # tiles come by the copy engine, else by threads
-    halves: bool = False  # a tile of 128 that is at most half full is run as half a tile
+    tma: bool = False  # whether TMA loads the tiles, not threads
+    halves: bool = False  # whether a tile that is at most half full runs with half of block_m
 
 
 @dataclass(frozen=True, slots=True)
 class MoEPlan:
-    """How both GEMMs of so many tokens are cut."""
+    """The configurations of both GEMMs for a number of tokens."""
 
-    block_m: int  # pairs of one expert in a tile; 1: pairs as they come, not sorted
+    block_m: int  # pairs per tile, all of one expert; 1: pairs in the order of tokens, not sorted
     gate_up: TileConfig
     down: TileConfig
 
@@ -57,7 +58,7 @@ def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
 
 
 def run(plan: MoEPlan, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """The same, cut by `plan`."""
+    """Run the experts with `plan`."""
     if plan.block_m == 1:
         inner = gate_up_by_pair(plan.gate_up, x, gate_up, weights, experts)
         return down_by_token(plan.down, inner, down, experts)
@@ -70,7 +71,7 @@ def run(plan: MoEPlan, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor
 def gate_up_by_pair(
     config: TileConfig, x: Tensor, weight: Tensor, weights: Tensor, experts: Tensor
 ) -> Tensor:
-    """`silu(gate) * up`, weighted, of each pair: `[T * k, I]`."""
+    """Returns the weighted `silu(gate) * up` of each pair, `[T * k, I]`."""
     num_experts, rows, hidden = weight.shape
     size = rows // 2
     inner = torch.empty((experts.numel(), size), dtype=x.dtype, device=x.device)
@@ -93,7 +94,7 @@ def gate_up_by_pair(
 
 
 def down_by_token(config: TileConfig, inner: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
-    """Each token's pairs through the second GEMM, summed: `[T, H]`."""
+    """Run the second GEMM and sum over each token's pairs: `[T, H]`."""
     (num_tokens, per_token), (num_experts, hidden, size) = experts.shape, weight.shape
     out = torch.empty((num_tokens, hidden), dtype=inner.dtype, device=inner.device)
     moe_gemm.down_by_token[(triton.cdiv(hidden, config.block_n), num_tokens)](
@@ -116,12 +117,12 @@ def down_by_token(config: TileConfig, inner: Tensor, weight: Tensor, experts: Te
 def gate_up_by_tile(
     block_m: int, config: TileConfig, x: Tensor, weight: Tensor, weights: Tensor, order: Tensor, tiles: Tensor
 ) -> Tensor:
-    """`silu(gate) * up`, weighted, of the pairs in `order`: `[T * k, I]`."""
+    """Returns the weighted `silu(gate) * up` of the pairs in `order`, `[T * k, I]`."""
     (num_experts, rows, hidden), num_tokens = weight.shape, x.shape[0]
     size = rows // 2
     inner = torch.empty((len(order), size), dtype=x.dtype, device=x.device)
     flat, tile = weight.view(num_experts * rows, hidden), [config.block_n, config.block_k]
-    if block_m >= 64:  # rows of both halves at a time
+    if block_m >= 64:  # one TMA load takes rows of the gate and of the up projection
         flat, tile = weight.view(num_experts * 2, size, hidden), [2, *tile]
     moe_gemm.gate_up_by_tile[(tiles.shape[1] * triton.cdiv(size, config.block_n),)](
         x,
@@ -150,7 +151,7 @@ def gate_up_by_tile(
 def down_by_tile(
     block_m: int, config: TileConfig, inner: Tensor, weight: Tensor, order: Tensor, tiles: Tensor
 ) -> Tensor:
-    """The second GEMM of each pair, in the order of tokens: `[T * k, H]`, undefined for no expert's."""
+    """Run the second GEMM: `[T * k, H]` in the order of tokens, undefined for pairs of no expert."""
     num_experts, hidden, size = weight.shape
     parts = torch.empty((len(order), hidden), dtype=inner.dtype, device=inner.device)
     flat = weight.view(num_experts * hidden, size)
@@ -177,7 +178,7 @@ def down_by_tile(
 
 
 def sum_pairs(parts: Tensor, experts: Tensor, num_experts: int) -> Tensor:
-    """The sum of each token's pairs: `[T, H]`."""
+    """Returns the sum over each token's pairs, `[T, H]`."""
     (num_tokens, per_token), hidden = experts.shape, parts.shape[1]
     out = torch.empty((num_tokens, hidden), dtype=parts.dtype, device=parts.device)
     moe_gemm.sum_pairs[(num_tokens, triton.cdiv(hidden, _SUM_BLOCK))](
@@ -197,7 +198,7 @@ def sum_pairs(parts: Tensor, experts: Tensor, num_experts: int) -> Tensor:
 def choose(
     num_tokens: int, per_token: int, num_experts: int, size: int, hidden: int, dtype: torch.dtype
 ) -> MoEPlan:
-    """The stored plan for a shape; one that runs anywhere, where none was measured."""
+    """Returns the stored plan for a shape; where none was measured, one that runs on any device."""
     key = f"{num_experts}x{per_token}x{size}x{hidden}"
     measured = _table().get(torch.cuda.get_device_name(), {}).get(key, {})
     if dtype == torch.bfloat16:

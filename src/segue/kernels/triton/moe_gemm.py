@@ -1,4 +1,4 @@
-"""The two GEMMs of a mixture of experts, grouped by expert. See `segue.kernels.triton.moe`."""
+"""The kernels of the two grouped GEMMs of a mixture of experts. See `segue.kernels.triton.moe`."""
 
 import triton
 import triton.language as tl
@@ -27,7 +27,7 @@ def gate_up_by_pair(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of one pair: of tokens so few that hardly two share an expert."""
+    """Compute some rows of one pair, for so few tokens that they rarely share an expert."""
     pair = tl.program_id(1)
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     pdl_wait(PDL)
@@ -64,7 +64,7 @@ def down_by_token(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of one token, its pairs' results summed up on the way."""
+    """Compute some rows of one token, summed over its pairs."""
     token = tl.program_id(1)
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     pdl_wait(PDL)
@@ -103,7 +103,7 @@ def gate_up_by_tile(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of one expert's pairs."""
+    """Compute the first GEMM of a tile of one expert's pairs."""
     blocks = tl.cdiv(size, BN)
     tile, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BN
     pdl_wait(PDL)
@@ -144,8 +144,8 @@ def _gate_up(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Many pairs are the rows of the tensor cores' tile, and rows of both projections its columns.
-    # Few pairs are the columns of two GEMMs.
+    # With 64 pairs or more, pairs are the rows of one GEMM and rows of both projections its columns. With
+    # fewer, pairs are the columns of two GEMMs.
     m, n, k, r = tl.arange(0, BM), first + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, 2 * BN)
     inside = m < rows
     pair = tl.load(order + start + m, mask=inside, other=0)
@@ -210,7 +210,7 @@ def down_by_tile(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The second GEMM of a tile; pairs return to their place by token."""
+    """Compute the second GEMM of a tile; stores pairs in the order of tokens."""
     blocks = tl.cdiv(hidden, BN)
     tile, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BN
     pdl_wait(PDL)
@@ -256,7 +256,7 @@ def _down(
         weights = weight + (expert.to(tl.int64) * hidden + n[:, None]) * size + k[None, :]
     acc = tl.zeros((BN, BM) if BM < 64 else (BM, BN), tl.float32)
     for i in tl.range(0, size, BK, num_stages=STAGES):
-        if TMA:  # rows of other pairs and experts may come along: nobody stores their results
+        if TMA:  # also loads rows of other pairs and experts, whose results are not stored
             t = inner.load([start, i])
             w = weight.load([expert * hidden + first, i])
         else:
@@ -284,7 +284,7 @@ def sum_pairs(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add up each token's pairs, in their order; a pair of no expert has no part."""
+    """Sum over each token's pairs, in order; skips pairs of no expert."""
     token = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait(PDL)

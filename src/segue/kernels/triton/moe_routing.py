@@ -1,7 +1,7 @@
 """Routing on the device: each token's experts, and the (token, expert) pairs sorted by expert.
 
-Pair p is token p // k with its (p % k)-th expert. Nothing is read on the host: sizes are those of the worst
-case, and the table of tiles says of each tile whether there is one.
+Pair p is token p // k with its (p % k)-th expert. The host reads no values: sizes are those of the worst
+case, and the table of tiles marks the tiles that are not used.
 """
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
-_TOKENS = 4  # a program of `_route`
-_CHUNK = 2048  # pairs a program counts
-_PAIRS = 128  # pairs a program of `_sort` places; a divisor of `_CHUNK`
-_TILES = 64  # entries of the table it writes at a time
-_CHUNKS = 16  # whose counts it adds up at a time
+_TOKENS = 4  # tokens per program of `_route`
+_CHUNK = 2048  # pairs that a program counts at a time
+_PAIRS = 128  # pairs that a program of `_sort` writes to their sorted positions; a divisor of `_CHUNK`
+_TILES = 64  # entries of the table of tiles that a program of `_sort` writes at a time
+_CHUNKS = 16  # chunks whose counts a program of `_sort` adds up at a time
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -47,13 +47,13 @@ def _route(
     if PADDED:
         real = inside & (t < tl.load(num_unpadded))
     pdl_launch_dependents(PDL)
-    left = tl.where(x == x, x, float("-inf"))  # NaN chooses some expert, and weighs NaN
+    left = tl.where(x == x, x, float("-inf"))  # a token with NaN gets some experts, with weights NaN
     top = tl.max(left, 1)
     total = tl.sum(tl.exp(x - top[:, None]), 1)
     chosen = tl.zeros((TOKENS, KP), tl.int32)
     weight = tl.zeros((TOKENS, KP), tl.float32)
     for i in tl.static_range(K):
-        best, at = tl.max(left, 1, return_indices=True)  # equals: the lowest
+        best, at = tl.max(left, 1, return_indices=True)  # of equal logits the lowest expert's
         chosen = tl.where(j[None, :] == i, at[:, None], chosen)
         weight = tl.where(j[None, :] == i, (tl.exp(best - top) / total)[:, None], weight)
         left = tl.where(e[None, :] == at[:, None], float("-inf"), left)
@@ -138,7 +138,7 @@ def _sort(
 def route(
     logits: Tensor, per_token: int, *, renormalise: bool, num_unpadded: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `segue.kernels.moe.route`; of equal logits the lowest expert's wins. Experts are int32."""
+    """See `segue.kernels.moe.route`; among equal logits the lowest expert wins. Experts are int32."""
     num_tokens, num_experts = logits.shape
     weights = torch.empty((num_tokens, per_token), dtype=torch.float32, device=logits.device)
     experts = torch.empty((num_tokens, per_token), dtype=torch.int32, device=logits.device)
@@ -161,13 +161,13 @@ def route(
 
 
 def sort(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor]:
-    """Sort the pairs of `experts` `[T, k]` by expert and cut each expert's into tiles of `block`.
+    """Sort the pairs of `experts` `[T, k]` by expert and split each expert's pairs into tiles of `block`.
 
     Returns:
-        order: int32 `[T * k]`, pairs by expert, then in their order; those of expert `num_experts` are left
-            out, and as many entries at the end undefined.
-        tiles: int32 `[3, tiles]`, the worst case's: expert (-1: no such tile), where its pairs begin in
-            `order`, and how many they are.
+        order: int32 `[T * k]`, the pairs by expert, then by pair. Pairs of expert `num_experts` are left out,
+            and as many entries at the end are undefined.
+        tiles: int32 `[3, tiles]`, as many as in the worst case: the expert (-1: tile not used), the index of
+            the tile's first pair in `order`, and the number of its pairs.
     """
     (num_tokens, _), num_pairs = experts.shape, experts.numel()
     bins, num_chunks = max(32, triton.next_power_of_2(num_experts)), triton.cdiv(num_pairs, _CHUNK)

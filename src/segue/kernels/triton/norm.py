@@ -1,4 +1,4 @@
-"""RMSNorm, alone or after adding to the residual stream. See `segue.kernels.norm`."""
+"""RMSNorm fused with the addition to the residual stream. See `segue.kernels.norm`."""
 
 import torch
 import triton

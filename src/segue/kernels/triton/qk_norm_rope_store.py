@@ -1,4 +1,4 @@
-"""QK-norm, rotation and the write into the paged KV cache, in one pass over the projections' output."""
+"""QK-norm, RoPE and KV store in one pass over the projections' output."""
 
 import math
 
@@ -42,14 +42,14 @@ def _qk_norm_rope_store(
 ):
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
     groups: tl.constexpr = (HEADS + 2 * KV_HEADS) // GROUP
-    token = (tl.program_id(0) // groups).to(tl.int64)  # neighbours read what lies side by side
+    token = (tl.program_id(0) // groups).to(tl.int64)  # consecutive programs read adjacent memory
     first = tl.program_id(0) % groups * GROUP
     half: tl.constexpr = D // 2
     d = tl.arange(0, HALF)[None, :]
     inside = d < half
     head = first + tl.arange(0, GROUP)[:, None]
     pdl_wait(PDL)
-    position = tl.load(positions + token).to(tl.int64)  # first: more loads depend on them
+    position = tl.load(positions + token).to(tl.int64)  # loaded first, since other loads depend on them
     row = tl.load(slot_mapping + token).to(tl.int64)
     stride = num_tokens.to(tl.int64) * width
     low = _load_half(qkv, token * width, stride, head * D + d, inside, SPLITS)
@@ -61,7 +61,7 @@ def _qk_norm_rope_store(
         if NORM:
             low_weight = tl.load(qk_weight + head * D + d, mask=inside, other=0.0)
             high_weight = tl.load(qk_weight + head * D + half + d, mask=inside, other=0.0)
-            # As the plain GEMMs round: to the model's type before and after the norm.
+            # Rounds as the unfused operations do: to the model's type before and after the norm.
             low = low.to(dtype).to(tl.float32)
             high = high.to(dtype).to(tl.float32)
             rms = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
@@ -99,21 +99,24 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     head_dim: int,
 ) -> Tensor:
-    """Norm and rotate queries and keys; store keys and values; return the queries `[T, num_heads, head_dim]`.
+    """Normalise and rotate queries and keys, store keys and values in the KV pool, and return the queries.
 
     Args:
         qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, or split-K partials, float32 `[S, T, …]`.
-        qk_weight: float32 `[num_heads + num_kv_heads, head_dim]`, each head's norm weight; None: no norm.
-        eps: of the QK-norm.
+        qk_weight: float32 `[num_heads + num_kv_heads, head_dim]`, each head's norm weight; None: no QK-norm.
+        eps: the epsilon of the QK-norm.
         cosines: float32 `[max_position, head_dim / 2]`.
-        sines: likewise.
+        sines: float32 `[max_position, head_dim / 2]`.
         positions: integers `[T]`.
-        slot_mapping: int64 `[T]`, token rows of the pool.
+        slot_mapping: int64 `[T]`, the token rows of the pool to write.
         keys: this layer's key rows of the pool, `[*, num_kv_heads * head_dim]`.
-        values: likewise.
-        num_heads: query heads.
-        num_kv_heads: key-value heads.
-        head_dim: even.
+        values: this layer's value rows of the pool, of the same shape.
+        num_heads: number of query heads.
+        num_kv_heads: number of key-value heads.
+        head_dim: size of a head; even.
+
+    Returns:
+        The queries, `[T, num_heads, head_dim]`.
     """
     num_tokens = qkv.shape[-2]
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=keys.dtype, device=qkv.device)
@@ -143,6 +146,6 @@ def qk_norm_rope_store(
 
 
 def _heads_per_program(num_heads: int, num_kv_heads: int) -> int:
-    """Heads a program: a power of two that divides both, so that no program mixes kinds."""
+    """Returns the heads per program, a power of two that divides both, so no program mixes Q, K and V."""
     common = math.gcd(num_heads, num_kv_heads)
     return min(8, common & -common)

@@ -1,15 +1,17 @@
-"""Plain sampling: the likeliest token, or a draw keyed by seed and position, its log-probability, the writes.
+"""Plain sampling: chooses each row's token and log-probability and writes them.
 
-The arithmetic is that of `segue.sampling.gumbel_max`: a block of 128 tokens is drawn by its total
-weight, then a token within it, each by Gumbel-max. Log-probabilities are of the raw logits; both modes sum
-them up in the same order, so a request gets the same bits whatever else its steps have to do.
+The token is the likeliest one, or a draw keyed by seed and position. The arithmetic is that of
+`segue.sampling.gumbel_max`: a block of 128 tokens is drawn by its total weight, then a token of the block,
+each by Gumbel-max. Log-probabilities are those of the raw logits. All sampling modes sum in the same order,
+so the other requests of a step do not change a request's bits.
 
-A row whose logits have NaN or plus infinity, or are all minus infinity, has no token: the host gets
-`NON_FINITE`, and the device, which may have a step planned ahead, goes on with token 0. The first kernel
-tells the second by a score of NaN or plus infinity, so that nothing more is read or launched.
+A row whose logits contain NaN or plus infinity, or are all minus infinity, has no token: the host gets
+`NON_FINITE`, and the device, which may already have the next step queued, continues with token 0. The first
+kernel passes this to the second as a score of NaN or plus infinity, so that no further read or launch is
+needed.
 
-Tensor-parallel ranks draw from their own blocks of the vocabulary, with the noise of those blocks, and then
-exchange one candidate each. (Of several ranks the plain sampling sums up each part for itself.)
+Each tensor-parallel rank draws from its own blocks of the vocabulary with the noise of those blocks; then the
+ranks exchange one candidate each. (With several ranks, plain sampling computes a log-sum-exp per shard.)
 """
 
 from dataclasses import dataclass
@@ -26,25 +28,25 @@ from segue.kernels.triton.top_k_top_p import draw_filtered
 from segue.messages.steps import NON_FINITE
 
 _BLOCK = 128  # as in segue.sampling.gumbel_max
-_BLOCKS = 32  # a program; 128 took 229 instead of 141 µs for 256 rows of 151,936
+_BLOCKS = 32  # per program; 128 took 229 instead of 141 µs for 256 rows of 151,936
 
 
 Filters = tuple[Tensor, Tensor, Tensor]
-"""Top-k, top-p and min-p by batch row."""
+"""Top-k, top-p and min-p, each indexed by request slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabPart:
-    """One rank's part of the vocabulary."""
+    """One rank's shard of the vocabulary."""
 
     one_shot: OneShotAllReduce
-    start: int  # a multiple of 128
-    vocab_size: int  # of all ranks' parts together
+    start: int  # first token of the shard; a multiple of 128
+    vocab_size: int  # of all shards together
 
 
 @triton.jit
 def _partial_sum(x, maxima, sums, at):
-    """Store the maximum of a chunk of logits and the sum of exponentials below it."""
+    """Store the maximum of a chunk of logits, and the sum of their exponentials relative to it."""
     top = tl.max(tl.max(x, 1), 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     tl.store(maxima + at, top)
@@ -53,7 +55,7 @@ def _partial_sum(x, maxima, sums, at):
 
 @triton.jit
 def _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS: tl.constexpr):
-    """Add up what `_partial_sum` stored for row `i`."""
+    """Returns the log-sum-exp of row `i` from the values that `_partial_sum` stored."""
     chunk = tl.arange(0, CHUNKS)
     here = chunk < num_chunks
     high = tl.load(maxima + i * num_chunks + chunk, mask=here, other=float("-inf"))
@@ -79,7 +81,7 @@ def _sum_row(maxima, sums, out, num_chunks, CHUNKS: tl.constexpr):
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """float32 `[n]` of float32 `[n, V]`, with the arithmetic of `sample_plain`."""
+    """Returns the log-sum-exp, float32 `[n]`, of float32 `[n, V]`, with the arithmetic of `sample_plain`."""
     count, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)
     partial = torch.empty((2, count, num_chunks), device=logits.device)
@@ -94,7 +96,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 
 @triton.jit
 def _nan_max(a, b):
-    """The maximum of two, NaN if either is."""
+    """Returns the maximum of two values, NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -205,7 +207,7 @@ def _choose_token(
         x = (x * tl.load(inverse_temperatures + slot)).to(tl.float64)
         x += gumbel(tl.load(seeds + slot), position, tl.cdiv(vocab_size, BLOCK) + lane)
         chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
-    chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # a spoilt row chooses nothing
+    chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # a row that is not finite has chosen nothing
     if FILTERS:
         drawn = tl.load(filtered + i)
         chosen = tl.where(drawn >= 0, drawn, chosen)
@@ -246,24 +248,25 @@ def sample_plain(
     filters: Filters | None = None,
     part: VocabPart | None = None,
 ) -> None:
-    """Sample one token for each of B rows; write it to the token pool and to a line of `ring`.
+    """Sample one token for each of B rows; writes it to the token pool and to a line of `ring`.
 
-    Where the logits allow none, the ring gets `NON_FINITE` and the token pool 0.
+    For a row whose logits have no valid token, the ring gets `NON_FINITE` and the token pool 0.
 
     Args:
-        logits: float32 `[B, V]`, or the `part` of this rank.
-        rows: int32 `[B]`, batch rows.
-        positions: int32 `[B]`, of the tokens sampled.
-        temperatures: float32, by batch row; 0: the likeliest token, the lowest id among equals.
-        inverse_temperatures: float32, by batch row.
-        seeds: int64, by batch row.
-        num_top: int64, by batch row; negative: no log-probability is wanted, and none is written.
-        token_pool: int32 `[rows, max_seq_len + 1]`.
-        ring: int32 `[slots, at least B]`, may be pinned memory of the host.
-        logprob_ring: float32, of the same shape and strides.
+        logits: float32 `[B, V]`, or this rank's shard of them.
+        slots: int32 `[B]`, the rows' request slots.
+        positions: int32 `[B]`, the positions of the sampled tokens.
+        temperatures: float32, by request slot; 0: the likeliest token, the lowest id among equals.
+        inverse_temperatures: float32, by request slot.
+        seeds: int64, by request slot.
+        num_top: int64, by request slot; negative: the request asks for no log-probability and gets none.
+        token_pool: int32 `[slots, max_seq_len + 1]`.
+        ring: int32 `[lines, at least B]`; may be pinned host memory.
+        logprob_ring: float32, of the same shape and strides as `ring`.
         ring_index: int32 `[1]`, the line to write.
-        filters: see `draw_filtered`; None: no row has any. Not with a `part`.
-        part: whose logits these are; all ranks come to the same token, and each writes it.
+        filters: see `draw_filtered`; None: no request has a filter. Not allowed with `part`.
+        part: the shard of the vocabulary that `logits` cover; None: all of it. All ranks choose the same
+            tokens, and each rank writes them.
     """
     columns = (temperatures, inverse_temperatures, seeds, num_top)
     targets = (token_pool, token_pool.stride(0), ring, logprob_ring, ring_index)
@@ -280,7 +283,7 @@ def choose(
     seeds: Tensor,
     filters: Filters | None = None,
 ) -> Tensor:
-    """The tokens that `sample_plain` would write, int64 `[B]`; `rows` and `positions` of any integer type."""
+    """Returns the tokens that `sample_plain` would write, int64 `[B]`; indices may be of any integer type."""
     tokens = torch.empty((1, len(logits)), dtype=torch.int32, device=logits.device)
     ring_index = torch.zeros(1, dtype=torch.int32, device=logits.device)
     columns = (temperatures, inverse_temperatures, seeds, seeds)
@@ -300,8 +303,8 @@ def _launch(
     filters: Filters | None = None,
     part: VocabPart | None = None,
 ) -> None:
-    """Run both kernels; those of a `whole` step also write the token pool and log-probabilities."""
-    logits = logits.contiguous()  # they may be cut out of a vocabulary padded for the ranks
+    """Run both kernels; with `write_state` they also write the token pool and the log-probabilities."""
+    logits = logits.contiguous()  # they may be a slice without the vocabulary's padding
     count, width = logits.shape
     start, vocab_size = (part.start, part.vocab_size) if part else (0, width)
     size = max(0, min(width, vocab_size - start))

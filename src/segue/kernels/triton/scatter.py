@@ -1,4 +1,4 @@
-"""Deltas to device state: 32-bit words, wherever they belong, written by one kernel."""
+"""Device writes: one kernel scatters 32-bit words to arbitrary addresses."""
 
 import triton
 import triton.language as tl
@@ -20,5 +20,8 @@ def _scatter(addresses, values, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def scatter(addresses: Tensor, values: Tensor, count: int) -> None:
-    """Write `values[i]` (int32) to the byte address `addresses[i]` (int64), i < `count`; none twice."""
+    """Write `values[i]` (int32) to the byte address `addresses[i]` (int64), i < `count`.
+
+    No address may occur twice.
+    """
     _scatter[(triton.cdiv(count, _BLOCK),)](addresses, values, count, BLOCK=_BLOCK, **launch_options(4, 1))

@@ -1,9 +1,9 @@
-"""Draws of rows with top-k, top-p or min-p.
+"""Sampling with top-k, top-p or min-p.
 
-All three keep the likeliest tokens down to some logit, equals of the last one included, so a row's tokens
-need no sorting: one program finds that logit by looking for it, in four parts of its range at a time, and
-then draws among the tokens above it by Gumbel-max, with noise by token, as
-`segue.sampling.gumbel_max.draw_candidates` does. A row is read some 25 times, mostly from the cache.
+Each filter keeps the likeliest tokens down to a threshold logit, tokens equal to the threshold included. So a
+row's tokens need no sorting: one program searches for the threshold, dividing its range by four in each pass,
+and then draws among the tokens kept by Gumbel-max with noise per token, as
+`segue.sampling.gumbel_max.draw_candidates` does. A row is read about 25 times, mostly from the cache.
 """
 
 import torch
@@ -15,26 +15,26 @@ from segue.kernels.triton.gumbel_noise import gumbel
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 _BLOCK, _WARPS = 4096, 16
-_DRAW_BLOCK = 1024  # tokens of which none is drawn unless one is kept: noise is most of the work
+_DRAW_BLOCK = 1024  # noise, which is most of the work, is computed only for blocks with a token kept
 
 
 @triton.jit
 def _load_logits(logits, token, vocab_size):
-    """Logits, NaN as impossible ones."""
+    """Load logits; NaN becomes minus infinity."""
     x = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
     return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
 def _sort_key(x):
-    """Integers in the order of the logits."""
+    """Returns integers that are in the order of the logits."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _relative_weight(x, top, inverse):
-    """Weights relative to the likeliest token's."""
+    """Returns weights relative to that of the likeliest token."""
     return tl.exp((x - top) * inverse)
 
 
@@ -42,7 +42,10 @@ def _relative_weight(x, top, inverse):
 def _find_threshold(
     logits, top, inverse, vocab_size, target, low, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The largest key, from `low` up, above which tokens number (or weigh, if WEIGHED) at least `least`."""
+    """Returns the largest key >= `low` for which at least `target` tokens have that key or more.
+
+    With BY_WEIGHT, their total weight is compared with `target`, not their number.
+    """
     high = _sort_key(top).to(tl.int64) + 1
     while high - low > 1:
         width = high - low
@@ -120,7 +123,7 @@ def _draw(
                 best = tl.where(better, score, best)
                 chosen = tl.where(better, token, chosen)
         drawn = tl.min(tl.where(best == tl.max(best, 0), chosen, 2147483647), 0)
-        drawn = tl.minimum(drawn, vocab_size - 1)  # logits that are all NaN keep nothing
+        drawn = tl.minimum(drawn, vocab_size - 1)  # no token is kept if all logits are NaN
     tl.store(out + i, drawn)
     pdl_launch_dependents(PDL)
 
@@ -136,20 +139,20 @@ def draw_filtered(
     top_p: Tensor,
     min_p: Tensor,
 ) -> Tensor:
-    """The tokens, int32 `[B]`, of B rows that have a temperature and a filter; of others -1.
+    """Draw a token for each of B rows that has a temperature and a filter: int32 `[B]`, -1 for other rows.
 
-    After the temperature, as `segue.sampling.top_k_top_p.candidates` says.
+    Filters apply after the temperature, as `segue.sampling.top_k_top_p.candidates` defines.
 
     Args:
         logits: float32 `[B, V]`, contiguous.
-        rows: `[B]`, batch rows.
-        positions: `[B]`, of the tokens drawn.
-        temperatures: float32, by batch row.
-        inverse_temperatures: float32, by batch row.
-        seeds: int64, by batch row.
-        top_k: int64, by batch row; 0: off.
-        top_p: float32, by batch row; 1: off.
-        min_p: float32, by batch row; 0: off.
+        slots: `[B]`, the rows' request slots.
+        positions: `[B]`, the positions of the drawn tokens.
+        temperatures: float32, by request slot.
+        inverse_temperatures: float32, by request slot.
+        seeds: int64, by request slot.
+        top_k: int64, by request slot; 0: off.
+        top_p: float32, by request slot; 1: off.
+        min_p: float32, by request slot; 0: off.
     """
     out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     _draw[(len(logits),)](
