@@ -1,4 +1,4 @@
-"""Sequences to hold an attention backend to the oracle with."""
+"""Sequences with which tests compare an attention backend with the oracle."""
 
 from collections.abc import Callable
 
@@ -85,7 +85,7 @@ class Case:
             (keys[-len(q) :], values[-len(q) :])
             for keys, values, q in zip(self.keys, self.values, self.queries, strict=True)
         ]
-        # A query before the first key has no key of its own; what stands there must not matter.
+        # A query before the first key has no key of its own; the NaN passed for it must not matter.
         missing = [len(q) - len(k) for q, (k, _) in zip(self.queries, new, strict=True)]
         key, value = (
             torch.cat(

@@ -1,4 +1,4 @@
-"""A step as captured graphs have it: padded, without lists of the host."""
+"""A step in the form of captured steps: padded, without host lists."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from tests.attention.case import Case
 
 
 class Static:
-    """A step of any sequences of a case, padded to one shape, at addresses that never change."""
+    """A step of some sequences of a case, padded to a fixed shape, at addresses that never change."""
 
     def __init__(self, case: Case, *, slots: int, tokens: int) -> None:
         self.case, self.slots, self.tokens = case, slots, tokens
@@ -35,7 +35,7 @@ class Static:
         )
 
     def load(self, members: list[int], num_decode: int) -> None:
-        """Put in the case's sequences `members`; what is left over belongs to the dummy request."""
+        """Load the case's sequences `members`; the remaining slots and tokens belong to the dummy request."""
         case, ctx = self.case, self.ctx
         q_lens = [len(case.queries[i]) for i in members]
         left, idle = self.tokens - sum(q_lens), self.slots + 1 - len(members)

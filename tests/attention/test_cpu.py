@@ -19,7 +19,7 @@ def test_decode_of_equal_lengths_agrees_with_the_oracle(dtype: torch.dtype) -> N
     Case([1] * 3, [40, 40, 40], 3, dtype=dtype).check()
 
 
-def test_decode_lengths_far_apart_are_grouped_and_agree_with_the_oracle(
+def test_decode_groups_very_different_lengths_and_agrees_with_the_oracle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu, "_MAX_PADDING", 30)
@@ -34,16 +34,16 @@ def test_prefill_agrees_with_the_oracle(q_len: int, kv_len: int, dtype: torch.dt
     Case([q_len], [kv_len], 0, dtype=dtype).check()
 
 
-def test_a_long_context_bounds_the_scores_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scores_of_a_long_context_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     softmax = torch.softmax
 
-    def noting(scores: Tensor, dim: int) -> Tensor:
+    def recording(scores: Tensor, dim: int) -> Tensor:
         sizes.append(scores.numel())
         return softmax(scores, dim)
 
     monkeypatch.setattr(cpu, "_MAX_SCORES", 6 * 300 * 7)
-    monkeypatch.setattr(cpu.torch, "softmax", noting)
+    monkeypatch.setattr(cpu.torch, "softmax", recording)
     Case([50], [300], 0).run()
     assert len(sizes) == 8 and max(sizes) <= 6 * 300 * 7
     monkeypatch.undo()
@@ -51,7 +51,7 @@ def test_a_long_context_bounds_the_scores_held_at_once(monkeypatch: pytest.Monke
     Case([50], [300], 0).check()
 
 
-def test_a_query_that_sees_no_key_gives_zero() -> None:
+def test_a_query_that_attends_to_no_key_gives_zero() -> None:
     case = Case([5, 4], [3, 0], 0)
     case.check()
     output = case.run()
@@ -59,7 +59,7 @@ def test_a_query_that_sees_no_key_gives_zero() -> None:
     assert output[5:].abs().sum() == 0
 
 
-def test_one_query_head_a_key_value_head() -> None:
+def test_one_query_head_per_key_value_head() -> None:
     Case([1, 20], [9, 150], 1, group=1).check()
 
 

@@ -1,4 +1,4 @@
-"""The deterministic backend: right, and the same bits however a sequence is cut and whatever is beside it."""
+"""The deterministic backend is correct, and its bits do not depend on chunking and batching."""
 
 import random
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from segue.attention.cpu_invariant import InvariantCPUAttention
 from segue.errors import ConfigError
 from tests.attention.case import TOLERANCE, Case
 
-Cut = tuple[int, int, int]  # a sequence, its tokens before this step's, this step's
+Chunk = tuple[int, int, int]  # a sequence, its number of earlier tokens, its number of tokens in this step
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -32,30 +32,30 @@ def test_any_grouping_of_heads_agrees_with_the_oracle(kv_heads: int, group: int,
     Case([1, 1, 20], [9, 70, 150], 2, make=InvariantCPUAttention, **sizes).check()
 
 
-def test_a_query_that_sees_no_key_gives_zero() -> None:
+def test_a_query_that_attends_to_no_key_gives_zero() -> None:
     case = Case([5, 4], [3, 0], 0, make=InvariantCPUAttention)
     case.check()
     assert case.run()[:2].abs().sum() == 0
 
 
-def test_a_long_context_bounds_the_scores_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scores_of_a_long_context_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     softmax = torch.softmax
 
-    def noting(scores: Tensor, dim: int) -> Tensor:
+    def recording(scores: Tensor, dim: int) -> Tensor:
         sizes.append(scores.numel())
         return softmax(scores, dim)
 
     case = Case([1] * 9 + [50], [300] * 10, 9, make=InvariantCPUAttention)
     monkeypatch.setattr(cpu_invariant, "_MAX_SCORES", 2 * 400 * 16)
-    monkeypatch.setattr(cpu_invariant.torch, "softmax", noting)
+    monkeypatch.setattr(cpu_invariant.torch, "softmax", recording)
     case.run()
     assert len(sizes) > 2 and max(sizes) <= 2 * 400 * 16
     case.check()
 
 
 class Sequences:
-    """Sequences in a pool, to be computed in any pieces."""
+    """Sequences in a pool, which can be computed in any chunks."""
 
     def __init__(
         self, lens: list[int], dtype: torch.dtype, backend: type[AttentionBackend], page_size: int = 16
@@ -64,17 +64,17 @@ class Sequences:
         self.case = Case(lens, lens, 0, make=backend, **make)
         self.lens = lens
 
-    def step(self, cuts: list[Cut]) -> list[Tensor]:
-        """Attention of each cut's tokens, computed in one step."""
+    def step(self, chunks: list[Chunk]) -> list[Tensor]:
+        """Returns the attention of each chunk's tokens, computed in one step."""
         case, old = self.case, self.case.ctx
-        cuts = [(s, start, min(count, self.lens[s] - start)) for s, start, count in cuts]
-        order = sorted(range(len(cuts)), key=lambda i: cuts[i][2] != 1)  # decode rows first
-        q_lens = [cuts[i][2] for i in order]
+        chunks = [(s, start, min(count, self.lens[s] - start)) for s, start, count in chunks]
+        order = sorted(range(len(chunks)), key=lambda i: chunks[i][2] != 1)  # decode rows first
+        q_lens = [chunks[i][2] for i in order]
         ctx = Context.build(
             input_ids=torch.zeros(sum(q_lens), dtype=torch.int64),
-            slots=[cuts[i][0] for i in order],
+            slots=[chunks[i][0] for i in order],
             q_lens=q_lens,
-            kv_lens=[sum(cuts[i][1:]) for i in order],
+            kv_lens=[sum(chunks[i][1:]) for i in order],
             num_decode=q_lens.count(1),
             page_table=old.page_table,
             kv=old.kv,
@@ -82,17 +82,19 @@ class Sequences:
         )
         ctx.backend.prepare(ctx)
 
-        def tokens(of: list[Tensor]) -> Tensor:
-            return torch.cat([of[s][start : start + count] for s, start, count in (cuts[i] for i in order)])
+        def tokens(tensors: list[Tensor]) -> Tensor:
+            return torch.cat(
+                [tensors[s][start : start + count] for s, start, count in (chunks[i] for i in order)]
+            )
 
         output = ctx.backend.forward(
             tokens(case.queries), tokens(case.keys), tokens(case.values), case.layer, ctx
         )
         parts = dict(zip(order, output.split(q_lens), strict=True))
-        return [parts[i] for i in range(len(cuts))]
+        return [parts[i] for i in range(len(chunks))]
 
     def whole(self, sequence: int) -> Tensor:
-        """All of a sequence at once, alone."""
+        """Returns the attention of a whole sequence, computed in a step of its own."""
         return self.step([(sequence, 0, self.lens[sequence])])[0]
 
 
@@ -104,9 +106,9 @@ def sequences(request: pytest.FixtureRequest) -> Sequences:
     return Sequences(LENS, request.param, InvariantCPUAttention)
 
 
-def check_same_bits(sequences: Sequences, cuts: list[Cut]) -> None:
-    """Every token of one step has the bits that it has when all of its sequence is computed alone."""
-    for (s, start, _), found in zip(cuts, sequences.step(cuts), strict=True):
+def check_same_bits(sequences: Sequences, chunks: list[Chunk]) -> None:
+    """Check that a step gives its tokens the same bits as a step of their whole sequence alone."""
+    for (s, start, _), found in zip(chunks, sequences.step(chunks), strict=True):
         assert torch.equal(found, sequences.whole(s)[start : start + len(found)])
 
 
@@ -124,16 +126,16 @@ def test_many_decode_rows_have_the_bits_of_each_alone(sequences: Sequences) -> N
     order = list(range(len(LENS)))
     random.Random(0).shuffle(order)
     for step in range(40):
-        cuts = [(s, step % LENS[s], 1) for s in order]
-        for cut, found in zip(cuts, sequences.step(cuts), strict=True):
-            assert torch.equal(found, sequences.step([cut])[0])
+        chunks = [(s, step % LENS[s], 1) for s in order]
+        for chunk, found in zip(chunks, sequences.step(chunks), strict=True):
+            assert torch.equal(found, sequences.step([chunk])[0])
 
 
 class OneBitOff(InvariantCPUAttention):
-    """Rounds one number of each token the other way in a step of a single token.
+    """Changes one bit of the output in a step of a single token.
 
-    The CPU's own products may round alike in every step, so that only a backend that is made to depend on the
-    step shows that the comparison can fail.
+    The CPU's GEMMs may round alike in every step. So only a backend that is made to depend on the step can
+    show that the comparison fails.
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, layer: int, ctx: Context) -> Tensor:
@@ -145,36 +147,36 @@ class OneBitOff(InvariantCPUAttention):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_backend_that_rounds_one_number_otherwise_fails_the_same_comparison(dtype: torch.dtype) -> None:
+def test_a_backend_with_one_other_bit_fails_the_same_comparison(dtype: torch.dtype) -> None:
     sequences = Sequences(LENS, dtype, OneBitOff)
     check_same_bits(sequences, [(0, 150, 1), (2, 10, 4)])  # five tokens in one step, as in the whole sequence
     with pytest.raises(AssertionError):
         check_same_bits(sequences, [(0, 150, 1)])
 
 
-def test_a_size_of_product_that_rounds_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gemm_size_that_rounds_differently_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     bmm = torch.bmm
 
-    def rounding_otherwise(a: Tensor, b: Tensor) -> Tensor:
+    def rounding_differently(a: Tensor, b: Tensor) -> Tensor:
         return bmm(a.double(), b.double()).to(a.dtype) if a.shape[1] == 64 else bmm(a, b)
 
-    monkeypatch.setattr(cpu_invariant.torch, "bmm", rounding_otherwise)
+    monkeypatch.setattr(cpu_invariant.torch, "bmm", rounding_differently)
     find = cpu_invariant._agreeing_rows.__wrapped__
     assert 64 not in find(3, 64, torch.float32)
     assert 16 in find(3, 64, torch.float32)
 
 
 @pytest.mark.parametrize(
-    "otherwise", [lambda a, b: len(a) == 2, lambda a, b: b.shape[2] > 4000], ids=["two", "long"]
+    "differs", [lambda a, b: len(a) == 2, lambda a, b: b.shape[2] > 4000], ids=["two", "long"]
 )
-def test_a_cpu_whose_products_depend_on_their_number_or_length_is_refused(
-    otherwise: Callable[[Tensor, Tensor], bool], monkeypatch: pytest.MonkeyPatch
+def test_a_cpu_whose_gemms_depend_on_their_number_or_length_is_refused(
+    differs: Callable[[Tensor, Tensor], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bmm = torch.bmm
     monkeypatch.setattr(
         cpu_invariant.torch,
         "bmm",
-        lambda a, b: bmm(a.double(), b.double()).to(a.dtype) if otherwise(a, b) else bmm(a, b),
+        lambda a, b: bmm(a.double(), b.double()).to(a.dtype) if differs(a, b) else bmm(a, b),
     )
     with pytest.raises(ConfigError, match="GEMMs of 16 rows"):
         cpu_invariant._agreeing_rows.__wrapped__(3, 64, torch.float32)

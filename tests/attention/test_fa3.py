@@ -1,4 +1,4 @@
-"""What FlashAttention-3 is asked for, with its operator written out; the real one is tested on GPUs."""
+"""The calls of FlashAttention-3, with a reference for its operator; GPU tests use the real operator."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -15,7 +15,7 @@ from tests.attention.static import Static
 
 
 def forward(query: Tensor, keys: Tensor, values: Tensor, *, out: Tensor, **given: Any) -> None:
-    """FlashAttention-3's `fwd` on paged keys, one sequence at a time."""
+    """The reference of FlashAttention-3's `fwd` on paged keys: one sequence at a time."""
     starts, lens, table = given["cu_seqlens_q"], given["seqused_k"], given["page_table"]
     if starts is None:  # [S, queries, heads, head_dim]
         starts = torch.arange(len(query) + 1) * query.shape[1]
@@ -57,7 +57,7 @@ def test_every_step_agrees_with_the_oracle(q_lens: list[int], kv_lens: list[int]
 
 
 @pytest.mark.parametrize("slots", [4, 20])
-def test_a_padded_step_serves_any_mix_of_decode_rows_and_prompts(slots: int) -> None:
+def test_padded_steps_of_any_mix_agree_with_the_oracle(slots: int) -> None:
     case = Case([1, 1, 1, 12, 30], [9, 40, 1, 50, 30], 3, make=FA3Attention)
     static = Static(case, slots=slots, tokens=50)
     for members, num_decode in (([0, 1, 3], 2), ([0, 1, 2], 3), ([4, 3], 0), ([2, 4], 1)):
@@ -71,16 +71,16 @@ def test_a_padded_step_serves_any_mix_of_decode_rows_and_prompts(slots: int) -> 
             at += len(expected)
 
 
-def test_each_half_computes_its_own_sequences_alone() -> None:
+def test_each_half_computes_only_its_own_sequences() -> None:
     case = Case([1, 1, 12], [9, 40, 50], 2, make=FA3Attention)
     seen: dict[bool, tuple[int, list[int]]] = {}
 
-    def noting(query: Tensor, keys: Tensor, values: Tensor, **given: Any) -> None:
+    def recording(query: Tensor, keys: Tensor, values: Tensor, **given: Any) -> None:
         seen[given["num_splits"] == 1] = len(query), given["cu_seqlens_q"].tolist()
         forward(query, keys, values, **given)
 
     backend: Any = case.ctx.backend
-    backend._forward = noting
+    backend._forward = recording
     case.check()
-    # What decode keeps of its splits grows with the queries, so it gets no others.
+    # Decode gets no other queries, because its buffer of partial results grows with the queries.
     assert seen == {False: (2, [0, 1, 2, 2]), True: (14, [2, 2, 2, 14])}

@@ -11,7 +11,7 @@ from tests.attention.case import Case
 
 
 class Half:
-    """Writes its number into the tokens it is to serve."""
+    """Writes its number into the tokens that it serves."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -48,7 +48,7 @@ def test_each_half_serves_its_sequences_and_sizes(q_lens: list[int], num_decode:
     assert [make(case.shape, case.ctx.kv).queries_per_block(tokens) for tokens in (6, 7, 21)] == [5, 9, 9]
 
 
-def test_one_that_serves_both_halves_prepares_once() -> None:
+def test_a_backend_that_serves_both_halves_prepares_once() -> None:
     both = Half(3)
 
     def make(shape: AttentionShape, pool: KVPool) -> Any:

@@ -5,7 +5,7 @@ from segue.attention.query_blocks import block_table
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 20), st.data())
-def test_every_query_behind_the_decode_rows_is_in_one_block(
+def test_every_query_after_the_decode_rows_is_in_one_block(
     lens: list[int], size: int, data: st.DataObject
 ) -> None:
     first = data.draw(st.integers(0, len(lens)))

@@ -34,7 +34,7 @@ def entry(name: str, capabilities: Capabilities) -> BackendEntry:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A device whose backends are `plain`, `quick`, and `elsewhere`, which is not installed."""
+    """A device with the backends `plain`, `quick` and `elsewhere`; `elsewhere` is not installed."""
     anything = {"devices": ("cuda",), "dtypes": (torch.bfloat16,)}
     entries = [
         entry("plain", Capabilities(**anything, graphs=True)),
@@ -56,7 +56,7 @@ def test_auto_takes_the_cpu_backend_on_a_cpu() -> None:
     assert select("auto", setting(page_size=1)).name == "cpu"
 
 
-def test_auto_takes_for_each_half_and_size_the_fastest_measured_that_fits(cuda, tmp_path) -> None:
+def test_auto_takes_the_fastest_measured_backend_for_each_half_and_size(cuda, tmp_path) -> None:
     fast = ["elsewhere", "quick", "plain"]
     halves = {"prefill": {"64": ["plain"], "256": fast, "1024": fast}, "decode": ["removed", "plain"]}
     measured(cuda, tmp_path, {"9.0": {"64": {"16": halves}}})
@@ -69,7 +69,7 @@ def test_auto_takes_for_each_half_and_size_the_fastest_measured_that_fits(cuda, 
     assert select("auto", setting("cuda")).name == "plain"
 
 
-def test_auto_takes_the_first_that_fits_where_nothing_was_measured(cuda, tmp_path) -> None:
+def test_auto_takes_the_first_supported_backend_where_nothing_was_measured(cuda, tmp_path) -> None:
     halves = {"prefill": {"64": ["quick"]}, "decode": ["quick"]}
     measured(cuda, tmp_path, {"9.0": {"128": {"16": halves}}, "8.0": {"64": {"16": halves}}})
     assert select("auto", setting("cuda")).name == "plain"
@@ -82,8 +82,8 @@ def test_auto_takes_fa3_for_many_tokens_on_every_device_of_compute_capability_9_
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     installed = {"flash_attn_3": ModuleType("flash_attn_3"), "flash_attn_3._C": ModuleType("flash_attn_3._C")}
-    for module, stand_in in installed.items():
-        monkeypatch.setitem(sys.modules, module, stand_in)
+    for module, fake in installed.items():
+        monkeypatch.setitem(sys.modules, module, fake)
     selection = select("auto", setting("cuda"))
     assert selection.prefill[-1][1].name == "fa3" and selection.decode.name == "triton"
     for other in ((8, 0), (8, 9), (10, 0)):
@@ -100,26 +100,26 @@ def test_the_stored_table_names_backends_that_exist() -> None:
                 assert list(map(int, halves["prefill"])) == sorted(map(int, halves["prefill"]))
 
 
-def test_determinism_takes_a_backend_that_has_it_and_refuses_one_that_has_not(cuda, tmp_path) -> None:
+def test_deterministic_takes_a_deterministic_backend_and_refuses_others(cuda, tmp_path) -> None:
     fast = {"prefill": {"64": ["plain"]}, "decode": ["plain"]}
     measured(cuda, tmp_path, {"9.0": {"64": {"16": fast}}})
     same = Capabilities(devices=("cuda",), dtypes=(torch.bfloat16,), deterministic=True)
     cuda.setitem(registry._BACKENDS, "same", entry("same", same))
-    logits_indices = replace(setting("cuda"), deterministic=True)
+    deterministic = replace(setting("cuda"), deterministic=True)
     assert select("auto", setting("cuda")).name == "plain"
-    assert select("auto", logits_indices).name == select("same", logits_indices).name == "same"
+    assert select("auto", deterministic).name == select("same", deterministic).name == "same"
     for name in ("plain", "auto,plain"):
         with pytest.raises(ConfigError, match=r"'plain' .*depend on the batch.*leave --attention-backend"):
-            select(name, logits_indices)
+            select(name, deterministic)
 
 
-def test_backends_of_cuda_that_are_deterministic() -> None:
+def test_the_deterministic_backends_of_cuda() -> None:
     entries = registry._BACKENDS.values()
     found = [each.name for each in entries if each.capabilities.deterministic]
     assert [name for name in found if not name.startswith("cpu")] == ["triton-invariant"]
 
 
-def test_prefill_and_decode_are_named_apart(cuda) -> None:
+def test_prefill_and_decode_backends_are_selected_separately(cuda) -> None:
     selection = select("quick,plain", setting("cuda"))
     assert (selection.name, selection.graphs) == ("quick,plain", False)
     assert select("plain,plain", setting("cuda")).name == select("plain", setting("cuda")).name == "plain"
@@ -132,7 +132,7 @@ def test_a_third_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["warp", "cpu,warp", "warp,cpu", ""])
-def test_an_unknown_backend_is_named_with_those_that_exist(name: str) -> None:
+def test_the_error_for_an_unknown_backend_names_it_and_all_backends(name: str) -> None:
     with pytest.raises(ConfigError) as error:
         select(name, setting())
     assert "warp" in error.value.message or not name
@@ -142,7 +142,7 @@ def test_an_unknown_backend_is_named_with_those_that_exist(name: str) -> None:
 @pytest.mark.parametrize(
     ("device", "dtype", "word"), [("cuda", torch.float32, "cuda"), ("cpu", torch.float64, "float64")]
 )
-def test_a_backend_that_does_not_fit_says_why(device: str, dtype: torch.dtype, word: str) -> None:
+def test_the_error_for_an_unsupported_setting_names_it(device: str, dtype: torch.dtype, word: str) -> None:
     with pytest.raises(ConfigError) as error:
         select("cpu", setting(device, dtype))
     assert word in error.value.message

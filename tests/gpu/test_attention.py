@@ -1,4 +1,4 @@
-"""The backends of CUDA devices against the oracle, eager and captured."""
+"""The CUDA backends compared with the oracle, eager and captured."""
 
 from collections.abc import Callable
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.gpu
 BACKENDS = ["triton", "fa3", "fa3,triton", "triton,fa3"]
 
 
-def maker(name: str, dtype: torch.dtype) -> Callable[[AttentionShape, KVPool], AttentionBackend]:
-    """The backend's factory; skips the test where the backend is not there, or not made for this."""
+def backend_factory(name: str, dtype: torch.dtype) -> Callable[[AttentionShape, KVPool], AttentionBackend]:
+    """Returns the backend's factory, which skips the test if the backend does not support the setting."""
 
     def make(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
         setting = registry.Setting(
@@ -35,7 +35,9 @@ def maker(name: str, dtype: torch.dtype) -> Callable[[AttentionShape, KVPool], A
 
 
 def make_case(name, q_lens, kv_lens, num_decode, dtype=torch.bfloat16, **options) -> Case:
-    return Case(q_lens, kv_lens, num_decode, device="cuda", make=maker(name, dtype), dtype=dtype, **options)
+    return Case(
+        q_lens, kv_lens, num_decode, device="cuda", make=backend_factory(name, dtype), dtype=dtype, **options
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -88,7 +90,7 @@ def test_the_largest_group(dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["triton", "fa3"])
-def test_a_query_that_sees_no_key_gives_zero(name) -> None:
+def test_a_query_that_attends_to_no_key_gives_zero(name) -> None:
     case = make_case(name, [5, 4], [3, 0], 0, head_dim=64)
     case.check()
     assert case.run()[:2].abs().sum() == 0
@@ -121,7 +123,7 @@ def test_a_replayed_decode_step_gives_the_eager_bits(name) -> None:
 
 
 def check_replays(case: Case, static: Static, steps: list[tuple[list[int], int]]) -> None:
-    """Capture the first step; replay all, against the oracle and an eager run of the same shape."""
+    """Capture the first step; compare replays of all steps with the oracle and with eager runs."""
     static.load(*steps[0])
     graph, output = capture(static.run)
     for members, num_decode in steps:
@@ -142,7 +144,7 @@ def check_replays(case: Case, static: Static, steps: list[tuple[list[int], int]]
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @pytest.mark.parametrize("slots", [8, 300])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_captured_step_serves_any_mix_of_decode_rows_and_prompts(name, slots, page_size) -> None:
+def test_captured_steps_of_any_mix_agree_with_the_oracle(name, slots, page_size) -> None:
     q_lens, kv_lens = [1, 1, 1, 1, 40, 3, 130, 1], [9, 300, 64, 1, 170, 3, 130, 77]
     case = make_case(name, q_lens, kv_lens, 4, kv_heads=4, group=2, head_dim=128, page_size=page_size)
     steps = [([0, 4, 6], 1), ([0, 1, 2, 3, 7], 5), ([6], 0), ([3, 2, 1, 4, 5, 7], 3), ([0, 7], 1)]
@@ -194,7 +196,7 @@ def test_the_top_pages_of_a_pool_beyond_32_bit_offsets(name, page_size) -> None:
         num_decode=1,
         page_table=table,
         kv=pool,
-        backend=maker(name, dtype)(shape, pool),
+        backend=backend_factory(name, dtype)(shape, pool),
     )
     ctx.backend.prepare(ctx)
     output = ctx.backend.forward(query, None, None, 27, ctx).double().cpu()

@@ -1,4 +1,4 @@
-"""`--deterministic` on CUDA: bits of a request do not depend on what runs beside it, nor on how it is cut."""
+"""`--deterministic` on CUDA: a request's bits do not depend on batching, chunking and retraction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from segue.kvcache.pool import KVPool
 from tests.attention.case import Case
 from tests.attention.oracle import attend
 from tests.attention.static import Static
-from tests.gpu.test_attention import maker
+from tests.gpu.test_attention import backend_factory
 from tests.model_runner import making
 from tests.model_runner.planner import Planner, Sequence
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 
 BACKEND = "triton-invariant"
 Bits = list[tuple[int, bytes]]
-"""A token and its log-probability, for each token of an output."""
+"""Each token of an output and its log-probability."""
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -59,7 +59,7 @@ def test_all_tiles_give_a_row_the_same_bits(size, depth, dtype) -> None:
             assert torch.equal(found, expected[start:stop]), (tile, start, stop)
 
 
-def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows() -> None:
+def test_a_gemm_gives_a_row_the_same_bits_in_any_batch() -> None:
     from segue.kernels.triton.batch_invariant_gemm import TritonBatchInvariantGemm
 
     weight, x = normal(4096, 12288), normal(8192, 12288, seed=1)
@@ -71,11 +71,11 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows() -> None
             assert torch.equal(found, expected[start : start + rows]), (rows, start)
     backwards = TritonBatchInvariantGemm.from_weight(weight.flip(1).contiguous(), torch.float32)
     found = backwards(x[:1].flip(1).contiguous(), None)
-    assert not torch.equal(found, expected[:1]), "another order of the same sum has other bits"
+    assert not torch.equal(found, expected[:1]), "another summation order has to give other bits"
 
 
 @pytest.mark.parametrize("size", [1024, 4096])
-def test_a_row_of_the_small_kernels_has_the_same_bits_among_any(size) -> None:
+def test_the_small_kernels_give_a_row_the_same_bits_in_any_batch(size) -> None:
     x, residual, weight = normal(64, size), normal(64, size, seed=1), normal(size, seed=2)
     normed, total = add_rms_norm(x, residual, weight, 1e-6)
     gated = silu_mul(x, x.dtype)
@@ -109,10 +109,10 @@ def test_a_query_has_the_same_bits_in_decode_prefill_and_any_chunk(kv_heads, gro
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
     table.assign(0, 0, order)
     shape = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
-    backend = maker(BACKEND, torch.bfloat16)(shape, pool)
+    backend = backend_factory(BACKEND, torch.bfloat16)(shape, pool)
     query = normal(length, heads, dim, seed=5)
 
-    def run(asked: Tensor, q_lens: list[int], kv_lens: list[int], num_decode: int) -> Tensor:
+    def run(queries: Tensor, q_lens: list[int], kv_lens: list[int], num_decode: int) -> Tensor:
         ctx = Context.build(
             input_ids=torch.zeros(sum(q_lens), dtype=torch.int64, device="cuda"),
             slots=[0] * len(q_lens),
@@ -124,7 +124,7 @@ def test_a_query_has_the_same_bits_in_decode_prefill_and_any_chunk(kv_heads, gro
             backend=backend,
         )
         backend.prepare(ctx)
-        return backend.forward(asked, None, None, 1, ctx)
+        return backend.forward(queries, None, None, 1, ctx)
 
     whole = run(query, [length], [length], 0)
     keys, values = (torch.cat([pool.data[page, 1, kind] for page in order])[:length].cpu() for kind in (0, 1))
@@ -132,9 +132,9 @@ def test_a_query_has_the_same_bits_in_decode_prefill_and_any_chunk(kv_heads, gro
     torch.testing.assert_close(whole[-40:].double().cpu(), expected, atol=1e-2, rtol=1e-2)
     edges = [0, 1, 63, 64, 511, 512, 513, 1023, 1024, 1535, 1536, length - 1]
     some = torch.randint(0, length, (290,), generator=torch.Generator().manual_seed(1)).tolist()
-    for places in ([511], [512], [length - 1], edges, edges + some[:50], edges + some):
-        found = run(query[places], [1] * len(places), [place + 1 for place in places], len(places))
-        assert torch.equal(found, whole[places]), len(places)
+    for indices in ([511], [512], [length - 1], edges, edges + some[:50], edges + some):
+        found = run(query[indices], [1] * len(indices), [index + 1 for index in indices], len(indices))
+        assert torch.equal(found, whole[indices]), len(indices)
     for start, stop in ((0, 5), (100, 164), (500, 700), (1023, length), (length - 1, length)):
         assert torch.equal(run(query[start:stop], [stop - start], [stop], 0), whole[start:stop]), start
     mixed = run(query[[9, 700, *range(40, 90)]], [1, 1, 50], [10, 701, 90], 2)
@@ -142,7 +142,7 @@ def test_a_query_has_the_same_bits_in_decode_prefill_and_any_chunk(kv_heads, gro
 
 
 @pytest.mark.parametrize("page_size", [5, 64, 128])
-def test_attention_is_right_eager_and_padded(page_size) -> None:
+def test_attention_agrees_with_the_oracle_eager_and_padded(page_size) -> None:
     q_lens, kv_lens = [1, 1, 1, 1, 40, 3, 130, 1], [9, 300, 64, 1, 170, 3, 130, 1277]
     case = Case(
         q_lens,
@@ -154,7 +154,7 @@ def test_attention_is_right_eager_and_padded(page_size) -> None:
         head_dim=128,
         dtype=torch.bfloat16,
         device="cuda",
-        make=maker(BACKEND, torch.bfloat16),
+        make=backend_factory(BACKEND, torch.bfloat16),
     )
     case.check()
     eager, starts = case.run(), torch.tensor([0, *q_lens]).cumsum(0).tolist()
@@ -166,18 +166,18 @@ def test_attention_is_right_eager_and_padded(page_size) -> None:
             assert torch.equal(static.run()[: len(expected)], expected), (slots, members)
 
 
-def test_a_query_that_sees_no_key_gives_zero() -> None:
-    make = maker(BACKEND, torch.bfloat16)
+def test_a_query_that_attends_to_no_key_gives_zero() -> None:
+    make = backend_factory(BACKEND, torch.bfloat16)
     case = Case([5, 4], [3, 0], 0, head_dim=64, dtype=torch.bfloat16, device="cuda", make=make)
     case.check()
     assert case.run()[:2].abs().sum() == 0
 
 
-# A whole runner.
+# The whole runner.
 
 
 def save_model(directory: Path, **sizes: Any) -> Path:
-    """The configuration of a Qwen3-0.6B cut to a few layers; weights are made up."""
+    """Save the configuration of a Qwen3-0.6B with few layers; the runner makes dummy weights."""
     path = directory / "model"
     path.mkdir()
     sizes = {"num_hidden_layers": 4, "max_position_embeddings": 4096, **sizes}
@@ -219,8 +219,10 @@ PARAMS: dict[str, dict[str, Any]] = {
 NEEDLE, COUNT = draw(700, 1), 40
 
 
-def in_company(planner: Planner, others: int, chunk: int, shared: int, params: dict[str, Any]) -> Sequence:
-    """The needle behind `others` that decode, with `shared` pages of it in the cache, among new prompts."""
+def run_needle_in_batch(
+    planner: Planner, others: int, chunk: int, shared: int, params: dict[str, Any]
+) -> Sequence:
+    """Run the needle beside `others` that decode and new prompts; its first `shared` pages are cached."""
     early = [planner.add(draw(20 + 37 * i % 400, 100 + i)) for i in range(others)]
     for sequence in early:
         planner.prefill(sequence)
@@ -232,7 +234,7 @@ def in_company(planner: Planner, others: int, chunk: int, shared: int, params: d
     neighbours = [(sequence, 1) for sequence in early]
     while needle.computed < len(NEEDLE):
         planner.run([*neighbours, (needle, min(chunk, len(NEEDLE) - needle.computed))])
-    for sequence in late:  # mixed steps, and sampling with filters
+    for sequence in late:  # mixed steps, and filtered sampling
         planner.run([*neighbours, (needle, 1), (sequence, len(sequence.tokens))])
     while len(needle.output) < COUNT:
         planner.run([*neighbours, (needle, 1), *((sequence, 1) for sequence in late)])
@@ -245,27 +247,30 @@ def in_company(planner: Planner, others: int, chunk: int, shared: int, params: d
 
 
 def outcomes(planner: Planner, params: dict[str, Any]) -> Iterator[tuple[str, Bits]]:
-    """What the needle gives in many ways, the first of them alone."""
+    """Yield the needle's bits for many batchings and chunkings; the first one is the needle alone."""
     alone = planner.generate(NEEDLE, COUNT, **params)
     yield "alone", bits(alone)
     for chunk in (4, 64, 333):
         yield f"chunks of {chunk}", bits(planner.generate(NEEDLE, COUNT, chunk, **params))
     for others, chunk, shared in ((1, 700, 0), (7, 100, 3), (20, 256, 10), (64, 512, 1)):
         name = f"among {others}, chunks of {chunk}, {shared} pages shared"
-        yield name, bits(in_company(planner, others, chunk, shared, params))
-    for cut in (1, 17, COUNT - 1):  # retracted, and prefilled again with what it had
-        again = planner.add(alone.tokens[: len(NEEDLE) + cut], prompt_len=len(NEEDLE), **params)
+        yield name, bits(run_needle_in_batch(planner, others, chunk, shared, params))
+    for num_kept in (1, 17, COUNT - 1):  # retracted, and prefilled again with its tokens so far
+        again = planner.add(alone.tokens[: len(NEEDLE) + num_kept], prompt_len=len(NEEDLE), **params)
         planner.prefill(again, 300)
-        planner.decode([again], COUNT - cut - 1)
+        planner.decode([again], COUNT - num_kept - 1)
         planner.remove(again)
-        yield f"retracted after {cut}", bits(alone)[:cut] + bits_behind(again, cut)
-    loud = {**params, "logprobs": 2, "prompt_logprobs_start": 0}
-    yield "with alternatives and of the prompt too", bits(planner.generate(NEEDLE, COUNT, 200, **loud))
+        yield f"retracted after {num_kept}", bits(alone)[:num_kept] + bits_after(again, num_kept)
+    with_all_logprobs = {**params, "logprobs": 2, "prompt_logprobs_start": 0}
+    yield (
+        "with top logprobs and prompt logprobs",
+        bits(planner.generate(NEEDLE, COUNT, 200, **with_all_logprobs)),
+    )
 
 
-def bits_behind(sequence: Sequence, cut: int) -> Bits:
+def bits_after(sequence: Sequence, num_kept: int) -> Bits:
     entries = [entry for entry in sequence.logprobs if entry is not None]
-    assert len(entries) == len(sequence.output) - cut
+    assert len(entries) == len(sequence.output) - num_kept
     return [(entry.token, struct.pack("f", entry.logprob)) for entry in entries]
 
 
@@ -276,7 +281,7 @@ def differing(planner: Planner, params: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-def test_a_request_has_the_same_bits_whatever_runs_beside_it(model, eager) -> None:
+def test_a_request_has_the_same_bits_in_any_batch(model, eager) -> None:
     runner = making.make_runner(model, **OPTIONS, deterministic=True, disable_cuda_graph=eager)
     assert runner.attention_backend == BACKEND
     planner = Planner(runner)
@@ -299,30 +304,30 @@ def test_attention_that_depends_on_the_batch_fails_the_same_comparison(model, mo
 
     forward = TritonInvariantAttention.forward
 
-    def depending(self: Any, query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def depends_on_batch(self: Any, query: torch.Tensor, *arguments: Any) -> torch.Tensor:
         return forward(self, query, *arguments) * (1.0 if len(query) == 1 else 1.01)
 
-    monkeypatch.setattr(TritonInvariantAttention, "forward", depending)
+    monkeypatch.setattr(TritonInvariantAttention, "forward", depends_on_batch)
     runner = making.make_runner(model, **OPTIONS, deterministic=True, disable_cuda_graph=True)
     found = differing(Planner(runner), PARAMS["greedy"])
     runner.close()
-    assert found, "the tests above would not notice a request that depends on what runs beside it"
+    assert found, "the comparison does not detect attention that depends on the batch"
 
 
-def test_the_engine_gives_a_needle_the_same_bits_in_any_company(model) -> None:
+def test_the_engine_gives_a_needle_the_same_bits_in_any_batch(model) -> None:
     params = {"temperature": 0, "max_new_tokens": COUNT, "ignore_eos": True}
     others = [draw(20 + 53 * i % 900, 1000 + i) for i in range(64)]
     found = []
     options = {"deterministic": True, "chunked_prefill_size": 512, "enable_batch_prefill_cuda_graph": True}
     with segue.Engine(str(model), **{**OPTIONS, **options}, embedded=True) as engine:
 
-        def generate(prompts: list[list[int]], place: int) -> None:
+        def generate(prompts: list[list[int]], index: int) -> None:
             replies = engine.generate(
                 input_ids=prompts,
                 sampling_params=[params | {"max_new_tokens": COUNT + i % 7} for i in range(len(prompts))],
                 return_logprob=True,
             )
-            meta = replies[place]["meta_info"]
+            meta = replies[index]["meta_info"]
             found.append([(token, value) for value, token, _ in meta["output_token_logprobs"][:COUNT]])
 
         generate([NEEDLE], 0)
@@ -334,13 +339,13 @@ def test_the_engine_gives_a_needle_the_same_bits_in_any_company(model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"attention_backend": "fa3"}, "'fa3'.*--deterministic"),
         ({"attention_backend": "auto,triton"}, "'triton'.*--deterministic"),
         ({"dtype": "float32"}, "use one of them"),
     ],
 )
-def test_what_the_mode_does_not_have_is_refused(model, options, words) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_unsupported_options_are_refused(model, options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
         making.make_runner(model, **{**OPTIONS, "deterministic": True, **options})

@@ -1,4 +1,4 @@
-"""Each Triton kernel against its plain-torch reference, over odd shapes."""
+"""Each Triton kernel compared with its plain-torch reference, over odd shapes."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_add_rms_norm(rows, size, splits, adds, dtype) -> None:
 
     x = normal(splits, rows, size) if splits else normal(rows, size, dtype=dtype)
     residual = normal(rows, size, dtype=dtype, seed=1) if adds else None
-    x[..., rows // 2, :] *= 1e-3 if dtype == torch.float32 else 0.0  # where eps is what counts
+    x[..., rows // 2, :] *= 1e-3 if dtype == torch.float32 else 0.0  # so small that eps dominates
     if residual is not None:
         residual[rows // 2] = 0
     weight = normal(size, dtype=dtype, seed=2)
@@ -72,7 +72,7 @@ def test_qk_norm_rope_store(heads, kv_heads, dim, norms, splits, dtype) -> None:
 
     tokens, width = 7, (heads + 2 * kv_heads) * dim
     qkv = normal(splits, tokens, width) if splits else normal(tokens, width, dtype=dtype)
-    qkv[..., 1, :] *= 1e-3  # where eps counts
+    qkv[..., 1, :] *= 1e-3  # so small that eps dominates
     weight = normal(heads + kv_heads, dim, seed=3) if norms else None
     positions = torch.tensor([0, 5, 3, 99, 7, 1, 2], device="cuda")
     rows = torch.tensor([12, 3, 40, 0, 7, 8, 9], device="cuda")
@@ -99,7 +99,7 @@ def test_qk_norm_rope_store(heads, kv_heads, dim, norms, splits, dtype) -> None:
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("biased", [False, True])
-def test_product(rows, tma, splits, biased) -> None:
+def test_gemm(rows, tma, splits, biased) -> None:
     from segue.kernels.triton.gemm import GemmPlan, run
 
     x = normal(rows, 1024, dtype=torch.bfloat16)
@@ -112,7 +112,7 @@ def test_product(rows, tma, splits, biased) -> None:
     torch.testing.assert_close(result.double(), expected, atol=1e-3, rtol=1e-4)
 
 
-def test_look_up() -> None:
+def test_gather_inputs() -> None:
     from segue.kernels.triton.gather_inputs import gather_inputs
 
     pool = torch.arange(5 * 300, dtype=torch.int32, device="cuda").view(5, 300)
@@ -128,15 +128,15 @@ def test_look_up() -> None:
 
 
 @pytest.mark.parametrize("vocab", [100, 128, 4096, 50257])
-def test_plain_sampling_takes_the_tokens_the_cpu_takes(vocab) -> None:
+def test_plain_sampling_chooses_the_tokens_of_the_cpu(vocab) -> None:
     from segue.kernels.triton.sampling import choose, log_sum_exp, sample_plain
     from segue.sampling.gumbel_max import argmax, draw
 
     count = 70
-    logits = normal(count, vocab) * 3 - 20  # so that nothing outside would win
+    logits = normal(count, vocab) * 3 - 20  # negative, so that padding read as 0 would win
     rows = torch.randperm(90, device="cuda")[:count].int()
     temperatures = torch.tensor([0.0, 0.7, 1.3] * 30, device="cuda")
-    for i in range(count):  # equals: the first, in one block, in one program, and far apart
+    for i in range(count):  # ties within a block, within a program and far apart: the first wins
         if i % 2 and temperatures[rows[i]] == 0:
             logits[i, [token for token in (i, i + 1, 300 + i, 4096 + i, 9000 + i) if token < vocab]] = 50.0
     logits[1:9, : vocab // 2] = -torch.inf
@@ -152,43 +152,43 @@ def test_plain_sampling_takes_the_tokens_the_cpu_takes(vocab) -> None:
         logits, rows, positions, **columns, num_top=num_top, token_pool=pool, ring=ring,
         logprob_ring=logprob_ring, ring_index=torch.tensor([2], dtype=torch.int32, device="cuda"),
     )  # fmt: skip
-    cut_out = logits.repeat(1, 2)[:, :vocab]  # as of a vocabulary padded for the ranks
-    chosen = choose(cut_out, rows.long(), positions.long(), **columns)
+    sliced = logits.repeat(1, 2)[:, :vocab]  # not contiguous, like logits of a padded vocabulary
+    chosen = choose(sliced, rows.long(), positions.long(), **columns)
     torch.cuda.synchronize()
-    at = rows.long().cpu()
-    greedy = temperatures.cpu()[at] == 0
-    drawn = draw(logits.cpu(), inverse.cpu()[at], seeds.cpu()[at], positions.long().cpu())
+    slots_on_cpu = rows.long().cpu()
+    greedy = temperatures.cpu()[slots_on_cpu] == 0
+    drawn = draw(logits.cpu(), inverse.cpu()[slots_on_cpu], seeds.cpu()[slots_on_cpu], positions.long().cpu())
     expected = torch.where(greedy, argmax(logits.cpu()), drawn)
-    taken = ring[2, :count].long()
-    assert torch.equal(taken[greedy], expected[greedy])
-    # A sum that rounds otherwise on the other device may turn the rare draw that is all but undecided.
-    assert (taken != expected).sum() <= 1
-    assert torch.equal(pool[rows.long(), positions.long()].cpu().long(), taken)
+    chosen_tokens = ring[2, :count].long()
+    assert torch.equal(chosen_tokens[greedy], expected[greedy])
+    # Sums that round differently on the other device may change a draw between nearly equal scores.
+    assert (chosen_tokens != expected).sum() <= 1
+    assert torch.equal(pool[rows.long(), positions.long()].cpu().long(), chosen_tokens)
     assert (ring[[0, 1, 3]] == -1).all() and (ring[2, count:] == -1).all()
-    assert torch.equal(chosen.cpu(), taken)
-    # The full sampling's log-probabilities have the same bits; rows that want none get none.
+    assert torch.equal(chosen.cpu(), chosen_tokens)
+    # Full sampling's log-probabilities have the same bits; requests that ask for none get none.
     logprobs = (logits.gather(1, chosen[:, None]).squeeze(1) - log_sum_exp(logits)).cpu()
-    wanted = num_top.cpu()[at] >= 0
-    assert torch.equal(logprob_ring[2, :count], torch.where(wanted, logprobs, torch.ones(count)))
-    exact = logits.cpu().double().log_softmax(-1).gather(1, taken[:, None]).squeeze(1)
+    has_logprob = num_top.cpu()[slots_on_cpu] >= 0
+    assert torch.equal(logprob_ring[2, :count], torch.where(has_logprob, logprobs, torch.ones(count)))
+    exact = logits.cpu().double().log_softmax(-1).gather(1, chosen_tokens[:, None]).squeeze(1)
     assert (logprobs - exact).abs().max() < 1e-5
     assert (logprob_ring[[0, 1, 3]] == 1).all()
 
 
-def _spoil(logits: torch.Tensor) -> int:
-    """Leave the first rows without a token, each temperature in each way; how many they are."""
+def _make_non_finite(logits: torch.Tensor) -> int:
+    """Make the first rows non-finite, each temperature in each way; returns how many rows have no token."""
     logits[0:4] = torch.nan
     logits[4:8, 50:60] = torch.nan
     logits[8:12, -1] = torch.nan
     logits[12:16, 7] = torch.inf
     logits[16:20] = -torch.inf
-    logits[20:24, ::2] = -torch.inf  # these have one
+    logits[20:24, ::2] = -torch.inf  # these rows have a token
     return 20
 
 
 @pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("vocab", [100, 4096, 5000, 50257])
-def test_rows_that_are_not_finite_have_no_token_and_leave_the_others_alone(vocab, filters) -> None:
+def test_rows_that_are_not_finite_have_no_token_and_do_not_change_others(vocab, filters) -> None:
     from segue.kernels.triton.sampling import choose, sample_plain
     from segue.messages.steps import NON_FINITE
 
@@ -208,10 +208,10 @@ def test_rows_that_are_not_finite_have_no_token_and_leave_the_others_alone(vocab
             torch.full((count,), 0.9, device="cuda"),
             torch.zeros(count, device="cuda"),
         )
-    taken = []
-    for spoilt in (False, True):
+    chosen_tokens = []
+    for non_finite in (False, True):
         logits = normal(count, vocab)
-        none = _spoil(logits) if spoilt else 0
+        num_without_token = _make_non_finite(logits) if non_finite else 0
         ring = torch.full((1, count), -7, dtype=torch.int32).pin_memory()
         pool = torch.full((count, count), -7, dtype=torch.int32, device="cuda")
         sample_plain(
@@ -222,11 +222,11 @@ def test_rows_that_are_not_finite_have_no_token_and_leave_the_others_alone(vocab
         chosen = choose(logits, index.long(), index.long(), **columns)
         torch.cuda.synchronize()
         assert chosen.tolist() == ring[0].tolist()
-        assert ring[0, :none].tolist() == [NON_FINITE] * none
-        assert all(0 <= token < vocab for token in ring[0, none:].tolist())
+        assert ring[0, :num_without_token].tolist() == [NON_FINITE] * num_without_token
+        assert all(0 <= token < vocab for token in ring[0, num_without_token:].tolist())
         assert pool.diagonal().tolist() == ring[0].clamp(min=0).tolist()
-        taken.append(ring[0].tolist())
-    assert taken[1][24:] == taken[0][24:]
+        chosen_tokens.append(ring[0].tolist())
+    assert chosen_tokens[1][24:] == chosen_tokens[0][24:]
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -256,7 +256,7 @@ def test_draws_follow_the_distribution(temperature) -> None:
 
 
 @pytest.mark.parametrize("vocab", [50, 1000, 50257])
-def test_filtered_draws_are_those_of_the_cpu(vocab) -> None:
+def test_filtered_draws_agree_with_the_cpu(vocab) -> None:
     from segue.kernels.triton.sampling import choose
     from segue.sampling.gumbel_max import draw_candidates
     from segue.sampling.top_k_top_p import candidates
@@ -296,12 +296,12 @@ def test_filtered_draws_are_those_of_the_cpu(vocab) -> None:
     filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
     filtered = (filtered & (columns["temperatures"] > 0))[rows]
     expected = torch.where(filtered, draw_candidates(weights, ids, columns["seeds"][rows], positions), plain)
-    # A sum that rounds otherwise may let in, or keep out, a token at the border of top-p.
+    # Sums that round differently may include or exclude a token at the threshold of top-p.
     assert (drawn != expected).sum() <= 1
     assert filtered.sum() > 50 and (drawn != plain).sum() > 10
 
 
-def test_scattered_words_of_both_sizes() -> None:
+def test_scattered_values_of_32_and_64_bits() -> None:
     from segue.model_runner.device_writes import CUDAWriter
 
     writer = CUDAWriter(torch.device("cuda"), capacity=16)
@@ -320,7 +320,7 @@ def test_scattered_words_of_both_sizes() -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])  # bytes by which addresses miss a multiple of 16
-def test_many_copies_in_one_kernel(offset) -> None:
+def test_many_copies_in_one_launch(offset) -> None:
     from segue.weight_update.commit import Copies
 
     sizes = [0, 16, 1 << 20, (3 << 20) + 48, 5 << 10] if offset == 0 else [0, 8, 24, (1 << 20) + 8, 40]
@@ -329,47 +329,48 @@ def test_many_copies_in_one_kernel(offset) -> None:
         torch.randint(-128, 128, (size + 16,), dtype=torch.int8)[offset : offset + size] for size in sizes
     ]
     sources = [source.clone().pin_memory() if i == 1 else source.cuda() for i, source in enumerate(sources)]
-    room = torch.full((sum(sizes) + 64 * len(sizes),), 77, dtype=torch.int8, device="cuda")
+    data = torch.full((sum(sizes) + 64 * len(sizes),), 77, dtype=torch.int8, device="cuda")
     targets, start = [], offset
     for size in sizes:
-        targets.append(room[start : start + size])
+        targets.append(data[start : start + size])
         start += -(-size // 16) * 16 + 32
     Copies(list(zip(targets, sources, strict=True))).write()
-    touched = torch.zeros_like(room, dtype=torch.bool)
+    touched = torch.zeros_like(data, dtype=torch.bool)
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target.cpu(), source.cpu())
-        begin = target.data_ptr() - room.data_ptr() if len(target) else 0
-        touched[begin : begin + len(target)] = True
-    assert (room[~touched] == 77).all()
+        first_byte = target.data_ptr() - data.data_ptr() if len(target) else 0
+        touched[first_byte : first_byte + len(target)] = True
+    assert (data[~touched] == 77).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_values_that_are_not_finite_are_found(dtype, bad) -> None:
+def test_are_finite_finds_values_that_are_not_finite(dtype, bad) -> None:
     from segue.memory.tensor_ops import are_finite
 
     largest = torch.finfo(dtype).max
-    room = torch.full((9, 1 << 18), largest, dtype=dtype, device="cuda")
-    tensors = [room[0], -room[1], room[2, :8], room[3, 1:4], room[4:6], room[6].view(512, 512).T, room[7]]
+    data = torch.full((9, 1 << 18), largest, dtype=dtype, device="cuda")
+    tensors = [data[0], -data[1], data[2, :8], data[3, 1:4], data[4:6], data[6].view(512, 512).T, data[7]]
     assert are_finite(tensors, dtype) == [True] * 7
     for position in (0, 100_001, (1 << 18) - 1):
-        room[7].fill_(-largest)[position] = bad
+        data[7].fill_(-largest)[position] = bad
         assert are_finite(tensors, dtype) == [True] * 6 + [False]
-    room[3, 3] = room[5, 7] = bad  # one where no kernel of ours looks, and one in the middle
+    # One is in an unaligned tensor, which torch checks, and one is within a tensor.
+    data[3, 3] = data[5, 7] = bad
     assert are_finite(tensors, dtype) == [True, True, True, False, False, True, False]
-    if dtype == torch.float32:  # finite, but not in what it is cast to
-        assert are_finite([room[0], room[0] * 0], torch.bfloat16) == [False, True]
+    if dtype == torch.float32:  # finite, but not after the cast
+        assert are_finite([data[0], data[0] * 0], torch.bfloat16) == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 127, 1000, 4103])
 @pytest.mark.parametrize(("inner", "hidden"), [(64, 64), (192, 128), (3072, 1024)])
-def test_gated_product_of_many(rows, inner, hidden, dtype) -> None:
+def test_gate_up_silu_gemm_large_m(rows, inner, hidden, dtype) -> None:
     from segue.kernels.triton.gate_up_silu import run
     from segue.kernels.triton.launch import is_hopper
 
     if not is_hopper():
-        pytest.skip("tiles come by the copy engine")
+        pytest.skip("the kernel needs TMA")
     x = normal(rows, hidden, dtype=dtype)
     weight = normal(2 * inner, hidden, dtype=dtype, seed=1) * hidden**-0.5
     gate, up = (x.float() @ weight.float().T).chunk(2, -1)
@@ -378,7 +379,7 @@ def test_gated_product_of_many(rows, inner, hidden, dtype) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 64])
 @pytest.mark.parametrize("size", [(3072, 1024), (12288, 4096)])
-def test_gated_product(rows, size) -> None:
+def test_gate_up_silu_gemm_small_m(rows, size) -> None:
     from segue.kernels.triton.gemm import gate_up_silu_gemm_small_m
 
     inner, hidden = size
@@ -394,7 +395,7 @@ def test_gated_product(rows, size) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_product_without_a_stored_plan(biased, wide, dtype) -> None:
+def test_gemm_without_a_stored_plan(biased, wide, dtype) -> None:
     from segue.kernels.triton.gemm import gemm
 
     x, weight = normal(7, 40, dtype=dtype), normal(24, 40, dtype=dtype, seed=1)

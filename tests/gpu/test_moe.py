@@ -1,4 +1,4 @@
-"""The experts' kernels against the backend in plain torch, over odd shapes, padded and in graphs."""
+"""The experts' kernels compared with the plain-torch backend, over odd shapes, padded and in graphs."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from tests.model_runner.planner import Planner
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-# experts, experts a token, hidden size, expert size
+# (experts, experts per token, hidden size, expert size)
 SMALL, MANY, ODD = (3, 1, 64, 40), (128, 8, 256, 96), (60, 4, 136, 72)
 FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
 CASES = [
@@ -34,7 +34,7 @@ def seed() -> None:
 
 
 def make(tokens, experts, per_token, hidden, size, dtype=torch.float32):
-    """Hidden states, both weights, the experts' weights and the experts."""
+    """Returns hidden states, both weight tensors, the routing weights and the experts."""
     x = torch.randn(tokens, hidden, device="cuda").to(dtype)
     gate_up = torch.randn(experts, 2 * size, hidden, device="cuda").mul_(hidden**-0.5).to(dtype)
     down = torch.randn(experts, hidden, size, device="cuda").mul_(size**-0.5).to(dtype)
@@ -43,7 +43,7 @@ def make(tokens, experts, per_token, hidden, size, dtype=torch.float32):
 
 
 def expected(x, gate_up, down, weights, experts):
-    """In float64."""
+    """Returns the result of plain torch in float64."""
     return run_by_expert(x.double(), gate_up.double(), down.double(), weights.double(), experts)
 
 
@@ -53,7 +53,7 @@ def close(actual, expected):
 
 
 def plan(name):
-    """Of one of `CUTS`."""
+    """Returns the plan that a name in `PLANS` describes."""
     from segue.kernels.triton.moe import MoEPlan, TileConfig
 
     if name == "by pair":
@@ -63,7 +63,7 @@ def plan(name):
 
 
 @pytest.mark.parametrize(("tokens", "shape", "dtype"), CASES)
-def test_the_experts_results_are_those_of_plain_torch(tokens, shape, dtype) -> None:
+def test_the_experts_agree_with_plain_torch(tokens, shape, dtype) -> None:
     case = make(tokens, *shape, dtype=dtype)
     close(select("auto", torch.device("cuda")).run(*case), expected(*case))
 
@@ -71,11 +71,11 @@ def test_the_experts_results_are_those_of_plain_torch(tokens, shape, dtype) -> N
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("shape", [(70, *ODD), (600, 5, 4, 320, 200)])
 @pytest.mark.parametrize("chosen", ["any", "one"])
-def test_every_cut_gives_the_same(name, shape, chosen) -> None:
+def test_every_plan_agrees_with_plain_torch(name, shape, chosen) -> None:
     from segue.kernels.triton.moe import run
 
     x, gate_up, down, weights, experts = make(*shape, dtype=torch.bfloat16)
-    if chosen == "one":  # many tiles of a single expert, none of the others
+    if chosen == "one":  # many tiles of one expert and none of the others
         experts = torch.full_like(experts, shape[1] - 1)
     case = x, gate_up, down, weights, experts
     close(run(plan(name), *case), expected(*case))
@@ -108,7 +108,7 @@ def test_a_replay_gives_the_bits_of_the_eager_run_every_time(name) -> None:
 
 @pytest.mark.parametrize("block", [16, 128])
 @pytest.mark.parametrize("tokens", [1, 64, 682, 683, 13000])
-def test_pairs_are_sorted_by_expert_and_cut_into_tiles(tokens, block) -> None:
+def test_pairs_are_sorted_by_expert_and_split_into_tiles(tokens, block) -> None:
     from segue.kernels.triton.moe_routing import sort
 
     num_experts = 11
@@ -117,41 +117,41 @@ def test_pairs_are_sorted_by_expert_and_cut_into_tiles(tokens, block) -> None:
     flat = experts.flatten().long()
     routed = int((flat < num_experts).sum())
     assert torch.equal(order[:routed].long(), flat.argsort(stable=True)[:routed])
-    wanted, start = [], 0
+    expected_tiles, start = [], 0
     for expert, count in enumerate(flat.bincount(minlength=num_experts)[:num_experts].tolist()):
-        wanted += [[expert, start + i, min(block, count - i)] for i in range(0, count, block)]
+        expected_tiles += [[expert, start + i, min(block, count - i)] for i in range(0, count, block)]
         start += count
     found = tiles.T.tolist()
-    assert found[: len(wanted)] == wanted
-    assert all(expert == -1 for expert, _, _ in found[len(wanted) :])
+    assert found[: len(expected_tiles)] == expected_tiles
+    assert all(expert == -1 for expert, _, _ in found[len(expected_tiles) :])
 
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "per_token", "renormalise", "dtype"),
     [(1, 3, 3, True, FLOAT), (5, 128, 8, True, BRAIN), (70, 60, 4, False, BRAIN), (99, 7, 1, False, FLOAT)],
 )
-def test_routing_is_that_of_the_cpu(tokens, experts, per_token, renormalise, dtype) -> None:
-    # Distinct in bf16 too: of equals either may be chosen.
+def test_routing_agrees_with_the_cpu(tokens, experts, per_token, renormalise, dtype) -> None:
+    # The logits are distinct in bfloat16 too, since of equal ones either may be chosen.
     logits = torch.rand(tokens, experts).argsort(-1).float().sub(experts / 2).div(8).to(dtype)
     weights, chosen = route(logits.cuda(), per_token, renormalise=renormalise)
-    wanted_weights, wanted = route(logits, per_token, renormalise=renormalise)
-    assert torch.equal(chosen.cpu().long(), wanted)
-    torch.testing.assert_close(weights.cpu(), wanted_weights)
+    expected_weights, expected_experts = route(logits, per_token, renormalise=renormalise)
+    assert torch.equal(chosen.cpu().long(), expected_experts)
+    torch.testing.assert_close(weights.cpu(), expected_weights)
 
 
-def test_of_equal_logits_the_lowest_experts_are_chosen() -> None:
+def test_among_equal_logits_the_lowest_experts_are_chosen() -> None:
     _, experts = route(torch.zeros(3, 9, device="cuda"), 4, renormalise=True)
     assert experts.tolist() == [[0, 1, 2, 3]] * 3
 
 
-def test_a_token_that_is_nan_spoils_only_itself() -> None:
+def test_a_token_of_nan_changes_no_other_token() -> None:
     x, gate_up, down, _, _ = make(40, *SMALL, torch.bfloat16)
     logits = torch.randn(40, 3, device="cuda")
     clean = select("auto", x.device).run(x, gate_up, down, *route(logits, 1, renormalise=True))
     x[7], logits[7] = float("nan"), float("nan")
-    spoilt = select("auto", x.device).run(x, gate_up, down, *route(logits, 1, renormalise=True))
+    with_nan = select("auto", x.device).run(x, gate_up, down, *route(logits, 1, renormalise=True))
     others = torch.arange(40, device="cuda") != 7
-    assert spoilt[7].isnan().all() and torch.equal(spoilt[others], clean[others])
+    assert with_nan[7].isnan().all() and torch.equal(with_nan[others], clean[others])
 
 
 @pytest.mark.parametrize("name", ["by pair", "16", "128 by TMA, halves"])
@@ -163,7 +163,7 @@ def test_padding_is_routed_to_no_expert(name, real) -> None:
     x, gate_up, down, _, _ = make(48, 9, 4, 136, 72, torch.bfloat16)
     logits = torch.randn(48, 9, device="cuda")
     logits[:real, 4:] -= 100
-    logits[real:, :4] -= 100  # experts 4 and above are the padding's alone
+    logits[real:, :4] -= 100  # only padding tokens choose experts 4 and above
     clean = run(plan(name), x, gate_up, down, *route(logits, 4, renormalise=True))
     x[real:], logits[real + 1 :] = float("nan"), float("nan")
     count = torch.tensor([real], dtype=torch.int32, device="cuda")
@@ -173,7 +173,7 @@ def test_padding_is_routed_to_no_expert(name, real) -> None:
     assert not padded[real:].any()
     assert (experts[real:] == 9).all() and (experts[:real] < 4).all()
     _, tiles = sort(experts, 9, 16)
-    assert (tiles[0] < 4).all()  # no weights of the others are read
+    assert (tiles[0] < 4).all()  # no weights of experts 4 and above are read
     assert torch.equal(run_by_expert(x, gate_up, down, weights, experts)[real:], padded[real:])
 
 
@@ -197,12 +197,12 @@ def test_a_mixture_in_the_engine_gives_the_tokens_of_transformers(tmp_path, disa
         assert reply["output_ids"] == tiny.reference(model, prompt, 20)
 
 
-def test_what_pads_a_captured_step_goes_to_no_expert(tmp_path, monkeypatch):
+def test_padding_of_a_captured_step_goes_to_no_expert(tmp_path, monkeypatch):
     tiny.save_qwen3_moe(tmp_path)
     entry, seen = select("triton", torch.device("cuda")), {}
 
     def run(x, gate_up, down, weights, experts):
-        if len(experts) not in seen:  # before anything is captured
+        if len(experts) not in seen:  # happens before the capture
             seen[len(experts)] = torch.zeros_like(experts)
         seen[len(experts)].copy_(experts)
         return entry.run(x, gate_up, down, weights, experts)
@@ -214,13 +214,14 @@ def test_what_pads_a_captured_step_goes_to_no_expert(tmp_path, monkeypatch):
         planner.run([(planner.add(making.prompt(20)), 20)])
         size = min(size for size in seen if size >= 20)
         assert size > 20, sorted(seen)
-        for experts, real in ((seen[size], 20), (seen[8], 1)):  # of the first layer; of the last, trimmed
+        # The first layer has all tokens of a step, the last layer only those of `logits_indices`.
+        for experts, real in ((seen[size], 20), (seen[8], 1)):
             assert (experts[:real] < 11).all() and (experts[real:] == 11).all()
     finally:
         runner.close()
 
 
-def test_a_backend_that_no_graph_can_hold_runs_eagerly(tmp_path, monkeypatch):
+def test_a_backend_that_cannot_be_captured_runs_eagerly(tmp_path, monkeypatch):
     from segue.model_runner.cuda_executor import CUDAExecutor
 
     model = tiny.save_qwen3_moe(tmp_path)

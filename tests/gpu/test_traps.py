@@ -1,4 +1,4 @@
-"""Odd settings and unlucky moments on a CUDA device, each against an engine that is known to be right."""
+"""Odd settings and rare events on a CUDA device, each compared with an engine that is known to be correct."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 
 def generate(directory: Path, prompts: list[list[int]], params: Any, **options: Any) -> list[list[int]]:
-    """Output ids of an engine in float32, embedded unless told otherwise."""
+    """Returns the output ids of an engine in float32, which is embedded by default."""
     options = making.options(directory, **{"device": "cuda", "page_size": 16, "embedded": True, **options})
     with segue.Engine(**options) as engine:
         replies = engine.generate(input_ids=prompts, sampling_params=params)
@@ -55,11 +55,11 @@ ODD_PAGES = {
 }
 
 
-def some(cases: dict[str, Any], *marks: Any) -> list[Any]:
+def params_of(cases: dict[str, Any], *marks: Any) -> list[Any]:
     return [pytest.param(case, id=name, marks=marks) for name, case in cases.items()]
 
 
-@pytest.mark.parametrize("options", [*some(ODD), *some(ODD_PAGES, SLOW)])
+@pytest.mark.parametrize("options", [*params_of(ODD), *params_of(ODD_PAGES, SLOW)])
 def test_odd_settings_give_the_tokens_of_the_cpu(llama: Path, options: dict[str, Any]) -> None:
     count = 620 if options.get("max_running_requests", 0) > 300 else 20
     rng = random.Random(1)
@@ -81,8 +81,8 @@ def test_300_rows_give_the_tokens_of_the_cpu(llama: Path) -> None:
     assert generate(llama, prompts, greedy(16), **options) == on_cpu
 
 
-def test_requests_that_end_early_leave_rows_and_pages_in_order(llama: Path) -> None:
-    """Each costs a surplus token, which is computed behind its end and dropped."""
+def test_requests_that_stop_early_free_their_slots_and_pages(llama: Path) -> None:
+    """The engine computes one surplus token after each request's end and drops it."""
     prompts = [making.prompt(1 + i % 33, seed=i) for i in range(60)]
     free = generate(llama, prompts, greedy(30), device="cpu", num_kv_tokens=4096)
     params = [{**greedy(30), "stop_token_ids": [ids[i % 12]]} for i, ids in enumerate(free)]
@@ -118,7 +118,7 @@ ODD_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("sizes", [*some({"many": MANY_ODD_SHAPES}), *some(ODD_SHAPES, SLOW)])
+@pytest.mark.parametrize("sizes", [*params_of({"many": MANY_ODD_SHAPES}), *params_of(ODD_SHAPES, SLOW)])
 def test_odd_shapes_give_the_tokens_of_the_cpu(tmp_path: Path, sizes: dict[str, Any]) -> None:
     config = transformers.LlamaConfig(**{**tiny.SIZES, **sizes})
     model = tiny._save(tmp_path, transformers.LlamaForCausalLM, config)
@@ -150,12 +150,12 @@ FULL = [
 ENGINES: list[dict[str, Any]] = [
     {},
     {"disable_cuda_graph": True, "chunked_prefill_size": 7},
-    {"num_kv_tokens": 160, "disable_prefix_cache": True},  # too few for all: some are retracted
+    {"num_kv_tokens": 160, "disable_prefix_cache": True},  # so few that some requests are retracted
 ]
 
 
 @pytest.mark.parametrize("kinds", [FULL, FULL[-2:]], ids=["full", "plain"])
-def test_seeded_draws_are_those_of_the_cpu(llama: Path, kinds: list[dict[str, Any]]) -> None:
+def test_seeded_draws_agree_with_the_cpu(llama: Path, kinds: list[dict[str, Any]]) -> None:
     prompts = [making.prompt(1 + i, seed=i) for i in range(36)]
     params = [
         {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": (i << 40) - 7, **kinds[i % len(kinds)]}
@@ -164,12 +164,12 @@ def test_seeded_draws_are_those_of_the_cpu(llama: Path, kinds: list[dict[str, An
     on_cpu = generate(llama, prompts, params, device="cpu", num_kv_tokens=4096)
     for options in ENGINES:
         found = generate(llama, prompts, params, **{"num_kv_tokens": 4096, **options})
-        # A draw that is all but undecided may fall otherwise, and so does what comes after it.
+        # A draw between nearly equal scores may differ, and then the tokens after it differ too.
         different = [i for i in range(len(prompts)) if found[i] != on_cpu[i]]
         assert len(different) <= 1, [(params[i], found[i], on_cpu[i]) for i in different]
 
 
-def test_logprobs_are_those_of_the_cpu(llama: Path) -> None:
+def test_logprobs_agree_with_the_cpu(llama: Path) -> None:
     prompts = [making.prompt(5 + 11 * i, seed=i) for i in range(8)]
     replies = []
     for device in ("cpu", "cuda"):
@@ -203,13 +203,13 @@ def runner(request: pytest.FixtureRequest, llama: Path) -> Any:
 
 @pytest.fixture
 def planner(runner: Any) -> Planner:
-    """Without requests, on a runner that others may have used."""
+    """A planner without requests, on a runner that other tests may have used."""
     planner = Planner(runner)
     planner.step = runner._executor._state.step
     return planner
 
 
-TAILS = {
+SAMPLING = {
     "plain": {"temperature": 0.8},
     "greedy": {"temperature": 0.0},
     "filters": {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01},
@@ -217,8 +217,10 @@ TAILS = {
 }
 
 
-@pytest.mark.parametrize("params", TAILS.values(), ids=TAILS)
-def test_a_row_of_nan_has_no_token_and_disturbs_nobody(planner: Planner, params: dict[str, Any]) -> None:
+@pytest.mark.parametrize("params", SAMPLING.values(), ids=SAMPLING)
+def test_a_row_of_nan_has_no_token_and_does_not_change_others(
+    planner: Planner, params: dict[str, Any]
+) -> None:
     def run(poisoned: bool) -> list[list[int]]:
         sequences = [planner.add(making.prompt(20, seed=i), seed=i, **params) for i in range(3)]
         for sequence in sequences:
@@ -235,10 +237,10 @@ def test_a_row_of_nan_has_no_token_and_disturbs_nobody(planner: Planner, params:
     healthy, poisoned = run(False), run(True)
     assert poisoned[1] == [healthy[1][0], *[NON_FINITE] * 6]
     assert [poisoned[0], poisoned[2]] == [healthy[0], healthy[2]]
-    assert run(False) == healthy  # nothing of it is left
+    assert run(False) == healthy  # the NaN has left no trace
 
 
-def test_nothing_of_unused_slots_gets_out(planner: Planner, llama: Path) -> None:
+def test_unused_kv_slots_do_not_reach_the_output(planner: Planner, llama: Path) -> None:
     planner.runner.on_stream(lambda: planner.runner.kv.data.fill_(float("nan")))  # the scratch page as well
     model = transformers.LlamaForCausalLM.from_pretrained(llama)
     prompts = [making.prompt(length, seed=length) for length in (1, 15, 16, 40, 50)]
@@ -252,8 +254,8 @@ def test_nothing_of_unused_slots_gets_out(planner: Planner, llama: Path) -> None
 
 
 @pytest.mark.parametrize("disable_cuda_graph", [False, True], ids=["graphs", "eager"])
-def test_new_weights_in_the_arena_are_seen(tmp_path: Path, disable_cuda_graph: bool) -> None:
-    """By captured graphs too, what is derived from the weights included."""
+def test_new_weights_in_the_arena_take_effect(tmp_path: Path, disable_cuda_graph: bool) -> None:
+    """Captured graphs use the new weights and the tensors derived from them."""
     models, runners = [], []
     for seed in (1, 2):
         directory = tmp_path / str(seed)
@@ -281,21 +283,21 @@ def test_new_weights_in_the_arena_are_seen(tmp_path: Path, disable_cuda_graph: b
         each.close()
 
 
-def test_as_many_unread_steps_as_the_ring_allows_lose_no_token(planner: Planner, llama: Path) -> None:
+def test_no_token_is_lost_with_as_many_unread_steps_as_the_ring_allows(planner: Planner, llama: Path) -> None:
     prompts = [making.prompt(length, seed=length) for length in (6, 30, 17)]
     expected = [planner.generate(prompt, 30).output for prompt in prompts]
     sequences = [planner.add(prompt) for prompt in prompts]
     for sequence in sequences:
         planner.prefill(sequence)
     for _ in range(9):
-        flying = [planner.launch([(sequence, 1) for sequence in sequences]) for _ in range(3)]
-        torch.cuda.synchronize()  # all have written their tokens before the first is read
-        for launched in flying:
+        in_flight = [planner.launch([(sequence, 1) for sequence in sequences]) for _ in range(3)]
+        torch.cuda.synchronize()  # all steps have written their tokens before the first step is read
+        for launched in in_flight:
             launched.read()
     assert [sequence.output for sequence in sequences] == [tokens[:28] for tokens in expected]
 
 
-def test_an_abort_in_flight_leaves_the_others_alone(llama: Path) -> None:
+def test_an_abort_in_flight_does_not_change_other_requests(llama: Path) -> None:
     prompts = [making.prompt(10 + i, seed=i) for i in range(8)]
     options = making.options(llama, device="cuda", page_size=16, num_kv_tokens=8192)
     with segue.Engine(**options, embedded=True) as engine:
@@ -351,9 +353,9 @@ def test_draws_of_an_engine_follow_the_softmax(llama: Path, temperature: float) 
     assert chi2 < degrees + 5 * (2 * degrees) ** 0.5, (chi2, degrees)
 
 
-def test_a_full_tail_is_launched_without_waiting_for_the_device(planner: Planner) -> None:
+def test_full_sampling_is_launched_without_waiting_for_the_device(planner: Planner) -> None:
     everything = {"logit_bias": {7: 20.0}, "min_new_tokens": 40, "stop_token_ids": (7, 9)}
-    kinds = [*TAILS.values(), {"temperature": 0.9, **everything}, {"temperature": 0.0, **everything}]
+    kinds = [*SAMPLING.values(), {"temperature": 0.9, **everything}, {"temperature": 0.0, **everything}]
     sequences = [planner.add(making.prompt(10 + i, seed=i), **kind) for i, kind in enumerate(kinds)]
     for sequence in sequences:
         planner.prefill(sequence)
@@ -369,11 +371,12 @@ def test_a_full_tail_is_launched_without_waiting_for_the_device(planner: Planner
 
 @SLOW
 @pytest.mark.parametrize("seed", range(8))
-def test_any_engine_under_any_traffic_gives_the_tokens_of_the_cpu(llama: Path, seed: int) -> None:
+def test_random_engines_and_requests_give_the_tokens_of_the_cpu(llama: Path, seed: int) -> None:
     rng = random.Random(seed)
-    stem = making.prompt(90, seed=99)
+    common_prefix = making.prompt(90, seed=99)
     prompts = [
-        stem[: rng.choice([0, 31, 64, 90])] + making.prompt(rng.randint(1, 60), seed=i) for i in range(80)
+        common_prefix[: rng.choice([0, 31, 64, 90])] + making.prompt(rng.randint(1, 60), seed=i)
+        for i in range(80)
     ]
     params = [
         {

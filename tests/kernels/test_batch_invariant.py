@@ -1,4 +1,4 @@
-"""Operations whose rows must not notice each other, on a CPU."""
+"""Batch-invariant operations on a CPU."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 44, 64, 70, 129, 256, 300, 600]
 
 @pytest.mark.parametrize("count", [*range(1, 70), 255, 256, 257, 511, 512, 513, 8192])
 @pytest.mark.parametrize("sizes", [(4, 8, 16, 32, 64, 128, 256), (16,), (16, 256)])
-def test_blocks_hold_all_rows_and_little_else(count: int, sizes: tuple[int, ...]) -> None:
+def test_split_rows_covers_all_rows_with_little_padding(count: int, sizes: tuple[int, ...]) -> None:
     blocks = split_rows(count, sizes)
     assert set(blocks) <= set(sizes)
     assert count <= sum(blocks) < count + max(sizes[0], count)
@@ -29,21 +29,21 @@ def test_blocks_hold_all_rows_and_little_else(count: int, sizes: tuple[int, ...]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(96, 64), (331, 64), (576, 1536), (40, 24)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_row_of_a_product_has_the_same_bits_among_any_others(
+def test_a_deterministic_gemm_gives_a_row_the_same_bits_in_any_batch(
     shape: tuple[int, int], dtype: torch.dtype, bias: bool
 ) -> None:
-    rows, weight = cancelling_inputs(max(ROWS), shape[1], shape[0], dtype)  # what is left is rounding
-    # As small as what is left, so that it shows whether it is added first or last.
-    added = (torch.randn(shape[0]) * 1e-6).to(dtype) if bias else None
+    rows, weight = cancelling_inputs(max(ROWS), shape[1], shape[0], dtype)  # exact results are 0
+    # The bias is as small as the rounding errors, so that adding it first or last gives different bits.
+    bias_values = (torch.randn(shape[0]) * 1e-6).to(dtype) if bias else None
     gemm = pack(weight, deterministic=True)
-    expected = linear(rows[:16], weight, added, gemm)
+    expected = linear(rows[:16], weight, bias_values, gemm)
     for count in ROWS:
-        places = torch.randint(0, 16, (count,))
-        assert torch.equal(linear(rows[places], weight, added, gemm), expected[places]), count
+        indices = torch.randint(0, 16, (count,))
+        assert torch.equal(linear(rows[indices], weight, bias_values, gemm), expected[indices]), count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_deterministic_product_agrees_with_the_plain_one(dtype: torch.dtype) -> None:
+def test_a_deterministic_gemm_agrees_with_the_plain_one(dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(37, 64), torch.randn(48, 64), torch.randn(48)
     x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
     found = linear(x, weight, bias, pack(weight, deterministic=True))
@@ -51,40 +51,40 @@ def test_a_deterministic_product_agrees_with_the_plain_one(dtype: torch.dtype) -
 
 
 def gemm_that_differs_for(changed_rows: int) -> type[Plain]:
-    """A GEMM that adds up in another order for so many rows."""
+    """Returns a GEMM whose summation order differs for `changed_rows` rows."""
 
-    class Other(Plain):
+    class OtherOrder(Plain):
         def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
             if len(x) == changed_rows:
                 return F.linear(x.flip(1), self.weight.flip(1), bias)
             return F.linear(x, self.weight, bias)
 
-    return Other
+    return OtherOrder
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sizes_that_add_up_in_another_order_are_not_used(dtype: torch.dtype) -> None:
+def test_sizes_with_another_summation_order_are_not_used(dtype: torch.dtype) -> None:
     gemm = BatchInvariantGemm.from_weight(torch.randn(96, 64).to(dtype), gemm_that_differs_for(64))
     assert 64 not in gemm.sizes and 16 in gemm.sizes
 
 
-def test_a_cpu_on_which_a_row_depends_on_its_place_is_refused() -> None:
-    class Placed(Plain):
+def test_a_cpu_whose_gemms_depend_on_a_rows_index_is_refused() -> None:
+    class DependsOnIndex(Plain):
         def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
             front, back = F.linear(x[:9], self.weight), F.linear(x[9:].flip(1), self.weight.flip(1))
             return torch.cat([front, back])
 
     with pytest.raises(ConfigError, match=r"16 rows by a weight \[96, 64\]"):
-        BatchInvariantGemm.from_weight(torch.randn(96, 64), Placed)
+        BatchInvariantGemm.from_weight(torch.randn(96, 64), DependsOnIndex)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_invariant_silu_is_the_ordinary_one(dtype: torch.dtype) -> None:
+def test_the_batch_invariant_silu_agrees_with_the_ordinary_one(dtype: torch.dtype) -> None:
     gate_up = (torch.randn(5, 200) * 8).to(dtype)
     torch.testing.assert_close(batch_invariant.silu_mul(gate_up, dtype), silu_mul(gate_up.clone(), dtype))
 
 
-# Wide enough that threads part a tensor in the middle of a row, and odd, so that vectors do not fit.
+# Sizes are large enough that threads split a tensor within a row, and odd, so that SIMD vectors do not fit.
 ROWWISE = {
     "silu_mul": (lambda x: batch_invariant.silu_mul(x, x.dtype), (198,)),
     "rms_norm": (lambda x: rms_norm(x, torch.linspace(0.5, 2, x.shape[-1]), 1e-5), (331,)),
@@ -103,11 +103,11 @@ ROWWISE = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ROWWISE)
-def test_a_row_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> None:
     operation, shape = ROWWISE[name]
-    most = 40 if shape[0] > 10000 else max(ROWS)
-    rows = (torch.randn(most, *shape) * 3).to(dtype)
+    num_rows = 40 if shape[0] > 10000 else max(ROWS)
+    rows = (torch.randn(num_rows, *shape) * 3).to(dtype)
     expected = torch.cat([operation(row[None].clone()) for row in rows])
-    for count in (count for count in [*ROWS, 257, 271, 433] if count <= most):
-        places = torch.randperm(most)[:count]
-        assert torch.equal(operation(rows[places]), expected[places]), count
+    for count in (count for count in [*ROWS, 257, 271, 433] if count <= num_rows):
+        indices = torch.randperm(num_rows)[:count]
+        assert torch.equal(operation(rows[indices]), expected[indices]), count

@@ -23,13 +23,13 @@ def test_rms_norm_agrees_with_its_reference(shape: tuple[int, ...], dtype: torch
     torch.testing.assert_close(rms_norm(x.clone(), weight, 1e-3), expected, atol=1e-6, rtol=TOLERANCE[dtype])
 
 
-def test_rms_norm_of_zeros_is_zero_and_of_little_is_bounded_by_epsilon() -> None:
+def test_rms_norm_of_zeros_is_zero_and_of_small_values_is_bounded_by_epsilon() -> None:
     x = torch.tensor([[0.0, 0.0], [1e-6, -1e-6]])
     expected = x / torch.tensor([[1.0], [1e-2]])
     torch.testing.assert_close(rms_norm(x, torch.ones(2), 1e-4), expected, rtol=1e-4, atol=0)
 
 
-def test_rms_norm_leaves_its_input_alone() -> None:
+def test_rms_norm_does_not_change_its_input() -> None:
     x = torch.randn(3, 8)
     before = x.clone()
     rms_norm(x, torch.ones(8), 1e-5)
@@ -57,15 +57,15 @@ def test_rotate_agrees_with_its_reference(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rows", [1, 3, 70])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_product_agrees_with_the_plain_one(rows: int, bias: bool, dtype: torch.dtype) -> None:
+def test_a_packed_gemm_agrees_with_the_plain_one(rows: int, bias: bool, dtype: torch.dtype) -> None:
     x, weight = torch.randn(rows, 24).to(dtype), torch.randn(40, 24).to(dtype)
-    added = torch.randn(40).to(dtype) if bias else None
+    bias_values = torch.randn(40).to(dtype) if bias else None
     packed = pack(weight)
     assert packed is None or packed.num_bytes >= weight.nbytes
-    expected = linear(x.double(), weight.double(), None if added is None else added.double())
+    expected = linear(x.double(), weight.double(), None if bias_values is None else bias_values.double())
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(
-        linear(x, weight, added, packed).double(), expected, atol=4 * tolerance, rtol=tolerance
+        linear(x, weight, bias_values, packed).double(), expected, atol=4 * tolerance, rtol=tolerance
     )
 
 

@@ -7,7 +7,7 @@ from segue.kernels.batch_invariant import cancelling_inputs
 from segue.layers.moe_backend import run_by_expert, run_expert_batch_invariant, select
 
 
-def test_the_torch_backend_agrees_with_one_token_at_a_time() -> None:
+def test_the_torch_backend_agrees_with_a_loop_over_tokens() -> None:
     torch.manual_seed(0)
     tokens, experts, per_token, hidden, size = 9, 5, 2, 12, 7
     x, weights = torch.randn(tokens, hidden), torch.rand(tokens, per_token)
@@ -22,18 +22,18 @@ def test_the_torch_backend_agrees_with_one_token_at_a_time() -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_what_goes_to_no_expert_adds_nothing() -> None:
+def test_tokens_of_no_expert_add_nothing() -> None:
     torch.manual_seed(0)
     x, gate_up, down = torch.randn(5, 12), torch.randn(3, 14, 12), torch.randn(3, 12, 7)
     weights, experts = torch.rand(5, 2), torch.tensor([[0, 1], [3, 3], [2, 1], [3, 3], [1, 3]])
     clean = run_by_expert(x, gate_up, down, weights, experts)
     x[1], x[3] = float("nan"), float("nan")
-    spoilt = run_by_expert(x, gate_up, down, weights, experts)
-    assert torch.equal(spoilt, clean) and not spoilt[[1, 3]].any() and spoilt[[0, 2, 4]].all()
+    with_nan = run_by_expert(x, gate_up, down, weights, experts)
+    assert torch.equal(with_nan, clean) and not with_nan[[1, 3]].any() and with_nan[[0, 2, 4]].all()
 
 
-def test_invariant_experts_give_a_token_the_same_bits_among_any_others() -> None:
-    rows, gate_up = cancelling_inputs(16, 64, 2 * 96, torch.float32)  # what is left is rounding
+def test_batch_invariant_experts_give_a_token_the_same_bits_in_any_batch() -> None:
+    rows, gate_up = cancelling_inputs(16, 64, 2 * 96, torch.float32)  # exact results are 0
     down = cancelling_inputs(1, 96, 64, torch.float32)[1]
     expected = run_expert_batch_invariant(rows, gate_up * 1e6, down)
     for count in (1, 2, 3, 5, 9, 15):
@@ -44,10 +44,10 @@ def test_auto_takes_triton_on_cuda_and_torch_on_the_cpu() -> None:
     assert select("auto", torch.device("cuda")).name == "triton"
     assert select("auto", torch.device("cpu")).name == "torch"
     assert select("auto", torch.device("cpu"), deterministic=True).name == "torch-invariant"
-    assert not select("torch", torch.device("cuda")).graph  # it reads counts on the host
+    assert not select("torch", torch.device("cuda")).graph  # the host reads the counts
 
 
-def test_an_unknown_backend_is_named_with_those_that_exist() -> None:
+def test_the_error_for_an_unknown_backend_names_it_and_all_backends() -> None:
     with pytest.raises(ConfigError) as error:
         select("warp", torch.device("cpu"))
     assert "warp" in error.value.message
