@@ -124,8 +124,8 @@ def _samples(groups: TPGroups, vocab: int) -> list[torch.Tensor]:
             pool = torch.full((40, 60), -1, dtype=torch.int32, device=device)
             ring = torch.full((4, 40), -1, dtype=torch.int32, device=device)
             logprobs = torch.zeros(4, 40, device=device)
-            slot = torch.tensor([step % 4], dtype=torch.int32, device=device)
-            targets = {"token_pool": pool, "ring": ring, "logprob_ring": logprobs, "slot": slot}
+            ring_index = torch.tensor([step % 4], dtype=torch.int32, device=device)
+            targets = {"token_pool": pool, "ring": ring, "logprob_ring": logprobs, "ring_index": ring_index}
             sample_plain(each, rows, positions, **columns, **targets, part=whose)
             made.append((pool, ring, logprobs))
         (pool, ring, logprobs), (their_pool, their_ring, their_logprobs) = made

@@ -47,7 +47,7 @@ class Planner:
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Give back slot and pages."""
+        """Give back the slot and the pages."""
         self.free_slots.append(sequence.slot)
         self.free_pages += sequence.pages
 

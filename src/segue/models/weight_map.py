@@ -67,7 +67,7 @@ class WeightMap:
     def coverage(self, names: Iterable[str] | None = None) -> Coverage:
         """Count, element by element, what `names` (by default all of `self.names`) would write.
 
-        RequestLimits padding counts as written: it is zeroed, not loaded.
+        Vocabulary padding counts as written: it is zeroed, not loaded.
         """
         boxes: dict[str, list[Box]] = {parameter: [] for parameter in self.parameters}
         for parameter, box in self.padding.items():
