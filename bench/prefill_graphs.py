@@ -60,20 +60,20 @@ class Server:
 
     def __init__(self, config: EngineConfig, mode: str) -> None:
         source = resolve(config.model, config.load_format, config.cache_dir)
-        self.most_padding = graphs.MOST_PADDING
+        self.most_padding = graphs.MAX_PADDING
         with TemporaryDirectory() as run_dir:
             self.runner = ModelRunner(config, source, TPInfo(), Path(run_dir), lambda step: None)
         if mode == "grid alone":
             self.most_padding = 1 << 20
             executor = self.runner._executor
             assert isinstance(executor, CUDAExecutor)
-            executor._ladders = replace(executor._ladders, forward=(), prompts=())
+            executor._capture_sizes = replace(executor._capture_sizes, forward=(), prefill=())
         self.scheduler = Scheduler(limits_of(config, self.runner))
         self._count = 0
 
     def serve(self, clients: int, num_requests: int, seed: int) -> tuple[float, list[float]]:
         """Seconds that all took, and each one's to its token."""
-        graphs.MOST_PADDING = self.most_padding
+        graphs.MAX_PADDING = self.most_padding
         lengths, rng = prompt_lengths(seed), random.Random(seed)
         sent: dict[str, float] = {}
         seconds: list[float] = []

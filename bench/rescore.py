@@ -113,8 +113,8 @@ class Teacher:
         )
         table.assign(0, 0, range(num_pages))
         shape = AttentionShape(
-            num_heads=model.part.num_heads,
-            num_kv_heads=model.part.num_kv_heads,
+            num_heads=model.shard.num_heads,
+            num_kv_heads=model.shard.num_kv_heads,
             head_dim=model.config.head_dim,
             scale=model.config.head_dim**-0.5,
         )

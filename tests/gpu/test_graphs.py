@@ -107,11 +107,11 @@ def test_the_same_bucket_replayed_twice_gives_the_same_bits(make, grid):
         planner = planner_of(runner)
         sequences = [planner.add(prompt) for prompt in prompts(20, 50, 9)]
         planner.run([(sequence, len(sequence.tokens)) for sequence in sequences])
-        hidden = executor._picked[:3].clone()
+        hidden = executor._sampled_hidden[:3].clone()
         for _ in range(3):
             planner.run([(sequence, 1) for sequence in sequences])
         torch.cuda.synchronize()
-        seen.append((hidden, executor._seen[:3].clone(), runner.kv.data[:-1].clone()))
+        seen.append((hidden, executor._checked_logits[:3].clone(), runner.kv.data[:-1].clone()))
     for first, second in zip(*seen, strict=True):
         assert torch.equal(first, second)
 
@@ -184,7 +184,7 @@ def test_the_self_check_finds_a_graph_that_reads_elsewhere(make):
         torch.cuda.synchronize()
         with pytest.raises(
             GraphMismatchError,
-            match=r"the (forward|prompts) graph of size 32 is wrong: \d+ of 64 values.*most",
+            match=r"the (forward|prefill) graph of size 32 is wrong: \d+ of 64 values.*most",
         ):
             planner.generate(making.prompt(20, seed=2), 3)
 

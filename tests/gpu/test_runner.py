@@ -81,11 +81,11 @@ def test_sizes_that_are_given_are_those_captured(tmp_path):
     options = {"page_size": 4, "chunked_prefill_size": 4, "max_running_requests": 8}
     lists = {"precompile_bs_paddings": [4], "precompile_token_paddings": [4]}
     runner = making.make_runner(tmp_path, device="cuda", **options, **lists)
-    ladders = runner._executor._ladders
+    capture_sizes = runner._executor._capture_sizes
     planner, prompt = Planner(runner), making.prompt(30)
     found = planner.generate(prompt, 10, chunk=4).output
     runner.close()
-    assert [list(sizes) for sizes in (ladders.decode, ladders.forward, ladders.prompts)] == [[4]] * 3
+    assert [list(sizes) for sizes in (capture_sizes.decode, capture_sizes.forward, capture_sizes.prefill)] == [[4]] * 3
     assert found == tiny.reference(model, prompt, 10)
 
 

@@ -7,23 +7,23 @@ import torch
 
 from segue.messages.steps import StepPlan
 from segue.model_runner.graphs import (
-    MOST_PADDING,
+    MAX_PADDING,
     Graphs,
-    Ladders,
+    CaptureSizes,
     Route,
     grid_sizes,
     max_forward_graph_tokens,
-    most_prompts,
-    pick,
-    pick_grid,
-    prompt_sizes,
-    route,
+    max_prompts,
+    find_bucket,
+    find_grid_bucket,
+    prefill_sizes,
+    choose_route,
     row_sizes,
     token_sizes,
 )
 
 GRID = grid_sizes([1, 2, 4, 8], [16, 32, 64, 128, 256], max_len=256, rows=256, tokens=8448)
-LADDERS = Ladders(decode=row_sizes(256), forward=token_sizes(8448), prompts=token_sizes(256), grid=GRID)
+CAPTURE_SIZES = CaptureSizes(decode=row_sizes(256), forward=token_sizes(8448), prompts=token_sizes(256), grid=GRID)
 
 
 def make_plan(
@@ -42,7 +42,7 @@ def test_every_number_of_rows_has_a_bucket_with_little_padding() -> None:
         sizes = row_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
         for rows in range(1, most + 1):
-            found = pick(sizes, rows)
+            found = find_bucket(sizes, rows)
             assert found is not None and rows <= found <= max(rows + 16, rows * 5 // 4)
 
 
@@ -50,50 +50,50 @@ def test_every_number_of_tokens_up_to_the_most_has_a_bucket() -> None:
     sizes = token_sizes(8448)
     assert sizes[0] == 16 and sizes[-1] == 1024
     for tokens in range(1, 1025):
-        found = pick(sizes, tokens)
-        assert found is not None and tokens <= found <= max(16, tokens * MOST_PADDING)
-    assert pick(sizes, 1025) is None
+        found = find_bucket(sizes, tokens)
+        assert found is not None and tokens <= found <= max(16, tokens * MAX_PADDING)
+    assert find_bucket(sizes, 1025) is None
 
 
 def test_sizes_that_are_given_replace_the_ladders() -> None:
     assert row_sizes(8, [16, 4, 4, 1]) == [1, 4]
     assert token_sizes(300, given=[4, 512, 260]) == [4, 260]
-    assert prompt_sizes([4, 260, 2048]) == [4, 2048]
-    ladders = Ladders(decode=row_sizes(8, [4]), forward=token_sizes(12, given=[4]))
-    assert route(make_plan(3, []), ladders) == Route("decode", 4)
-    assert route(make_plan(5, []), ladders).reason == "tokens"
+    assert prefill_sizes([4, 260, 2048]) == [4, 2048]
+    capture_sizes = CaptureSizes(decode=row_sizes(8, [4]), forward=token_sizes(12, given=[4]))
+    assert choose_route(make_plan(3, []), capture_sizes) == Route("decode", 4)
+    assert choose_route(make_plan(5, []), capture_sizes).reason == "tokens"
 
 
 def test_several_ranks_filter_behind_a_trunk() -> None:
-    ladders = Ladders(sampling_modes=("plain",), decode=row_sizes(8), forward=token_sizes(64))
-    assert route(make_plan(5, []), ladders) == Route("decode", 5)
-    assert route(make_plan(5, [], sampling_mode="filtered"), ladders) == Route("forward", 16)
+    capture_sizes = CaptureSizes(sampling_modes=("plain",), decode=row_sizes(8), forward=token_sizes(64))
+    assert choose_route(make_plan(5, []), capture_sizes) == Route("decode", 5)
+    assert choose_route(make_plan(5, [], sampling_mode="filtered"), capture_sizes) == Route("forward", 16)
 
 
 def test_small_models_have_larger_trunks_captured() -> None:
     assert max_forward_graph_tokens(36, 7_000_000_000) == 1028
-    worth = max_forward_graph_tokens(28, 440_000_000)
-    assert 8448 < worth < 16384
-    sizes = token_sizes(8448, worth)
+    max_captured = max_forward_graph_tokens(28, 440_000_000)
+    assert 8448 < max_captured < 16384
+    sizes = token_sizes(8448, max_captured)
     assert sizes[: len(token_sizes(8448))] == token_sizes(8448) and sizes[-2:] == [8192, 8448]
     for tokens in range(1025, 8449):
-        found = pick(sizes, tokens)
+        found = find_bucket(sizes, tokens)
         assert found is not None and tokens <= found <= tokens * 9 / 8
     assert token_sizes(8448, 1028)[-1] == 1024
 
 
 def test_long_prompts_alone_have_graphs_of_their_own_with_room_for_few() -> None:
-    worth = max_forward_graph_tokens(28, 440_000_000)
-    ladders = Ladders(
+    max_captured = max_forward_graph_tokens(28, 440_000_000)
+    capture_sizes = CaptureSizes(
         decode=row_sizes(256),
-        forward=token_sizes(8448, worth),
-        prompts=prompt_sizes(token_sizes(8448, worth)),
+        forward=token_sizes(8448, max_captured),
+        prompts=prefill_sizes(token_sizes(8448, max_captured)),
     )
-    assert [size for size in ladders.prompts if 256 < size < 2048] == []
-    assert route(make_plan(0, [2048] * 4), ladders) == Route("prompts", 8192)
-    assert route(make_plan(0, [80] * 96 + [512]), ladders) == Route("forward", 8192)  # one prompt too many
-    assert route(make_plan(0, [1500]), ladders) == Route("forward", 1536)  # 2,048 would hold it too
-    assert route(make_plan(1, [2048]), ladders) == Route("forward", 2304)
+    assert [size for size in capture_sizes.prefill if 256 < size < 2048] == []
+    assert choose_route(make_plan(0, [2048] * 4), capture_sizes) == Route("prompts", 8192)
+    assert choose_route(make_plan(0, [80] * 96 + [512]), capture_sizes) == Route("forward", 8192)  # one prompt too many
+    assert choose_route(make_plan(0, [1500]), capture_sizes) == Route("forward", 1536)  # 2,048 would hold it too
+    assert choose_route(make_plan(1, [2048]), capture_sizes) == Route("forward", 2304)
 
 
 def test_a_runner_of_few_tokens_has_no_larger_buckets() -> None:
@@ -107,16 +107,16 @@ def test_a_runner_of_few_tokens_has_no_larger_buckets() -> None:
 def test_a_whole_chunk_beside_any_number_of_decode_rows_has_a_bucket(chunk: int, rows: int) -> None:
     sizes = token_sizes(chunk + rows)
     for decode in range(rows + 1):
-        found = pick(sizes, chunk + decode)
+        found = find_bucket(sizes, chunk + decode)
         assert found is not None and chunk + decode <= found <= chunk + rows
 
 
 def test_a_step_is_not_padded_to_a_multiple_of_itself() -> None:
-    assert pick([16, 64], 20) is None
-    assert pick([16, 64], 32) == 64
-    assert pick([16, 64], 3) == 16
-    assert pick([32, 64], 3) is None
-    assert pick([], 3) is None
+    assert find_bucket([16, 64], 20) is None
+    assert find_bucket([16, 64], 32) == 64
+    assert find_bucket([16, 64], 3) == 16
+    assert find_bucket([32, 64], 3) is None
+    assert find_bucket([], 3) is None
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_a_step_is_not_padded_to_a_multiple_of_itself() -> None:
     ],
 )
 def test_a_step_takes_the_smallest_graph_that_holds_it(plan: StepPlan, expected: Route) -> None:
-    assert route(plan, LADDERS) == expected
-    assert route(plan, Ladders()) == Route("eager", plan.num_tokens, reason="disabled")
+    assert choose_route(plan, CAPTURE_SIZES) == expected
+    assert choose_route(plan, CaptureSizes()) == Route("eager", plan.num_tokens, reason="disabled")
 
 
 def test_the_way_of_a_step_hangs_on_its_plan_alone_and_never_pads_to_more_than_twice() -> None:
@@ -153,37 +153,37 @@ def test_the_way_of_a_step_hangs_on_its_plan_alone_and_never_pads_to_more_than_t
     for _ in range(3000):
         lens = [min(600, max(1, int(rng.lognormvariate(2.8, 1.6)))) for _ in range(rng.randint(0, 12))]
         plan = make_plan(rng.randint(0 if lens else 1, 64), lens, sampling_mode=rng.choice(["plain", "full"]))
-        way, count = route(plan, LADDERS), plan.num_tokens
+        route, count = choose_route(plan, CAPTURE_SIZES), plan.num_tokens
         # What another rank has beside the plan and the captured sizes may differ: nothing of it is asked.
         other = StepPlan(99, [], [(0, 0, [1])], *[getattr(plan, name) for name in plan.__struct_fields__[3:]])
-        assert route(other, LADDERS) == way
-        kinds.add(way.kind)
-        if way.kind == "grid":
-            length = way.tokens // way.prompts
-            assert (way.prompts, length) in GRID and len(lens) <= way.prompts and max(lens) <= length
-        if way.kind == "prompts":
+        assert choose_route(other, CAPTURE_SIZES) == route
+        kinds.add(route.kind)
+        if route.kind == "grid":
+            length = route.tokens // route.prompts
+            assert (route.prompts, length) in GRID and len(lens) <= route.prompts and max(lens) <= length
+        if route.kind == "prompts":
             assert plan.num_decode == 0
-        if way.kind in ("forward", "prompts"):
-            assert len(lens) <= most_prompts(way.tokens)
-        if way.kind in ("grid", "forward", "prompts"):
-            assert count <= way.tokens <= max(MOST_PADDING * count, 16)
-        if way.kind == "eager":
-            assert way.tokens == count and way.reason in ("tokens", "prompts")
+        if route.kind in ("forward", "prompts"):
+            assert len(lens) <= max_prompts(route.tokens)
+        if route.kind in ("grid", "forward", "prompts"):
+            assert count <= route.tokens <= max(MAX_PADDING * count, 16)
+        if route.kind == "eager":
+            assert route.tokens == count and route.reason in ("tokens", "prompts")
     assert kinds == {"decode", "forward", "prompts", "grid", "eager"}
 
 
 def test_the_grid_takes_the_smallest_slots_that_fit() -> None:
     for sequences in range(1, 9):
         for max_len in range(1, 257):
-            found = pick_grid(GRID, sequences, max_len, sequences * max_len)
+            found = find_grid_bucket(GRID, sequences, max_len, sequences * max_len)
             fitting = [(n, length) for n, length in GRID if n >= sequences and length >= max_len]
             least = min(n * length for n, length in fitting)
             if found is None:
-                assert least > MOST_PADDING * sequences * max_len
+                assert least > MAX_PADDING * sequences * max_len
             else:
                 assert found in fitting and found[0] * found[1] == least
-    assert pick_grid(GRID, 9, 16, 144) is None and pick_grid(GRID, 1, 257, 257) is None
-    assert pick_grid([], 1, 16, 16) is None
+    assert find_grid_bucket(GRID, 9, 16, 144) is None and find_grid_bucket(GRID, 1, 257, 257) is None
+    assert find_grid_bucket([], 1, 16, 16) is None
 
 
 def test_a_grid_has_no_size_that_a_runner_cannot_run() -> None:

@@ -140,6 +140,6 @@ def test_a_chunk_that_is_never_full_is_cut_and_said_so(no_cuda, caplog):
     assert _resolve_config(chunked_prefill_size=32768, max_running_requests=16).chunked_prefill_size == 32768
     assert not caplog.records
     chosen = _resolve_config(chunked_prefill_size=32769, max_running_requests=16)
-    assert (chosen.chunked_prefill_size, chosen.largest_step) == (32768, 32768)
+    assert (chosen.chunked_prefill_size, chosen.max_step_tokens) == (32768, 32768)
     assert "chunked_prefill_size is 32768, not 32769: 16 requests of 2048 tokens never" in caplog.text
-    assert _resolve_config(max_running_requests=4096).largest_step == 4096
+    assert _resolve_config(max_running_requests=4096).max_step_tokens == 4096

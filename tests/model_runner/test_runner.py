@@ -20,7 +20,7 @@ from segue.logs import logger
 from segue.memory.budget import GIB, Demand, Reserve, formula_pages
 from segue.model_runner import graph_capture
 from segue.model_runner.batch_state import PlanError
-from segue.model_runner.graph_capture import grid_of
+from segue.model_runner.graph_capture import resolve_grid
 from segue.model_runner.resolved_config import resolve_config
 from segue.model_runner.runner import ModelRunner
 from segue.models.decoder import Decoder
@@ -297,7 +297,7 @@ def test_a_grid_of_sizes_that_cannot_be_is_ignored_with_a_warning(llama, caplog,
     config = EngineConfig(**options)
     resolved = resolve_config(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
     backend = SimpleNamespace(supports_batch_prefill_cuda_graph=lambda: True)
-    assert grid_of(config, resolved, backend, "some", False, captures=True) == []
+    assert resolve_grid(config, resolved, backend, "some", False, captures=True) == []
     assert "ignored: no size of" in caplog.text
     assert "--batch-prefill-max-seq-len 256" in caplog.text
 
@@ -350,7 +350,7 @@ def test_a_grid_is_ignored_with_a_warning_where_no_graphs_are_captured(llama, wa
     config = EngineConfig(**making.options(llama[0], enable_batch_prefill_cuda_graph=True))
     resolved = resolve_config(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
     backend = SimpleNamespace(supports_batch_prefill_cuda_graph=lambda: True)
-    assert grid_of(config, resolved, backend, "some", False, captures=False) == []
+    assert resolve_grid(config, resolved, backend, "some", False, captures=False) == []
     assert "--enable-batch-prefill-cuda-graph is ignored: no CUDA graphs are captured" in warnings.text
 
 
@@ -375,14 +375,14 @@ EXPERTS = moe_backend.MoEEntry(name="experts", devices=("cuda",), graph=False, r
         ({"selection": _selection(False)}, "attention backend some cannot.*--attention-backend"),
         ({"experts": EXPERTS}, "MoE backend experts cannot be captured"),
         ({"demand": _demand(free_before=4 * GIB)}, "1.00 GiB.*--memory-ratio"),
-        ({"ranks_meet": False}, "^$"),
+        ({"can_capture_collectives": False}, "^$"),
     ],
 )
 def test_nothing_is_kept_for_graphs_that_will_not_be_captured(llama, warnings, case, warning):
     config = EngineConfig(**making.options(llama[0], num_kv_tokens=None))
-    usual = {"demand": _demand(), "selection": _selection(True), "experts": None, "ranks_meet": True}
-    assert graph_capture.keep_for_graphs(config=config, **usual) == usual["demand"]
+    usual = {"demand": _demand(), "selection": _selection(True), "experts": None, "can_capture_collectives": True}
+    assert graph_capture.reserve_for_graphs(config=config, **usual) == usual["demand"]
     given = {**usual, **case}
-    demand = graph_capture.keep_for_graphs(config=config, **given)
+    demand = graph_capture.reserve_for_graphs(config=config, **given)
     assert demand.reserve.graphs == 0 and formula_pages(demand) == formula_pages(given["demand"]) + 1024
     assert re.search(warning, warnings.text)

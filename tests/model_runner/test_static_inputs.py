@@ -43,7 +43,7 @@ def make_inputs(max_rows: int, chunk: int) -> DeviceInputs:
     state: Any = SimpleNamespace(device=torch.device("cpu"), page_table=table)
     backend: Any = SlottedBackend()
     inputs = DeviceInputs(state, None, backend, max_tokens=chunk + max_rows, max_slots=max_rows)  # type: ignore[arg-type]
-    inputs._look_up = lambda rows, positions: (rows, positions)  # type: ignore[method-assign]
+    inputs._gather_inputs = lambda rows, positions: (rows, positions)  # type: ignore[method-assign]
     return inputs
 
 
@@ -72,7 +72,7 @@ def test_any_step_is_laid_out_with_its_padding_whatever_lay_there_before(max_row
             tokens=tokens,
             decode=max_rows,
             sequences=max_rows,
-            blocks=inputs.most_blocks(tokens, max_rows),
+            blocks=inputs.max_blocks(tokens, max_rows),
             logits=rng.choice([sum(plan.samples), max_rows]),
         )
         assert len(blocks) <= shape.blocks
@@ -103,7 +103,7 @@ def test_any_step_is_laid_out_with_its_padding_whatever_lay_there_before(max_row
         # The sampling graph may be padded further: what an earlier step left must not sample again.
         assert inputs.sample_slots.tolist() == [plan.slots[i] for i in sampling] + [max_rows] * missing
         assert inputs.sample_positions.tolist() == [kv_lens[i] for i in sampling] + [1] * missing
-        assert inputs.logit_indices.tolist() == [ends[i] - 1 for i in sampling] + [0] * missing
+        assert inputs.logits_indices.tolist() == [ends[i] - 1 for i in sampling] + [0] * missing
 
 
 @pytest.mark.parametrize("max_rows", [1, 12, 300])
@@ -151,7 +151,7 @@ def test_prompts_lie_at_the_end_of_their_slots_whatever_lay_there_before(slots: 
         assert context.num_decode == 0
         sampling = [i for i in range(count) if samples[i]]
         ends = [(i + 1) * length - 1 for i in sampling]
-        assert inputs.logit_indices.tolist() == ends + [0] * (8 - len(ends))
+        assert inputs.logits_indices.tolist() == ends + [0] * (8 - len(ends))
         assert inputs.sample_slots.tolist() == [rows[i] for i in sampling] + [8] * (8 - len(sampling))
         backend: Any = inputs._backend
         assert backend.replayed[-1] == (slots, length, rows + [8] * missing, kv_lens + [1] * missing)

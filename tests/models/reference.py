@@ -51,7 +51,7 @@ def our_model(model: nn.Module, collectives: Any = None, dtype: torch.dtype = to
     """The same model, cut for the rank of `collectives`."""
     config = ModelConfig.from_hf(hf_config(model))
     ours = build_model(config, dtype=dtype, collectives=collectives)
-    weights = convert(model.state_dict(), config, ours.part)
+    weights = convert(model.state_dict(), config, ours.shard)
     expected = dict(ours.named_parameters())
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
@@ -125,7 +125,7 @@ class Batch:
     lengths: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        config, part = self.model.config, shard(self.model.config, self.model.part.tp)
+        config, part = self.model.config, shard(self.model.config, self.model.shard.tp)
         dtype = self.model.norm.weight.dtype
         per_row = -(-self.max_len // self.page_size)
         self.pool = KVPool(

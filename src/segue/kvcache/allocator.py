@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 
 class PageAllocator:
-    """Hands out page ids ``0 … num_pages - 1``; knows nothing of who holds them.
+    """Allocates the page ids ``0 … num_pages - 1``; it does not record who holds them.
 
-    A page given back is the next one handed out, so a small working set stays in the caches.
+    The page released last is allocated next, so that a small working set stays in the hardware caches.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -18,11 +18,11 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be allocated now."""
+        """The number of pages that can be allocated now."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` pages; the caller has checked ``num_free``."""
+        """Allocate ``count`` pages; the caller has checked ``num_free``."""
         assert count <= len(self._free), f"asked for {count} pages, {len(self._free)} are free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -30,12 +30,12 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
-        """Give pages back."""
+        """Make allocated pages free again."""
         for page in pages:
             assert not self._is_free[page], f"page {page} was freed twice"
             self._is_free[page] = 1
             self._free.append(page)
 
     def free_pages(self) -> list[int]:
-        """The free page ids, for proofs."""
+        """The free page ids, for checks of invariants."""
         return list(self._free)

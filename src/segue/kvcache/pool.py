@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class KVPool:
-    """Keys and values of all cached tokens of this rank.
+    """The keys and values of all cached tokens of this rank.
 
     `data` is `[num_pages + 1, num_layers, 2, page_size, num_kv_heads, head_dim]` (2: key, value), so a page
-    of all layers is one contiguous run. Token `offset` of page `page` has slot `page * page_size + offset`.
+    of all layers is contiguous. Token `offset` of page `page` has the KV slot `page * page_size + offset`.
     The last page is the scratch page: padding writes there, and nothing reads it.
     """
 
@@ -36,7 +36,7 @@ class KVPool:
         shape = (num_pages + 1, num_layers, 2, page_size, num_kv_heads, head_dim)
         self.data = _zeros(shape, dtype, torch.device(device))
         rows = self.data.view(-1, num_kv_heads * head_dim)
-        # Each layer's keys, and values, by token row: `[*, num_kv_heads * head_dim]`, views of `data`.
+        # Views of `data`, by layer: the keys and the values by token row, `[*, num_kv_heads * head_dim]`.
         self.key_rows = [rows[2 * layer * page_size :] for layer in range(num_layers)]
         self.value_rows = [rows[(2 * layer + 1) * page_size :] for layer in range(num_layers)]
 
@@ -47,21 +47,21 @@ class KVPool:
 
     @property
     def scratch_slot(self) -> int:
-        """The slot that padding writes to."""
+        """The KV slot that padding writes to."""
         return self.num_pages * self.page_size
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
+        """The bytes of one page of all layers."""
         return self.data[0].numel() * self.data.element_size()
 
     @property
     def page_rows(self) -> int:
-        """Token rows from one page to the next: a token is row `page * page_rows + offset`."""
+        """The number of token rows from one page to the next: a token has row `page * page_rows + offset`."""
         return self.num_layers * 2 * self.page_size
 
     def token_rows(self, slots: Tensor) -> Tensor:
-        """The rows of `key_rows` and of `value_rows`, of any layer, that hold `slots` (int64 `[T]`)."""
+        """Return the indices into `key_rows` and `value_rows`, of any layer, of KV slots (int64 `[T]`)."""
         return slots + slots // self.page_size * (self.page_rows - self.page_size)
 
     def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
@@ -73,10 +73,10 @@ class KVPool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Fresh anonymous memory is zero and costs nothing until it is touched; torch.zeros would touch all of it
-    # at start, which takes seconds.
+    # Anonymous memory is zero and costs nothing until it is touched; torch.zeros would touch all of it at
+    # start, which takes seconds.
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel built without huge pages
+        with suppress(OSError):  # the kernel may have been built without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

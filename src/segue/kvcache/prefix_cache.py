@@ -1,8 +1,8 @@
-"""The prefix cache: KV pages shared between requests whose tokens begin alike.
+"""The prefix cache: KV pages shared between requests that have a common prefix of tokens.
 
-A tree with one node a full page, keyed by the page's token ids. Each epoch of the weights has a root of its
-own, so KV made by old weights is never matched under new ones. A holder locks a path from the root to its
-deepest node; nodes that nobody locks are evicted leaf by leaf, the least recently used first.
+The cache is a tree with one node per full page, keyed by the token ids of the page. Each epoch of the weights
+has its own root, so KV of old weights never matches under new ones. A holder locks the path from the root to
+its deepest node; nodes without a lock are evicted leaf by leaf, the least recently used first.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Node:
         self.page = page
         self.epoch = epoch
         self.children: dict[Key, Node] = {}
-        self.locks = 0  # holders whose path runs through this node
+        self.locks = 0  # the number of holders whose path contains this node
         self.last_used = 0
 
     def path(self) -> Iterator[Node]:
-        """This node and its ancestors, without the root."""
+        """Yield this node and its ancestors, without the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -42,21 +42,20 @@ class PrefixCache:
         self.page_size = page_size
         self.num_pages = 0
         self._num_locked = 0
-        self._num_hidden = 0  # paths, ever
+        self._num_hidden = 0  # paths hidden so far
         self._roots: dict[int, Node] = {}
-        self._hidden = Node(None, (), -1, -1)  # root of what is matched no more
+        self._hidden = Node(None, (), -1, -1)  # the root of nodes that requests can no longer match
         self._clock = 0
-        self._leaves: list[
-            tuple[int, int, Node]
-        ] = []  # heap of (last_used, page, node); stale entries are skipped
+        # A heap of (last_used, page, node); stale entries are skipped.
+        self._leaves: list[tuple[int, int, Node]] = []
 
     @property
     def num_evictable(self) -> int:
-        """Pages that :meth:`evict` could free now."""
+        """The number of pages that :meth:`evict` could free now."""
         return self.num_pages - self._num_locked
 
     def root(self, epoch: int) -> Node:
-        """The root of an epoch of the weights."""
+        """Return the root of an epoch of the weights."""
         node = self._roots.get(epoch)
         if node is None:
             self._roots = {e: root for e, root in self._roots.items() if root.children}
@@ -64,7 +63,7 @@ class PrefixCache:
         return node
 
     def match(self, epoch: int, tokens: Sequence[int], max_tokens: int) -> Node:
-        """The deepest node whose pages hold a prefix of ``tokens[:max_tokens]``; the root if none does."""
+        """Return the deepest node whose path holds a prefix of ``tokens[:max_tokens]``, or the root."""
         node, size = self.root(epoch), self.page_size
         for start in range(0, max_tokens - size + 1, size):
             child = node.children.get(tuple(tokens[start : start + size]))
@@ -74,7 +73,7 @@ class PrefixCache:
         return node
 
     def pages(self, node: Node) -> list[int]:
-        """Page ids from the root to ``node``, in token order."""
+        """Return the page ids from the root to ``node``, in token order."""
         return [n.page for n in node.path()][::-1]
 
     def lock(self, node: Node) -> None:
@@ -99,10 +98,10 @@ class PrefixCache:
                     self._push_leaf(n)
 
     def extend(self, node: Node, key: Key, page: int) -> tuple[Node, bool]:
-        """Move a holder's lock from ``node`` one page deeper.
+        """Extend a holder's lock from ``node`` to the child for the page with the tokens ``key``.
 
-        Returns the child and whether ``page`` now belongs to the cache; it does not if the same tokens were
-        cached by another request first, whose page stays.
+        Returns the child, and whether ``page`` now belongs to the cache. It does not if another request has
+        cached the same tokens before: then the page of that request stays.
         """
         child = node.children.get(key)
         inserted = child is None
@@ -115,7 +114,10 @@ class PrefixCache:
         return child, inserted
 
     def evict(self, count: int) -> list[int]:
-        """Free ``count`` pages, least recently used first; the caller has checked ``num_evictable``."""
+        """Evict ``count`` pages, the least recently used first; the caller has checked ``num_evictable``.
+
+        Returns the page ids, which the caller may reuse.
+        """
         assert count <= self.num_evictable, f"asked to evict {count} pages of {self.num_evictable}"
         pages: list[int] = []
         while len(pages) < count:
@@ -127,7 +129,10 @@ class PrefixCache:
         return pages
 
     def discard(self, node: Node) -> list[int]:
-        """Free the pages from ``node`` towards the root that are not locked and that no other chain needs."""
+        """Remove ``node`` and its ancestors, up to the first one that has a lock or another child.
+
+        Returns the page ids, which the caller may reuse.
+        """
         pages: list[int] = []
         while node.parent is not None and not node.locks and not node.children:
             parent = node.parent
@@ -135,13 +140,13 @@ class PrefixCache:
             del parent.children[node.key]
             node.parent = None
             node = parent
-        self.num_pages -= len(pages)  # where it stopped there is no new leaf
+        self.num_pages -= len(pages)  # the loop stops at a node that does not become an evictable leaf
         return pages
 
     def hide(self, node: Node) -> None:
-        """Let no request match the path to ``node`` any more, nor what lies behind its first page.
+        """Hide the first page on the path to ``node``, and all its descendants, from :meth:`match`.
 
-        Holders keep what they have locked; the rest is evicted in its turn.
+        Holders keep the nodes that they have locked; nodes without a lock are evicted as usual.
         """
         for top in node.path():
             if top.parent is not None and top.parent.parent is None and top.parent is not self._hidden:
@@ -151,7 +156,7 @@ class PrefixCache:
                 self._hidden.children[top.key] = top
 
     def nodes(self) -> Iterator[Node]:
-        """Every node that holds a page, for proofs."""
+        """Yield every node that holds a page, for checks of invariants."""
         stack = [*self._roots.values(), self._hidden]
         while stack:
             node = stack.pop()
@@ -171,6 +176,6 @@ class PrefixCache:
     def _push_leaf(self, node: Node) -> None:
         heapq.heappush(self._leaves, (node.last_used, node.page, node))
         if len(self._leaves) > 2 * self.num_pages + 64:
-            live = {id(n): (n.last_used, n.page, n) for n in self.nodes() if not n.locks and not n.children}
-            self._leaves = list(live.values())
+            leaves = {id(n): (n.last_used, n.page, n) for n in self.nodes() if not n.locks and not n.children}
+            self._leaves = list(leaves.values())
             heapq.heapify(self._leaves)

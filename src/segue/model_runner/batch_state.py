@@ -1,4 +1,4 @@
-"""What the device knows of the running requests: persistent tensors with one row per request slot."""
+"""The state of the running requests on the device: persistent tensors with one row per request slot."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from segue.messages.requests import SamplingParams
 from segue.messages.steps import NewSlot, StepPlan
 from segue.model_runner.device_writes import make_writer
 
-# Below the first a draw is the argmax for any logits that differ at all; above the second all tokens are
-# equally likely. In between, finite logits stay finite in float32, and what is masked stays impossible.
+# Below the lowest temperature a draw is the argmax unless two logits are equal; above the highest all tokens
+# are equally likely. In between, finite logits stay finite in float32, and masked tokens stay impossible.
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-5, 1e20
 
 
 class PlanError(RuntimeError):
-    """A step plan that does not continue the one before it. Fatal: rank 0 and this rank disagree."""
+    """A step plan does not continue the previous one. Fatal: rank 0 and this rank disagree."""
 
 
 Column = TypeVar("Column", NDArray[Any], Tensor)
@@ -31,7 +31,7 @@ Column = TypeVar("Column", NDArray[Any], Tensor)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingColumns(Generic[Column]):
-    """Sampling parameters of all slots, one column a parameter, each `[max_running_requests + 1]`."""
+    """The sampling parameters of all slots: one column per parameter, each `[max_running_requests + 1]`."""
 
     temperature: Column  # float32, 0: greedy
     inverse_temperature: Column  # float32
@@ -43,8 +43,8 @@ class SamplingColumns(Generic[Column]):
     repetition_penalty: Column  # float32
     seed: Column  # int64
     prompt_len: Column  # int64
-    min_len: Column  # int64, tokens of prompt and output before a stop token may come
-    num_top: Column  # int64, alternatives that log-probabilities come with; -1: none are wanted
+    min_len: Column  # int64, tokens of prompt and output before a stop token may be sampled
+    num_top: Column  # int64, alternatives reported with each log-probability; -1: no log-probabilities
 
 
 _INTEGERS = ("top_k", "seed", "prompt_len", "min_len", "num_top")
@@ -53,7 +53,7 @@ _FLOATS = tuple(field.name for field in fields(SamplingColumns) if field.name no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotExtras:
-    """The sampling parameters that few slots have."""
+    """The sampling parameters of one slot that few requests have."""
 
     bias_ids: NDArray[np.int64]
     bias_values: NDArray[np.float32]
@@ -61,11 +61,10 @@ class SlotExtras:
 
 
 class BatchState:
-    """Rows of the running requests.
+    """Holds tokens, pages, lengths and sampling parameters of the running requests, by slot.
 
-    Slot `max_running_requests` is the dummy slot that pads captured graphs: no plan names it. What a freed
-    slot leaves behind is harmless: a slot is read up to its length only, and its next request writes that far
-    first.
+    Slot `max_running_requests` is the dummy slot that pads captured graphs; no plan names it. A freed slot is
+    not cleared: a slot is read up to its length only, and its next request writes that far first.
     """
 
     def __init__(
@@ -76,17 +75,18 @@ class BatchState:
         page_table: PageTable,
         device: torch.device,
     ) -> None:
-        num_rows = max_running_requests + 1
+        num_slots = max_running_requests + 1
         self.device = device
         self.writer = make_writer(device)
-        self.step = 0  # of the last plan applied
+        self.step = 0  # the number of the last plan applied
         self.page_table = page_table
         self.token_pool = TokenPool(max_running=max_running_requests, max_seq_len=max_seq_len, device=device)
-        self.lengths = np.zeros(num_rows, dtype=np.int64)  # tokens whose KV is computed or being computed
-        # The host's columns decide what is launched, the device's are computed with; on a CPU they are one.
+        self.lengths = np.zeros(num_slots, dtype=np.int64)  # tokens whose KV is computed or being computed
+        # The host reads its columns to decide what to launch, and kernels read those of the device; on a CPU
+        # both are the same memory.
         self._host_blocks: list[NDArray[Any]] = [
-            np.zeros((len(_FLOATS), num_rows), dtype=np.float32),
-            np.zeros((len(_INTEGERS), num_rows), dtype=np.int64),
+            np.zeros((len(_FLOATS), num_slots), dtype=np.float32),
+            np.zeros((len(_INTEGERS), num_slots), dtype=np.int64),
         ]
         names = (*_FLOATS, *_INTEGERS)
         self.host: SamplingColumns[NDArray[Any]] = SamplingColumns(
@@ -97,23 +97,23 @@ class BatchState:
         self.on_device: SamplingColumns[Tensor] = SamplingColumns(
             **dict(zip(names, (column for block in self._device_blocks for column in block), strict=True))
         )
-        self.extras: dict[int, SlotExtras] = {}  # slots without an entry have none
+        self.extras: dict[int, SlotExtras] = {}  # by slot; most slots have no entry
 
     @staticmethod
     def num_bytes(*, max_running_requests: int, max_seq_len: int, page_size: int) -> int:
-        """Bytes on the device, for the memory budget; at most a page table line more than it takes."""
+        """Return an upper bound of the bytes on the device, at most 128 bytes per slot too large."""
         table = 4 * (max_seq_len // page_size + 32)
         tokens = 4 * (max_seq_len + 1)
         columns = 4 * len(_FLOATS) + 8 * len(_INTEGERS)
         return (max_running_requests + 1) * (table + tokens + columns)
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over a plan's deltas: new slots, page table entries, lengths after this step.
+        """Apply the changes of a plan: new slots, page table entries, lengths after this step.
 
-        On a device they are there once `writer` is flushed.
+        On a CUDA device the writes are launched when `writer` is flushed.
 
         Raises:
-            PlanError: the plan is not the next one, or a sequence does not go on where its slot ended.
+            PlanError: the plan is not the next one, or a sequence does not start where its slot ends.
         """
         if plan.step != self.step + 1:
             raise PlanError(f"step {plan.step} came after step {self.step}: a plan was lost or repeated")
@@ -125,9 +125,9 @@ class BatchState:
         self._advance(plan)
 
     def write_tokens(self, slots: NDArray[np.int64], positions: NDArray[np.int64], tokens: Tensor) -> None:
-        """Put `tokens` (int64, on the device) at `positions` of `slots`, where the next step reads them.
+        """Write `tokens` (int64, on the device) at `positions` of `slots`, where the next step reads them.
 
-        A step that was planned ahead reads a valid id where none could be sampled.
+        `NON_FINITE` is written as 0, because a step that was planned ahead must read a valid id.
         """
         where = to_device(np.stack([slots, positions]), self.device)
         self.token_pool.data[where[0], where[1]] = tokens.clamp(min=0).to(torch.int32)
@@ -137,9 +137,9 @@ class BatchState:
             tokens = np.frombuffer(new.tokens, dtype=np.int32)
             pool = self.token_pool.data
             self.writer.write(pool, new.slot * pool.shape[1] + np.arange(len(tokens)), tokens)
-            if self.device.type == "cpu":  # whose attention reads whole blocks of pages
+            if self.device.type == "cpu":  # attention on a CPU reads whole blocks of pages
                 self.page_table.data[new.slot] = self.page_table.scratch_page
-            self.lengths[new.slot] = -1  # known when the plan's first chunk says where it starts
+            self.lengths[new.slot] = -1  # not known until the first chunk in the plan gives its start
             self._set_columns(new.slot, new.prompt_len, new.params)
             self._set_extras(new.slot, new.params)
         if self.device.type != "cpu":
@@ -165,14 +165,14 @@ class BatchState:
         host.num_top[slot] = params.logprobs
 
     def _set_extras(self, slot: int, params: SamplingParams) -> None:
-        waits = params.min_new_tokens > 0 and params.stop_token_ids
-        if not waits and not params.logit_bias:
+        masks_stops = params.min_new_tokens > 0 and params.stop_token_ids
+        if not masks_stops and not params.logit_bias:
             self.extras.pop(slot, None)
             return
         self.extras[slot] = SlotExtras(
             bias_ids=np.fromiter(params.logit_bias, dtype=np.int64),
             bias_values=np.fromiter(params.logit_bias.values(), dtype=np.float32),
-            stop_ids=np.array(params.stop_token_ids if waits else (), dtype=np.int64),
+            stop_ids=np.array(params.stop_token_ids if masks_stops else (), dtype=np.int64),
         )
 
     def _put_pages(self, pages: Sequence[tuple[int, int, list[int]]]) -> None:

@@ -1,4 +1,4 @@
-"""One step on a CUDA device: captured graphs where there is one for it, the same functions where not."""
+"""One step on a CUDA device: replays the captured graph of the step, or calls the same functions eagerly."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.executor import prompt_logprobs, step_outputs
 from segue.model_runner.graphs import (
+    CaptureSizes,
     Graphs,
-    Ladders,
     Route,
+    choose_route,
+    find_bucket,
     max_forward_graph_tokens,
-    most_prompts,
-    most_prompts_alone,
-    pick,
-    prompt_sizes,
-    route,
+    max_prefill_prompts,
+    max_prompts,
+    prefill_sizes,
     row_sizes,
     token_sizes,
 )
@@ -41,7 +41,7 @@ from segue.model_runner.stream import free_garbage
 from segue.models.decoder import Decoder
 from segue.sampling.logprobs import Logprobs
 
-_LOGITS_BYTES = 64 << 20  # float32 logits of a prompt held at a time
+_LOGITS_BYTES = 64 << 20  # float32 logits of prompt tokens held at a time
 
 
 class CUDAExecutor:
@@ -62,163 +62,180 @@ class CUDAExecutor:
         token_buckets: Sequence[int] | None = None,
         self_check: bool = False,
     ) -> None:
-        """`self_check`: compare what every graph gives with the same step run eagerly.
+        """Allocate the static inputs; `capture` makes the graphs.
 
-        `row_buckets` and `token_buckets` are captured instead of the ladders.
+        With `self_check`, the outputs of every replay are compared with those of the same step run eagerly.
+        `row_buckets` and `token_buckets` replace the default capture sizes.
         """
         self._model = model
         self._collectives = collectives
-        self._part: VocabPart | None = None
+        self._vocab_shard: VocabPart | None = None
         if isinstance(collectives.one_shot, OneShotAllReduce):
-            self._part = VocabPart(collectives.one_shot, model.part.vocab_start, model.config.vocab_size)
+            self._vocab_shard = VocabPart(
+                collectives.one_shot, model.shard.vocab_start, model.config.vocab_size
+            )
         self._state = state
         self._backend = backend
         self._sampler = sampler
         self._inputs = DeviceInputs(state, kv, backend, max_tokens=chunk + max_rows, max_slots=max_rows)
         hidden = model.config.hidden_size
         weight = model.embed.weight
-        self._picked = torch.zeros((max_rows, hidden), dtype=weight.dtype, device=weight.device)
+        # The hidden states of the tokens that sample.
+        self._sampled_hidden = torch.zeros((max_rows, hidden), dtype=weight.dtype, device=weight.device)
         self._ring = torch.zeros((RING, max_rows), dtype=torch.int32).pin_memory()
         self._logprob_ring = torch.zeros((RING, max_rows)).pin_memory()
         self._max_rows, self._max_tokens = max_rows, chunk + max_rows
         self._row_buckets, self._token_buckets = row_buckets, token_buckets
-        self._worth = max_forward_graph_tokens(model.config.num_layers, model.weights_per_token())
-        self._seen = None
+        self._max_captured = max_forward_graph_tokens(model.config.num_layers, model.weights_per_token())
+        self._checked_logits = None
         if self_check:
-            self._seen = torch.zeros((max_rows, model.part.vocab_size), device=weight.device)
-        picked = self._picked if self_check else None
+            self._checked_logits = torch.zeros((max_rows, model.shard.vocab_size), device=weight.device)
+        checked_hidden = self._sampled_hidden if self_check else None
         pool = torch.cuda.graph_pool_handle()
-        self._decode = Graphs[int]("decode", pool, self._run_decode, self._seen)
-        self._sampling_graphs = Graphs[int]("sampling", pool, self._run_sampling, self._seen)
+        self._decode_graphs = Graphs[int]("decode", pool, self._run_decode, self._checked_logits)
+        self._sampling_graphs = Graphs[int]("sampling", pool, self._run_sampling, self._checked_logits)
         self._forward_graphs = Graphs[int](
-            "forward", pool, lambda size: self._run_forward(self._shape(size)), picked
+            "forward", pool, lambda size: self._run_forward(self._shape(size)), checked_hidden
         )
-        self._prompts = Graphs[int](
-            "prompts", pool, lambda size: self._run_forward(self._prompts_shape(size)), picked
+        self._prefill_graphs = Graphs[int](
+            "prefill", pool, lambda size: self._run_forward(self._prefill_shape(size)), checked_hidden
         )
-        self._grid = Graphs[tuple[int, int]](
-            "grid", pool, lambda size: self._run_forward(_grid_shape(size)), picked
+        self._grid_graphs = Graphs[tuple[int, int]](
+            "grid", pool, lambda size: self._run_forward(_grid_shape(size)), checked_hidden
         )
-        self._in_graphs: Sequence[SamplingMode] = ("plain",) if self._part else ("plain", "filtered")
-        self._ladders, self._tails = Ladders(sampling_modes=self._in_graphs), list[int]()
+        self._captured_modes: Sequence[SamplingMode] = (
+            ("plain",) if self._vocab_shard else ("plain", "filtered")
+        )
+        self._capture_sizes = CaptureSizes(sampling_modes=self._captured_modes)
+        self._sampling_sizes = list[int]()
 
     @property
     def num_graphs(self) -> int:
-        """Graphs captured."""
-        kinds = (self._decode, self._sampling_graphs, self._forward_graphs, self._prompts, self._grid)
+        """The number of captured graphs."""
+        kinds = (
+            self._decode_graphs,
+            self._sampling_graphs,
+            self._forward_graphs,
+            self._prefill_graphs,
+            self._grid_graphs,
+        )
         return sum(len(kind.sizes) for kind in kinds)
 
     @torch.inference_mode()
-    def settle(self) -> int:
-        """Compile what steps above the largest forward graph need; bytes of the device then free."""
-        for tokens in {min(2 * self._worth, self._max_tokens), self._max_tokens}:
+    def warm_up(self) -> int:
+        """Compile the kernels of steps above the largest forward graph.
+
+        Returns the bytes of the device that are free afterwards.
+        """
+        for tokens in {min(2 * self._max_captured, self._max_tokens), self._max_tokens}:
             self._run_forward(self._shape(tokens))
         free_garbage()
         return torch.cuda.mem_get_info(self._state.device)[0]
 
     @torch.inference_mode()
     def capture(self, grid: Sequence[tuple[int, int]], has_room: Callable[[], bool]) -> list[str]:
-        """Capture all graphs, behind `settle`.
+        """Capture all graphs; call `warm_up` first.
 
-        No request is there yet, and the static inputs are zeros: what is computed goes to the scratch page.
+        There is no request yet, and the static inputs are zeros, so keys and values go to the scratch page.
 
         Args:
-            grid: sizes of the grid, see `grid_sizes`; the backend must support them.
-            has_room: asked before every capture, and with the same answer on every rank.
+            grid: the sizes of the grid, see `grid_sizes`; the backend must support them.
+            has_room: called before every capture; it must return the same on every rank.
 
         Returns:
-            What was left out for want of room, by kind.
+            The sizes that are not captured because there is no room, one text per kind.
         """
         rows = row_sizes(self._max_rows, self._row_buckets)
-        tokens = token_sizes(self._max_tokens, self._worth, self._token_buckets)
-        left: dict[str, list[Any]] = {
-            "decode": self._decode.capture(rows, has_room),
+        tokens = token_sizes(self._max_tokens, self._max_captured, self._token_buckets)
+        left_out: dict[str, list[Any]] = {
+            "decode": self._decode_graphs.capture(rows, has_room),
             "sampling": self._sampling_graphs.capture(rows, has_room),
             "forward": self._forward_graphs.capture(tokens, has_room),
-            "prompts": self._prompts.capture(prompt_sizes(tokens), has_room),
+            "prefill": self._prefill_graphs.capture(prefill_sizes(tokens), has_room),
         }
         if grid:
             self._backend.init_batch_prefill_cuda_graph_state(*map(max, zip(*grid, strict=True)))
-            left["grid"] = self._grid.capture(grid, has_room, warm_ups=2)
-        self._ladders = Ladders(
-            sampling_modes=self._in_graphs,
-            decode=self._decode.sizes,
+            left_out["grid"] = self._grid_graphs.capture(grid, has_room, warm_ups=2)
+        self._capture_sizes = CaptureSizes(
+            sampling_modes=self._captured_modes,
+            decode=self._decode_graphs.sizes,
             forward=self._forward_graphs.sizes,
-            prompts=self._prompts.sizes,
-            grid=self._grid.sizes,
+            prefill=self._prefill_graphs.sizes,
+            grid=self._grid_graphs.sizes,
         )
-        self._tails = self._sampling_graphs.sizes
-        return [f"{kind} {', '.join(map(str, sizes))}" for kind, sizes in left.items() if sizes]
+        self._sampling_sizes = self._sampling_graphs.sizes
+        return [f"{kind} {', '.join(map(str, sizes))}" for kind, sizes in left_out.items() if sizes]
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> DeviceStepResult:
-        """Apply the deltas, run the model, sample, and write the tokens where the next step reads them.
+        """Apply the plan, run the model, sample, and write the tokens where the next step reads them.
 
-        At most `RING - 1` steps may be unread: their inputs and tokens lie in rings of the host's memory.
+        At most `RING - 1` steps may be in flight: their inputs and tokens lie in ring buffers on the host.
         """
         started = time.monotonic()
         self._state.apply(plan)
-        slot, count = plan.step % RING, sum(plan.samples)
-        way = route(plan, self._ladders)
-        runs, hidden = [], self._picked
-        if way.kind == "eager":
+        ring_index, count = plan.step % RING, sum(plan.samples)
+        route = choose_route(plan, self._capture_sizes)
+        runs, hidden = [], self._sampled_hidden
+        if route.kind == "eager":
             runs = prompt_runs(plan)
-            hidden = self._run_eagerly(plan, slot, wants_hidden=bool(runs))
+            hidden = self._run_eagerly(plan, ring_index, needs_all_hidden=bool(runs))
         else:
-            self._replay(plan, slot, way)
-        if plan.sampling_mode not in self._in_graphs:
+            self._replay(plan, ring_index, route)
+        if plan.sampling_mode not in self._captured_modes:
             sampled = self._sample_full(plan, count)
         else:
-            if way.kind != "decode" and count:
-                self._sample_behind_trunk(count)
-            sampled = self._from_ring(plan, slot)
-        owed = {
+            if route.kind != "decode" and count:
+                self._sample_after_forward(count)
+            sampled = self._from_ring(plan, ring_index)
+        prompt_parts = {
             run.slot: prompt_logprobs(self._model, self._state, hidden, run, _LOGITS_BYTES) for run in runs
         }
         return step_outputs(
             plan.step,
             started,
             sampled,
-            owed,
+            prompt_parts,
             self._state.device,
-            eager=way.reason,
-            padded_tokens=way.tokens - plan.num_tokens,
+            eager=route.reason,
+            padded_tokens=route.tokens - plan.num_tokens,
         )
 
-    def _replay(self, plan: StepPlan, slot: int, way: Route) -> None:
-        """Load the inputs of a captured step and run it."""
-        if way.kind == "decode":
-            self._inputs.load_decode(plan, way.tokens, slot)
+    def _replay(self, plan: StepPlan, ring_index: int, route: Route) -> None:
+        """Load the inputs of a step and replay its graph."""
+        if route.kind == "decode":
+            self._inputs.load_decode(plan, route.tokens, ring_index)
             self._state.writer.flush()
-            self._decode.replay(way.tokens, len(plan.slots))
+            self._decode_graphs.replay(route.tokens, len(plan.slots))
             return
-        count = max(1, sum(plan.samples))  # where nobody samples, the first token is picked all the same
-        if way.kind == "grid":
-            size = (way.prompts, way.tokens // way.prompts)
-            shape, replay = _grid_shape(size), partial(self._grid.replay, size, count)
-        elif way.kind == "prompts":
-            shape, replay = self._prompts_shape(way.tokens), partial(self._prompts.replay, way.tokens, count)
+        # In a step where no sequence samples, the first token's hidden states are copied all the same.
+        tokens, count = route.tokens, max(1, sum(plan.samples))
+        if route.kind == "grid":
+            size = (route.prompts, tokens // route.prompts)
+            shape, replay = _grid_shape(size), partial(self._grid_graphs.replay, size, count)
+        elif route.kind == "prefill":
+            shape, replay = self._prefill_shape(tokens), partial(self._prefill_graphs.replay, tokens, count)
         else:
-            shape, replay = self._shape(way.tokens), partial(self._forward_graphs.replay, way.tokens, count)
-        self._inputs.load(plan, shape, slot)
+            shape, replay = self._shape(tokens), partial(self._forward_graphs.replay, tokens, count)
+        self._inputs.load(plan, shape, ring_index)
         self._state.writer.flush()
         replay()
 
-    def _run_eagerly(self, plan: StepPlan, slot: int, *, wants_hidden: bool) -> Tensor:
+    def _run_eagerly(self, plan: StepPlan, ring_index: int, *, needs_all_hidden: bool) -> Tensor:
         shape = StepShape(
             tokens=plan.num_tokens,
             decode=plan.num_decode,
             sequences=len(plan.slots),
             blocks=self._inputs.num_blocks(plan),
             logits=sum(plan.samples),
-            trims=not wants_hidden and any(plan.samples),
+            sampled_only=not needs_all_hidden and any(plan.samples),
         )
-        self._inputs.load(plan, shape, slot)
+        self._inputs.load(plan, shape, ring_index)
         self._state.writer.flush()
         return self._run_forward(shape)
 
-    def _sample_behind_trunk(self, count: int) -> None:
-        bucket = pick(self._tails, count)
+    def _sample_after_forward(self, count: int) -> None:
+        bucket = find_bucket(self._sampling_sizes, count)
         if bucket is None:
             self._run_sampling(count)
         else:
@@ -226,21 +243,21 @@ class CUDAExecutor:
 
     def _shape(self, tokens: int) -> StepShape:
         rows = min(tokens, self._max_rows)
-        blocks = self._inputs.most_blocks(tokens, min(most_prompts(tokens), self._max_rows))
+        blocks = self._inputs.max_blocks(tokens, min(max_prompts(tokens), self._max_rows))
         return StepShape(tokens=tokens, decode=rows, sequences=rows, blocks=blocks, logits=rows)
 
-    def _prompts_shape(self, tokens: int) -> StepShape:
-        rows = min(tokens, self._max_rows, most_prompts_alone(tokens))
-        blocks = self._inputs.most_blocks(tokens, rows)
+    def _prefill_shape(self, tokens: int) -> StepShape:
+        rows = min(tokens, self._max_rows, max_prefill_prompts(tokens))
+        blocks = self._inputs.max_blocks(tokens, rows)
         return StepShape(tokens=tokens, decode=0, sequences=rows, blocks=blocks, logits=rows)
 
     def _run_forward(self, shape: StepShape) -> Tensor:
         hidden: Tensor = self._model(self._inputs.context(shape))
-        if shape.trims:
-            self._picked[: shape.logits].copy_(hidden)
+        if shape.sampled_only:
+            self._sampled_hidden[: shape.logits].copy_(hidden)
         elif shape.logits:
-            indices = self._inputs.logit_indices[: shape.logits]
-            torch.index_select(hidden, 0, indices, out=self._picked[: shape.logits])
+            indices = self._inputs.logits_indices[: shape.logits]
+            torch.index_select(hidden, 0, indices, out=self._sampled_hidden[: shape.logits])
         return hidden
 
     def _run_decode(self, size: int) -> None:
@@ -248,17 +265,17 @@ class CUDAExecutor:
         self._sample_plain(hidden, *self._inputs.decode_slots(size))
 
     def _run_sampling(self, size: int) -> None:
-        rows, positions = self._inputs.sample_slots[:size], self._inputs.sample_positions[:size]
-        self._sample_plain(self._picked[:size], rows, positions)
+        slots, positions = self._inputs.sample_slots[:size], self._inputs.sample_positions[:size]
+        self._sample_plain(self._sampled_hidden[:size], slots, positions)
 
-    def _sample_plain(self, hidden: Tensor, rows: Tensor, positions: Tensor) -> None:
+    def _sample_plain(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> None:
         logits = self._model.local_logits(hidden)
-        if self._seen is not None:
-            self._seen[: len(logits)].copy_(logits)
+        if self._checked_logits is not None:
+            self._checked_logits[: len(logits)].copy_(logits)
         columns = self._state.on_device
         sample_plain(
             logits,
-            rows,
+            slots,
             positions,
             temperatures=columns.temperature,
             inverse_temperatures=columns.inverse_temperature,
@@ -268,8 +285,8 @@ class CUDAExecutor:
             ring=self._ring,
             logprob_ring=self._logprob_ring,
             ring_index=self._inputs.ring_index,
-            filters=None if self._part else (columns.top_k, columns.top_p, columns.min_p),
-            part=self._part,
+            filters=None if self._vocab_shard else (columns.top_k, columns.top_p, columns.min_p),
+            part=self._vocab_shard,
         )
 
     def _sample_full(self, plan: StepPlan, count: int) -> Sampled:
@@ -278,25 +295,27 @@ class CUDAExecutor:
         samples = np.array(plan.samples, dtype=np.bool_)
         slots = np.array(plan.slots)[samples]
         positions = (np.array(plan.starts) + np.array(plan.lens))[samples]
-        logits = self._model.logits(self._picked[:count])
+        logits = self._model.logits(self._sampled_hidden[:count])
         if logits is None:
-            sampled = Sampled(tokens=torch.empty(count, dtype=torch.int64, device=self._picked.device))
+            sampled = Sampled(
+                tokens=torch.empty(count, dtype=torch.int64, device=self._sampled_hidden.device)
+            )
         else:
             sampled = self._sampler.sample(logits, slots, positions, plan.sampling_mode)
         self._state.write_tokens(slots, positions, self._collectives.broadcast(sampled.tokens))
         return sampled
 
-    def _from_ring(self, plan: StepPlan, slot: int) -> Sampled:
-        """What the plain sampling of this step will have written."""
+    def _from_ring(self, plan: StepPlan, ring_index: int) -> Sampled:
+        """Return views of the ring, which plain sampling fills when the step has run."""
         num_top = self._state.host.num_top[np.array(plan.slots)[np.array(plan.samples, dtype=np.bool_)]]
         count = len(num_top)
-        tokens = self._ring[slot, :count]
+        tokens = self._ring[ring_index, :count]
         if not (num_top >= 0).any():
             return Sampled(tokens=tokens)
         none = torch.empty((count, 0))
         logprobs = Logprobs(
             tokens=tokens,
-            chosen=self._logprob_ring[slot, :count],
+            chosen=self._logprob_ring[ring_index, :count],
             top_ids=none,
             top_values=none,
             num_top=num_top.tolist(),
@@ -305,8 +324,7 @@ class CUDAExecutor:
 
 
 def _grid_shape(size: tuple[int, int]) -> StepShape:
-    """The shape of so many prompts, each padded to so many tokens."""
-    count, length = size
+    count, prompt_len = size
     return StepShape(
-        tokens=count * length, decode=0, sequences=count, blocks=0, logits=count, prompt_len=length
+        tokens=count * prompt_len, decode=0, sequences=count, blocks=0, logits=count, prompt_len=prompt_len
     )

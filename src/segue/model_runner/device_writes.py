@@ -1,4 +1,4 @@
-"""Changes to tensors on the device, gathered on the host and made by one copy and one kernel a step."""
+"""Writes to single elements of device tensors, collected on the host; one copy and one kernel per step."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ class Writer(Protocol):
     """Writes single elements of contiguous tensors of 4- or 8-byte elements."""
 
     def write(self, tensor: Tensor, index: NDArray[np.int64], values: NDArray[Any]) -> None:
-        """Set elements `index`, counted through the flat tensor, to `values` of the tensor's type.
+        """Set the elements `index` of the flattened tensor to `values`, which have the tensor's dtype.
 
-        No element twice between two flushes.
+        An element must not be written twice between two flushes.
         """
 
     def flush(self) -> None:
-        """Launch what was written since the last flush."""
+        """Launch all writes since the last flush."""
 
 
 class HostWriter:
-    """On a CPU: at once."""
+    """The writer for tensors on the CPU: it writes at once."""
 
     def write(self, tensor: Tensor, index: NDArray[np.int64], values: NDArray[Any]) -> None:
         """See `Writer.write`."""
         tensor.view(-1).numpy()[index] = values
 
     def flush(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the writes are done."""
 
 
 class CUDAWriter:
-    """Stages words in a ring of pinned buffers; a buffer is used again when its copy is done."""
+    """Stages writes in a ring of pinned buffers; a buffer is used again when its copy is done."""
 
     _RING = 4
 
     def __init__(self, device: torch.device, capacity: int = 1 << 15) -> None:
-        """`capacity`: words a copy; more take several."""
+        """Allocate the ring. `capacity` counts the 4-byte words of one copy; more words take several."""
         self._capacity = capacity
         self._staged = [torch.empty(3 * capacity, dtype=torch.int32).pin_memory() for _ in range(self._RING)]
-        self._arrived = [
+        self._received = [
             torch.empty(3 * capacity, dtype=torch.int32, device=device) for _ in range(self._RING)
         ]
         self._copied = [torch.Event(device) for _ in range(self._RING)]
@@ -71,15 +71,15 @@ class CUDAWriter:
         self._addresses, self._values = [], []
         for start in range(0, len(values), self._capacity):
             count = min(self._capacity, len(values) - start)
-            slot, self._next = self._next, (self._next + 1) % self._RING
-            self._copied[slot].synchronize()
-            staged, arrived = self._staged[slot], self._arrived[slot]
+            ring_index, self._next = self._next, (self._next + 1) % self._RING
+            self._copied[ring_index].synchronize()
+            staged, received = self._staged[ring_index], self._received[ring_index]
             host = staged.numpy()
             host[: 2 * count].view(np.int64)[:] = addresses[start : start + count]
             host[2 * count : 3 * count] = values[start : start + count]
-            arrived[: 3 * count].copy_(staged[: 3 * count], non_blocking=True)
-            self._copied[slot].record()
-            scatter(arrived[: 2 * count].view(torch.int64), arrived[2 * count :], count)
+            received[: 3 * count].copy_(staged[: 3 * count], non_blocking=True)
+            self._copied[ring_index].record()
+            scatter(received[: 2 * count].view(torch.int64), received[2 * count :], count)
 
 
 def make_writer(device: torch.device) -> Writer:

@@ -1,4 +1,4 @@
-"""One step on the device: the forward pass (up to the logits), then sampling."""
+"""One eager step on the device: the forward pass up to the logits, then sampling."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from segue.model_runner.step_result import DeviceStepResult
 from segue.models.decoder import Decoder
 from segue.sampling.logprobs import Logprobs, logprobs_of
 
-_LOGITS_BYTES = 16 << 20  # float32 logits of a prompt held at a time
+_LOGITS_BYTES = 16 << 20  # float32 logits of prompt tokens held at a time
 
 
 class StepExecutor:
-    """Runs step plans, one after the other, on the thread or stream that calls it."""
+    """Runs step plans one after the other, on the calling thread and its current stream."""
 
     def __init__(
         self,
@@ -39,24 +39,24 @@ class StepExecutor:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> DeviceStepResult:
-        """Apply the deltas, run the model, sample, and write the tokens where the next step reads them."""
+        """Apply the plan, run the model, sample, and write the tokens where the next step reads them."""
         started = time.monotonic()
         self._state.apply(plan)
         self._state.writer.flush()
         inputs = self._inputs.build(plan)
         hidden = self._model(inputs.context)
         sampled = self._sample(hidden, inputs, plan)
-        owed = {
+        prompt_parts = {
             run.slot: prompt_logprobs(self._model, self._state, hidden, run, _LOGITS_BYTES)
             for run in inputs.prompt_runs
         }
-        return step_outputs(plan.step, started, sampled, owed, self._state.device)
+        return step_outputs(plan.step, started, sampled, prompt_parts, self._state.device)
 
     def _sample(self, hidden: Tensor, inputs: StepInputs, plan: StepPlan) -> Sampled:
         count = len(inputs.slots)
         if count == 0:
             return Sampled(tokens=torch.empty(0, dtype=torch.int64, device=hidden.device))
-        if len(hidden) != count:  # the model has returned every token's
+        if len(hidden) != count:  # the model has returned the hidden states of all tokens
             hidden = hidden[inputs.sampling]
         logits = self._model.logits(hidden)
         if logits is not None:
@@ -69,11 +69,14 @@ class StepExecutor:
 
 
 def prompt_logprobs(
-    model: Decoder, state: BatchState, hidden: Tensor, run: PromptRun, most_bytes: int
+    model: Decoder, state: BatchState, hidden: Tensor, run: PromptRun, max_bytes: int
 ) -> list[Logprobs]:
-    """Log-probabilities of a run of prompt tokens; at most `most_bytes` of logits are held at a time."""
+    """Return the log-probabilities of a run of prompt tokens, in parts.
+
+    A part has at most `max_bytes` bytes of logits. Only rank 0 gets parts; on other ranks the list is empty.
+    """
     # All logits of a chunk at once would be hundreds of MB.
-    size = max(1, most_bytes // (4 * model.config.vocab_size))
+    size = max(1, max_bytes // (4 * model.config.vocab_size))
     known = state.token_pool.data[run.slot, run.position : run.position + run.count].to(torch.int64)
     num_top = max(0, int(state.host.num_top[run.slot]))
     parts = []
@@ -95,7 +98,7 @@ def step_outputs(
     eager: EagerReason | None = "disabled",
     padded_tokens: int = 0,
 ) -> DeviceStepResult:
-    """What a step on `device` gives back, with the copies to the host under way."""
+    """Return the results of a step on `device`, and start their copies to the host."""
     on_cpu = device.type == "cpu"
     outputs = DeviceStepResult(
         step=step,
@@ -103,7 +106,7 @@ def step_outputs(
         next_tokens_host=sampled.tokens.to("cpu", non_blocking=True),
         logprobs=sampled.logprobs.to_host() if sampled.logprobs else None,
         logprob_indices=sampled.logprob_indices,
-        prompt_logprobs={row: [part.to_host() for part in parts] for row, parts in prompt_logprobs.items()},
+        prompt_logprobs={slot: [part.to_host() for part in parts] for slot, parts in prompt_logprobs.items()},
         copy_done=None if on_cpu else torch.Event(device),
         finished=time.monotonic() if on_cpu else 0.0,
         eager=eager,

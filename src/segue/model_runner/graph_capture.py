@@ -1,4 +1,4 @@
-"""Which graphs a starting runner captures, and the memory that is kept for them."""
+"""Decides which graphs a starting runner captures, reserves memory for them, and captures them."""
 
 from __future__ import annotations
 
@@ -20,40 +20,43 @@ if TYPE_CHECKING:
     from segue.model_runner.cuda_executor import CUDAExecutor
 
 
-def keep_for_graphs(
+def reserve_for_graphs(
     demand: Demand,
     config: EngineConfig,
     selection: Selection,
     experts: MoEEntry | None,
     *,
-    ranks_meet: bool,
+    can_capture_collectives: bool,
 ) -> Demand:
-    """The demand, with nothing kept for graphs where none can be captured; a warning says why."""
-    kept, stuck = demand.reserve.graphs, "every kernel of every step is launched"
-    if not kept:
+    """Return the demand, without memory for graphs if none can be captured; a warning says why.
+
+    `can_capture_collectives` is False where a warning has been logged already.
+    """
+    reserved, slow = demand.reserve.graphs, "all steps run eagerly and launch every kernel"
+    if not reserved:
         return demand
     if not selection.graphs:
         logger.warning(
-            "attention backend %s cannot be captured in CUDA graphs: %s; choose one that can with "
+            "attention backend %s cannot be captured in CUDA graphs: %s; choose another one with "
             "--attention-backend",
             selection.name,
-            stuck,
+            slow,
         )
     elif experts is not None and not experts.graph:
-        logger.warning("MoE backend %s cannot be captured in CUDA graphs: %s", experts.name, stuck)
+        logger.warning("MoE backend %s cannot be captured in CUDA graphs: %s", experts.name, slow)
     elif not afford_graphs(demand, config.num_kv_tokens):
         logger.warning(
-            "no CUDA graphs: the %s kept for them would leave less than that for KV, or no room for "
+            "no CUDA graphs: the %s reserved for them would leave less than that for KV, or no room for "
             "--num-kv-tokens; steps run eagerly. Raise --memory-ratio, lower --num-kv-tokens, "
             "--chunked-prefill-size or --max-running-requests, or free memory",
-            gib(kept),
+            gib(reserved),
         )
-    elif ranks_meet:  # else a warning was given before
+    elif can_capture_collectives:
         return demand
     return demand.without_graphs()
 
 
-def grid_of(
+def resolve_grid(
     config: EngineConfig,
     resolved: ResolvedConfig,
     backend: AttentionBackend,
@@ -62,13 +65,16 @@ def grid_of(
     *,
     captures: bool,
 ) -> list[tuple[int, int]]:
-    """Sizes of the grid of prefill graphs; none where it is off, a warning where it has to be."""
+    """Return the sizes of the grid of prefill graphs.
+
+    There are none if the option is off, or if the grid cannot be used; in the second case a warning says why.
+    """
     if not config.enable_batch_prefill_cuda_graph:
         return []
     if moe:
         logger.warning(
-            "--enable-batch-prefill-cuda-graph is ignored: experts tell padding by its place behind all "
-            "tokens, and here it lies among them; leave the option out"
+            "--enable-batch-prefill-cuda-graph is ignored: a mixture of experts needs all padding behind the "
+            "last token, and here every prompt is padded at its front; leave the option out"
         )
         return []
     if not backend.supports_batch_prefill_cuda_graph():
@@ -103,12 +109,12 @@ def grid_of(
 def capture(
     executor: CUDAExecutor, grid: list[tuple[int, int]], groups: TPGroups, device: torch.device
 ) -> int:
-    """Capture the graphs; the bytes they took, on the rank where they took most.
+    """Capture the graphs and return the bytes that they take, on the rank where they take most.
 
-    They may take what was kept for them. KV pages and activations have the rest, so that what does not fit is
-    left out, on every rank alike: its steps run eagerly, slower and as right.
+    The graphs may take `GRAPH_RESERVE` bytes, because KV pages and activations have the rest. Sizes that do
+    not fit are left out on every rank alike: their steps run eagerly, slower but with correct results.
     """
-    free = executor.settle()
+    free = executor.warm_up()
 
     def taken() -> int:
         used = free - torch.cuda.mem_get_info(device)[0]
@@ -118,11 +124,11 @@ def capture(
     used = taken()
     if left_out:
         logger.warning(
-            "CUDA graphs took %s of the %s kept for them after %d; left out, to run eagerly: %s. Lower "
+            "%d CUDA graphs took %s of the %s reserved for them; sizes left out, to run eagerly: %s. Lower "
             "--max-running-requests or --chunked-prefill-size, or shorten --batch-prefill-batch-sizes",
+            executor.num_graphs,
             gib(used),
             gib(GRAPH_RESERVE),
-            executor.num_graphs,
             "; ".join(left_out),
         )
     return used

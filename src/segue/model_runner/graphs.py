@@ -1,9 +1,15 @@
-"""Captured steps: one CUDA graph a bucket, replayed with new values at the same addresses.
+"""Captured steps: one CUDA graph per bucket, replayed with new values at the same addresses.
 
-Five kinds share one memory pool. `decode`: a step of so many decode rows, from token ids to sampled tokens.
-`forward`: any step of so many tokens, up to the hidden states of the rows that sample. `prompts`: a forward
-graph with no place for decode rows. `grid`: another, with each prompt padded to one length, by number and
-length of the prompts. `sampling`: logits and plain sampling of so many rows, behind one of these three.
+Five kinds of graphs share one memory pool:
+
+- `decode`: a step of decode rows only, from token ids to sampled tokens; one graph per number of rows.
+- `forward`: a step of any kind, up to the hidden states of the tokens that sample; one graph per number of
+  tokens.
+- `prefill`: a forward graph without room for decode rows.
+- `grid`: a prefill graph in which every prompt is padded to one length; one graph per number of prompts and
+  length.
+- `sampling`: logits and plain sampling, replayed after one of the three kinds above; one graph per number of
+  rows.
 """
 
 from __future__ import annotations
@@ -19,38 +25,41 @@ from torch import Tensor
 from segue.messages.requests import SamplingMode
 from segue.messages.steps import EagerReason, StepPlan
 
-# Trunks are captured up to the size at which computing takes twice as long as launching does: half a
-# millisecond a layer (measured), against two operations a weight and token at a speed that devices reach.
+# Forward graphs are captured up to the size at which computing takes twice as long as launching the kernels:
+# launching takes 0.5 ms per layer (measured); computing takes two operations per weight and token, at a speed
+# that devices reach.
 _LAYER_S, _OPERATIONS_PER_S = 2 * 0.5e-3, 4e14
-_LEAST_TRUNK_TOKENS = 1024
-MOST_ROWS = 512  # larger batches run eagerly: their logits alone would take the memory that graphs may have
-MOST_PADDING = 2  # a step runs eagerly rather than padded to more than so many times its tokens
-_LEAST_TOKENS = 16  # any step may be padded to so many: they cost what one does
-# A captured forward graph has room for so many prompts, and for one more with so many tokens.
-_PROMPTS, _PER_PROMPT = 32, 16  # a group of RL samples whose prompt is cached brings many of a few tokens
-# Prompts alone have graphs without a place for decode rows where that is felt: in steps of few tokens, and in
-# those of many, where attention over long prompts also pays for every place that stays empty (measured with
-# FlashAttention-3 at 8,192 tokens: 145 us a layer for 4 prompts, 150 with room for 257).
+_MIN_FORWARD_GRAPH_TOKENS = 1024
+MAX_ROWS = 512  # larger batches run eagerly: their logits alone would take the memory reserved for graphs
+MAX_PADDING = 2  # a step runs eagerly if padding would make it more than twice as large
+_MIN_BUCKET = 16  # tokens that any step may be padded to: 16 tokens cost as much as one
+# A forward graph has room for 32 prompts, and for one more per 16 tokens: a group of RL samples whose prompt
+# is cached brings many prompts of a few tokens each.
+_PROMPTS, _PER_PROMPT = 32, 16
+# Prefill graphs are captured where they are faster than forward graphs: for few tokens, and for many tokens,
+# because attention over long prompts also pays for every sequence that stays empty (measured with
+# FlashAttention-3 at 8,192 tokens: 145 us per layer for 4 prompts, 150 with room for 257).
 _SHORT, _LONG, _PER_LONG_PROMPT = 256, 2048, 128
 
 Size = TypeVar("Size", int, tuple[int, int])
 
 
 class GraphMismatchError(RuntimeError):
-    """A replay gave other bits than the same step run eagerly. Fatal: nothing it made can be trusted."""
+    """A replay gave other bits than the same step run eagerly. Fatal: its results cannot be trusted."""
 
 
 class Graphs(Generic[Size]):
     """Captured graphs of one kind, by size."""
 
     def __init__(self, name: str, pool: Any, run: Callable[[Size], object], checked: Tensor | None) -> None:
-        """`run(size)` is what a graph repeats.
+        """Prepare to capture; `capture` makes the graphs.
 
         Args:
-            name: of the kind, for messages.
-            pool: of `torch.cuda.graph_pool_handle`, the memory that all kinds share.
-            run: computes a step of a size from the static inputs; running it twice must change nothing.
-            checked: what `run` writes, one line a row, to be compared after every replay; None: no check.
+            name: the name of the kind, for messages.
+            pool: a `torch.cuda.graph_pool_handle`, the memory pool that all kinds share.
+            run: computes a step of one size from the static inputs. Running it twice must change nothing.
+            checked: the tensor that `run` writes, with one line per row, to be compared after every replay.
+                None: replays are not checked.
         """
         self._name = name
         self._pool = pool
@@ -63,10 +72,10 @@ class Graphs(Generic[Size]):
     ) -> list[Size]:
         """Capture every size, each after `warm_ups` eager runs.
 
-        The largest comes first, into whose memory the others fit; then the smallest and so on, because small
-        steps lose most when they are not captured.
+        The largest size is captured first, because the others fit into its memory. The others follow in
+        ascending order, because small steps lose most when they run eagerly.
 
-        Returns the sizes left out because `has_room` said no.
+        Returns the sizes that are not captured because `has_room` returned False.
         """
         left = sorted(sizes)
         left = left[-1:] + left[:-1]
@@ -88,10 +97,10 @@ class Graphs(Generic[Size]):
         return sorted(self._graphs)
 
     def replay(self, size: Size, rows: int) -> None:
-        """Run the graph of a captured size on the current stream; its first `rows` rows are not padding.
+        """Run the graph of a captured size on the current stream; the rows from `rows` on are padding.
 
         Raises:
-            GraphMismatchError: the outputs are checked, and differ.
+            GraphMismatchError: replays are checked, and the outputs differ from those of an eager run.
         """
         self._graphs[size].replay()
         if self._checked is not None:
@@ -102,145 +111,164 @@ class Graphs(Generic[Size]):
         output.fill_(float("nan"))
         self._run(size)
         if not torch.equal(replayed.view(torch.uint8), output.view(torch.uint8)):
-            apart = (replayed.float() - output.float()).abs()
-            count, most = int((apart != 0).sum()), float(apart.nan_to_num(float("inf")).max())
+            errors = (replayed.float() - output.float()).abs()
+            count, max_error = int((errors != 0).sum()), float(errors.nan_to_num(float("inf")).max())
             raise GraphMismatchError(
-                f"the {self._name} graph of size {size} is wrong: {count} of {apart.numel()} values differ "
-                f"from those of the same step run eagerly, by at most {most:.3g}; serve with "
+                f"the {self._name} graph of size {size} is wrong: {count} of {errors.numel()} values differ "
+                f"from those of the same step run eagerly, by at most {max_error:.3g}; serve with "
                 f"--disable-cuda-graph, and report this"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ladders:
-    """Captured sizes by kind, ascending; the same on every rank."""
+class CaptureSizes:
+    """The captured sizes of each kind, ascending; the same on every rank."""
 
-    sampling_modes: Sequence[SamplingMode] = ("plain", "filtered")  # that graphs have
-    decode: Sequence[int] = ()
-    forward: Sequence[int] = ()
-    prompts: Sequence[int] = ()
-    grid: Sequence[tuple[int, int]] = ()
+    sampling_modes: Sequence[SamplingMode] = ("plain", "filtered")  # the modes that graphs can sample in
+    decode: Sequence[int] = ()  # rows
+    forward: Sequence[int] = ()  # tokens
+    prefill: Sequence[int] = ()  # tokens
+    grid: Sequence[tuple[int, int]] = ()  # prompts, tokens per prompt
 
 
 class Route(NamedTuple):
-    """How a step runs."""
+    """How a step runs: the kind and the bucket of its graph, or eagerly."""
 
-    kind: Literal["decode", "forward", "prompts", "grid", "eager"]
-    tokens: int  # computed, padding included
-    prompts: int = 0  # of the grid, which share the tokens evenly
-    reason: EagerReason | None = None  # why not with a graph
+    kind: Literal["decode", "forward", "prefill", "grid", "eager"]
+    tokens: int  # tokens computed, padding included
+    prompts: int = 0  # kind "grid": the number of prompts, each padded to `tokens // prompts`
+    reason: EagerReason | None = None  # kind "eager": why no graph is used
 
 
-def route(plan: StepPlan, ladders: Ladders) -> Route:
-    """The smallest graph that holds a step. A function of these two alone: all ranks come to the same."""
+def choose_route(plan: StepPlan, capture_sizes: CaptureSizes) -> Route:
+    """Choose the smallest graph that holds a step.
+
+    The route depends on the arguments only, so all ranks choose the same one.
+    """
     count, sequences = plan.num_tokens, len(plan.slots)
-    if not ladders.forward and not ladders.decode:
+    if not capture_sizes.forward and not capture_sizes.decode:
         return Route("eager", count, reason="disabled")
-    if plan.num_decode == sequences and plan.sampling_mode in ladders.sampling_modes:
-        rows = pick(ladders.decode, sequences)
+    if plan.num_decode == sequences and plan.sampling_mode in capture_sizes.sampling_modes:
+        rows = find_bucket(capture_sizes.decode, sequences)
         if rows is not None:
             return Route("decode", rows)
     if sum(plan.num_logits) > sum(plan.samples):
         return Route("eager", count, reason="prompt_logprobs")
     if plan.num_decode == 0:
-        size = pick_grid(ladders.grid, sequences, max(plan.lens), count)
+        size = find_grid_bucket(capture_sizes.grid, sequences, max(plan.lens), count)
         if size is not None:
             return Route("grid", size[0] * size[1], prompts=size[0])
-    tokens = pick(ladders.forward, count)
-    alone = pick(ladders.prompts, count) if plan.num_decode == 0 else None
-    if alone is not None and sequences <= most_prompts_alone(alone) and alone <= (tokens or alone):
-        return Route("prompts", alone)
+    tokens = find_bucket(capture_sizes.forward, count)
+    prefill = find_bucket(capture_sizes.prefill, count) if plan.num_decode == 0 else None
+    if prefill is not None and sequences <= max_prefill_prompts(prefill) and prefill <= (tokens or prefill):
+        return Route("prefill", prefill)
     if tokens is None:
         return Route("eager", count, reason="tokens")
-    if sequences - plan.num_decode > most_prompts(tokens):
+    if sequences - plan.num_decode > max_prompts(tokens):
         return Route("eager", count, reason="prompts")
     return Route("forward", tokens)
 
 
-def pick(sizes: Sequence[int], size: int) -> int | None:
-    """The smallest of `sizes`, in ascending order, that holds `size`; None: none, or mostly padding."""
-    at = bisect_left(sizes, size)
-    if at == len(sizes) or sizes[at] > _most_padded(size):
+def find_bucket(sizes: Sequence[int], size: int) -> int | None:
+    """Find the smallest of the ascending `sizes` that holds `size`.
+
+    Returns None if no bucket is large enough, or if the step would be mostly padding.
+    """
+    index = bisect_left(sizes, size)
+    if index == len(sizes) or sizes[index] > _max_padded_tokens(size):
         return None
-    return sizes[at]
+    return sizes[index]
 
 
-def pick_grid(
+def find_grid_bucket(
     sizes: Sequence[tuple[int, int]], sequences: int, max_len: int, tokens: int
 ) -> tuple[int, int] | None:
-    """As `pick`, of `(prompts, tokens per prompt)`, for so many sequences, of so many tokens together."""
+    """Find the smallest of `sizes`, `(prompts, tokens per prompt)`, that holds a prefill step.
+
+    The step has `sequences` prompts of up to `max_len` tokens each, and `tokens` tokens in all. Returns None
+    as `find_bucket` does.
+    """
     fitting = [size for size in sizes if size[0] >= sequences and size[1] >= max_len]
     best = min(fitting, key=lambda size: size[0] * size[1], default=None)
-    if best is None or best[0] * best[1] > _most_padded(tokens):
+    if best is None or best[0] * best[1] > _max_padded_tokens(tokens):
         return None
     return best
 
 
-def _most_padded(tokens: int) -> int:
-    return max(MOST_PADDING * tokens, _LEAST_TOKENS)
+def _max_padded_tokens(tokens: int) -> int:
+    return max(MAX_PADDING * tokens, _MIN_BUCKET)
 
 
-def most_prompts(tokens: int) -> int:
-    """Prompts that a forward graph of `tokens` tokens has room for."""
+def max_prompts(tokens: int) -> int:
+    """Return how many prompts a forward graph of `tokens` tokens has room for."""
     return _PROMPTS + tokens // _PER_PROMPT
 
 
-def most_prompts_alone(tokens: int) -> int:
-    """Prompts that a graph of `tokens` tokens of prompts alone has room for."""
-    return most_prompts(tokens) if tokens < _LONG else _PROMPTS + tokens // _PER_LONG_PROMPT
+def max_prefill_prompts(tokens: int) -> int:
+    """Return how many prompts a prefill graph of `tokens` tokens has room for."""
+    return max_prompts(tokens) if tokens < _LONG else _PROMPTS + tokens // _PER_LONG_PROMPT
 
 
-def prompt_sizes(sizes: Sequence[int]) -> list[int]:
-    """Buckets for steps of prompts alone: those of `token_sizes` that are short or long."""
+def prefill_sizes(sizes: Sequence[int]) -> list[int]:
+    """Return the buckets of prefill graphs: the short and the long ones of `sizes`, see `token_sizes`."""
     return [size for size in sizes if size <= _SHORT or size >= _LONG]
 
 
-def row_sizes(most: int, given: Sequence[int] | None = None) -> list[int]:
-    """Buckets for decode rows and for sampling rows, up to `most`; those `given`, if any are."""
-    if given is not None:
-        return _up_to(most, given)
-    most = min(most, MOST_ROWS)
-    steps = [*range(1, 9), *range(12, 33, 4), *range(40, 129, 8), *range(144, most + 1, 16)]
-    return sorted({min(size, most) for size in [*steps, most]})
+def row_sizes(max_rows: int, given: Sequence[int] | None = None) -> list[int]:
+    """Return the buckets for decode rows and for sampling rows, up to `max_rows`.
 
-
-def token_sizes(most: int, worth: int = _LEAST_TRUNK_TOKENS, given: Sequence[int] | None = None) -> list[int]:
-    """Buckets for steps of up to `most` tokens, fine where chat turns lie; none larger than `worth`.
-
-    The last is `most` itself, if that is worth it: a whole chunk beside decode rows is no rare step. If any
-    are `given`, those up to `most` instead.
+    Sizes that are `given` replace the default ones.
     """
     if given is not None:
-        return _up_to(most, given)
+        return _up_to(max_rows, given)
+    max_rows = min(max_rows, MAX_ROWS)
+    steps = [*range(1, 9), *range(12, 33, 4), *range(40, 129, 8), *range(144, max_rows + 1, 16)]
+    return sorted({min(size, max_rows) for size in [*steps, max_rows]})
+
+
+def token_sizes(
+    max_tokens: int, max_captured: int = _MIN_FORWARD_GRAPH_TOKENS, given: Sequence[int] | None = None
+) -> list[int]:
+    """Return the buckets for steps of up to `max_tokens` tokens; no bucket is larger than `max_captured`.
+
+    Buckets are close together at the sizes of chat turns. The last one is `max_tokens` itself if it may be
+    captured, because a whole chunk beside decode rows is a common step. Sizes that are `given` replace the
+    default ones and are limited by `max_tokens` only.
+    """
+    if given is not None:
+        return _up_to(max_tokens, given)
     sizes, size, step = [], 0, 16
-    while size + step <= min(most, worth):
+    while size + step <= min(max_tokens, max_captured):
         size += step
         sizes.append(size)
         if size >= 256 and size == 16 * step:
             step *= 2
-    return [*sizes, most] if size < most <= worth else sizes
+    return [*sizes, max_tokens] if size < max_tokens <= max_captured else sizes
 
 
-def _up_to(most: int, given: Sequence[int]) -> list[int]:
-    return sorted({size for size in given if size <= most})
+def _up_to(max_size: int, given: Sequence[int]) -> list[int]:
+    return sorted({size for size in given if size <= max_size})
 
 
 def max_forward_graph_tokens(num_layers: int, weights: int) -> int:
-    """The largest forward graph worth capturing for layers with so many weights that a token goes through."""
-    return max(_LEAST_TRUNK_TOKENS, int(num_layers * _LAYER_S * _OPERATIONS_PER_S / (2 * weights)))
+    """Return the tokens of the largest forward graph to capture.
+
+    `weights` counts the weights of all layers that one token goes through.
+    """
+    return max(_MIN_FORWARD_GRAPH_TOKENS, int(num_layers * _LAYER_S * _OPERATIONS_PER_S / (2 * weights)))
 
 
 def grid_sizes(
     prompts: Sequence[int], lengths: Sequence[int], *, max_len: int, rows: int, tokens: int
 ) -> list[tuple[int, int]]:
-    """Buckets of the grid: those of at most `max_len` tokens per prompt that a step of a runner can have.
+    """Return the buckets of the grid, `(prompts, tokens per prompt)`, that a step of a runner can have.
 
     Args:
-        prompts: numbers of prompts.
-        lengths: tokens of one.
-        max_len: the longest length to capture.
-        rows: sequences that can run.
-        tokens: tokens a step can have, padding included.
+        prompts: the numbers of prompts to capture.
+        lengths: the tokens per prompt to capture.
+        max_len: the largest of `lengths` to capture.
+        rows: the number of sequences that can run.
+        tokens: the number of tokens that a step can have, padding included.
     """
     return sorted(
         {

@@ -1,4 +1,4 @@
-"""From a step plan to what the model and the sampler take."""
+"""Builds the inputs of the model and of the sampler from a step plan."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRun:
-    """Neighbouring tokens of one prompt whose log-probabilities are wanted."""
+    """Consecutive tokens of one prompt whose log-probabilities are requested."""
 
     slot: int
-    hidden_start: int  # the step's token whose logits are of the run's first token
-    position: int  # of the run's first token
-    count: int
+    hidden_start: int  # index in the step of the token whose logits predict the run's first token
+    position: int  # position of the run's first token
+    count: int  # tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """One step, ready to run."""
+    """The inputs of one step."""
 
     context: Context
-    sampling: Tensor  # int64, the tokens of the step after which the sampling sequences sample
-    slots: Indices  # of the sampling sequences
-    positions: Indices  # of the tokens they sample
+    sampling: Tensor  # int64, the last token of each sampling sequence, as an index in the step
+    slots: Indices  # the request slots of the sampling sequences
+    positions: Indices  # the positions of the tokens to sample
     prompt_runs: list[PromptRun]
 
 
 class InputBuilder:
-    """Builds each step's forward context from the batch state: a fixed number of vectorised operations."""
+    """Builds the context of each step from the batch state, in a fixed number of vectorised operations."""
 
     def __init__(self, state: BatchState, kv: KVPool, backend: AttentionBackend) -> None:
         self._state = state
@@ -48,7 +48,7 @@ class InputBuilder:
         self._backend = backend
 
     def build(self, plan: StepPlan) -> StepInputs:
-        """The inputs of `plan`, whose deltas are already applied."""
+        """Return the inputs of `plan`, which the batch state has already applied."""
         state, device = self._state, self._state.device
         slots = np.array(plan.slots, dtype=np.int64)
         starts = np.array(plan.starts, dtype=np.int64)
@@ -90,11 +90,11 @@ class InputBuilder:
 
 
 def prompt_runs(plan: StepPlan) -> list[PromptRun]:
-    """The runs of prompt tokens whose log-probabilities a plan owes."""
-    # A sampling sequence's last logits are for the token it samples.
+    """Return the runs of prompt tokens whose log-probabilities a plan requests."""
+    # The last logits of a sampling sequence are for the token to sample.
     counts = np.array(plan.num_logits, dtype=np.int64) - np.array(plan.samples, dtype=np.bool_)
-    owing = counts.nonzero()[0].tolist()
-    ends = np.cumsum(plan.lens) if owing else ()
+    requested = counts.nonzero()[0].tolist()
+    ends = np.cumsum(plan.lens) if requested else ()
     return [
         PromptRun(
             slot=plan.slots[i],
@@ -102,5 +102,5 @@ def prompt_runs(plan: StepPlan) -> list[PromptRun]:
             position=plan.starts[i] + plan.lens[i] - plan.num_logits[i] + 1,
             count=int(counts[i]),
         )
-        for i in owing
+        for i in requested
     ]

@@ -1,6 +1,6 @@
-"""A trial step of the largest size, before there is a KV cache: what it takes is kept free for real ones.
+"""The profile run: a step of the largest size, before the KV cache is allocated, measures the activations.
 
-Sizes that cannot fit are refused before anything is computed, and a trial that takes long is announced.
+Sizes that cannot fit are refused before anything is computed, and a long profile run is announced.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from segue.model_runner.resolved_config import ResolvedConfig
 from segue.models.config import ModelConfig
 from segue.models.decoder import Decoder
 
-# Operations per second that most devices reach, to foresee how long a trial takes.
+# Operations per second that most devices reach, to estimate how long the profile run takes.
 _CPU_SPEED, _CUDA_SPEED = 1e11, 1e14
 _LONG_S = 2.0
 
 
-def least_activations(config: ModelConfig, resolved: ResolvedConfig) -> int:
-    """Bytes that the trial takes at least: two hidden states per token, and logits of the rows that run."""
-    hidden = 2 * resolved.largest_step * config.hidden_size * resolved.dtype.itemsize
+def min_activations(config: ModelConfig, resolved: ResolvedConfig) -> int:
+    """Return a lower bound of the activations in bytes: two hidden states per token, and all rows' logits."""
+    hidden = 2 * resolved.max_step_tokens * config.hidden_size * resolved.dtype.itemsize
     return hidden + 4 * resolved.max_running_requests * config.vocab_size
 
 
 def check_sizes(demand: Demand, resolved: ResolvedConfig) -> None:
-    """Refuse sizes that cannot fit, before weights are loaded and a step is tried.
+    """Refuse sizes that cannot fit, before the weights are loaded and the profile run starts.
 
     Raises:
-        OutOfMemoryError: what `demand` reserves, with the least that activations take, is more than there is.
+        OutOfMemoryError: `demand` reserves more than the memory that may be used; its activations are those
+            of `min_activations`.
     """
     needed = demand.local_ranks * demand.reserve.total
     usable = int(demand.memory_ratio * demand.free_before)
     if needed > usable:
         staging = demand.local_ranks * demand.reserve.staging
-        kept = f" ({gib(staging)} of it for weight updates)" if staging else ""
+        updates = f" ({gib(staging)} of it for weight updates)" if staging else ""
         raise OutOfMemoryError(
             f"max_running_requests={resolved.max_running_requests} and chunked_prefill_size="
-            f"{resolved.chunked_prefill_size} need at least {gib(needed)} beside weights and KV{kept}, but "
-            f"only {gib(usable)} may be used (memory_ratio {demand.memory_ratio} of what is free); lower "
+            f"{resolved.chunked_prefill_size} need at least {gib(needed)} beside weights and KV{updates}, "
+            f"but only {gib(usable)} may be used (memory_ratio {demand.memory_ratio} of what is free); lower "
             f"--max-running-requests or --chunked-prefill-size{' or --weight-staging-gb' if staging else ''}",
             param="max_running_requests",
         )
@@ -54,20 +55,19 @@ def check_sizes(demand: Demand, resolved: ResolvedConfig) -> None:
 def measure_activations(
     model: Decoder, resolved: ResolvedConfig, selection: Selection, shape: AttentionShape
 ) -> int:
-    """Peak bytes of an eager prefill of the largest chunk, and of logits for as many rows as can run.
+    """Return the peak bytes of an eager prefill of the largest step, with the logits of all rows.
 
-    It runs on a small KV pool of its own, in sequences as long as the model allows. If more rows can decode
-    than a chunk has tokens, the chunk is as long as they are many.
+    The profile run has a small KV pool of its own, and sequences as long as the model allows.
 
     Raises:
-        OutOfMemoryError: the device has too little memory for it.
+        OutOfMemoryError: the device has too little memory for the profile run.
     """
     _announce(model, resolved)
     try:
         return _measure(model, resolved, selection, shape)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
-            f"a step of {resolved.largest_step} tokens "
+            f"a step of {resolved.max_step_tokens} tokens "
             f"(chunked_prefill_size={resolved.chunked_prefill_size}, "
             f"max_running_requests={resolved.max_running_requests}) takes more memory than the device has "
             f"beside the weights; lower --chunked-prefill-size or --max-running-requests",
@@ -77,12 +77,12 @@ def measure_activations(
 
 def _announce(model: Decoder, resolved: ResolvedConfig) -> None:
     speed = _CPU_SPEED if resolved.device.type == "cpu" else _CUDA_SPEED
-    seconds = 2 * model.weights_per_token() * resolved.largest_step / speed
+    seconds = 2 * model.weights_per_token() * resolved.max_step_tokens / speed
     if seconds > _LONG_S:
         logger.info(
-            "trying a step of %d tokens, the largest there can be, which may take %.0f s or more; lower "
+            "profile run: a step of %d tokens, the largest possible, which may take %.0f s or more; lower "
             "--chunked-prefill-size (%d) or --max-running-requests (%d) for a faster start and shorter steps",
-            resolved.largest_step,
+            resolved.max_step_tokens,
             seconds,
             resolved.chunked_prefill_size,
             resolved.max_running_requests,
@@ -90,7 +90,7 @@ def _announce(model: Decoder, resolved: ResolvedConfig) -> None:
 
 
 def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, shape: AttentionShape) -> int:
-    q_lens = _cut(resolved.largest_step, resolved.max_len)
+    q_lens = _split(resolved.max_step_tokens, resolved.max_len)
     pages_each = -(-max(q_lens) // resolved.page_size)
     kv = make_pool(model, resolved, num_pages=pages_each * len(q_lens))
     table = PageTable(
@@ -100,8 +100,8 @@ def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, sha
         scratch_page=kv.scratch_page,
         device=resolved.device,
     )
-    for row in range(len(q_lens)):
-        table.assign(row, 0, range(row * pages_each, (row + 1) * pages_each))
+    for slot in range(len(q_lens)):
+        table.assign(slot, 0, range(slot * pages_each, (slot + 1) * pages_each))
     num_tokens = sum(q_lens)
     ctx = Context.build(
         input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=resolved.device),
@@ -121,17 +121,17 @@ def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, sha
 
 
 def make_pool(model: Decoder, resolved: ResolvedConfig, *, num_pages: int) -> KVPool:
-    """A KV pool for this rank's heads."""
+    """Allocate a KV pool for the heads of this rank."""
     return KVPool(
         num_pages=num_pages,
         num_layers=model.config.num_layers,
         page_size=resolved.page_size,
-        num_kv_heads=model.part.num_kv_heads,
+        num_kv_heads=model.shard.num_kv_heads,
         head_dim=model.config.head_dim,
         dtype=resolved.dtype,
         device=resolved.device,
     )
 
 
-def _cut(total: int, max_len: int) -> list[int]:
+def _split(total: int, max_len: int) -> list[int]:
     return [min(max_len, total - start) for start in range(0, total, max_len)]

@@ -1,4 +1,4 @@
-"""What is chosen at start where the user did not: device, dtype, sizes."""
+"""Resolves the options that the user left open: device, dtype, sizes."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """Options with nothing left open."""
+    """The options with a value for everything."""
 
     device: torch.device
     dtype: torch.dtype  # of weights and KV
     page_size: int
     max_running_requests: int
     chunked_prefill_size: int
-    deterministic: bool  # a row's results depend on nothing else in its batch
-    max_len: int  # tokens: what the model or --max-model-len allows
+    deterministic: bool  # the results of a row do not depend on the rest of its batch
+    max_len: int  # tokens per sequence that the model or --max-model-len allows
 
     @property
-    def largest_step(self) -> int:
-        """Tokens of a step that every buffer has to hold: a whole chunk, or a token of each request."""
+    def max_step_tokens(self) -> int:
+        """The tokens that every buffer must hold: a whole chunk, or one per request if that is more."""
         return max(self.chunked_prefill_size, self.max_running_requests)
 
 
 def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> ResolvedConfig:
-    """Fill in what `config` leaves open.
+    """Choose a value for every option that `config` leaves open.
 
     Raises:
-        ConfigError: a device that is not there, or determinism where CUDA's kernels do not have it.
-        TensorParallelError: more ranks than CUDA devices, or than a deterministic sum may have.
+        ConfigError: the device does not exist, or its kernels are not deterministic for this model.
+        TensorParallelError: there are more ranks than CUDA devices, or than deterministic sums allow.
     """
     device, dtype = _device(config, tp), _dtype(config, source)
     if config.deterministic and device.type == "cuda":
@@ -48,7 +48,7 @@ def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Res
     if config.deterministic and on_cpu and tp.size > 2:
         raise TensorParallelError(
             f"deterministic=True, tp={tp.size}: on CPUs the order in which more than two ranks are summed "
-            "depends on a row's place; use --tp 1 or 2",
+            "depends on the index of a row; use --tp 1 or 2",
             param="deterministic",
         )
     max_len = min(model_len, config.max_model_len or model_len)
@@ -56,7 +56,7 @@ def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Res
     chunk = config.chunked_prefill_size or (512 if on_cpu else 8192)
     if chunk > max_running * max_len:
         logger.info(
-            "chunked_prefill_size is %d, not %d: %d requests of %d tokens never have more to compute",
+            "chunked_prefill_size is %d, not %d: %d requests of %d tokens never need more",
             max_running * max_len,
             chunk,
             max_running,
@@ -87,29 +87,29 @@ def _device(config: EngineConfig, tp: TPInfo) -> torch.device:
 
 
 def _check_deterministic(source: ModelSource, tp: TPInfo, device: torch.device, dtype: torch.dtype) -> None:
-    leave, capability = "or leave --deterministic out", torch.cuda.get_device_capability(device)
+    remedy, capability = "or leave --deterministic out", torch.cuda.get_device_capability(device)
     if tp.size > 1:
         raise TensorParallelError(
-            f"deterministic=True with tp={tp.size}: on CUDA the order in which ranks' results are added up "
-            f"depends on the step; use --tp 1, {leave}",
+            f"deterministic=True with tp={tp.size}: on CUDA the order in which the ranks' results are added "
+            f"depends on the step; use --tp 1, {remedy}",
             param="tp",
         )
     if source.config.moe is not None:
         raise ConfigError(
-            f"deterministic=True with a mixture of experts: on CUDA the GEMMs of an expert depend on how "
-            f"many tokens it gets; use a dense model, {leave}",
+            f"deterministic=True with a mixture of experts: on CUDA the GEMMs of an expert depend on the "
+            f"number of its tokens; use a dense model, {remedy}",
             param="deterministic",
         )
     if dtype == torch.float32:
         raise ConfigError(
-            f"deterministic=True with dtype='float32': on CUDA only bfloat16 and float16 have such kernels; "
-            f"use one of them, {leave}",
+            f"deterministic=True with dtype='float32': on CUDA only bfloat16 and float16 have deterministic "
+            f"kernels; use one of them, {remedy}",
             param="dtype",
         )
     if capability != (9, 0):
         raise ConfigError(
-            f"deterministic=True on compute capability {capability}: the kernels' bits were compared on "
-            f"(9, 0) alone; use such a device, {leave}",
+            f"deterministic=True on compute capability {capability}: the deterministic kernels have been "
+            f"verified on (9, 0) only; use such a device, {remedy}",
             param="deterministic",
         )
 
@@ -117,6 +117,6 @@ def _check_deterministic(source: ModelSource, tp: TPInfo, device: torch.device, 
 def _dtype(config: EngineConfig, source: ModelSource) -> torch.dtype:
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
-    # Quantised values and float32 checkpoints lose nothing that matters in bfloat16.
+    # bfloat16 is precise enough for quantised values and for float32 checkpoints.
     is_half = source.config.dtype == "float16" and source.gguf is None
     return torch.float16 if is_half else torch.bfloat16

@@ -1,4 +1,4 @@
-"""One rank's model on its device: made in twelve steps, then asked for one forward step after another."""
+"""One rank's model on its device: initialised in twelve steps, it then runs one step plan after another."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from segue.messages.control import InitStep
 from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.executor import StepExecutor
-from segue.model_runner.graph_capture import capture, grid_of, keep_for_graphs
+from segue.model_runner.graph_capture import capture, reserve_for_graphs, resolve_grid
 from segue.model_runner.inputs import InputBuilder
-from segue.model_runner.profile_run import check_sizes, least_activations, make_pool, measure_activations
+from segue.model_runner.profile_run import check_sizes, make_pool, measure_activations, min_activations
 from segue.model_runner.resolved_config import ResolvedConfig, resolve_config
 from segue.model_runner.sampler import Sampler
 from segue.model_runner.step_result import ForwardOutput
@@ -60,13 +60,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLimits:
-    """What the runner can hold; the same on every rank."""
+    """The limits of the runner; the same on every rank."""
 
     num_pages: int
     page_size: int  # tokens
     max_seq_len: int  # tokens of one request, prompt and output
     max_running_requests: int
-    chunked_prefill_size: int  # prompt tokens a step
+    chunked_prefill_size: int  # prompt tokens per step
 
 
 class _Progress:
@@ -79,7 +79,7 @@ class _Progress:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """One step; inside it `num_bytes` and `detail` may be set."""
+        """Time one step; its body may set `num_bytes` and `detail`."""
         self.num_bytes, self.detail = 0, ""
         started = time.monotonic()
         yield
@@ -87,7 +87,7 @@ class _Progress:
 
 
 class ModelRunner:
-    """Runs step plans on one rank. Every rank gets the same plans in the same order."""
+    """Runs step plans on one rank. Every rank runs the same plans in the same order."""
 
     def __init__(
         self,
@@ -100,24 +100,24 @@ class ModelRunner:
         """Initialise in twelve steps, each timed and reported.
 
         Args:
-            config: the engine's options.
-            source: where the weights come from.
+            config: the options of the engine.
+            source: the checkpoint to load the weights from.
             tp: this rank.
-            run_dir: a directory that all ranks see, where they meet.
-            report: called once for each step, in order, when it is done.
+            run_dir: a directory for the rendezvous of all ranks.
+            report: called once after each step, in order.
 
         Raises:
-            SegueError: what the user can change: device, sizes, memory, model files.
+            SegueError: a problem that the user can solve, with device, sizes, memory or model files.
         """
         progress = _Progress(report)
         self.tp = tp
         with progress.step("device"):
             model_config = source.config
-            part = shard(model_config, tp)  # fails here, where no rank waits for another yet
+            sizes = shard(model_config, tp)  # fails before any rank waits for another one
             resolved = resolve_config(config, source, tp)
             shape = AttentionShape(
-                num_heads=part.num_heads,
-                num_kv_heads=part.num_kv_heads,
+                num_heads=sizes.num_heads,
+                num_kv_heads=sizes.num_kv_heads,
                 head_dim=model_config.head_dim,
                 scale=model_config.head_dim**-0.5,
             )
@@ -135,8 +135,8 @@ class ModelRunner:
             )
             self._stream = make_stream(resolved.device)
             progress.detail = f"{resolved.device}, {resolved.dtype}, rank {tp.rank} of {tp.size}"
-        # On the stream, where the steps will run: if another thread had parallel operations too, GNU's OpenMP
-        # would count more threads than cores and let none wait by spinning (a step takes twice as long).
+        # On the stream of the steps: if two threads ran parallel operations, GNU's OpenMP would count more
+        # threads than cores and never let a thread spin while it waits (a step would take twice as long).
         work = partial(
             self._initialise,
             config,
@@ -172,9 +172,9 @@ class ModelRunner:
                 progress.num_bytes = _add_one_shot(groups, resolved, model_config.hidden_size)
         with progress.step("free memory"):
             free_before = progress.num_bytes = _agree_on_free_memory(groups, resolved.device)
-            least = least_activations(model_config, resolved)
-            none_yet = {"arena_bytes": 0, "derived": 0, "activations": least}
-            demand = _demand(config, resolved, model_config, groups, free_before=free_before, **none_yet)
+            lower_bound = min_activations(model_config, resolved)
+            known = {"arena_bytes": 0, "derived": 0, "activations": lower_bound}
+            demand = _demand(config, resolved, model_config, groups, free_before=free_before, **known)
             check_sizes(demand.without_graphs(), resolved)
         with progress.step("weights"):
             model = build_model(
@@ -208,12 +208,12 @@ class ModelRunner:
                 derived=derived,
                 activations=activations,
             )
-            demand = keep_for_graphs(
+            demand = reserve_for_graphs(
                 demand,
                 config,
                 selection,
                 experts if model_config.moe else None,
-                ranks_meet=tp.size == 1 or groups.collectives.one_shot is not None,
+                can_capture_collectives=tp.size == 1 or groups.collectives.one_shot is not None,
             )
             captures = demand.reserve.graphs > 0
             budget = plan_pages(demand, config.num_kv_tokens)
@@ -258,7 +258,7 @@ class ModelRunner:
         with progress.step("CUDA graphs"):
             progress.detail, num_graphs = "none: steps run eagerly", 0
             has_experts = model_config.moe is not None
-            grid = grid_of(config, resolved, backend, selection.name, has_experts, captures=captures)
+            grid = resolve_grid(config, resolved, backend, selection.name, has_experts, captures=captures)
             if resolved.device.type == "cuda" and (tp.size == 1 or groups.collectives.one_shot is not None):
                 self._executor = executor = _make_cuda_executor(
                     config, resolved, groups, model, state, kv, backend, sampler
@@ -293,13 +293,13 @@ class ModelRunner:
     def forward_batch(self, plan: StepPlan) -> ForwardOutput:
         """Submit a step and return at once; steps run in the order they are submitted.
 
-        A step may be submitted before the one ahead of it is read: its decode rows take their input where
-        that one wrote it.
+        A step may be submitted before the result of the previous one is read: its decode rows read their
+        input tokens where the previous step writes them.
         """
         return ForwardOutput(self._stream.submit(partial(self._executor.run, plan)))
 
     def served_weights(self) -> ServedWeights:
-        """What `WeightUpdater` changes."""
+        """Return the weights that the model serves with, for weight updates."""
         allow = self._config.weights_master_allow
         return ServedWeights(
             arena=self.arena,
@@ -318,22 +318,25 @@ class ModelRunner:
         )
 
     def on_stream(self, work: Callable[[], Result]) -> Result:
-        """Run `work` where the steps run, behind those submitted, and wait for it."""
+        """Run `work` on the stream of the steps, after all submitted steps, and wait for it."""
         return self._stream.submit(work).result()
 
     def close(self) -> None:
-        """Finish what was submitted and stop."""
+        """Finish all submitted steps and stop."""
         self._stream.close()
 
 
 def _add_one_shot(groups: TPGroups, resolved: ResolvedConfig, hidden_size: int) -> int:
-    """Give the collectives their one-shot all-reduce, where the devices see each other; bytes taken."""
+    """Add the one-shot all-reduce to the collectives if the devices have peer access.
+
+    Returns the bytes that it takes.
+    """
     from segue.kernels.triton.all_reduce import OneShotAllReduce
 
     assert isinstance(groups.collectives, GroupCollectives)
     if not all_devices_meet(groups.tp.size):
         logger.warning(
-            "the CUDA devices cannot address each other's memory: all-reduces go through NCCL, eagerly"
+            "the CUDA devices cannot address each other's memory: all-reduces use NCCL, and steps run eagerly"
         )
         return 0
     one_shot = OneShotAllReduce(groups, resolved.device, hidden_size, resolved.max_running_requests)
@@ -395,8 +398,8 @@ def _demand(
     derived: int,
     activations: int,
 ) -> Demand:
-    """What the page count depends on, agreed on by all ranks."""
-    # The most that any rank takes, so that all ranks come to the same number, or to the same error.
+    """Return the sizes that the page count depends on; the same on all ranks."""
+    # The maximum over the ranks, so that all ranks compute the same number of pages, or raise the same error.
     gathered = groups.all_gather([arena_bytes, derived, activations])
     arena_bytes, derived, activations = (max(values) for values in zip(*gathered, strict=True))
     on_cpu = resolved.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""One step's inputs on a CUDA device: one copy to addresses that never change, which captured graphs read."""
+"""One step's inputs on a CUDA device: one copy to fixed addresses, where captured graphs read them."""
 
 from __future__ import annotations
 
@@ -17,30 +17,28 @@ from segue.kvcache.pool import KVPool
 from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
 
-Whole = TypeVar("Whole", Tensor, NDArray[np.int32])
+Buffer = TypeVar("Buffer", Tensor, NDArray[np.int32])
 
-_ALIGNMENT = 4  # words
-RING = 4  # steps whose buffers on the host may still be in use, and one to spare
+_ALIGNMENT = 4  # int32 elements: 16 bytes
+RING = 4  # ring buffers on the host: one per step in flight, and one to spare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """Sizes a step is run with, padding included."""
+    """The sizes that a step is run with, padding included."""
 
     tokens: int
-    decode: int  # decode sequences, at most
-    sequences: int  # the dummy request not counted
-    blocks: int  # of the attention backend, behind the decode slots
-    logits: int  # slots that sample
-    trims: bool = True  # the hidden states of other slots are not wanted
-    prompt_len: int = (
-        0  # tokens that each prompt is padded to, at its front; 0: prompts follow each other unpadded
-    )
+    decode: int  # the maximum number of decode sequences
+    sequences: int  # without the dummy request
+    blocks: int  # query blocks of the attention backend, for the sequences behind the decode sequences
+    logits: int  # the number of sequences that sample
+    sampled_only: bool = True  # the model returns the hidden states of the tokens that sample, and no others
+    prompt_len: int = 0  # each prompt is padded at its front to this length; 0: prompts are not padded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """Views of one buffer, int32, for one shape."""
+class _StepViews:
+    """The int32 views of the device buffer for one shape."""
 
     token_slots: Tensor
     positions: Tensor
@@ -52,11 +50,11 @@ class _Step:
 
 
 class DeviceInputs:
-    """Static buffers for the largest step.
+    """Static input buffers, large enough for the largest step.
 
-    What sampling reads lies at the front, at the same place in every step; behind it the forward graph's
-    inputs, laid out by shape. Tokens that pad a step belong to one dummy request behind the others, which has
-    a single key: whatever they compute goes to the scratch page and to the dummy slot.
+    The inputs of sampling are at the front (the header), at the same addresses in every step. The inputs of
+    the forward graph follow, laid out by shape. Tokens that pad a step belong to one dummy request, which is
+    the last sequence and has a single key: their results go to the scratch page and to the dummy slot.
     """
 
     def __init__(
@@ -67,37 +65,40 @@ class DeviceInputs:
         self._backend = backend
         self._dummy = state.page_table.dummy_slot
         self._max_slots = max_slots
-        self._front_sizes = [3, max_slots, max_slots, max_slots]
-        self._front = sum(map(_aligned, self._front_sizes))
-        most_blocks = max(self.most_blocks(tokens, max_slots) for tokens in range(1, max_tokens + 1))
+        self._header_sizes = [3, max_slots, max_slots, max_slots]
+        self._header_size = sum(map(_aligned, self._header_sizes))
+        max_blocks = max(self.max_blocks(tokens, max_slots) for tokens in range(1, max_tokens + 1))
         largest = StepShape(
-            tokens=max_tokens, decode=max_slots, sequences=max_slots, blocks=most_blocks, logits=max_slots
+            tokens=max_tokens, decode=max_slots, sequences=max_slots, blocks=max_blocks, logits=max_slots
         )
-        size = self._front + max(sum(map(_aligned, _sizes(largest))), 3 * _aligned(max_slots))
+        size = self._header_size + max(sum(map(_aligned, _sizes(largest))), 3 * _aligned(max_slots))
         self._buffer = torch.zeros(size, dtype=torch.int32, device=state.device)
         on_cuda = state.device.type == "cuda"
         self._staged = torch.zeros((RING, size), dtype=torch.int32, pin_memory=on_cuda)
-        front = _cut(self._buffer, self._front_sizes)
-        counts, self.sample_slots, self.sample_positions, self.logit_indices = front
-        self.ring_index, self._num_tokens, self._num_wanted = counts[:1], counts[1:2], counts[2:]
+        header = _split(self._buffer, self._header_sizes)
+        counts, self.sample_slots, self.sample_positions, self.logits_indices = header
+        self.ring_index, self._num_tokens, self._num_sampled = counts[:1], counts[1:2], counts[2:]
         self.sample_slots.fill_(self._dummy)
-        self._grid_steps: dict[StepShape, _Step] = {}  # those of captured grids
+        self._grid_views: dict[StepShape, _StepViews] = {}  # the views of captured grid sizes
 
-    def most_blocks(self, tokens: int, sequences: int) -> int:
-        """Blocks that `tokens` of so many sequences can take, however they are cut; the dummy's included."""
+    def max_blocks(self, tokens: int, sequences: int) -> int:
+        """Return the most query blocks that `tokens` tokens of `sequences` sequences take.
+
+        The blocks of the dummy request are included.
+        """
         return tokens // self._backend.queries_per_block(tokens) + min(tokens, sequences) + 1
 
     def num_blocks(self, plan: StepPlan) -> int:
-        """Blocks that a plan takes without padding."""
+        """Return the query blocks that a plan takes without padding."""
         per_block = self._backend.queries_per_block(plan.num_tokens)
         return len(block_table(plan.lens, plan.num_decode, per_block))
 
     def load_decode(self, plan: StepPlan, size: int, ring_index: int) -> None:
-        """Copy in a step of decode slots only, padded to `size`."""
+        """Copy the inputs of a decode step to the device, padded to `size` slots."""
         count, host = len(plan.slots), self._staged[ring_index].numpy()
         host[:3] = ring_index, count, count
-        end = self._front + 3 * _aligned(size)
-        step = host[self._front : end].reshape(3, -1)[:, :size]
+        end = self._header_size + 3 * _aligned(size)
+        step = host[self._header_size : end].reshape(3, -1)[:, :size]
         step[0, count:], step[1, count:], step[2, count:] = self._dummy, 0, 1
         step[0, :count] = plan.slots
         step[1, :count] = plan.starts
@@ -105,54 +106,54 @@ class DeviceInputs:
         self._copy(ring_index, end)
 
     def load(self, plan: StepPlan, shape: StepShape, ring_index: int) -> None:
-        """Copy in any step, padded to `shape`."""
+        """Copy the inputs of any step to the device, padded to `shape`."""
         host = self._staged[ring_index].numpy()
         lens, starts = np.array(plan.lens), np.array(plan.starts)
         kv_lens, ends = starts + lens, lens.cumsum()
         count, slots = int(ends[-1]), np.array(plan.slots)
         samples = np.array(plan.samples, dtype=np.bool_)
-        places, of_sequence = np.arange(count), np.arange(len(lens)).repeat(lens)
-        positions = places + (kv_lens - ends)[of_sequence]
+        token_indices, of_sequence = np.arange(count), np.arange(len(lens)).repeat(lens)
+        positions = token_indices + (kv_lens - ends)[of_sequence]
         if shape.prompt_len:
             grid_ends = np.arange(1, len(lens) + 1) * shape.prompt_len
-            places, ends = places + (grid_ends - ends)[of_sequence], grid_ends
-        counts, sample_slots, sample_positions, logit_indices = _cut(host, self._front_sizes)
+            token_indices, ends = token_indices + (grid_ends - ends)[of_sequence], grid_ends
+        counts, sample_slots, sample_positions, logits_indices = _split(host, self._header_sizes)
         counts[:] = ring_index, count, samples.sum()
-        # To the end, every time: the sampling graph may be padded to more slots than the forward graph.
+        # Always filled to the end: the sampling graph may be padded to more slots than the forward graph.
         _fill(sample_slots, slots[samples], self._dummy)
         _fill(sample_positions, kv_lens[samples], 1)
-        _fill(logit_indices, (ends - 1)[samples], 0)
-        parts = dict(zip(_PARTS, _cut(host[self._front :], _sizes(shape)), strict=True))
-        for part, values, filler in (
+        _fill(logits_indices, (ends - 1)[samples], 0)
+        views = dict(zip(_VIEW_NAMES, _split(host[self._header_size :], _sizes(shape)), strict=True))
+        for name, values, filler in (
             ("token_slots", slots[of_sequence], self._dummy),
             ("positions", positions, 0),
         ):
-            parts[part].fill(filler)
-            parts[part][places] = values
-        _fill(parts["slots"], slots, self._dummy)
-        _fill(parts["kv_lens"], kv_lens, 1)
-        parts["num_decode"][0] = plan.num_decode
-        if not shape.prompt_len:  # else they are fixed
-            parts["cu_seqlens_q"][0] = 0
-            _fill(parts["cu_seqlens_q"][1:], ends, shape.tokens)
+            views[name].fill(filler)
+            views[name][token_indices] = values
+        _fill(views["slots"], slots, self._dummy)
+        _fill(views["kv_lens"], kv_lens, 1)
+        views["num_decode"][0] = plan.num_decode
+        if not shape.prompt_len:  # for the grid, both were set at capture
+            views["cu_seqlens_q"][0] = 0
+            _fill(views["cu_seqlens_q"][1:], ends, shape.tokens)
             per_block = self._backend.queries_per_block(shape.tokens)
             blocks = block_table([*plan.lens, shape.tokens - count], plan.num_decode, per_block)
-            _fill(parts["blocks"], blocks.ravel(), -1)
-        self._copy(ring_index, self._front + sum(map(_aligned, _sizes(shape))))
+            _fill(views["blocks"], blocks.ravel(), -1)
+        self._copy(ring_index, self._header_size + sum(map(_aligned, _sizes(shape))))
         if shape.prompt_len:
-            step = self._grid_steps[shape]
+            fixed = self._grid_views[shape]
             self._backend.init_forward_metadata_replay_batch_prefill_cuda_graph(
-                shape.sequences, shape.prompt_len, step.slots, step.kv_lens
+                shape.sequences, shape.prompt_len, fixed.slots, fixed.kv_lens
             )
 
     def decode_slots(self, size: int) -> tuple[Tensor, Tensor]:
-        """Rows and sampled positions of a decode step."""
-        slots, _, kv_lens = _cut(self._buffer[self._front :], [size] * 3)
+        """Return the slots of a decode step and the positions of the tokens that they sample."""
+        slots, _, kv_lens = _split(self._buffer[self._header_size :], [size] * 3)
         return slots, kv_lens
 
     def decode_context(self, size: int) -> Context:
-        """The context of `size` decode slots."""
-        slots, positions, kv_lens = _cut(self._buffer[self._front :], [size] * 3)
+        """Return the context of a decode step of `size` slots."""
+        slots, positions, kv_lens = _split(self._buffer[self._header_size :], [size] * 3)
         return self._context(
             slots,
             positions,
@@ -164,42 +165,41 @@ class DeviceInputs:
         )
 
     def context(self, shape: StepShape) -> Context:
-        """The context of any step of a shape."""
-        step = self._step(shape)
+        """Return the context of any step of `shape`."""
+        views = self._views(shape)
         return self._context(
-            step.token_slots,
-            step.positions,
-            slots=step.slots,
-            kv_lens=step.kv_lens,
-            cu_seqlens_q=step.cu_seqlens_q,
+            views.token_slots,
+            views.positions,
+            slots=views.slots,
+            kv_lens=views.kv_lens,
+            cu_seqlens_q=views.cu_seqlens_q,
             num_decode=shape.decode,
-            num_decode_device=step.num_decode,
-            blocks=step.blocks,
-            logits_indices=self.logit_indices[: shape.logits] if shape.trims else None,
-            num_tokens=None
-            if shape.prompt_len
-            else self._num_tokens,  # slots have padding before their tokens
+            num_decode_device=views.num_decode,
+            blocks=views.blocks,
+            logits_indices=self.logits_indices[: shape.logits] if shape.sampled_only else None,
+            # In the grid the padding is not at the end, so no number of tokens describes it.
+            num_tokens=None if shape.prompt_len else self._num_tokens,
         )
 
-    def _step(self, shape: StepShape) -> _Step:
-        if shape in self._grid_steps:
-            return self._grid_steps[shape]
-        parts: dict[str, Any] = dict(
-            zip(_PARTS, _cut(self._buffer[self._front :], _sizes(shape)), strict=True)
+    def _views(self, shape: StepShape) -> _StepViews:
+        if shape in self._grid_views:
+            return self._grid_views[shape]
+        views: dict[str, Any] = dict(
+            zip(_VIEW_NAMES, _split(self._buffer[self._header_size :], _sizes(shape)), strict=True)
         )
-        parts["blocks"] = parts["blocks"].view(-1, 2) if shape.blocks else None
+        views["blocks"] = views["blocks"].view(-1, 2) if shape.blocks else None
         if shape.prompt_len:
             count = shape.sequences
-            parts["slots"], parts["kv_lens"] = slots, kv_lens = (
-                parts["slots"][:count],
-                parts["kv_lens"][:count],
+            views["slots"], views["kv_lens"] = slots, kv_lens = (
+                views["slots"][:count],
+                views["kv_lens"][:count],
             )
             fixed = self._backend.init_forward_metadata_capture_batch_prefill_cuda_graph(
                 count, shape.prompt_len, slots, kv_lens
             )
-            parts["cu_seqlens_q"], parts["blocks"] = fixed.cu_seqlens_q, fixed.blocks
-            self._grid_steps[shape] = _Step(**parts)
-        return _Step(**parts)
+            views["cu_seqlens_q"], views["blocks"] = fixed.cu_seqlens_q, fixed.blocks
+            self._grid_views[shape] = _StepViews(**views)
+        return _StepViews(**views)
 
     def _context(
         self,
@@ -215,7 +215,7 @@ class DeviceInputs:
         blocks: Tensor | None = None,
         logits_indices: Tensor | None = None,
     ) -> Context:
-        ids, slot_mapping = self._look_up(token_slots, positions)
+        ids, slot_mapping = self._gather_inputs(token_slots, positions)
         return Context(
             input_ids=ids,
             positions=positions,
@@ -234,10 +234,10 @@ class DeviceInputs:
             num_decode_device=num_decode_device,
             blocks=blocks,
             num_tokens=num_tokens,
-            num_logits_indices=self._num_wanted,
+            num_logits_indices=self._num_sampled,
         )
 
-    def _look_up(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather_inputs(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         from segue.kernels.triton.gather_inputs import gather_inputs
 
         state = self._state
@@ -254,20 +254,20 @@ class DeviceInputs:
         self._buffer[:size].copy_(self._staged[ring_index, :size], non_blocking=True)
 
 
-_PARTS = ("token_slots", "positions", "slots", "kv_lens", "cu_seqlens_q", "num_decode", "blocks")
+_VIEW_NAMES = ("token_slots", "positions", "slots", "kv_lens", "cu_seqlens_q", "num_decode", "blocks")
 
 
 def _sizes(shape: StepShape) -> list[int]:
-    """Of the parts, in order; the dummy request is one more sequence."""
+    """Return the sizes of the views by `_VIEW_NAMES`; the dummy request is one more sequence."""
     slots = shape.sequences + 1
     return [shape.tokens, shape.tokens, slots, slots, slots + 1, 1, 2 * shape.blocks]
 
 
-def _cut(whole: Whole, sizes: list[int]) -> list[Whole]:
-    """Slices one behind the other, each at a multiple of 16 bytes: Triton compiles by alignment."""
+def _split(buffer: Buffer, sizes: list[int]) -> list[Buffer]:
+    """Return consecutive slices, each aligned to 16 bytes: Triton compiles a kernel for each alignment."""
     starts = np.cumsum([0, *map(_aligned, sizes)]).tolist()
-    assert starts[-1] <= len(whole), (starts, len(whole))
-    return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    assert starts[-1] <= len(buffer), (starts, len(buffer))
+    return [buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def _aligned(size: int) -> int:

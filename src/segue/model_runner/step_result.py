@@ -1,4 +1,4 @@
-"""What a step gives back, and when."""
+"""The results of a step, and when they are on the host."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from segue.sampling.logprobs import Logprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStepResult:
-    """One launched step. What is on the host is there once `copy_done` has happened."""
+    """One launched step. The host tensors are valid once `copy_done` has completed."""
 
     step: int
     started: float  # seconds of the monotonic clock
-    next_tokens_host: Tensor  # integers, one a sampling sequence
-    copy_done: torch.Event | None  # None: nothing to wait for
-    logprobs: Logprobs | None = None  # of the sequences below
-    logprob_indices: Sequence[int] = ()
-    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # by row, in runs
-    finished: float = 0.0  # on a CPU; 0: when copy_done has happened
-    eager: EagerReason | None = "disabled"  # why it ran without a graph; None: with one
+    next_tokens_host: Tensor  # integers, one per sampling sequence
+    copy_done: torch.Event | None  # None: there is nothing to wait for
+    logprobs: Logprobs | None = None  # of the tokens `logprob_indices`
+    logprob_indices: Sequence[int] = ()  # indices into `next_tokens_host`
+    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # slot -> parts, in order
+    finished: float = 0.0  # seconds of the monotonic clock, on a CPU; 0: the step ends with `copy_done`
+    eager: EagerReason | None = "disabled"  # why the step ran without a graph; None: a graph was replayed
     padded_tokens: int = 0
 
-    def is_there(self) -> bool:
-        """Whether it is on the host."""
+    def is_ready(self) -> bool:
+        """Whether the results are on the host."""
         return self.copy_done is None or self.copy_done.query()
 
     def result(self) -> StepResult:
-        """The step as the scheduler takes it; waits for the copy."""
+        """Wait for the copy and return the result for the scheduler."""
         if self.copy_done is not None:
             self.copy_done.synchronize()
         tokens = self.next_tokens_host.tolist()
@@ -50,8 +50,8 @@ class DeviceStepResult:
             seconds=(self.finished or time.monotonic()) - self.started,
             logprobs=logprobs,
             prompt_logprobs={
-                row: [message for part in parts for message in part.messages() if message is not None]
-                for row, parts in self.prompt_logprobs.items()
+                slot: [message for part in parts for message in part.messages() if message is not None]
+                for slot, parts in self.prompt_logprobs.items()
             },
             eager=self.eager,
             padded_tokens=self.padded_tokens,
@@ -59,15 +59,15 @@ class DeviceStepResult:
 
 
 class ForwardOutput:
-    """A step that was submitted."""
+    """The handle of a submitted step."""
 
     def __init__(self, pending: Future[DeviceStepResult]) -> None:
         self._pending = pending
 
     def ready(self) -> bool:
         """Whether :meth:`result` would return at once."""
-        return self._pending.done() and self._pending.result().is_there()
+        return self._pending.done() and self._pending.result().is_ready()
 
     def result(self) -> StepResult:
-        """Wait for the step and return what it made; raises what the step raised."""
+        """Wait for the step and return its result, or raise the error of the step."""
         return self._pending.result().result()

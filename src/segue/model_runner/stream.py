@@ -1,4 +1,4 @@
-"""Where steps run, one after the other: a thread on a CPU, the current stream of a CUDA device."""
+"""The queue that steps run in, one after the other: a thread for a CPU, a stream for a CUDA device."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ class ComputeStream(Protocol):
     """Runs submitted work in order."""
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Queue `work`; the future is done when it has run, or on CUDA when it has been launched."""
+        """Queue `work`; the future is done when `work` has run, or on CUDA when it has been launched."""
         ...
 
     def close(self) -> None:
-        """Finish what was submitted, then take no more."""
+        """Finish all submitted work; no more may be submitted afterwards."""
         ...
 
 
 class CPUStream:
-    """One thread. After work that failed, all later work fails with the same error: its input is missing."""
+    """Runs work on one thread.
+
+    After one piece of work has failed, all later work fails with the same error: its input is missing.
+    """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="segue-stream")
@@ -41,7 +44,7 @@ class CPUStream:
         return self._executor.submit(self._run, work)
 
     def close(self) -> None:
-        """Finish what was submitted, then end the thread."""
+        """Finish all submitted work, then end the thread."""
         self._executor.shutdown(wait=True)
 
     def _run(self, work: Callable[[], Result]) -> Result:
@@ -55,14 +58,14 @@ class CPUStream:
 
 
 class CUDAStream:
-    """A compute stream of one device; work is launched from the thread that submits it.
+    """A compute stream of one device; work is launched on the thread that submits it.
 
-    After work that failed, all later work fails with the same error.
+    After one piece of work has failed, all later work fails with the same error.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Of high priority: its kernels go first, and torch, which reuses streams, gives it to nobody who asks
-        # for one of the usual priority.
+        # High priority, because its kernels go first, and because torch reuses streams: code that asks for a
+        # stream of the default priority never gets this one.
         self._stream = torch.Stream(device, priority=-1)
         self._lock = threading.Lock()
         self._failure: Exception | None = None
@@ -86,16 +89,16 @@ class CUDAStream:
 
 
 def make_stream(device: torch.device) -> ComputeStream:
-    """The stream for steps on `device`."""
+    """Return the stream for steps on `device`."""
     return CPUStream() if device.type == "cpu" else CUDAStream(device)
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep what is freed instead of giving it back to the kernel. Only glibc has this.
+    """Let malloc keep freed memory instead of returning it to the kernel; does nothing without glibc.
 
-    A step's temporaries are freed and taken again at once. By default every one of some MB is unmapped and
-    mapped again, and the page faults cost several times what computing on it does (measured: 2.9 ms instead
-    of 0.6 ms to sample 16 rows).
+    A step frees its temporaries and the next step allocates them again. By default a temporary of a few MB is
+    unmapped and mapped again, and the page faults cost several times as much as the computation (measured:
+    2.9 ms instead of 0.6 ms to sample 16 rows).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -104,9 +107,9 @@ def keep_freed_memory() -> None:
 
 
 def free_garbage() -> None:
-    """Give CUDA back what only garbage holds: of a trial run, or of an engine closed in this process.
+    """Return memory to CUDA that only garbage holds: of the profile run, or of an engine closed before.
 
-    Later it might be freed in the middle of a capture.
+    Later the garbage collector might free it in the middle of a capture.
     """
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What Segue needs to know of a Hugging Face `config.json`, checked and in one form."""
+"""The model configuration: the fields of a Hugging Face `config.json` that Segue uses, checked."""
 
 import math
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ SUPPORTED_ARCHITECTURES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding: base frequencies and how they are stretched for long contexts."""
+    """Rotary position embedding: the base frequencies, and how they are scaled for long contexts."""
 
     kind: RopeKind = "default"
     theta: float = 10000.0
-    factor: float = 1.0  # context stretch, all kinds but default
+    factor: float = 1.0  # the factor that extends the context; all kinds but default
     original_max_position: int = 0  # trained context in tokens; llama3 and yarn
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -38,14 +38,14 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """Mixture of experts: sizes, routing, and which layers have it."""
+    """Mixture of experts: sizes, routing, and the layers that have experts."""
 
     num_experts: int
     num_experts_per_tok: int
     expert_intermediate_size: int
-    norm_topk_prob: bool  # whether the chosen experts' weights are scaled to sum to 1
+    norm_topk_prob: bool  # whether the weights of the chosen experts are scaled to sum to 1
     sparse_step: int = 1  # every sparse_step-th layer is sparse
-    dense_layers: tuple[int, ...] = ()  # layers that are dense all the same
+    dense_layers: tuple[int, ...] = ()  # exceptions: layers that are dense
 
     def is_sparse(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0) has experts instead of one MLP."""
@@ -54,7 +54,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One decoder-only model: sizes of the whole (not of a rank), and what tells families apart."""
+    """One decoder-only model: sizes of the whole model (not of a rank), and features of its family."""
 
     architecture: str
     vocab_size: int
@@ -72,7 +72,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    dtype: str | None  # of the checkpoint, such as "bfloat16"
+    dtype: str | None  # the dtype of the checkpoint, such as "bfloat16"
     moe: MoEConfig | None = None
 
     def is_sparse(self, layer: int) -> bool:
@@ -81,7 +81,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
-        """Read the content of a `config.json`, old or transformers-5 form.
+        """Read the content of a `config.json`, in the form of transformers 5 or in the older one.
 
         Raises:
             UnsupportedModelError: the architecture, activation, RoPE kind or quantisation is not supported,
@@ -92,7 +92,7 @@ class ModelConfig:
             method = config["quantization_config"].get("quant_method", "unknown")
             raise UnsupportedModelError(
                 f"the model is quantised ({method!r}); supported are float32, float16 and bfloat16 "
-                "weights and GGUF files: use an unquantised or a GGUF version of it"
+                "weights and GGUF files: use an unquantised or a GGUF version of the model"
             )
         activation = config.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
@@ -101,12 +101,12 @@ class ModelConfig:
         num_heads = _size(config, "num_attention_heads")
         hidden_size = _size(config, "hidden_size")
         is_qwen3 = architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-        has_attention_bias = is_qwen3 or architecture == "LlamaForCausalLM"  # others do not look at the field
+        has_attention_bias = is_qwen3 or architecture == "LlamaForCausalLM"  # the others ignore the field
         attention_bias = has_attention_bias and bool(config.get("attention_bias", False))
         default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
         head_dim = _size(config, "head_dim", default_head_dim)
         if head_dim % 2:
-            raise UnsupportedModelError(f"head_dim {head_dim} is odd; RoPE turns pairs, so it must be even")
+            raise UnsupportedModelError(f"head_dim {head_dim} is odd; RoPE rotates pairs, so it must be even")
         num_kv_heads = _size(config, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise UnsupportedModelError(
@@ -167,7 +167,7 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _rope(config: Mapping[str, Any], trained_context: int) -> RopeConfig:
-    # transformers 5 keeps everything in rope_parameters; before, rope_theta stood beside rope_scaling.
+    # transformers 5 has all fields in rope_parameters; older versions have rope_theta beside rope_scaling.
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     if new and old and new != old:
         raise UnsupportedModelError(
@@ -221,12 +221,12 @@ def _optional_float(value: Any) -> float | None:
 def _max_position(
     config: Mapping[str, Any], architecture: str, rope: RopeConfig, trained_context: int
 ) -> int:
-    longest = trained_context
+    max_len = trained_context
     if rope.kind == "yarn":
-        longest = max(longest, int(rope.original_max_position * rope.factor))
-    # Attention sees the whole sequence, which equals a sliding window as long as the sequence fits into it.
+        max_len = max(max_len, int(rope.original_max_position * rope.factor))
+    # Our attention has no sliding window, which makes no difference while the sequence fits into the window.
     window = _sliding_window(config, architecture)
-    return longest if window is None else min(longest, window)
+    return max_len if window is None else min(max_len, window)
 
 
 def _sliding_window(config: Mapping[str, Any], architecture: str) -> int | None:

@@ -22,25 +22,25 @@ from segue.models.sharding import Shard, shard
 
 
 class DecoderLayer(Layer):
-    """Attention and MLP (or experts), each on the normalised residual stream."""
+    """Attention and an MLP (or experts), each applied to the normalised residual stream."""
 
     def __init__(
         self,
         index: int,
         config: ModelConfig,
-        part: Shard,
+        sizes: Shard,
         collectives: Collectives,
         moe_backend: MoEBackend,
         deterministic: bool,
     ) -> None:
-        """Layer `index` from 0."""
+        """Make layer `index`, counted from 0, for the rank with `sizes`."""
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
         self.attn = Attention(
             layer=index,
             hidden_size=config.hidden_size,
-            num_heads=part.num_heads,
-            num_kv_heads=part.num_kv_heads,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
             head_dim=config.head_dim,
             qkv_bias=config.qkv_bias,
             o_bias=config.o_bias,
@@ -50,23 +50,23 @@ class DecoderLayer(Layer):
             deterministic=deterministic,
         )
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
-        self.mlp = _mlp(index, config, part, collectives, moe_backend, deterministic)
+        self.mlp = _mlp(index, config, sizes, collectives, moe_backend, deterministic)
         self.is_sparse = isinstance(self.mlp, MoE)
 
     def forward(
         self,
         x: Tensor,
         residual: Tensor | None,
-        store_inputs: KVStoreInputs,
+        kv_store: KVStore,
         ctx: Context,
         logits_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Take and return a branch's output, `[T, hidden]`, and the residual stream it still is to join.
+        """Take and return the output of a branch, `[T, hidden]`, and the residual stream to add it to.
 
-        With `logits_indices` (int `[L]`) only those tokens go on behind the attention.
+        With `logits_indices` (int `[L]`) only these tokens go through the MLP, and `[L, hidden]` is returned.
         """
         x, residual = self.input_norm.add(x, residual)
-        x = self.attn(x, store_inputs, ctx, logits_indices)
+        x = self.attn(x, kv_store, ctx, logits_indices)
         x, residual = self.post_norm.add(
             x, residual if logits_indices is None else residual.index_select(0, logits_indices)
         )
@@ -76,9 +76,9 @@ class DecoderLayer(Layer):
 
 
 class Decoder(Layer):
-    """One rank's share of the model.
+    """One rank's shard of the model.
 
-    Parameters are made wherever `torch.device` says, on `meta` as a rule.
+    Parameters are created on the default device of torch, usually `meta`.
     """
 
     def __init__(
@@ -88,22 +88,24 @@ class Decoder(Layer):
         moe_backend: MoEBackend,
         deterministic: bool = False,
     ) -> None:
-        """Cut `config` for the rank of `collectives`; see `EngineConfig.deterministic`.
+        """Shard `config` for the rank of `collectives`; for `deterministic` see `EngineConfig`.
 
         Raises:
-            TensorParallelError: the model cannot be cut into so many parts.
+            TensorParallelError: the model cannot be split over so many ranks.
         """
         super().__init__()
         self.config = config
-        self.part = shard(config, collectives.tp)
-        self.embed = VocabParallelEmbedding(self.part.vocab_size, config.hidden_size, collectives=collectives)
+        self.shard = shard(config, collectives.tp)
+        self.embed = VocabParallelEmbedding(
+            self.shard.vocab_size, config.hidden_size, collectives=collectives
+        )
         self.layers = nn.ModuleList(
-            DecoderLayer(index, config, self.part, collectives, moe_backend, deterministic)
+            DecoderLayer(index, config, self.shard, collectives, moe_backend, deterministic)
             for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
         self.lm_head = ParallelHead(
-            self.part.vocab_size,
+            self.shard.vocab_size,
             config.hidden_size,
             config.vocab_size,
             tied=self.embed if config.tie_embeddings else None,
@@ -114,44 +116,44 @@ class Decoder(Layer):
             self.rotary = Rotary(*inverse_frequencies(config.rope, config.head_dim), config.max_position)
 
     def forward(self, ctx: Context) -> Tensor:
-        """Run a step; the hidden states of the wanted tokens after the last norm, equal on every rank.
+        """Run a step and return hidden states after the last norm, equal on every rank.
 
-        `[L, hidden]`, or `[T, hidden]` where all are logits_indices.
+        They are `[L, hidden]`, of the tokens `ctx.logits_indices`, or `[T, hidden]` if that is None.
         """
         ctx.backend.prepare(ctx)
         x = self.embed(ctx.input_ids)
         cos, sin = self.rotary.angles(ctx.positions, x.dtype)
-        store_inputs = KVStoreInputs(cos=cos, sin=sin, positions=ctx.positions, slot_mapping=ctx.slot_mapping)
+        kv_store = KVStore(cos=cos, sin=sin, positions=ctx.positions, rows=ctx.slot_mapping)
         residual = None
         *layers, last = self.layers
         for layer in layers:
-            x, residual = layer(x, residual, store_inputs, ctx)
-        x, residual = last(x, residual, store_inputs, ctx, ctx.logits_indices)
+            x, residual = layer(x, residual, kv_store, ctx)
+        x, residual = last(x, residual, kv_store, ctx, ctx.logits_indices)
         hidden, _ = self.norm.add(x, residual)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Float32 logits `[L, vocab_size]` of `[L, hidden]` on rank 0; None on the others."""
+        """Return the float32 logits `[L, vocab_size]` of `[L, hidden]` on rank 0, None on other ranks."""
         logits: Tensor | None = self.lm_head(hidden)
         return logits
 
     def local_logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits of `[L, hidden]` of this rank's part of the vocabulary, padding included."""
+        """Return the float32 logits of `[L, hidden]` for this rank's vocabulary shard, padding included."""
         return self.lm_head.local(hidden)
 
     def weights_per_token(self) -> int:
-        """Weights of this rank's layers that a token goes through; of experts, those of its share."""
+        """Return how many weights of this rank's layers one token uses; of experts, only those it needs."""
         moe = self.config.moe
-        share = 1.0 if moe is None else moe.num_experts_per_tok / moe.num_experts
+        used = 1.0 if moe is None else moe.num_experts_per_tok / moe.num_experts
         return sum(
-            int(weight.numel() * (share if weight.dim() == 3 else 1)) for weight in self.layers.parameters()
+            int(weight.numel() * (used if weight.dim() == 3 else 1)) for weight in self.layers.parameters()
         )
 
     def build_derived(self, changed: Collection[str] | None = None) -> int:
-        """Derive what the device wants besides the weights themselves (packed copies); bytes taken.
+        """Derive tensors from the weights (packed copies) and return their bytes.
 
-        To be called once the weights are in place and after every change of them; `changed` names the
-        parameters that did, if not all.
+        Must be called when the weights are loaded, and after every change of them. `changed` names the
+        changed parameters; None means all.
         """
         owners = (Linear, RowParallelLinear, RMSNorm, Attention, ParallelHead)
         derived = sum(
@@ -162,7 +164,7 @@ class Decoder(Layer):
         return derived + self.rotary.build_derived(self.embed.weight.device)
 
     def _depends(self, name: str, changed: Collection[str]) -> bool:
-        """Whether the module `name` has one of these parameters, or shares it."""
+        """Whether the module `name` has one of the `changed` parameters, or shares one."""
         if name == "lm_head" and self.config.tie_embeddings:
             name = "embed"
         return any(f"{name}.{leaf}" in changed for leaf, _ in self.get_submodule(name).named_parameters())
@@ -171,7 +173,7 @@ class Decoder(Layer):
 def _mlp(
     index: int,
     config: ModelConfig,
-    part: Shard,
+    sizes: Shard,
     collectives: Collectives,
     moe_backend: MoEBackend,
     deterministic: bool,
@@ -179,7 +181,7 @@ def _mlp(
     if config.moe is None or not config.is_sparse(index):
         return MLP(
             config.hidden_size,
-            part.intermediate_size,
+            sizes.intermediate_size,
             bias=config.mlp_bias,
             collectives=collectives,
             deterministic=deterministic,
@@ -188,7 +190,7 @@ def _mlp(
         hidden_size=config.hidden_size,
         num_experts=config.moe.num_experts,
         num_experts_per_tok=config.moe.num_experts_per_tok,
-        intermediate_size=part.expert_intermediate_size,
+        intermediate_size=sizes.expert_intermediate_size,
         norm_topk_prob=config.moe.norm_topk_prob,
         backend=moe_backend,
         deterministic=deterministic,

@@ -1,4 +1,4 @@
-"""From an architecture's name to its model."""
+"""Maps the name of an architecture to its model."""
 
 from collections.abc import Callable
 
@@ -23,13 +23,13 @@ def build_model(
     moe_backend: MoEBackend = run_by_expert,
     deterministic: bool = False,
 ) -> Decoder:
-    """This rank's share of the model, its parameters on the `meta` device in `dtype`.
+    """Build this rank's shard of the model, with parameters on the `meta` device in `dtype`.
 
-    With `deterministic` a token's results have the same bits whatever else is in a step.
+    With `deterministic` the bits of a token's results do not depend on the other tokens of a step.
 
     Raises:
-        UnsupportedModelError: no model for `config.architecture`.
-        TensorParallelError: the model cannot be cut into so many parts.
+        UnsupportedModelError: there is no model for `config.architecture`.
+        TensorParallelError: the model cannot be split over so many ranks.
     """
     if config.architecture not in _MODELS:
         raise UnsupportedModelError(

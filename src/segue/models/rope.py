@@ -1,4 +1,4 @@
-"""Base frequencies of rotary position embeddings, for each way of stretching them to longer contexts."""
+"""The frequencies of rotary position embeddings, for each kind of scaling to longer contexts."""
 
 import math
 
@@ -9,7 +9,7 @@ from segue.models.config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians a token of each pair of dimensions, float32 `[head_dim / 2]`, and the cosines' scale."""
+    """Return the frequencies, float32 `[head_dim / 2]` in radians per token, and the scale of cos and sin."""
     base = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     match config.kind:
         case "default":
@@ -23,14 +23,14 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, floa
 
 
 def _llama3(config: RopeConfig, base: Tensor) -> Tensor:
-    """Llama 3.1: slow frequencies are stretched, fast ones kept, those between blended."""
-    turns = config.original_max_position * base / (2 * math.pi)  # over the trained context
+    """Llama 3.1: low frequencies are divided by the factor, high ones are kept, those between are blended."""
+    turns = config.original_max_position * base / (2 * math.pi)  # turns over the trained context
     keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     return _blend(base / config.factor, base, keep.clamp(0.0, 1.0))
 
 
 def _yarn(config: RopeConfig, base: Tensor, head_dim: int) -> Tensor:
-    """YaRN (arXiv 2309.00071): a linear ramp over the dimensions between two numbers of turns."""
+    """YaRN (arXiv 2309.00071): a linear ramp over the dimensions, between two numbers of turns."""
 
     def dimension(turns: float) -> float:
         wavelength = config.original_max_position / (turns * 2 * math.pi)

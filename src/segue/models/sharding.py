@@ -1,4 +1,4 @@
-"""How one model is cut over the ranks of a tensor-parallel group."""
+"""The sizes of a model's shards on the ranks of a tensor-parallel group."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,16 @@ from segue.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Sizes of one rank's share of the model. Starts are indices into the whole model."""
+    """The sizes of one rank's shard of the model. Starts are indices into the whole model."""
 
     tp: TPInfo
     num_heads: int
     head_start: int
-    num_kv_heads: int  # at least one: with more ranks than KV heads, neighbours hold the same head
+    num_kv_heads: int  # at least one: with more ranks than KV heads, neighbouring ranks hold the same head
     kv_head_start: int
     intermediate_size: int
     expert_intermediate_size: int  # 0 without experts
-    vocab_size: int  # rows of this rank, padding included
+    vocab_size: int  # vocabulary rows of this rank, padding included
     vocab_start: int
     padded_vocab_size: int  # of all ranks together
 
@@ -27,17 +27,17 @@ VOCAB_BLOCK = 128  # rows: sampling draws whole blocks of the vocabulary, so no 
 
 
 def shard_rows(vocab_size: int, tp_size: int) -> int:
-    """Vocabulary rows of each rank, padding included."""
+    """Return the vocabulary rows of each rank, padding included."""
     if tp_size == 1:
         return vocab_size
     return -(-vocab_size // (tp_size * VOCAB_BLOCK)) * VOCAB_BLOCK
 
 
 def shard(config: ModelConfig, tp: TPInfo) -> Shard:
-    """Cut `config` for rank `tp.rank` of `tp.size`.
+    """Return the sizes of the shard of rank `tp.rank` of `tp.size`.
 
     Raises:
-        TensorParallelError: the heads or the intermediate size cannot be cut into `tp.size` equal parts.
+        TensorParallelError: the heads or the intermediate size cannot be split into `tp.size` equal shards.
     """
     check_tp_size(config, tp.size)
     expert_size = config.moe.expert_intermediate_size if config.moe else 0
@@ -58,11 +58,11 @@ def shard(config: ModelConfig, tp: TPInfo) -> Shard:
 
 
 def allowed_sizes(config: ModelConfig) -> list[int]:
-    """All tensor-parallel sizes that cut `config` into equal parts, ascending."""
-    return [size for size in range(1, config.num_heads + 1) if not _obstacles(config, size)]
+    """Return all tensor-parallel sizes that split the model into equal shards, ascending."""
+    return [size for size in range(1, config.num_heads + 1) if not _violations(config, size)]
 
 
-def _obstacles(config: ModelConfig, size: int) -> list[str]:
+def _violations(config: ModelConfig, size: int) -> list[str]:
     found = []
     if config.num_heads % size:
         found.append("num_attention_heads must be a multiple of it")
@@ -78,12 +78,12 @@ def _obstacles(config: ModelConfig, size: int) -> list[str]:
 
 
 def check_tp_size(config: ModelConfig, size: int) -> None:
-    """Raise TensorParallelError if the heads or the intermediate size do not divide by `size`."""
-    obstacles = _obstacles(config, size)
-    if obstacles:
+    """Raise TensorParallelError if the heads or the intermediate size cannot be split into `size` shards."""
+    violations = _violations(config, size)
+    if violations:
         allowed = ", ".join(map(str, allowed_sizes(config)))
         raise TensorParallelError(
             f"tensor-parallel size {size} does not fit this model (num_attention_heads {config.num_heads}, "
-            f"num_key_value_heads {config.num_kv_heads}): {'; '.join(obstacles)}. Sizes that fit: {allowed}",
+            f"num_key_value_heads {config.num_kv_heads}): {'; '.join(violations)}. Sizes that fit: {allowed}",
             param="tp",
         )

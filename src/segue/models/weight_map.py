@@ -1,7 +1,7 @@
-"""From a checkpoint's tensor names to slices of our fused parameters, for one tensor-parallel rank.
+"""The weight map: from tensor names of a checkpoint to slices of the fused parameters of one rank.
 
-The table is plain data. Loading a checkpoint, applying a weight update, and proving that either is complete
-are loops over it: `for part in table.slices[name]: parameter[part.destination].copy_(tensor[part.source])`.
+The map is plain data. To load a checkpoint, to apply a weight update and to check that either is complete are
+loops over it: `for part in weight_map.slices[name]: parameter[part.destination].copy_(tensor[part.source])`.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -14,13 +14,16 @@ from segue.distributed.info import TPInfo
 from segue.models.config import ModelConfig
 from segue.models.sharding import Shard, shard
 
-Box = tuple[slice, ...]  # one slice a dimension, with explicit start and stop
+Box = tuple[slice, ...]  # one slice per dimension, with explicit start and stop
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A box of a checkpoint tensor, and the box of a parameter it fills (which may have a leading 1 more)."""
+    """A box of a checkpoint tensor, and the box of a parameter that it fills.
+
+    The destination may have one more dimension than the source, a leading 1.
+    """
 
     parameter: str
     destination: Box
@@ -29,10 +32,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """What a set of checkpoint names writes, held against what there is to write."""
+    """The elements of the parameters that a set of checkpoint names fails to write exactly once."""
 
-    missing: dict[str, int]  # parameter -> elements nothing writes
-    repeated: dict[str, int]  # parameter -> elements written more than once
+    missing: dict[str, int]  # parameter -> number of elements that are not written
+    repeated: dict[str, int]  # parameter -> number of elements that are written more than once
 
     @property
     def is_exact(self) -> bool:
@@ -42,32 +45,36 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMap:
-    """All names a checkpoint of one architecture may use, as one rank sees them."""
+    """All names that a checkpoint of one architecture may use, and the slices of one rank."""
 
-    parameters: Mapping[str, Shape]  # ours, this rank's
+    parameters: Mapping[str, Shape]  # parameter of this rank -> its shape
     shapes: Mapping[str, Shape]  # checkpoint name -> shape of the whole tensor
-    slices: Mapping[str, tuple[Slice, ...]]  # checkpoint name -> what this rank takes of it, perhaps nothing
-    padding: Mapping[str, Box]  # parameter -> vocabulary rows that no token has; they are zero
-    aliases: Mapping[str, str]  # checkpoint name of a tied tensor -> the name it is tied to; it may be absent
-    stacked: Mapping[str, tuple[str, ...]]  # name that holds many experts at once -> the names it stands for
+    slices: Mapping[str, tuple[Slice, ...]]  # checkpoint name -> slices of this rank, perhaps none
+    padding: Mapping[str, Box]  # parameter -> vocabulary rows without a token; they are zero
+    aliases: Mapping[
+        str, str
+    ]  # checkpoint name of a tied tensor, which may be absent -> the name it is tied to
+    stacked: Mapping[
+        str, tuple[str, ...]
+    ]  # name of a tensor of all experts -> the names of their own tensors
 
     @property
     def names(self) -> list[str]:
-        """The names of a full checkpoint, every tensor once; the stacked spellings stand for some of them."""
+        """The names of a full checkpoint, every tensor once, without the names of stacked tensors."""
         stacked = self.stacked.keys()
         return [name for name in self.slices if name not in stacked]
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """The names of `self.names` that `names` gives neither directly nor stacked."""
+        """Return the names of `self.names` that `names` contains neither directly nor stacked."""
         given = set(names)
         for name in given & self.stacked.keys():
             given.update(self.stacked[name])
         return [name for name in self.names if name not in given]
 
     def coverage(self, names: Iterable[str] | None = None) -> Coverage:
-        """Count, element by element, what `names` (by default all of `self.names`) would write.
+        """Count the elements that `names` (by default all of `self.names`) do not write exactly once.
 
-        Vocabulary padding counts as written: it is zeroed, not loaded.
+        Vocabulary padding counts as written, because it is zeroed and not loaded.
         """
         boxes: dict[str, list[Box]] = {parameter: [] for parameter in self.parameters}
         for parameter, box in self.padding.items():
@@ -78,19 +85,19 @@ class WeightMap:
         missing: dict[str, int] = {}
         repeated: dict[str, int] = {}
         for parameter, shape in self.parameters.items():
-            never, often = _count(shape, boxes[parameter])
-            if never:
-                missing[parameter] = never
-            if often:
-                repeated[parameter] = often
+            num_missing, num_repeated = _count_coverage(shape, boxes[parameter])
+            if num_missing:
+                missing[parameter] = num_missing
+            if num_repeated:
+                repeated[parameter] = num_repeated
         return Coverage(missing=missing, repeated=repeated)
 
 
 def build(config: ModelConfig, tp: TPInfo) -> WeightMap:
-    """The table of rank `tp.rank` of `tp.size`.
+    """Build the weight map of rank `tp.rank` of `tp.size`.
 
     Raises:
-        TensorParallelError: the model cannot be cut into `tp.size` parts.
+        TensorParallelError: the model cannot be split over `tp.size` ranks.
     """
     builder = _WeightMapBuilder(config, shard(config, tp))
     builder.add_model()
@@ -105,9 +112,11 @@ def build(config: ModelConfig, tp: TPInfo) -> WeightMap:
 
 
 class _WeightMapBuilder:
-    def __init__(self, config: ModelConfig, part: Shard) -> None:
+    """Collects the entries of a weight map; `theirs` is a name in the checkpoint, `ours` one in the model."""
+
+    def __init__(self, config: ModelConfig, sizes: Shard) -> None:
         self.config = config
-        self.part = part
+        self.sizes = sizes
         self.parameters: dict[str, Shape] = {}
         self.shapes: dict[str, Shape] = {}
         self.slices: dict[str, list[Slice]] = {}
@@ -133,11 +142,11 @@ class _WeightMapBuilder:
             self._mlp(f"{theirs}.mlp", f"{ours}.mlp")
 
     def _attention(self, theirs: str, ours: str) -> None:
-        config, part, size = self.config, self.part, self.config.head_dim
-        heads = {  # projection -> first head of this rank, its heads, heads in all
-            "q_proj": (part.head_start, part.num_heads, config.num_heads),
-            "k_proj": (part.kv_head_start, part.num_kv_heads, config.num_kv_heads),
-            "v_proj": (part.kv_head_start, part.num_kv_heads, config.num_kv_heads),
+        config, sizes, size = self.config, self.sizes, self.config.head_dim
+        heads = {  # projection -> first head of this rank, heads of this rank, heads of the model
+            "q_proj": (sizes.head_start, sizes.num_heads, config.num_heads),
+            "k_proj": (sizes.kv_head_start, sizes.num_kv_heads, config.num_kv_heads),
+            "v_proj": (sizes.kv_head_start, sizes.num_kv_heads, config.num_kv_heads),
         }
         rows = {
             name: (first * size, count * size, total * size) for name, (first, count, total) in heads.items()
@@ -152,18 +161,18 @@ class _WeightMapBuilder:
         )
 
     def _mlp(self, theirs: str, ours: str) -> None:
-        config, width = self.config, self.part.intermediate_size
-        first = self.part.tp.rank * width
+        config, width = self.config, self.sizes.intermediate_size
+        first = self.sizes.tp.rank * width
         rows = {name: (first, width, config.intermediate_size) for name in ("gate_proj", "up_proj")}
         self._fused_rows(theirs, f"{ours}.gate_up", rows, config.hidden_size, bias=config.mlp_bias)
         shape = (config.hidden_size, config.intermediate_size)
         self._columns(f"{theirs}.down_proj", f"{ours}.down", first, width, shape, bias=config.mlp_bias)
 
     def _experts(self, theirs: str, ours: str) -> None:
-        moe, hidden, width = self.config.moe, self.config.hidden_size, self.part.expert_intermediate_size
+        moe, hidden, width = self.config.moe, self.config.hidden_size, self.sizes.expert_intermediate_size
         assert moe is not None
         count, total = moe.num_experts, moe.expert_intermediate_size
-        first = self.part.tp.rank * width
+        first = self.sizes.tp.rank * width
         gate_up, down = f"{ours}.experts.gate_up", f"{ours}.experts.down"
         self._whole(f"{theirs}.gate.weight", f"{ours}.router.weight", (count, hidden))
         self.parameters[gate_up] = (count, 2 * width, hidden)
@@ -181,21 +190,21 @@ class _WeightMapBuilder:
             to = (one, _span(0, hidden), _span(0, width))
             self._add(key, (hidden, total), Slice(down, to, (_span(0, hidden), _span(first, width))))
             stacked_down.append(key)
-        # transformers 5 holds a layer's experts in two tensors, and its state dicts name those.
-        everyone = _span(0, count)
+        # transformers 5 stacks the experts of a layer in two tensors, and its state dicts have their names.
+        all_experts = _span(0, count)
         self._add(
             f"{theirs}.experts.gate_up_proj",
             (count, 2 * total, hidden),
             *(
                 Slice(
                     gate_up,
-                    (everyone, _span(half * width, width), _span(0, hidden)),
-                    (everyone, _span(half * total + first, width), _span(0, hidden)),
+                    (all_experts, _span(half * width, width), _span(0, hidden)),
+                    (all_experts, _span(half * total + first, width), _span(0, hidden)),
                 )
                 for half in range(2)
             ),
         )
-        box = (everyone, _span(0, hidden))
+        box = (all_experts, _span(0, hidden))
         self._add(
             f"{theirs}.experts.down_proj",
             (count, hidden, total),
@@ -205,21 +214,26 @@ class _WeightMapBuilder:
         self.stacked[f"{theirs}.experts.down_proj"] = tuple(stacked_down)
 
     def _vocabulary(self, theirs: str, ours: str) -> None:
-        config, part = self.config, self.part
-        self.parameters[ours] = (part.vocab_size, config.hidden_size)
-        real = min(max(config.vocab_size - part.vocab_start, 0), part.vocab_size)
+        config, sizes = self.config, self.sizes
+        self.parameters[ours] = (sizes.vocab_size, config.hidden_size)
+        real = min(max(config.vocab_size - sizes.vocab_start, 0), sizes.vocab_size)
         columns = _span(0, config.hidden_size)
         parts = (
-            [Slice(ours, (_span(0, real), columns), (_span(part.vocab_start, real), columns))] if real else []
+            [Slice(ours, (_span(0, real), columns), (_span(sizes.vocab_start, real), columns))]
+            if real
+            else []
         )
         self._add(theirs, (config.vocab_size, config.hidden_size), *parts)
-        if real < part.vocab_size:
-            self.padding[ours] = (_span(real, part.vocab_size - real), columns)
+        if real < sizes.vocab_size:
+            self.padding[ours] = (_span(real, sizes.vocab_size - real), columns)
 
     def _fused_rows(
         self, theirs: str, ours: str, rows: Mapping[str, tuple[int, int, int]], columns: int, *, bias: bool
     ) -> None:
-        """Stack projections; `rows` has the first of this rank, the number of this rank, and of all."""
+        """Add projections that one parameter stacks.
+
+        `rows` maps each projection to the first row of this rank, its number of rows, and the total.
+        """
         start = 0
         for name, (first, width, total) in rows.items():
             to, source = _span(start, width), _span(first, width)
@@ -233,7 +247,7 @@ class _WeightMapBuilder:
             self.parameters[f"{ours}.bias"] = (start,)
 
     def _columns(self, theirs: str, ours: str, first: int, width: int, shape: Shape, *, bias: bool) -> None:
-        """This rank's columns of a row-parallel layer; the bias, added once after the sum, is whole."""
+        """Add this rank's columns of a row-parallel layer; the bias is whole, and rank 0 adds it."""
         self.parameters[f"{ours}.weight"] = (shape[0], width)
         rows = _span(0, shape[0])
         weight = Slice(f"{ours}.weight", (rows, _span(0, width)), (rows, _span(first, width)))
@@ -255,20 +269,20 @@ def _span(start: int, size: int) -> slice:
     return slice(start, start + size)
 
 
-def _count(shape: Shape, boxes: list[Box]) -> tuple[int, int]:
-    """Elements of `shape` that no box holds, and that more than one holds.
+def _count_coverage(shape: Shape, boxes: list[Box]) -> tuple[int, int]:
+    """Return the number of elements of `shape` in no box, and the number in more than one box.
 
-    The boxes' edges cut the tensor into cells that lie wholly inside or outside each box; cells are counted.
+    The edges of the boxes split the tensor into cells, each of which is entirely inside or outside each box.
     """
     edges = [
         sorted({0, size, *(e for box in boxes for e in (box[dim].start, box[dim].stop))})
         for dim, size in enumerate(shape)
     ]
     cells = np.zeros([len(edge) - 1 for edge in edges], dtype=np.int32)
-    index = [{edge: place for place, edge in enumerate(line)} for line in edges]
+    index = [{edge: cell for cell, edge in enumerate(line)} for line in edges]
     for box in boxes:
         cells[
-            tuple(slice(places[s.start], places[s.stop]) for places, s in zip(index, box, strict=True))
+            tuple(slice(cells_at[s.start], cells_at[s.stop]) for cells_at, s in zip(index, box, strict=True))
         ] += 1
     volume = np.ones_like(cells, dtype=np.int64)
     for dim, line in enumerate(edges):

@@ -1,1 +1,1 @@
-"""Choosing tokens from logits: pure functions in plain torch."""
+"""Samples tokens from logits: pure functions in plain torch."""

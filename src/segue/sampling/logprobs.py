@@ -1,8 +1,8 @@
-"""Log-probabilities that are given to the client.
+"""The log-probabilities that a client gets.
 
-They are of the model's own distribution: log-softmax of the raw logits, before penalties, bias, temperature
-and filters, as vLLM does by default. So a greedy and a sampled request see the same numbers for the same
-text, and a trainer can recompute them from the weights alone.
+They describe the distribution of the model: the log-softmax of the raw logits, before penalties, bias,
+temperature and filters, as in vLLM by default. So a greedy and a sampled request get the same values for the
+same text, and a trainer can recompute them from the weights alone.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from segue.sampling.gumbel_max import largest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprobs:
-    """Of n tokens and of the m likeliest at each one's position (m may be 0)."""
+    """The log-probabilities of n tokens, and of the m most likely tokens at each position (m may be 0)."""
 
     tokens: Tensor  # int64 [n]
     chosen: Tensor  # float32 [n]
     top_ids: Tensor  # int64 [n, m]
     top_values: Tensor  # float32 [n, m], descending
-    num_top: Sequence[int]  # n: how many of the m each token wants; negative: nothing is wanted of this one
+    num_top: Sequence[int]  # n: alternatives that each token reports; negative: it reports nothing
 
     def to_host(self) -> Logprobs:
-        """A copy on the host; from a device it is under way until the step's event."""
+        """Return a copy on the host; from a device it is valid once the event of the step has completed."""
         return Logprobs(
             tokens=self.tokens.to("cpu", non_blocking=True),
             chosen=self.chosen.to("cpu", non_blocking=True),
@@ -41,7 +41,7 @@ class Logprobs:
         )
 
     def messages(self) -> list[TokenLogprob | None]:
-        """For the scheduler, one a token that wants it."""
+        """Return one message per token for the scheduler; None for a token that reports nothing."""
         return [
             None
             if count < 0
@@ -58,7 +58,10 @@ class Logprobs:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, num_top: Sequence[int]) -> Logprobs:
-    """Of `tokens` (int64 `[n]`) and each one's `num_top` likeliest alternatives under `logits` `[n, V]`."""
+    """Return the log-probabilities of `tokens` (int64 `[n]`) under `logits` `[n, V]`.
+
+    Each token comes with those of its `num_top` most likely alternatives.
+    """
     ids = _alternatives(logits, num_top)
     values = log_probabilities(logits, torch.cat([tokens[:, None], ids], dim=-1))
     return Logprobs(
@@ -67,17 +70,17 @@ def logprobs_of(logits: Tensor, tokens: Tensor, num_top: Sequence[int]) -> Logpr
 
 
 def _alternatives(logits: Tensor, num_top: Sequence[int]) -> Tensor:
-    """Ids of each row's `num_top` largest, int64 `[n, m]`.
+    """Return the ids of the `num_top` largest logits of each row, int64 `[n, m]`.
 
-    Which of equals are among them may depend on how many are looked for, so those who want as many look
-    together.
+    Which ones of equal logits are returned may depend on the count. Therefore each row is searched with its
+    own count, all rows of one count together.
     """
-    wanted = np.clip(num_top, 0, logits.shape[-1])
-    counts, widest = set(wanted.tolist()), int(wanted.max())
+    row_counts = np.clip(num_top, 0, logits.shape[-1])
+    counts, max_count = set(row_counts.tolist()), int(row_counts.max())
     if len(counts) == 1:
-        return largest(logits, widest)[1]
-    ids = torch.zeros(len(logits), widest, dtype=torch.int64, device=logits.device)
+        return largest(logits, max_count)[1]
+    ids = torch.zeros(len(logits), max_count, dtype=torch.int64, device=logits.device)
     for count in counts - {0}:
-        rows = to_device((wanted == count).nonzero()[0], logits.device)
+        rows = to_device((row_counts == count).nonzero()[0], logits.device)
         ids[rows, :count] = largest(logits[rows], count)[1]
     return ids

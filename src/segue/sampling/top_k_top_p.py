@@ -1,4 +1,4 @@
-"""top-k, top-p and min-p: which tokens may be drawn."""
+"""top-k, top-p and min-p: filters that choose the tokens that may be drawn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from segue.sampling.gumbel_max import largest
 
-_FIRST_TRY = 64  # candidates: enough for most rows with a filter
+_FIRST_COUNT = 64  # candidates: enough for most rows with a filter
 _GROWTH = 4
 
 
@@ -21,11 +21,12 @@ def candidates(
     min_p: Tensor,
     max_top_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """Weights, float32 `[n, K]`, and ids, int64 `[n, K]`, of tokens that may be drawn; weight 0: it may not.
+    """Return candidates: weights, float32 `[n, K]`, and ids, int64 `[n, K]`; weight 0 rules a token out.
 
-    After the temperature, as transformers does it: top-k keeps the k likeliest; of these top-p keeps the
-    least number that holds a share of at least `top_p`; min-p keeps what has at least `min_p` times the
-    probability of the likeliest. What is as likely as the last one kept is kept too. The likeliest always is.
+    The filters follow the temperature, as in transformers: top-k keeps the k most likely tokens; top-p keeps
+    the smallest number of these that has a share of at least `top_p`; min-p keeps tokens with at least
+    `min_p` times the probability of the most likely one. Tokens as likely as the last one kept are kept too.
+    The most likely token is always kept.
 
     Args:
         logits: float32 `[n, V]`.
@@ -36,13 +37,13 @@ def candidates(
         max_top_k: the largest `top_k`, known on the host.
     """
     weights = (logits * inverse_temperatures[:, None]).softmax(-1)
-    return _candidates(weights, top_k, top_p, min_p, max(_FIRST_TRY, max_top_k + 1))
+    return _candidates(weights, top_k, top_p, min_p, max(_FIRST_COUNT, max_top_k + 1))
 
 
 def _candidates(
     weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Look at the `count` likeliest, and in rows where that is not enough, at more."""
+    """Filter the `count` most likely tokens, and more of them in rows where these are not enough."""
     values, ids = largest(weights, count)
     kept, undecided = _kept(values, top_k, top_p, min_p)
     values = values * kept
@@ -59,22 +60,23 @@ def _candidates(
 
 
 def _kept(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the likeliest, `values` `[n, K]` in descending order with a sum of at most 1, stay.
+    """Return which tokens are kept, bool `[n, K]`, and which rows are undecided, bool `[n]`.
 
-    And for which rows more of them have to be known to tell, bool `[n]`.
+    `values` are the weights of the most likely tokens, `[n, K]` in descending order, with a sum of at most 1.
+    A row is undecided if more of its tokens are needed to apply the filters.
     """
     count = values.shape[1]
     last = torch.where(top_k > 0, top_k, count).clamp(max=count) - 1
     in_top_k = values >= values.gather(1, last[:, None])
     shares = values.to(torch.float64) * in_top_k
-    cumulated = shares.cumsum(-1)  # from left to right, so that zeros behind the last one add nothing
+    cumulated = shares.cumsum(-1)  # from left to right, so that trailing zeros add nothing
     total = torch.where(top_k > 0, cumulated[:, -1], 1.0)
     in_top_p = (cumulated - shares < (top_p * total)[:, None]) | (top_p >= 1.0)[:, None]
     in_top_p[:, 0] = True
     lowest = values.masked_fill(~(in_top_k & in_top_p), 1.0).amin(-1)
     lowest = torch.maximum(lowest, min_p * values[:, 0])
-    kept = (values >= lowest[:, None]) & (values > 0)  # no use to look for more of no weight
-    # It is enough once one is ruled out: all that follow are less likely. But equals of top-k's last one that
-    # follow belong to the total that top-p takes its share of.
-    adds_up = (top_k > 0) & (top_p < 1.0) & in_top_k[:, -1] & (values[:, -1] > 0)
-    return kept, kept[:, -1] | adds_up
+    kept = (values >= lowest[:, None]) & (values > 0)  # tokens of weight 0 leave no row undecided
+    # A row is decided once one token is ruled out, because all later tokens are less likely. But top-p takes
+    # its share of a total that includes later tokens as likely as the last one of top-k.
+    total_unknown = (top_k > 0) & (top_p < 1.0) & in_top_k[:, -1] & (values[:, -1] > 0)
+    return kept, kept[:, -1] | total_unknown
