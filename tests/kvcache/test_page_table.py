@@ -7,7 +7,7 @@ def make() -> PageTable:
     return PageTable(max_running=3, max_seq_len=100, page_size=4, scratch_page=9, device="cpu")
 
 
-def test_rows_are_aligned_and_hold_the_scratch_page_until_assigned() -> None:
+def test_rows_are_aligned_and_hold_the_scratch_page_at_first() -> None:
     table = make()
     assert table.data.shape == (4, 32)
     assert table.data.dtype == torch.int32
@@ -21,7 +21,7 @@ def test_assigned_pages_start_at_their_column() -> None:
     assert table.data[1, :5].tolist() == [9, 9, 7, 5, 9]
 
 
-def test_slots_follow_pages_and_offsets() -> None:
+def test_kv_slots_are_computed_from_page_and_offset() -> None:
     table = make()
     table.assign(0, 0, [6, 2])
     table.assign(2, 0, [8])

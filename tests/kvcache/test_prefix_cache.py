@@ -7,9 +7,9 @@ import pytest
 from segue.kvcache.prefix_cache import Node, PrefixCache
 
 
-def insert(cache: PrefixCache, tokens: list[int], pages: list[int], version: str = "0") -> Node:
-    """Cache ``tokens`` page by page; returns the deepest node, locked."""
-    node, size = cache.root(version), cache.page_size
+def insert(cache: PrefixCache, tokens: list[int], pages: list[int], epoch: int = 0) -> Node:
+    """Insert ``tokens`` page by page, and return the deepest node, which is locked."""
+    node, size = cache.root(epoch), cache.page_size
     for index, page in enumerate(pages):
         node, _ = cache.extend(node, tuple(tokens[index * size : (index + 1) * size]), page)
     return node
@@ -18,22 +18,22 @@ def insert(cache: PrefixCache, tokens: list[int], pages: list[int], version: str
 def test_only_whole_pages_of_the_same_tokens_match() -> None:
     cache = PrefixCache(2)
     insert(cache, [1, 2, 3, 4], [10, 11])
-    assert cache.pages(cache.match("0", [1, 2, 3, 4, 5], 5)) == [10, 11]
-    assert cache.pages(cache.match("0", [1, 2, 3, 9], 4)) == [10]
-    assert cache.pages(cache.match("0", [1, 2, 3, 4], 3)) == [10]
-    assert cache.pages(cache.match("0", [2, 1], 2)) == []
+    assert cache.pages(cache.match(0, [1, 2, 3, 4, 5], 5)) == [10, 11]
+    assert cache.pages(cache.match(0, [1, 2, 3, 9], 4)) == [10]
+    assert cache.pages(cache.match(0, [1, 2, 3, 4], 3)) == [10]
+    assert cache.pages(cache.match(0, [2, 1], 2)) == []
 
 
-def test_another_weight_version_never_matches() -> None:
+def test_pages_of_another_epoch_never_match() -> None:
     cache = PrefixCache(2)
-    insert(cache, [1, 2], [10], version="0")
-    assert cache.pages(cache.match("1", [1, 2, 3], 3)) == []
+    insert(cache, [1, 2], [10], epoch=0)
+    assert cache.pages(cache.match(1, [1, 2, 3], 3)) == []
 
 
-def test_the_first_of_two_equal_pages_stays() -> None:
+def test_of_two_pages_with_equal_tokens_the_first_stays() -> None:
     cache = PrefixCache(1)
     first = insert(cache, [1], [10])
-    node, inserted = cache.extend(cache.root("0"), (1,), 20)
+    node, inserted = cache.extend(cache.root(0), (1,), 20)
     assert node is first and not inserted and cache.num_pages == 1
 
 
@@ -49,22 +49,22 @@ def test_a_page_locked_again_after_it_became_a_leaf_is_not_evicted() -> None:
     cache = PrefixCache(1)
     cache.unlock(insert(cache, [1], [10]))
     cache.unlock(insert(cache, [2], [20]))
-    cache.extend(cache.root("0"), (1,), 30)  # another request comes to hold page 10
+    cache.extend(cache.root(0), (1,), 30)  # another request holds page 10
     assert cache.evict(1) == [20]
 
 
-def test_leaves_go_before_their_parents_and_the_least_recently_used_first() -> None:
+def test_leaves_are_evicted_before_their_parents_and_the_least_recently_used_first() -> None:
     cache = PrefixCache(1)
     cache.unlock(insert(cache, [1, 2], [10, 11]))
     cache.unlock(insert(cache, [3], [20]))
-    recent = cache.match("0", [1], 1)
+    recent = cache.match(0, [1], 1)
     cache.lock(recent)
     cache.unlock(recent)
     assert cache.evict(3) == [11, 20, 10]
     assert cache.num_pages == 0
 
 
-def test_stale_leaf_entries_do_not_pile_up() -> None:
+def test_stale_leaf_entries_are_removed() -> None:
     cache = PrefixCache(1)
     node = insert(cache, [1], [10])
     cache.unlock(node)
@@ -76,21 +76,21 @@ def test_stale_leaf_entries_do_not_pile_up() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_in_any_order_no_held_page_is_evicted_and_every_count_is_right(seed: int) -> None:
+def test_held_pages_are_never_evicted_and_counts_are_right_after_any_operations(seed: int) -> None:
     random = Random(seed)
     cache, holders, free = PrefixCache(1), list[Node](), list(range(12))
     for _ in range(1000):
-        match random.choice(["hold", "extend", "extend", "let go", "discard", "evict"]):
+        match random.choice(["hold", "extend", "extend", "release", "discard", "evict"]):
             case "hold":
                 tokens = random.choices([0, 1], k=random.randrange(4))
-                holders.append(cache.match("0", tokens, len(tokens)))
+                holders.append(cache.match(0, tokens, len(tokens)))
                 cache.lock(holders[-1])
             case "extend" if free and holders:
                 which = random.randrange(len(holders))
                 holders[which], inserted = cache.extend(holders[which], (random.randrange(2),), free[-1])
                 if inserted:
                     free.pop()
-            case "let go" if holders:
+            case "release" if holders:
                 cache.unlock(holders.pop(random.randrange(len(holders))))
             case "discard" if holders:
                 node = holders.pop(random.randrange(len(holders)))
@@ -105,14 +105,14 @@ def test_in_any_order_no_held_page_is_evicted_and_every_count_is_right(seed: int
         assert (cache.num_pages, cache.num_evictable) == (len(cached), len(cached) - len(held))
 
 
-def test_discard_frees_a_chain_up_to_what_others_use() -> None:
+def test_discard_frees_a_path_up_to_a_node_that_others_use() -> None:
     cache = PrefixCache(1)
-    root = cache.root("0")
+    root = cache.root(0)
     cache.lock(root)
     shared, _ = cache.extend(root, (1,), 10)
     left, _ = cache.extend(shared, (2,), 11)
     left, _ = cache.extend(left, (3,), 12)
-    cache.lock(shared)  # a second holder goes on from it
+    cache.lock(shared)  # a second holder extends the same path
     right, _ = cache.extend(shared, (4,), 13)
     cache.unlock(left)
     assert cache.discard(left) == [12, 11]
@@ -122,22 +122,22 @@ def test_discard_frees_a_chain_up_to_what_others_use() -> None:
     assert cache.num_pages == 0 and list(cache.nodes()) == []
 
 
-def test_a_hidden_path_is_matched_no_more() -> None:
+def test_a_hidden_path_never_matches() -> None:
     cache = PrefixCache(1)
     deep = insert(cache, [1, 2], [10, 11])
-    cache.unlock(insert(cache, [1, 3], [10, 12]))  # behind the same first page
+    cache.unlock(insert(cache, [1, 3], [10, 12]))  # with the same first page
     cache.unlock(insert(cache, [4], [13]))
     for _ in range(2):
         cache.hide(deep)
-        assert cache.pages(cache.match("0", [1, 2, 3], 3)) == cache.pages(cache.match("0", [1, 3], 2)) == []
-        assert cache.pages(cache.match("0", [4, 5], 2)) == [13]
-    assert cache.pages(deep) == [10, 11]  # whoever has it locked goes on
+        assert cache.pages(cache.match(0, [1, 2, 3], 3)) == cache.pages(cache.match(0, [1, 3], 2)) == []
+        assert cache.pages(cache.match(0, [4, 5], 2)) == [13]
+    assert cache.pages(deep) == [10, 11]  # its holder keeps the pages
     assert sorted(node.page for node in cache.nodes()) == [10, 11, 12, 13]
 
 
-def test_what_is_hidden_is_evicted_in_its_turn() -> None:
+def test_hidden_pages_are_evicted_as_usual() -> None:
     cache = PrefixCache(1)
-    for page in (10, 20):  # twice the same tokens
+    for page in (10, 20):  # the same tokens twice
         node = insert(cache, [1, 2], [page, page + 1])
         cache.hide(node)
         cache.unlock(node)
@@ -148,6 +148,6 @@ def test_what_is_hidden_is_evicted_in_its_turn() -> None:
 
 def test_the_root_cannot_be_hidden() -> None:
     cache = PrefixCache(1)
-    cache.hide(cache.root("0"))
+    cache.hide(cache.root(0))
     insert(cache, [1], [10])
-    assert cache.pages(cache.match("0", [1, 2], 2)) == [10]
+    assert cache.pages(cache.match(0, [1, 2], 2)) == [10]

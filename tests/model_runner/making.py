@@ -1,4 +1,4 @@
-"""Runners of tiny checkpoints. Does not import transformers: worker processes of tests start with it."""
+"""Makes runners of tiny checkpoints. Must not import transformers: worker processes of tests import this."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ VOCAB = 331
 
 
 def options(directory: Path, **changes: Any) -> dict[str, Any]:
-    """Engine options that are small, and exact in float32."""
+    """Return options of a small engine that computes in float32."""
     return {
         "model": str(directory),
         "dtype": "float32",
@@ -30,13 +30,13 @@ def options(directory: Path, **changes: Any) -> dict[str, Any]:
 def make_runner(
     directory: Path, tp: TPInfo | None = None, run_dir: Path = Path("/nonexistent"), **changes: Any
 ) -> ModelRunner:
-    """A runner of the checkpoint in `directory`."""
+    """Return a runner of the checkpoint in `directory`."""
     config = EngineConfig(**options(directory, **changes))
     source = resolve(config.model, config.load_format, config.cache_dir)
     return ModelRunner(config, source, tp or TPInfo(), run_dir, lambda step: None)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Random token ids."""
+    """Return random token ids."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCAB, (length,), generator=generator).tolist()

@@ -1,4 +1,4 @@
-"""The least of a scheduler: writes step plans by hand for a few requests, and drives one runner with them."""
+"""A minimal scheduler: it writes step plans for a few requests, and runs them on one runner."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,15 +11,15 @@ from segue.model_runner.step_result import ForwardOutput
 
 @dataclass
 class Sequence:
-    """One request: its tokens and where it stands."""
+    """One request: its tokens and its progress."""
 
     slot: int
     tokens: list[int]
     prompt_len: int
     params: SamplingParams
     pages: list[int] = field(default_factory=list)
-    computed: int = 0  # positions launched
-    launched: int = 0  # tokens that exist or are being sampled
+    computed: int = 0  # positions computed, or being computed
+    launched: int = 0  # tokens that are known, or being sampled
     is_new: bool = True
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Sequence:
 
 
 class Planner:
-    """Adds requests, plans steps over any of them, reads results."""
+    """Adds requests, plans steps over any of them, and reads the results."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -39,7 +39,7 @@ class Planner:
         self.free_slots = list(range(runner.limits.max_running_requests))[::-1]
 
     def add(self, prompt: list[int], *, prompt_len: int | None = None, **params: Any) -> Sequence:
-        """A request; `prompt_len` less than the tokens is one that comes back after a retraction."""
+        """Add a request; if it returns after a retraction, `prompt_len` is less than the number of tokens."""
         options = {"max_new_tokens": 1000, "temperature": 0.0, **params}
         length = len(prompt) if prompt_len is None else prompt_len
         sequence = Sequence(self.free_slots.pop(), list(prompt), length, SamplingParams(**options))
@@ -52,7 +52,7 @@ class Planner:
         self.free_pages += sequence.pages
 
     def plan(self, work: list[tuple[Sequence, int]], sampling_mode: str | None = None) -> StepPlan:
-        """A step of `(sequence, tokens)`; whoever reaches its last known token samples."""
+        """Plan a step of `(sequence, tokens)`; a sequence samples if it reaches its last known token."""
         self.step += 1
         size = self.runner.limits.page_size
         new_slots, pages, starts, num_logits, samples = [], [], [], [], []
@@ -63,7 +63,7 @@ class Planner:
                 tokens = pack_ids(sequence.tokens)
                 new_slots.append(NewSlot(sequence.slot, tokens, sequence.prompt_len, sequence.params))
                 sequence.is_new = False
-                if sequence.pages:  # shared with another, and computed
+                if sequence.pages:  # shared with another sequence, which has computed them
                     pages.append((sequence.slot, 0, list(sequence.pages)))
             end = sequence.computed + count
             missing = -(-end // size) - len(sequence.pages)
@@ -73,11 +73,13 @@ class Planner:
                 sequence.pages += taken
             last = end == sequence.launched
             first = sequence.params.prompt_logprobs_start
-            owed = 0
+            num_prompt_logprobs = 0
             if first >= 0:
-                owed = max(0, min(end, sequence.prompt_len - 1) - max(sequence.computed, first - 1))
+                num_prompt_logprobs = max(
+                    0, min(end, sequence.prompt_len - 1) - max(sequence.computed, first - 1)
+                )
             starts.append(sequence.computed)
-            num_logits.append(end - max(sequence.computed, first - 1) if owed else int(last))
+            num_logits.append(end - max(sequence.computed, first - 1) if num_prompt_logprobs else int(last))
             samples.append(last)
             sequence.computed = end
             sequence.launched += last
@@ -95,32 +97,32 @@ class Planner:
             num_logits=num_logits,
             samples=samples,
             sampling_mode=sampling_mode
-            or next(t for t in ("full", "filtered", "plain") if t in sampling_modes),
+            or next(mode for mode in ("full", "filtered", "plain") if mode in sampling_modes),
         )
 
     def launch(self, work: list[tuple[Sequence, int]], sampling_mode: str | None = None) -> "Launched":
-        """Submit a step without reading it."""
+        """Submit a step without reading its result."""
         plan = self.plan(work, sampling_mode)
         by_slot = {sequence.slot: sequence for sequence, _ in work}
         return Launched(self.runner.forward_batch(plan), plan, by_slot)
 
     def run(self, work: list[tuple[Sequence, int]], sampling_mode: str | None = None) -> StepResult:
-        """Submit a step and read it."""
+        """Submit a step and read its result."""
         return self.launch(work, sampling_mode).read()
 
     def prefill(self, sequence: Sequence, chunk: int = 1 << 30) -> None:
-        """Compute all known tokens, at most `chunk` a step, and sample the first."""
+        """Compute all known tokens, at most `chunk` per step, and sample one token."""
         known = len(sequence.tokens)
         while sequence.computed < known:
             self.run([(sequence, min(chunk, known - sequence.computed))])
 
     def decode(self, sequences: list[Sequence], steps: int, sampling_mode: str | None = None) -> None:
-        """One token a step for each sequence."""
+        """Run `steps` steps with one token for each sequence."""
         for _ in range(steps):
             self.run([(sequence, 1) for sequence in sequences], sampling_mode)
 
     def generate(self, prompt: list[int], count: int, chunk: int = 1 << 30, **params: Any) -> Sequence:
-        """One request from start to end, alone."""
+        """Run one request from start to end, alone."""
         sequence = self.add(prompt, **params)
         self.prefill(sequence, chunk)
         self.decode([sequence], count - 1)
@@ -137,7 +139,7 @@ class Launched:
     by_slot: dict[int, Sequence]
 
     def read(self) -> StepResult:
-        """Wait, and give every sequence what it got."""
+        """Wait for the result, and add its tokens and log-probabilities to the sequences."""
         result = self.output.result()
         sampling = [slot for slot, samples in zip(self.plan.slots, self.plan.samples, strict=True) if samples]
         logprobs = result.logprobs or [None] * len(sampling)

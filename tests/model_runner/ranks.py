@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group as processes, all driving their runner with the same plans."""
+"""Runs the ranks of a tensor-parallel group as processes, each with the same plans on its own runner."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ FULL: dict[str, Any] = {
 
 
 def scenario(runner: ModelRunner) -> list[list[int]]:
-    """Tokens of greedy and sampled requests: alone, chunked, batched, prefill and decode in one step."""
+    """Return tokens of greedy and sampled requests: alone, chunked, batched, and in mixed steps."""
     planner = Planner(runner)
     alone = [planner.generate(prompt(n, seed=n), 16, chunk=9) for n in (1, 30)]
     batch = [planner.add(prompt(n, seed=n), **params) for n, params in ((5, {}), (8, SAMPLED), (21, FULL))]
@@ -35,7 +35,7 @@ def scenario(runner: ModelRunner) -> list[list[int]]:
 
 
 def run_ranks(directory: Path, size: int, run_dir: Path) -> list[list[list[int]]]:
-    """What `scenario` gave on every rank of `size` processes."""
+    """Return the results of `scenario` on every rank of `size` processes."""
     context = mp.get_context("spawn")
     queue = context.Queue()
     ranks = [

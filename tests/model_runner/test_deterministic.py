@@ -1,4 +1,4 @@
-"""`--deterministic` on a CPU: a request's tokens and the bits of its logprobs, whatever else happens."""
+"""`--deterministic` on a CPU: tokens and bits of logprobs do not depend on batch, chunks or retractions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = [
     pytest.param(("qwen3", "float32"), marks=pytest.mark.slow),
     pytest.param(("qwen3-moe", "float32"), marks=pytest.mark.slow),
 ]
-NEEDLE = making.prompt(75, seed=1)
+PROMPT = making.prompt(75, seed=1)
 NUM_TOKENS = 12
 GREEDY: dict[str, Any] = {"logprobs": 3, "prompt_logprobs_start": 1}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 11, "logprobs": 0}
@@ -44,45 +44,45 @@ def planner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def result(sequence: Sequence) -> tuple[Any, ...]:
-    """What has to be equal; floats as they are, so bit for bit."""
+    """Return what must be equal; floats are compared bit for bit."""
     return sequence.output, sequence.logprobs, sequence.prompt_logprobs
 
 
 def alone(planner: Planner, **params: Any) -> tuple[Any, ...]:
-    return result(planner.generate(NEEDLE, NUM_TOKENS, **params))
+    return result(planner.generate(PROMPT, NUM_TOKENS, **params))
 
 
-def among(planner: Planner, count: int, chunk: int, **params: Any) -> tuple[Any, ...]:
-    """The needle in chunks, then decoding, while each of `count` others is there in some of the steps."""
-    chance = random.Random(count * 1000 + chunk)
+def with_others(planner: Planner, count: int, chunk: int, **params: Any) -> tuple[Any, ...]:
+    """Run the request in chunks, then decode it, with each of `count` other requests in some of the steps."""
+    rng = random.Random(count * 1000 + chunk)
     others = [
         planner.add(
-            making.prompt(chance.randrange(1, 90), seed=100 + i),
-            temperature=chance.choice([0.0, 1.0]),
-            logprobs=chance.choice([-1, 0, 7]),
-            top_k=chance.choice([0, 5]),
+            making.prompt(rng.randrange(1, 90), seed=100 + i),
+            temperature=rng.choice([0.0, 1.0]),
+            logprobs=rng.choice([-1, 0, 7]),
+            top_k=rng.choice([0, 5]),
         )
         for i in range(count)
     ]
-    needle = planner.add(NEEDLE, **params)
-    while len(needle.output) < NUM_TOKENS:
+    request = planner.add(PROMPT, **params)
+    while len(request.output) < NUM_TOKENS:
         work = []
-        for other in chance.sample(others, chance.randrange(count + 1)):
+        for other in rng.sample(others, rng.randrange(count + 1)):
             left = other.launched - other.computed
-            work.append((other, min(left, chance.randrange(1, 40))))
-        left = needle.launched - needle.computed
-        work.insert(chance.randrange(len(work) + 1), (needle, min(left, chunk)))
+            work.append((other, min(left, rng.randrange(1, 40))))
+        left = request.launched - request.computed
+        work.insert(rng.randrange(len(work) + 1), (request, min(left, chunk)))
         planner.run(work)
-    for sequence in [*others, needle]:
+    for sequence in [*others, request]:
         planner.remove(sequence)
-    return result(needle)
+    return result(request)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_needle_is_the_same_among_any_others_in_any_chunks(planner: Planner, params: Any) -> None:
+def test_a_request_is_the_same_with_any_others_in_any_chunks(planner: Planner, params: Any) -> None:
     expected = alone(planner, **params)
     for count, chunk in [(0, 4), (1, 7), (3, 512), (16, 64), (64, 7), (64, 512)]:
-        assert among(planner, count, chunk, **params) == expected, (count, chunk)
+        assert with_others(planner, count, chunk, **params) == expected, (count, chunk)
 
 
 def test_a_cached_prefix_changes_nothing(planner: Planner) -> None:
@@ -90,10 +90,10 @@ def test_a_cached_prefix_changes_nothing(planner: Planner) -> None:
     expected = alone(planner, **params)
     size = planner.runner.limits.page_size
     for cached, chunk in [(4, 7), (32, 512), (72, 4)]:
-        owner = planner.add(NEEDLE[:cached] + making.prompt(9, seed=5))
+        owner = planner.add(PROMPT[:cached] + making.prompt(9, seed=5))
         planner.prefill(owner, chunk)
-        planner.free_pages += owner.pages[: cached // size][::-1]  # the next request gets these first
-        guest = planner.add(NEEDLE, **params)
+        planner.free_pages += owner.pages[: cached // size][::-1]  # the next request gets these pages first
+        guest = planner.add(PROMPT, **params)
         guest.computed = cached
         planner.prefill(guest, 512)
         assert guest.pages[: cached // size] == owner.pages[: cached // size]
@@ -104,12 +104,12 @@ def test_a_cached_prefix_changes_nothing(planner: Planner) -> None:
         planner.remove(owner)
 
 
-def retracted(planner: Planner, done: int, expected: list[int], chunk: int, **params: Any) -> Sequence:
-    """The request after it lost its KV with `done` tokens out: prefilled with them, and continued."""
-    sequence = planner.add(NEEDLE + expected[:done], prompt_len=len(NEEDLE), **params)
+def retracted(planner: Planner, num_done: int, expected: list[int], chunk: int, **params: Any) -> Sequence:
+    """Prefill a request that was retracted after `num_done` tokens, and continue it."""
+    sequence = planner.add(PROMPT + expected[:num_done], prompt_len=len(PROMPT), **params)
     planner.prefill(sequence, chunk)
-    if NUM_TOKENS - done > 1:
-        planner.decode([sequence], NUM_TOKENS - done - 1)
+    if NUM_TOKENS - num_done > 1:
+        planner.decode([sequence], NUM_TOKENS - num_done - 1)
     planner.remove(sequence)
     return sequence
 
@@ -117,16 +117,16 @@ def retracted(planner: Planner, done: int, expected: list[int], chunk: int, **pa
 @pytest.mark.parametrize("params", [{"logprobs": 3}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_retraction_at_any_token_changes_nothing(planner: Planner, params: Any) -> None:
     tokens, logprobs, _ = alone(planner, **params)
-    for done in range(NUM_TOKENS):
-        again = retracted(planner, done, tokens, CHUNKS[done % len(CHUNKS)], **params)
+    for num_done in range(NUM_TOKENS):
+        again = retracted(planner, num_done, tokens, CHUNKS[num_done % len(CHUNKS)], **params)
         assert again.output == tokens
-        assert again.logprobs == logprobs[done:], done
+        assert again.logprobs == logprobs[num_done:], num_done
 
 
 def test_attention_that_depends_on_the_batch_fails_the_same_comparisons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the tests above would find. The ordinary mode may happen to round alike on some CPU."""
+    """Without determinism the tests above fail; the ordinary mode might round alike on some CPUs."""
     forward = InvariantCPUAttention.forward
 
     def depending(self: Any, query: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -138,13 +138,13 @@ def test_attention_that_depends_on_the_batch_fails_the_same_comparisons(
         planner = Planner(runner)
         monkeypatch.setattr(InvariantCPUAttention, "forward", depending)
         tokens, logprobs, _ = alone(planner, logprobs=3)
-        assert among(planner, 16, 7, logprobs=3)[1] != logprobs
+        assert with_others(planner, 16, 7, logprobs=3)[1] != logprobs
         assert retracted(planner, 8, tokens, 512, logprobs=3).logprobs != logprobs[8:]
     finally:
         runner.close()
 
 
-def test_what_cannot_be_deterministic_is_refused(tmp_path: Path) -> None:
+def test_options_that_cannot_be_deterministic_are_refused(tmp_path: Path) -> None:
     tiny.save_llama(tmp_path)
     with pytest.raises(ConfigError, match="its bits depend on the batch"):
         making.make_runner(tmp_path, deterministic=True, attention_backend="cpu")

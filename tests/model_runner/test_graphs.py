@@ -8,45 +8,47 @@ import torch
 from segue.messages.steps import StepPlan
 from segue.model_runner.graphs import (
     MAX_PADDING,
-    Graphs,
     CaptureSizes,
+    Graphs,
     Route,
+    choose_route,
+    find_bucket,
+    find_grid_bucket,
     grid_sizes,
     max_forward_graph_tokens,
     max_prompts,
-    find_bucket,
-    find_grid_bucket,
     prefill_sizes,
-    choose_route,
     row_sizes,
     token_sizes,
 )
 
 GRID = grid_sizes([1, 2, 4, 8], [16, 32, 64, 128, 256], max_len=256, rows=256, tokens=8448)
-CAPTURE_SIZES = CaptureSizes(decode=row_sizes(256), forward=token_sizes(8448), prompts=token_sizes(256), grid=GRID)
+CAPTURE_SIZES = CaptureSizes(
+    decode=row_sizes(256), forward=token_sizes(8448), prefill=token_sizes(256), grid=GRID
+)
 
 
 def make_plan(
-    num_decode: int, prompts: list[int], *, sampling_mode: str = "plain", owed: int = 0
+    num_decode: int, prompts: list[int], *, sampling_mode: str = "plain", prompt_logprobs: int = 0
 ) -> StepPlan:
     lens = [1] * num_decode + prompts
     logits = [1] * len(lens)
-    logits[-1] += owed
+    logits[-1] += prompt_logprobs
     starts = [100] * num_decode + [0] * len(prompts)
-    rows = list(range(len(lens)))
-    return StepPlan(1, [], [], num_decode, rows, starts, lens, logits, [True] * len(lens), sampling_mode)  # type: ignore[arg-type]
+    slots = list(range(len(lens)))
+    return StepPlan(1, [], [], num_decode, slots, starts, lens, logits, [True] * len(lens), sampling_mode)  # type: ignore[arg-type]
 
 
 def test_every_number_of_rows_has_a_bucket_with_little_padding() -> None:
-    for most in (1, 7, 12, 100, 256, 300):
-        sizes = row_sizes(most)
-        assert sizes == sorted(set(sizes)) and sizes[-1] == most
-        for rows in range(1, most + 1):
+    for max_rows in (1, 7, 12, 100, 256, 300):
+        sizes = row_sizes(max_rows)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == max_rows
+        for rows in range(1, max_rows + 1):
             found = find_bucket(sizes, rows)
             assert found is not None and rows <= found <= max(rows + 16, rows * 5 // 4)
 
 
-def test_every_number_of_tokens_up_to_the_most_has_a_bucket() -> None:
+def test_every_number_of_tokens_up_to_the_largest_forward_graph_has_a_bucket() -> None:
     sizes = token_sizes(8448)
     assert sizes[0] == 16 and sizes[-1] == 1024
     for tokens in range(1, 1025):
@@ -55,7 +57,7 @@ def test_every_number_of_tokens_up_to_the_most_has_a_bucket() -> None:
     assert find_bucket(sizes, 1025) is None
 
 
-def test_sizes_that_are_given_replace_the_ladders() -> None:
+def test_given_sizes_replace_the_default_ones() -> None:
     assert row_sizes(8, [16, 4, 4, 1]) == [1, 4]
     assert token_sizes(300, given=[4, 512, 260]) == [4, 260]
     assert prefill_sizes([4, 260, 2048]) == [4, 2048]
@@ -64,13 +66,13 @@ def test_sizes_that_are_given_replace_the_ladders() -> None:
     assert choose_route(make_plan(5, []), capture_sizes).reason == "tokens"
 
 
-def test_several_ranks_filter_behind_a_trunk() -> None:
+def test_several_ranks_sample_with_filters_after_a_forward_graph() -> None:
     capture_sizes = CaptureSizes(sampling_modes=("plain",), decode=row_sizes(8), forward=token_sizes(64))
     assert choose_route(make_plan(5, []), capture_sizes) == Route("decode", 5)
     assert choose_route(make_plan(5, [], sampling_mode="filtered"), capture_sizes) == Route("forward", 16)
 
 
-def test_small_models_have_larger_trunks_captured() -> None:
+def test_small_models_have_larger_forward_graphs() -> None:
     assert max_forward_graph_tokens(36, 7_000_000_000) == 1028
     max_captured = max_forward_graph_tokens(28, 440_000_000)
     assert 8448 < max_captured < 16384
@@ -82,21 +84,25 @@ def test_small_models_have_larger_trunks_captured() -> None:
     assert token_sizes(8448, 1028)[-1] == 1024
 
 
-def test_long_prompts_alone_have_graphs_of_their_own_with_room_for_few() -> None:
+def test_long_prompts_have_prefill_graphs_with_room_for_few_prompts() -> None:
     max_captured = max_forward_graph_tokens(28, 440_000_000)
     capture_sizes = CaptureSizes(
         decode=row_sizes(256),
         forward=token_sizes(8448, max_captured),
-        prompts=prefill_sizes(token_sizes(8448, max_captured)),
+        prefill=prefill_sizes(token_sizes(8448, max_captured)),
     )
     assert [size for size in capture_sizes.prefill if 256 < size < 2048] == []
-    assert choose_route(make_plan(0, [2048] * 4), capture_sizes) == Route("prompts", 8192)
-    assert choose_route(make_plan(0, [80] * 96 + [512]), capture_sizes) == Route("forward", 8192)  # one prompt too many
-    assert choose_route(make_plan(0, [1500]), capture_sizes) == Route("forward", 1536)  # 2,048 would hold it too
+    assert choose_route(make_plan(0, [2048] * 4), capture_sizes) == Route("prefill", 8192)
+    assert choose_route(make_plan(0, [80] * 96 + [512]), capture_sizes) == Route(
+        "forward", 8192
+    )  # one prompt more than the prefill graph has room for
+    assert choose_route(make_plan(0, [1500]), capture_sizes) == Route(
+        "forward", 1536
+    )  # the prefill graph of 2,048 tokens is larger
     assert choose_route(make_plan(1, [2048]), capture_sizes) == Route("forward", 2304)
 
 
-def test_a_runner_of_few_tokens_has_no_larger_buckets() -> None:
+def test_no_bucket_is_larger_than_the_largest_step_of_the_runner() -> None:
     assert token_sizes(200, 9999)[-2:] == [192, 200]
     assert token_sizes(60) == [16, 32, 48, 60]
     assert token_sizes(64) == [16, 32, 48, 64]
@@ -104,14 +110,14 @@ def test_a_runner_of_few_tokens_has_no_larger_buckets() -> None:
 
 
 @pytest.mark.parametrize(("chunk", "rows"), [(1, 1), (5, 4), (64, 8), (256, 8), (512, 32), (512, 100)])
-def test_a_whole_chunk_beside_any_number_of_decode_rows_has_a_bucket(chunk: int, rows: int) -> None:
+def test_a_whole_chunk_with_any_number_of_decode_rows_has_a_bucket(chunk: int, rows: int) -> None:
     sizes = token_sizes(chunk + rows)
     for decode in range(rows + 1):
         found = find_bucket(sizes, chunk + decode)
         assert found is not None and chunk + decode <= found <= chunk + rows
 
 
-def test_a_step_is_not_padded_to_a_multiple_of_itself() -> None:
+def test_a_step_is_not_padded_to_more_than_twice_its_size() -> None:
     assert find_bucket([16, 64], 20) is None
     assert find_bucket([16, 64], 32) == 64
     assert find_bucket([16, 64], 3) == 16
@@ -130,15 +136,18 @@ def test_a_step_is_not_padded_to_a_multiple_of_itself() -> None:
         (make_plan(0, [17]), Route("grid", 32, prompts=1)),
         (
             make_plan(0, [17, 3, 12], sampling_mode="full"),
-            Route("prompts", 32),
-        ),  # the grid's 4 x 32 would be mostly padding
+            Route("prefill", 32),
+        ),  # the grid's 4 x 32 tokens would be mostly padding
         (make_plan(0, [100, 120, 90]), Route("grid", 512, prompts=4)),
         (make_plan(0, [3]), Route("grid", 16, prompts=1)),  # the smallest of all
-        (make_plan(1, [128]), Route("forward", 144)),  # the grid is for prompts alone
+        (make_plan(1, [128]), Route("forward", 144)),  # the grid has no room for decode rows
         (make_plan(0, [300]), Route("forward", 320)),
-        (make_plan(0, [17], sampling_mode="full", owed=3), Route("eager", 17, reason="prompt_logprobs")),
+        (
+            make_plan(0, [17], sampling_mode="full", prompt_logprobs=3),
+            Route("eager", 17, reason="prompt_logprobs"),
+        ),
         (make_plan(3, [1200]), Route("eager", 1203, reason="tokens")),
-        (make_plan(0, [3] * 16), Route("prompts", 48)),  # a group whose prompt is cached but for its end
+        (make_plan(0, [3] * 16), Route("prefill", 48)),  # a group whose prompt is cached except for its end
         (make_plan(0, [1] * 40), Route("eager", 40, reason="prompts")),
     ],
 )
@@ -147,50 +156,50 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(plan: StepPlan, expected:
     assert choose_route(plan, CaptureSizes()) == Route("eager", plan.num_tokens, reason="disabled")
 
 
-def test_the_way_of_a_step_hangs_on_its_plan_alone_and_never_pads_to_more_than_twice() -> None:
+def test_the_route_depends_on_the_plan_only_and_never_pads_to_more_than_twice() -> None:
     rng = random.Random(4)
     kinds = set()
     for _ in range(3000):
         lens = [min(600, max(1, int(rng.lognormvariate(2.8, 1.6)))) for _ in range(rng.randint(0, 12))]
         plan = make_plan(rng.randint(0 if lens else 1, 64), lens, sampling_mode=rng.choice(["plain", "full"]))
         route, count = choose_route(plan, CAPTURE_SIZES), plan.num_tokens
-        # What another rank has beside the plan and the captured sizes may differ: nothing of it is asked.
+        # The route does not depend on the step number and the pages.
         other = StepPlan(99, [], [(0, 0, [1])], *[getattr(plan, name) for name in plan.__struct_fields__[3:]])
         assert choose_route(other, CAPTURE_SIZES) == route
         kinds.add(route.kind)
         if route.kind == "grid":
             length = route.tokens // route.prompts
             assert (route.prompts, length) in GRID and len(lens) <= route.prompts and max(lens) <= length
-        if route.kind == "prompts":
+        if route.kind == "prefill":
             assert plan.num_decode == 0
-        if route.kind in ("forward", "prompts"):
+        if route.kind in ("forward", "prefill"):
             assert len(lens) <= max_prompts(route.tokens)
-        if route.kind in ("grid", "forward", "prompts"):
+        if route.kind in ("grid", "forward", "prefill"):
             assert count <= route.tokens <= max(MAX_PADDING * count, 16)
         if route.kind == "eager":
             assert route.tokens == count and route.reason in ("tokens", "prompts")
-    assert kinds == {"decode", "forward", "prompts", "grid", "eager"}
+    assert kinds == {"decode", "forward", "prefill", "grid", "eager"}
 
 
-def test_the_grid_takes_the_smallest_slots_that_fit() -> None:
+def test_the_smallest_grid_size_that_fits_is_chosen() -> None:
     for sequences in range(1, 9):
         for max_len in range(1, 257):
             found = find_grid_bucket(GRID, sequences, max_len, sequences * max_len)
             fitting = [(n, length) for n, length in GRID if n >= sequences and length >= max_len]
-            least = min(n * length for n, length in fitting)
+            smallest = min(n * length for n, length in fitting)
             if found is None:
-                assert least > MAX_PADDING * sequences * max_len
+                assert smallest > MAX_PADDING * sequences * max_len
             else:
-                assert found in fitting and found[0] * found[1] == least
+                assert found in fitting and found[0] * found[1] == smallest
     assert find_grid_bucket(GRID, 9, 16, 144) is None and find_grid_bucket(GRID, 1, 257, 257) is None
     assert find_grid_bucket([], 1, 16, 16) is None
 
 
-def test_a_grid_has_no_size_that_a_runner_cannot_run() -> None:
+def test_the_grid_has_only_sizes_that_the_runner_can_run() -> None:
     assert grid_sizes([1, 4, 8], [16, 64, 256], max_len=64, rows=4, tokens=128) == [(1, 16), (1, 64), (4, 16)]
 
 
-def test_where_room_is_short_the_largest_and_the_smallest_sizes_are_captured(
+def test_without_room_for_all_the_largest_and_the_smallest_sizes_are_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     silent = SimpleNamespace(
@@ -198,7 +207,7 @@ def test_where_room_is_short_the_largest_and_the_smallest_sizes_are_captured(
     )
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: silent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: silent)
-    for room, captured, left in (
+    for room, captured, left_out in (
         (9, [1, 2, 4, 8, 16], []),
         (3, [1, 2, 16], [4, 8]),
         (1, [16], [1, 2, 4, 8]),
@@ -207,7 +216,7 @@ def test_where_room_is_short_the_largest_and_the_smallest_sizes_are_captured(
         ran: list[int] = []
         answers = iter([True] * room + [False])
         graphs: Any = Graphs[int]("some", None, ran.append, None)
-        assert graphs.capture([4, 1, 16, 8, 2], lambda answers=answers: next(answers)) == left
+        assert graphs.capture([4, 1, 16, 8, 2], lambda answers=answers: next(answers)) == left_out
         assert graphs.sizes == captured
-        assert ran[:1] == captured[-1:]  # the others fit into its memory
+        assert ran[:1] == captured[-1:]  # the largest is first, because the others fit into its memory
     assert graphs.capture([], lambda: True) == []

@@ -1,4 +1,4 @@
-"""From a plan to the forward context."""
+"""The input builder: from a plan to the context."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from segue.model_runner.inputs import InputBuilder, StepInputs
 
 @pytest.fixture
 def build():
-    """Applies plans and builds their inputs; rows 0 and 1 decode, row 2 prefills."""
+    """Apply plans and build their inputs; slots 0 and 1 decode, slot 2 prefills."""
     kv = KVPool(
         num_pages=50, num_layers=1, page_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32, device="cpu"
     )
@@ -29,8 +29,8 @@ def build():
         return builder.build(plan)
 
     params = SamplingParams(max_new_tokens=9)
-    new_slots = [NewSlot(row, pack_ids(range(row * 100, row * 100 + 30)), 30, params) for row in range(3)]
-    pages = [(row, 0, [row * 10 + i for i in range(8)]) for row in range(3)]
+    new_slots = [NewSlot(slot, pack_ids(range(slot * 100, slot * 100 + 30)), 30, params) for slot in range(3)]
+    pages = [(slot, 0, [slot * 10 + i for i in range(8)]) for slot in range(3)]
     lens = [6, 9, 5]
     first = build(StepPlan(1, new_slots, pages, 0, [0, 1, 2], [0] * 3, lens, [0] * 3, [False] * 3, "plain"))
     assert first.sampling.tolist() == []
@@ -42,11 +42,11 @@ def _mixed(num_logits: list[int], samples: list[bool]) -> StepPlan:
     return StepPlan(2, [], [], 2, [1, 0, 2], [9, 6, 5], [1, 1, 4], num_logits, samples, "plain")
 
 
-def test_tokens_positions_and_rows_of_a_mixed_step(build):
+def test_tokens_positions_and_slot_mapping_of_a_mixed_step(build):
     context = build(_mixed([1, 1, 0], [True, True, False])).context
     assert context.input_ids.tolist() == [109, 6, 205, 206, 207, 208]
     assert context.positions.tolist() == [9, 6, 5, 6, 7, 8]
-    # A page's keys and values lie behind each other.
+    # The values of a page follow its keys.
     assert context.slot_mapping.tolist() == [
         12 * 8 + 1,
         1 * 8 + 2,
@@ -58,7 +58,7 @@ def test_tokens_positions_and_rows_of_a_mixed_step(build):
     assert context.num_decode == 2
 
 
-def test_the_context_says_the_same_on_the_host_and_the_device(build):
+def test_the_context_is_the_same_on_the_host_and_the_device(build):
     context = build(_mixed([1, 1, 0], [True, True, False])).context
     assert list(context.slots) == context.slots_device.tolist() == [1, 0, 2]
     assert list(context.kv_lens) == context.kv_lens_device.tolist() == [10, 7, 9]
@@ -77,7 +77,7 @@ def test_only_sampling_sequences_get_logits(build):
     assert inputs.prompt_runs == []
 
 
-def test_a_decode_step_has_one_token_a_row(build):
+def test_a_decode_step_has_one_token_per_slot(build):
     plan = StepPlan(2, [], [], 3, [2, 0, 1], [5, 6, 9], [1] * 3, [1] * 3, [True] * 3, "plain")
     inputs = build(plan)
     assert inputs.context.input_ids.tolist() == [205, 6, 109]
@@ -89,13 +89,13 @@ def test_a_decode_step_has_one_token_a_row(build):
 @pytest.mark.parametrize(
     ("num_logits", "samples", "run"),
     [
-        (3, True, (2, 3, 7, 2)),  # two of the prompt, and the one that samples
+        (3, True, (2, 3, 7, 2)),  # two tokens of the prompt, and the one that samples
         (3, False, (2, 3, 7, 3)),
         (1, False, (2, 5, 9, 1)),
         (4, True, (2, 2, 6, 3)),
     ],
 )
-def test_logits_beyond_the_sampling_one_are_of_the_prompt(build, num_logits, samples, run):
+def test_logits_before_the_last_ones_are_for_prompt_tokens(build, num_logits, samples, run):
     inputs = build(_mixed([1, 1, num_logits], [True, True, samples]))
     (found,) = inputs.prompt_runs
     assert inputs.context.logits_indices is None

@@ -1,4 +1,4 @@
-"""Sizes that cannot fit are refused before anything takes long; what takes long is announced."""
+"""The profile run: sizes that cannot fit are refused before it starts, and a long run is announced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither are weights loaded nor is a step run."""
+    """Fail if weights are loaded, which comes before the profile run."""
     monkeypatch.setattr(runner, "load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
 
 
@@ -49,7 +49,7 @@ def test_sizes_that_cannot_fit_are_refused_at_once(
     assert "lower --max-running-requests or --chunked-prefill-size" in str(raised.value)
 
 
-def test_memory_that_is_kept_for_weight_updates_is_named_where_it_is_too_much(
+def test_the_error_names_the_memory_for_weight_updates(
     llama: Path, no_model: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "free_cpu_memory", lambda: GIB // 4)
@@ -57,14 +57,14 @@ def test_memory_that_is_kept_for_weight_updates_is_named_where_it_is_too_much(
         making.make_runner(llama, weight_staging_gb=4.0)
 
 
-def test_a_trial_that_takes_long_is_announced_before_it_begins(
+def test_a_long_profile_run_is_announced_before_it_starts(
     llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "segue")
     monkeypatch.setattr(profile_run, "_CPU_SPEED", 1e6)
 
     def measure(*_: Any) -> int:
-        assert "trying a step of 64 tokens" in caplog.text
+        assert "profile run: a step of 64 tokens" in caplog.text
         assert "--chunked-prefill-size (64) or --max-running-requests (8)" in caplog.text
         raise torch.OutOfMemoryError
 
@@ -73,7 +73,7 @@ def test_a_trial_that_takes_long_is_announced_before_it_begins(
         making.make_runner(llama)
 
 
-def test_a_short_trial_is_not_announced(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_short_profile_run_is_not_announced(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "segue")
     making.make_runner(llama).close()
-    assert "trying a step" not in caplog.text
+    assert "profile run" not in caplog.text

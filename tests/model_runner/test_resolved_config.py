@@ -1,4 +1,4 @@
-"""What is chosen where the user did not."""
+"""The values of options that the user left open, and options that are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -56,24 +56,28 @@ def no_cuda(monkeypatch):
 
 
 def test_sizes_on_a_cpu(no_cuda):
-    chosen = _resolve_config()
-    assert chosen.device.type == "cpu"
-    assert (chosen.page_size, chosen.max_running_requests, chosen.chunked_prefill_size) == (16, 16, 512)
+    resolved = _resolve_config()
+    assert resolved.device.type == "cpu"
+    assert (resolved.page_size, resolved.max_running_requests, resolved.chunked_prefill_size) == (16, 16, 512)
 
 
 def test_sizes_on_cuda(cuda):
-    chosen = _resolve_config(rank=1)
-    assert chosen.device == torch.device("cuda", 1)
-    assert (chosen.page_size, chosen.max_running_requests, chosen.chunked_prefill_size) == (64, 256, 8192)
+    resolved = _resolve_config(rank=1)
+    assert resolved.device == torch.device("cuda", 1)
+    assert (resolved.page_size, resolved.max_running_requests, resolved.chunked_prefill_size) == (
+        64,
+        256,
+        8192,
+    )
 
 
-def test_the_user_comes_first(no_cuda):
-    chosen = _resolve_config(page_size=1, max_running_requests=3, chunked_prefill_size=7, dtype="float16")
-    assert (chosen.page_size, chosen.max_running_requests, chosen.chunked_prefill_size) == (1, 3, 7)
-    assert chosen.dtype == torch.float16
+def test_options_of_the_user_have_priority(no_cuda):
+    resolved = _resolve_config(page_size=1, max_running_requests=3, chunked_prefill_size=7, dtype="float16")
+    assert (resolved.page_size, resolved.max_running_requests, resolved.chunked_prefill_size) == (1, 3, 7)
+    assert resolved.dtype == torch.float16
 
 
-def test_the_cpu_can_be_asked_for_where_there_is_cuda(cuda):
+def test_device_cpu_is_used_although_there_is_cuda(cuda):
     assert _resolve_config(device="cpu").device.type == "cpu"
 
 
@@ -103,16 +107,16 @@ EXPERTS = {
         ({"dtype": "float32"}, ConfigError, "dtype='float32'.*bfloat16"),
     ],
 )
-def test_what_determinism_does_not_have_on_cuda_is_refused(cuda, options, error, words):
+def test_options_without_deterministic_kernels_on_cuda_are_refused(cuda, options, error, words):
     assert not _resolve_config(**options).deterministic
     with pytest.raises(error, match=f"{words}.*leave --deterministic out"):
         _resolve_config(**options, deterministic=True)
     assert _resolve_config(deterministic=True).deterministic
 
 
-def test_determinism_is_refused_on_devices_whose_bits_nobody_compared(cuda, monkeypatch):
+def test_determinism_is_refused_on_devices_without_verified_kernels(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ConfigError, match=r"capability \(8, 0\).*\(9, 0\) alone"):
+    with pytest.raises(ConfigError, match=r"capability \(8, 0\).*\(9, 0\) only"):
         _resolve_config(deterministic=True)
 
 
@@ -126,20 +130,20 @@ def test_determinism_is_refused_on_devices_whose_bits_nobody_compared(cuda, monk
         ("float16", True, torch.bfloat16),
     ],
 )
-def test_dtype_is_the_checkpoints_but_bfloat16_for_float32_and_gguf(no_cuda, stored, gguf, dtype):
+def test_dtype_is_that_of_the_checkpoint_but_bfloat16_for_float32_and_gguf(no_cuda, stored, gguf, dtype):
     assert _resolve_config(hf={"torch_dtype": stored}, gguf=gguf).dtype == dtype
 
 
-@pytest.mark.parametrize(("asked", "max_len"), [(None, 2048), (100, 100), (5000, 2048)])
-def test_longest_is_the_lesser_of_the_models_and_the_users(no_cuda, asked, max_len):
-    assert _resolve_config(max_model_len=asked).max_len == max_len
+@pytest.mark.parametrize(("max_model_len", "max_len"), [(None, 2048), (100, 100), (5000, 2048)])
+def test_max_len_is_the_minimum_of_the_model_and_the_option(no_cuda, max_model_len, max_len):
+    assert _resolve_config(max_model_len=max_model_len).max_len == max_len
 
 
-def test_a_chunk_that_is_never_full_is_cut_and_said_so(no_cuda, caplog):
+def test_a_chunk_that_is_never_full_is_reduced_and_logged(no_cuda, caplog):
     caplog.set_level("INFO", "segue")
     assert _resolve_config(chunked_prefill_size=32768, max_running_requests=16).chunked_prefill_size == 32768
     assert not caplog.records
-    chosen = _resolve_config(chunked_prefill_size=32769, max_running_requests=16)
-    assert (chosen.chunked_prefill_size, chosen.max_step_tokens) == (32768, 32768)
+    resolved = _resolve_config(chunked_prefill_size=32769, max_running_requests=16)
+    assert (resolved.chunked_prefill_size, resolved.max_step_tokens) == (32768, 32768)
     assert "chunked_prefill_size is 32768, not 32769: 16 requests of 2048 tokens never" in caplog.text
     assert _resolve_config(max_running_requests=4096).max_step_tokens == 4096

@@ -1,4 +1,4 @@
-"""A whole runner on tiny models, driven by hand-written plans, against transformers."""
+"""A whole runner on tiny models: hand-written plans give the results of transformers."""
 
 import math
 import re
@@ -45,7 +45,7 @@ STEPS = [
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """Directory and transformers model."""
+    """The directory of the checkpoint, and its transformers model."""
     directory = tmp_path_factory.mktemp("llama")
     return directory, tiny.save_llama(directory)
 
@@ -59,7 +59,7 @@ def runner(llama):
 
 @pytest.fixture
 def planner(llama):
-    """On a runner of its own: plans are numbered from 1."""
+    """A planner with its own runner, because plans are numbered from 1."""
     runner = making.make_runner(llama[0])
     yield Planner(runner)
     runner.close()
@@ -79,15 +79,15 @@ def test_prefill_and_decode_share_a_step(llama, planner):
     planner.run([(first, 1), (second, 13)])
     third = planner.add(prompts[2])
     planner.run([(second, 7), (first, 1), (third, 45)])
-    everyone = [first, second, third]
-    planner.decode(everyone, 12)
-    for sequence, prompt in zip(everyone, prompts, strict=True):
+    sequences = [first, second, third]
+    planner.decode(sequences, 12)
+    for sequence, prompt in zip(sequences, prompts, strict=True):
         count = len(sequence.output)
         assert count >= 13
         assert sequence.output == tiny.reference(llama[1], prompt, count)
 
 
-def test_a_step_may_be_launched_before_the_one_ahead_is_read(llama, planner):
+def test_a_step_may_be_launched_before_the_previous_result_is_read(llama, planner):
     prompts = [making.prompt(length, seed=length) for length in (6, 30)]
     sequences = [planner.add(prompt) for prompt in prompts]
     in_flight = [planner.launch([(sequences[0], 6), (sequences[1], 30)])]
@@ -99,7 +99,7 @@ def test_a_step_may_be_launched_before_the_one_ahead_is_read(llama, planner):
         assert sequence.output == tiny.reference(llama[1], prompt, 16)
 
 
-def test_a_retracted_request_goes_on_as_if_nothing_had_happened(planner):
+def test_a_retracted_request_continues_with_the_same_tokens(planner):
     prompt = making.prompt(11)
     params = {"temperature": 1.1, "seed": 5, "top_p": 0.95, "frequency_penalty": 0.4}
     undisturbed = planner.generate(prompt, 30, **params).output
@@ -115,7 +115,7 @@ def test_a_retracted_request_goes_on_as_if_nothing_had_happened(planner):
     assert again.output == undisturbed
 
 
-def test_a_row_samples_the_same_alone_and_in_a_batch_and_in_both_tails(planner):
+def test_a_request_samples_the_same_alone_in_a_batch_and_in_both_sampling_modes(planner):
     prompt = making.prompt(9)
     params = {"temperature": 0.9, "seed": 21}
     alone = planner.generate(prompt, 20, **params).output
@@ -154,7 +154,7 @@ def test_prompt_logprobs_are_those_of_transformers(llama, planner, chunk, first)
     assert sequence.output == tiny.reference(llama[1], prompt, 3)
 
 
-def test_prompt_logits_are_computed_a_slice_at_a_time(llama, planner, monkeypatch):
+def test_prompt_logits_are_computed_in_slices(llama, planner, monkeypatch):
     counts = []
     executor = planner.runner._executor
     monkeypatch.setattr("segue.model_runner.executor._LOGITS_BYTES", 4 * 4 * making.VOCAB)  # four tokens
@@ -168,7 +168,7 @@ def test_prompt_logits_are_computed_a_slice_at_a_time(llama, planner, monkeypatc
         assert math.isclose(entry.logprob, expected[position - 1, prompt[position]], abs_tol=1e-4)
 
 
-def test_a_request_can_fill_the_longest_sequence(llama, planner):
+def test_a_request_can_have_the_maximum_length(llama, planner):
     max_len = planner.runner.limits.max_seq_len
     prompt = making.prompt(max_len - 10)
     sequence = planner.generate(prompt, 11)  # the last token is sampled from the last position
@@ -176,7 +176,7 @@ def test_a_request_can_fill_the_longest_sequence(llama, planner):
     assert sequence.output[:10] == tiny.reference(llama[1], prompt, 10)
 
 
-def test_a_bad_plan_fails_its_step_and_all_after_it(planner):
+def test_a_bad_plan_fails_its_step_and_all_later_steps(planner):
     sequence = planner.add(making.prompt(5))
     plan = planner.plan([(sequence, 5)])
     planner.runner.forward_batch(plan).result()
@@ -185,7 +185,7 @@ def test_a_bad_plan_fails_its_step_and_all_after_it(planner):
             planner.runner.forward_batch(plan).result()
 
 
-def test_a_result_says_how_long_its_step_took(planner):
+def test_a_result_has_the_duration_of_its_step(planner):
     result = planner.run([(planner.add(making.prompt(5)), 5)])
     assert result.step == 1
     assert 0 < result.seconds < 60
@@ -216,20 +216,20 @@ def test_limits_come_from_options(runner):
     assert runner.attention_backend == "cpu"
 
 
-def test_a_small_cache_shortens_the_longest_sequence(llama):
+def test_a_small_kv_cache_reduces_max_seq_len(llama):
     runner = making.make_runner(llama[0], num_kv_tokens=40)
     runner.close()
     assert runner.limits.max_seq_len == 40
 
 
-def test_max_model_len_shortens_the_longest_sequence(llama):
+def test_max_model_len_reduces_max_seq_len(llama):
     runner = making.make_runner(llama[0], max_model_len=100, num_kv_tokens=None)
     runner.close()
     assert runner.limits.max_seq_len == 100
     assert runner.limits.num_pages == 8 * 25  # all 8 requests at full length
 
 
-def test_a_chunk_longer_than_the_model_is_tried_in_several_sequences(llama):
+def test_the_profile_run_splits_a_chunk_longer_than_the_model_allows(llama):
     runner = making.make_runner(llama[0], chunked_prefill_size=600)
     runner.close()
     assert runner.limits.chunked_prefill_size == 600
@@ -248,7 +248,7 @@ def test_defaults_on_a_cpu(llama):
     limits = runner.limits
     assert (limits.page_size, limits.max_running_requests, limits.chunked_prefill_size) == (16, 16, 512)
     assert limits.num_pages == 16 * 16
-    assert runner.dtype == torch.bfloat16  # the checkpoint's float32 is more than is needed
+    assert runner.dtype == torch.bfloat16  # float32 checkpoints are served in bfloat16
 
 
 @pytest.mark.parametrize(
@@ -260,27 +260,27 @@ def test_defaults_on_a_cpu(llama):
         ({"device": "cuda"}, ConfigError, "--device cpu"),
     ],
 )
-def test_what_cannot_work_is_a_clear_error(llama, changes, error, words):
+def test_options_that_cannot_work_raise_a_clear_error(llama, changes, error, words):
     if changes.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(error, match=words):
         making.make_runner(llama[0], **changes)
 
 
-def test_a_model_that_cannot_be_cut_names_its_heads(llama, tmp_path):
-    # The ranks need not meet for it: rank 0 of 3 fails before it waits for anyone.
+def test_the_error_for_a_model_that_cannot_be_split_names_its_heads(llama, tmp_path):
+    # Rank 0 of 3 fails alone, before it waits for other ranks.
     with pytest.raises(TensorParallelError, match=r"num_attention_heads 8.*num_key_value_heads 4"):
         making.make_runner(llama[0], TPInfo(0, 3), tmp_path)
 
 
-def test_a_check_of_graphs_without_graphs_is_ignored_with_a_warning(llama, caplog, monkeypatch):
+def test_the_graph_self_check_without_graphs_is_ignored_with_a_warning(llama, caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("WARNING", logger.name)
     making.make_runner(llama[0], graph_self_check=True).close()
     assert "--graph-self-check is ignored: there are no CUDA graphs" in caplog.text
 
 
-def test_sizes_to_capture_are_ignored_with_one_warning_where_nothing_is_captured(llama, caplog, monkeypatch):
+def test_capture_sizes_are_ignored_with_one_warning_if_no_graph_is_captured(llama, caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("WARNING", logger.name)
     lists = {"precompile_bs_paddings": "4", "precompile_token_paddings": "4"}
@@ -290,7 +290,7 @@ def test_sizes_to_capture_are_ignored_with_one_warning_where_nothing_is_captured
     ]
 
 
-def test_a_grid_of_sizes_that_cannot_be_is_ignored_with_a_warning(llama, caplog, monkeypatch):
+def test_a_grid_without_a_possible_size_is_ignored_with_a_warning(llama, caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("WARNING", logger.name)
     options = making.options(llama[0], enable_batch_prefill_cuda_graph=True, batch_prefill_seq_lengths="512")
@@ -302,8 +302,8 @@ def test_a_grid_of_sizes_that_cannot_be_is_ignored_with_a_warning(llama, caplog,
     assert "--batch-prefill-max-seq-len 256" in caplog.text
 
 
-def test_a_backend_without_the_grid_ignores_it_with_a_warning(llama, caplog, monkeypatch):
-    monkeypatch.setattr(logger, "propagate", True)  # whatever another test has configured
+def test_a_grid_on_a_backend_without_support_is_ignored_with_a_warning(llama, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)  # another test may have changed it
     caplog.set_level("WARNING", logger.name)
     runner = making.make_runner(llama[0], enable_batch_prefill_cuda_graph=True)
     assert "--enable-batch-prefill-cuda-graph is ignored: attention backend 'cpu' does not" in caplog.text
@@ -317,23 +317,23 @@ def test_a_backend_without_the_grid_ignores_it_with_a_warning(llama, caplog, mon
         runner._executor._inputs._backend.init_batch_prefill_cuda_graph_state(1, 16)
 
 
-def test_the_grid_is_not_for_experts(tmp_path, caplog, monkeypatch):
+def test_a_grid_for_a_mixture_of_experts_is_ignored_with_a_warning(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("WARNING", logger.name)
     tiny.save_qwen3_moe(tmp_path)
     making.make_runner(tmp_path, enable_batch_prefill_cuda_graph=True).close()
-    assert "--enable-batch-prefill-cuda-graph is ignored: experts" in caplog.text
+    assert "--enable-batch-prefill-cuda-graph is ignored: a mixture of experts" in caplog.text
 
 
 @pytest.mark.parametrize(("chunk", "rows"), [(4, 40), (1, 1), (64, 8)])
-def test_the_trial_step_is_as_large_as_a_step_can_be(llama, monkeypatch, chunk, rows):
+def test_the_profile_run_is_as_large_as_a_step_can_be(llama, monkeypatch, chunk, rows):
     counts, build, logits = [], Context.build, Decoder.logits
 
-    def noting(**step):
+    def counting(**step):
         counts.append(len(step["input_ids"]))
         return build(**step)
 
-    monkeypatch.setattr(Context, "build", noting)
+    monkeypatch.setattr(Context, "build", counting)
     monkeypatch.setattr(Decoder, "logits", lambda model, h: counts.append(len(h)) or logits(model, h))
     making.make_runner(llama[0], chunked_prefill_size=chunk, max_running_requests=rows).close()
     assert counts == [max(chunk, rows), rows]
@@ -341,12 +341,12 @@ def test_the_trial_step_is_as_large_as_a_step_can_be(llama, monkeypatch, chunk, 
 
 @pytest.fixture
 def warnings(caplog, monkeypatch):
-    monkeypatch.setattr(logger, "propagate", True)  # whatever another test has configured
+    monkeypatch.setattr(logger, "propagate", True)  # another test may have changed it
     caplog.set_level("WARNING", logger.name)
     return caplog
 
 
-def test_a_grid_is_ignored_with_a_warning_where_no_graphs_are_captured(llama, warnings):
+def test_a_grid_is_ignored_with_a_warning_if_no_graph_is_captured(llama, warnings):
     config = EngineConfig(**making.options(llama[0], enable_batch_prefill_cuda_graph=True))
     resolved = resolve_config(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
     backend = SimpleNamespace(supports_batch_prefill_cuda_graph=lambda: True)
@@ -378,9 +378,14 @@ EXPERTS = moe_backend.MoEEntry(name="experts", devices=("cuda",), graph=False, r
         ({"can_capture_collectives": False}, "^$"),
     ],
 )
-def test_nothing_is_kept_for_graphs_that_will_not_be_captured(llama, warnings, case, warning):
+def test_no_memory_is_reserved_for_graphs_that_cannot_be_captured(llama, warnings, case, warning):
     config = EngineConfig(**making.options(llama[0], num_kv_tokens=None))
-    usual = {"demand": _demand(), "selection": _selection(True), "experts": None, "can_capture_collectives": True}
+    usual = {
+        "demand": _demand(),
+        "selection": _selection(True),
+        "experts": None,
+        "can_capture_collectives": True,
+    }
     assert graph_capture.reserve_for_graphs(config=config, **usual) == usual["demand"]
     given = {**usual, **case}
     demand = graph_capture.reserve_for_graphs(config=config, **given)

@@ -1,4 +1,4 @@
-"""All sampling parameters together: order, mixed batches, every sampling mode."""
+"""All sampling parameters together: their order, mixed batches, every sampling mode."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ VOCAB = 700
 PROMPT = [3, 4, 5]
 
 
-class Rows:
-    """A batch state of one row for each set of parameters, with `PROMPT` and then `output` in each."""
+class Slots:
+    """A batch state with one slot per set of parameters; each slot has `PROMPT` and then `output`."""
 
     def __init__(self, *params: dict[str, Any], output: tuple[int, ...] = ()) -> None:
         self.count = len(params)
@@ -27,21 +27,21 @@ class Rows:
             max_running_requests=self.count, max_seq_len=64, page_table=table, device=torch.device("cpu")
         )
         new_slots = [
-            NewSlot(row, pack_ids(tokens), len(PROMPT), SamplingParams(**{"max_new_tokens": 9, **options}))
-            for row, options in enumerate(params)
+            NewSlot(slot, pack_ids(tokens), len(PROMPT), SamplingParams(**{"max_new_tokens": 9, **options}))
+            for slot, options in enumerate(params)
         ]
-        rows = list(range(self.count))
+        slots = list(range(self.count))
         lens = [len(tokens)] * self.count
         flags = [1] * self.count
-        self.state.apply(StepPlan(1, new_slots, [], 0, rows, [0] * self.count, lens, flags, flags, "full"))
+        self.state.apply(StepPlan(1, new_slots, [], 0, slots, [0] * self.count, lens, flags, flags, "full"))
         self.position = len(tokens)
 
     def sample(
-        self, logits: torch.Tensor, sampling_mode: str = "full", rows: list[int] | None = None
+        self, logits: torch.Tensor, sampling_mode: str = "full", slots: list[int] | None = None
     ) -> Sampled:
-        rows = list(range(self.count)) if rows is None else rows
-        positions = np.full(len(rows), self.position)
-        return Sampler(self.state).sample(logits.clone(), np.array(rows), positions, sampling_mode)
+        slots = list(range(self.count)) if slots is None else slots
+        positions = np.full(len(slots), self.position)
+        return Sampler(self.state).sample(logits.clone(), np.array(slots), positions, sampling_mode)
 
     def tokens(self, logits: torch.Tensor, **options: Any) -> list[int]:
         return self.sample(logits, **options).tokens.tolist()
@@ -63,102 +63,102 @@ MIXED = [
 ]
 
 
-def test_greedy_takes_the_likeliest():
+def test_greedy_takes_the_most_likely_token():
     logits = _logits(2)
     for sampling_mode in ("plain", "full"):
-        assert Rows(GREEDY, GREEDY).tokens(logits, sampling_mode=sampling_mode) == logits.argmax(-1).tolist()
+        assert Slots(GREEDY, GREEDY).tokens(logits, sampling_mode=sampling_mode) == logits.argmax(-1).tolist()
 
 
 def test_a_row_gets_the_same_token_in_any_batch():
     logits = _logits(len(MIXED))
-    rows = Rows(*MIXED)
-    together = rows.tokens(logits)
-    for row in range(len(MIXED)):
-        assert rows.tokens(logits[row : row + 1], rows=[row]) == [together[row]]
-    reversed_rows = list(range(len(MIXED)))[::-1]
-    assert rows.tokens(logits.flip(0), rows=reversed_rows) == together[::-1]
+    slots = Slots(*MIXED)
+    together = slots.tokens(logits)
+    for slot in range(len(MIXED)):
+        assert slots.tokens(logits[slot : slot + 1], slots=[slot]) == [together[slot]]
+    reversed_slots = list(range(len(MIXED)))[::-1]
+    assert slots.tokens(logits.flip(0), slots=reversed_slots) == together[::-1]
 
 
-def test_a_plain_row_gets_the_same_token_in_both_tails():
+def test_a_plain_row_gets_the_same_token_in_both_sampling_modes():
     logits = _logits(60)
-    rows = Rows(*[{"temperature": 0.9, "seed": seed} if seed % 3 else GREEDY for seed in range(60)])
-    assert rows.tokens(logits, sampling_mode="plain") == rows.tokens(logits, sampling_mode="full")
+    slots = Slots(*[{"temperature": 0.9, "seed": seed} if seed % 3 else GREEDY for seed in range(60)])
+    assert slots.tokens(logits, sampling_mode="plain") == slots.tokens(logits, sampling_mode="full")
 
 
-def test_the_chosen_tokens_logprob_comes_with_the_plain_tail_and_has_the_same_bits():
+def test_plain_sampling_gives_the_same_bits_of_the_chosen_logprob():
     logits = _logits(40)
     kinds = [{"temperature": 0.9, "seed": 1}, {"temperature": 0.9, "logprobs": 0}, {**GREEDY, "logprobs": 0}]
-    rows = Rows(*[kinds[row % 3] for row in range(40)])
-    plain, full = (rows.sample(logits, sampling_mode=sampling_mode) for sampling_mode in ("plain", "full"))
+    slots = Slots(*[kinds[row % 3] for row in range(40)])
+    plain, full = (slots.sample(logits, sampling_mode=sampling_mode) for sampling_mode in ("plain", "full"))
     assert plain.logprobs is not None and full.logprobs is not None
     assert plain.logprob_indices == full.logprob_indices == [row for row in range(40) if row % 3]
     assert torch.equal(plain.logprobs.chosen, full.logprobs.chosen)
     exact = logits.double().log_softmax(-1).gather(1, plain.tokens[:, None]).squeeze(1)
-    asked = torch.tensor(plain.logprob_indices)
-    assert (plain.logprobs.chosen - exact[asked]).abs().max() < 1e-5
-    assert Rows(GREEDY).sample(logits[:1], sampling_mode="plain").logprobs is None
+    requested = torch.tensor(plain.logprob_indices)
+    assert (plain.logprobs.chosen - exact[requested]).abs().max() < 1e-5
+    assert Slots(GREEDY).sample(logits[:1], sampling_mode="plain").logprobs is None
 
 
-def test_a_row_with_filters_gets_the_same_token_and_logprob_in_both_tails():
+def test_a_row_with_filters_gets_the_same_token_and_logprob_in_both_sampling_modes():
     logits = _logits(60)
     kinds = [GREEDY, {"top_p": 0.8}, {"top_k": 3, "min_p": 0.1, "logprobs": 0}, {"logprobs": 0}]
-    rows = Rows(*[{"temperature": 0.9, "seed": seed, **kinds[seed % 4]} for seed in range(60)])
+    slots = Slots(*[{"temperature": 0.9, "seed": seed, **kinds[seed % 4]} for seed in range(60)])
     filtered, full = (
-        rows.sample(logits, sampling_mode=sampling_mode) for sampling_mode in ("filtered", "full")
+        slots.sample(logits, sampling_mode=sampling_mode) for sampling_mode in ("filtered", "full")
     )
     assert filtered.tokens.tolist() == full.tokens.tolist()
     assert filtered.logprobs is not None and full.logprobs is not None
     assert torch.equal(filtered.logprobs.chosen, full.logprobs.chosen)
-    assert filtered.tokens.tolist() != rows.tokens(logits, sampling_mode="plain")
+    assert filtered.tokens.tolist() != slots.tokens(logits, sampling_mode="plain")
 
 
-def test_the_row_itself_does_not_matter_only_seed_and_position():
+def test_a_draw_depends_on_seed_and_position_and_not_on_the_slot():
     logits = _logits(1).expand(4, -1)
-    tokens = Rows(*[{"temperature": 1.5, "seed": 9}] * 4).tokens(logits)
+    tokens = Slots(*[{"temperature": 1.5, "seed": 9}] * 4).tokens(logits)
     assert len(set(tokens)) == 1
 
 
 def test_the_same_seed_draws_anew_at_each_position():
     logits = torch.zeros(1, VOCAB)
     drawn = {
-        Rows({"temperature": 1.0, "seed": 4}, output=(1,) * n).tokens(logits, sampling_mode="plain")[0]
+        Slots({"temperature": 1.0, "seed": 4}, output=(1,) * n).tokens(logits, sampling_mode="plain")[0]
         for n in range(20)
     }
     assert len(drawn) > 15
 
 
 def test_a_row_that_was_retracted_gets_the_same_token():
-    # The output is part of the new row's tokens; prompt_len still says where the output begins.
+    # The tokens of the new slot include the output, which still begins at prompt_len.
     options = {"temperature": 1.0, "seed": 3, "frequency_penalty": 1.0, "repetition_penalty": 1.2}
     logits = _logits(1)
-    running = Rows(options)
+    running = Slots(options)
     running.state.write_tokens(np.array([0, 0]), np.array([3, 4]), torch.tensor([8, 9]))
     running.position = 5
-    assert running.tokens(logits) == Rows(options, output=(8, 9)).tokens(logits)
+    assert running.tokens(logits) == Slots(options, output=(8, 9)).tokens(logits)
 
 
 def test_top_k_of_one_is_greedy():
     logits = _logits(30)
-    tokens = Rows(*[{"temperature": 1.0, "seed": seed, "top_k": 1} for seed in range(30)]).tokens(logits)
+    tokens = Slots(*[{"temperature": 1.0, "seed": seed, "top_k": 1} for seed in range(30)]).tokens(logits)
     assert tokens == logits.argmax(-1).tolist()
 
 
 def test_filtered_draws_follow_the_filtered_distribution():
     count = 4000
-    rows = Rows(*[{"temperature": 1.0, "seed": seed, "top_k": 4, "top_p": 0.9} for seed in range(count)])
+    slots = Slots(*[{"temperature": 1.0, "seed": seed, "top_k": 4, "top_p": 0.9} for seed in range(count)])
     logits = torch.full((VOCAB,), -9.0)
     logits[[10, 300, 50, 699]] = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    counts = np.bincount(rows.tokens(logits.expand(count, -1)), minlength=VOCAB)
+    counts = np.bincount(slots.tokens(logits.expand(count, -1)), minlength=VOCAB)
     expected = np.array([0.5, 0.3, 0.15]) / 0.95 * count
     assert counts[[10, 300, 50]].sum() == count
     assert ((counts[[10, 300, 50]] - expected) ** 2 / expected).sum() < 13.8  # 0.1 %
 
 
-def test_penalties_look_at_the_rows_own_tokens():
+def test_penalties_depend_on_the_tokens_of_their_own_slot():
     logits = torch.zeros(2, VOCAB)
     logits[:, 42], logits[:, 7] = 2.0, 1.9
-    rows = Rows({"temperature": 0.0, "presence_penalty": 0.5}, GREEDY, output=(42,))
-    assert rows.tokens(logits) == [7, 42]
+    slots = Slots({"temperature": 0.0, "presence_penalty": 0.5}, GREEDY, output=(42,))
+    assert slots.tokens(logits) == [7, 42]
 
 
 def test_logit_bias_is_added_after_penalties():
@@ -166,13 +166,13 @@ def test_logit_bias_is_added_after_penalties():
     logits = torch.zeros(1, VOCAB)
     logits[0, 9] = 5.0
     options = {"temperature": 0.0, "repetition_penalty": 4.0, "logit_bias": {PROMPT[0]: 8.0}}
-    assert Rows(options).tokens(logits) == [PROMPT[0]]
+    assert Slots(options).tokens(logits) == [PROMPT[0]]
 
 
 def test_a_bias_of_minus_100_bans_a_token():
     logits = torch.zeros(1, VOCAB)
     logits[0, 9], logits[0, 11] = 50.0, 1.0
-    assert Rows({"temperature": 0.0, "logit_bias": {9: -100.0}}).tokens(logits) == [11]
+    assert Slots({"temperature": 0.0, "logit_bias": {9: -100.0}}).tokens(logits) == [11]
 
 
 @pytest.mark.parametrize(("num_output", "token"), [(0, 11), (1, 11), (2, 9)])
@@ -180,7 +180,7 @@ def test_stop_tokens_are_masked_until_min_new_tokens(num_output, token):
     logits = torch.zeros(1, VOCAB)
     logits[0, 9], logits[0, 10], logits[0, 11] = 5.0, 4.0, 3.0
     options = {"temperature": 0.0, "min_new_tokens": 2, "stop_token_ids": (9, 10)}
-    assert Rows(options, output=(1,) * num_output).tokens(logits) == [token]
+    assert Slots(options, output=(1,) * num_output).tokens(logits) == [token]
 
 
 def test_a_bias_cannot_bring_a_masked_stop_token_back():
@@ -191,7 +191,7 @@ def test_a_bias_cannot_bring_a_masked_stop_token_back():
         "stop_token_ids": (9,),
         "logit_bias": {9: 100.0, 4: 1.0},
     }
-    assert Rows(options).tokens(logits) == [4]
+    assert Slots(options).tokens(logits) == [4]
 
 
 def test_logprobs_are_of_the_raw_logits():
@@ -203,7 +203,7 @@ def test_logprobs_are_of_the_raw_logits():
         "logit_bias": {1: 50.0},
         "logprobs": 3,
     }
-    sampled = Rows(options).sample(logits)
+    sampled = Slots(options).sample(logits)
     assert sampled.logprobs is not None
     (entry,) = sampled.logprobs.messages()
     assert entry.token == sampled.tokens.item() == 1
@@ -212,34 +212,34 @@ def test_logprobs_are_of_the_raw_logits():
     assert [token for token, _ in entry.top] == expected.topk(3).indices.tolist()
 
 
-def test_logprobs_are_given_to_those_rows_that_asked():
-    sampled = Rows(GREEDY, {"logprobs": 0}, GREEDY, {"logprobs": 5}).sample(_logits(4))
+def test_only_rows_that_request_logprobs_get_them():
+    sampled = Slots(GREEDY, {"logprobs": 0}, GREEDY, {"logprobs": 5}).sample(_logits(4))
     assert sampled.logprobs is not None
     assert sampled.logprob_indices == [1, 3]
     assert [len(entry.top) for entry in sampled.logprobs.messages()] == [0, 5]
 
 
-def test_greedy_rows_leave_the_logits_of_others_alone():
+def test_a_row_does_not_change_the_tokens_of_others():
     logits = _logits(len(MIXED))
-    plain = Rows(*MIXED).tokens(logits)
+    plain = Slots(*MIXED).tokens(logits)
     louder = logits.clone()
     louder[0] *= 3  # row 0 is greedy
-    assert Rows(*MIXED).tokens(louder) == plain
+    assert Slots(*MIXED).tokens(louder) == plain
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("options", MIXED, ids=str)
-def test_a_row_of_any_kind_that_is_not_finite_has_no_token(options, value):
-    logits, rows = _logits(3), Rows(options, options, options)
-    before = rows.tokens(logits)
+def test_a_row_with_non_finite_logits_has_no_token(options, value):
+    logits, slots = _logits(3), Slots(options, options, options)
+    before = slots.tokens(logits)
     logits[1, 400] = value
-    found = rows.sample(logits)
+    found = slots.sample(logits)
     assert found.tokens.tolist() == [before[0], NON_FINITE, before[2]]
     if "logprobs" in options:
         assert found.logprobs is not None
         assert [bool(chosen.isnan()) for chosen in found.logprobs.chosen] == [False, True, False]
     if SamplingParams(**{"max_new_tokens": 9, **options}).sampling_mode == "filtered":
-        assert rows.tokens(logits, sampling_mode="filtered") == [before[0], NON_FINITE, before[2]]
+        assert slots.tokens(logits, sampling_mode="filtered") == [before[0], NON_FINITE, before[2]]
 
 
 EXTREMES = [
@@ -257,11 +257,11 @@ EXTREMES = [
 
 @pytest.mark.parametrize("options", EXTREMES, ids=lambda options: str(options)[:60])
 def test_no_option_makes_finite_logits_infinite(options):
-    (token,) = Rows(options).tokens(_logits(1) * 1e4)
+    (token,) = Slots(options).tokens(_logits(1) * 1e4)
     assert 0 <= token < VOCAB
 
 
-def test_what_is_masked_is_not_drawn_at_the_highest_temperature():
+def test_masked_tokens_are_not_drawn_at_the_highest_temperature():
     masked = {"min_new_tokens": 9, "stop_token_ids": tuple(range(1, VOCAB))}
-    rows = Rows(*[{"temperature": 1e300, "seed": seed, **masked} for seed in range(20)])
-    assert rows.tokens(_logits(1).expand(20, -1)) == [0] * 20
+    slots = Slots(*[{"temperature": 1e300, "seed": seed, **masked} for seed in range(20)])
+    assert slots.tokens(_logits(1).expand(20, -1)) == [0] * 20

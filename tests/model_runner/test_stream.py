@@ -1,4 +1,4 @@
-"""The CPU's stream: one thread, in order, and no step after a failed one."""
+"""The stream of a CPU: work runs in order on one thread, and never after a failure."""
 
 import threading
 
@@ -32,7 +32,7 @@ def test_submitting_does_not_wait(stream):
     assert second.result(timeout=10) == 5
 
 
-def test_after_a_failure_later_work_fails_the_same_way(stream):
+def test_after_a_failure_later_work_fails_with_the_same_error(stream):
     ran = []
 
     def fail():
@@ -45,7 +45,7 @@ def test_after_a_failure_later_work_fails_the_same_way(stream):
     assert ran == []
 
 
-def test_close_finishes_what_was_submitted():
+def test_close_finishes_submitted_work():
     stream = CPUStream()
     seen = []
     for i in range(5):
@@ -54,6 +54,6 @@ def test_close_finishes_what_was_submitted():
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_keeping_freed_memory_can_be_asked_for_twice():
+def test_keep_freed_memory_can_be_called_twice():
     keep_freed_memory()
     keep_freed_memory()

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of transformers, the reference."""
+"""Tiny random checkpoints, and their reference: the same models in transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,18 @@ EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size":
 
 
 def save_llama(directory: Path, **sizes: Any) -> Any:
-    """Write a Llama of 8 query and 4 KV heads; the transformers model."""
+    """Write a Llama with 8 query and 4 KV heads, and return the transformers model."""
     config = transformers.LlamaConfig(**{**SIZES, **LLAMA, **sizes})
     return _save(directory, transformers.LlamaForCausalLM, config)
 
 
 def save_qwen3(directory: Path) -> Any:
-    """Write a Qwen3 of 8 query and 2 KV heads; the transformers model."""
+    """Write a Qwen3 with 8 query and 2 KV heads, and return the transformers model."""
     return _save(directory, transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**SIZES, **QWEN3))
 
 
 def save_qwen3_moe(directory: Path) -> Any:
-    """Write a Qwen3 of 11 experts, 3 a token; the transformers model."""
+    """Write a Qwen3 with 11 experts, 3 per token, and return the transformers model."""
     config = transformers.Qwen3MoeConfig(**SIZES, **QWEN3, **EXPERTS)
     return _save(directory, transformers.Qwen3MoeForCausalLM, config)
 
@@ -50,7 +50,7 @@ def _save(directory: Path, model_class: Any, config: Any) -> Any:
 
 
 def reference(model: Any, prompt: list[int], count: int) -> list[int]:
-    """Greedy tokens of transformers `generate`."""
+    """Return the greedy tokens of `generate` of transformers."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0

@@ -1,4 +1,4 @@
-"""Tiny random transformers models, their weights as ours, and a paged batch that drives our model."""
+"""Tiny random transformers models, our models with the same weights, and a paged batch that runs them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from segue.kvcache.pool import KVPool
 from segue.models.config import ModelConfig
 from segue.models.decoder import Decoder
 from segue.models.registry import build_model
-from segue.models.sharding import Shard, shard
+from segue.models.sharding import Shard
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 
 
 def hf_model(architecture: str, **options: Any) -> nn.Module:
-    """A float32 model of random weights, biases and norms included."""
+    """Return a float32 model with random weights, biases and norms."""
     torch.manual_seed(1)
     config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
     model = getattr(transformers, architecture)(config_class(**{**SIZES, **options})).eval()
@@ -43,12 +43,12 @@ def hf_model(architecture: str, **options: Any) -> nn.Module:
 
 
 def hf_config(model: nn.Module) -> dict[str, Any]:
-    """What `config.json` would hold."""
+    """Return the content of the model's `config.json`."""
     return {**model.config.to_dict(), "architectures": [type(model).__name__]}
 
 
 def our_model(model: nn.Module, collectives: Any = None, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The same model, cut for the rank of `collectives`."""
+    """Return our model with the same weights, sharded for the rank of `collectives`."""
     config = ModelConfig.from_hf(hf_config(model))
     ours = build_model(config, dtype=dtype, collectives=collectives)
     weights = convert(model.state_dict(), config, ours.shard)
@@ -62,9 +62,9 @@ def our_model(model: nn.Module, collectives: Any = None, dtype: torch.dtype = to
     return ours
 
 
-def convert(state: dict[str, Tensor], config: ModelConfig, part: Shard) -> dict[str, Tensor]:
-    """Our parameters of one rank, cut out of a transformers state dict by hand."""
-    size, rank = part.tp.size, part.tp.rank
+def convert(state: dict[str, Tensor], config: ModelConfig, sizes: Shard) -> dict[str, Tensor]:
+    """Shard a transformers state dict by hand into our parameters of one rank."""
+    size, rank = sizes.tp.size, sizes.tp.rank
     d = config.head_dim
 
     def rows(name: str) -> Tensor:
@@ -72,11 +72,11 @@ def convert(state: dict[str, Tensor], config: ModelConfig, part: Shard) -> dict[
 
     def vocab(name: str) -> Tensor:
         whole = state[name]
-        padding = whole.new_zeros(part.padded_vocab_size - whole.shape[0], whole.shape[1])
+        padding = whole.new_zeros(sizes.padded_vocab_size - whole.shape[0], whole.shape[1])
         return torch.cat([whole, padding]).chunk(size, 0)[rank]
 
     def kv(name: str) -> Tensor:
-        return state[name][part.kv_head_start * d : (part.kv_head_start + part.num_kv_heads) * d]
+        return state[name][sizes.kv_head_start * d : (sizes.kv_head_start + sizes.num_kv_heads) * d]
 
     out = {"embed.weight": vocab("model.embed_tokens.weight"), "norm.weight": state["model.norm.weight"]}
     if not config.tie_embeddings:
@@ -116,7 +116,7 @@ def convert(state: dict[str, Tensor], config: ModelConfig, part: Shard) -> dict[
 
 @dataclass
 class Batch:
-    """Runs ragged steps of several sequences through a model and a dirty paged pool."""
+    """Runs ragged steps of several sequences on a model, with a paged KV pool that is filled with NaN."""
 
     model: Decoder
     page_size: int
@@ -125,14 +125,14 @@ class Batch:
     lengths: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        config, part = self.model.config, shard(self.model.config, self.model.shard.tp)
+        config, sizes = self.model.config, self.model.shard
         dtype = self.model.norm.weight.dtype
-        per_row = -(-self.max_len // self.page_size)
+        pages_each = -(-self.max_len // self.page_size)
         self.pool = KVPool(
-            num_pages=per_row * self.num_sequences,
+            num_pages=pages_each * self.num_sequences,
             num_layers=config.num_layers,
             page_size=self.page_size,
-            num_kv_heads=part.num_kv_heads,
+            num_kv_heads=sizes.num_kv_heads,
             head_dim=config.head_dim,
             dtype=dtype,
             device="cpu",
@@ -146,11 +146,11 @@ class Batch:
             device="cpu",
         )
         pages = torch.randperm(self.pool.num_pages, generator=torch.Generator().manual_seed(3)).tolist()
-        for row in range(self.num_sequences):
-            self.table.assign(row, 0, pages[row * per_row : (row + 1) * per_row])
+        for slot in range(self.num_sequences):
+            self.table.assign(slot, 0, pages[slot * pages_each : (slot + 1) * pages_each])
         shape = AttentionShape(
-            num_heads=part.num_heads,
-            num_kv_heads=part.num_kv_heads,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
         )
@@ -158,16 +158,19 @@ class Batch:
         self.lengths = [0] * self.num_sequences
 
     def step(self, tokens: dict[int, list[int]], logits_indices: list[int] | None = None) -> Tensor | None:
-        """Append tokens to rows, decode rows first; logits of every token, or those wanted, in this order."""
+        """Append tokens to slots, decode slots first.
+
+        Returns the logits of every token, or those of the tokens `logits_indices`.
+        """
         q_lens = [len(ids) for ids in tokens.values()]
-        for row, ids in tokens.items():
-            self.lengths[row] += len(ids)
+        for slot, ids in tokens.items():
+            self.lengths[slot] += len(ids)
         num_decode = next((i for i, q in enumerate(q_lens) if q != 1), len(q_lens))
         ctx = Context.build(
             input_ids=torch.tensor([i for ids in tokens.values() for i in ids]),
             slots=list(tokens),
             q_lens=q_lens,
-            kv_lens=[self.lengths[row] for row in tokens],
+            kv_lens=[self.lengths[slot] for slot in tokens],
             num_decode=num_decode,
             page_table=self.table,
             kv=self.pool,

@@ -42,7 +42,7 @@ def test_smollm2_is_read() -> None:
     assert config.tie_embeddings
 
 
-def test_old_and_new_rope_forms_read_the_same() -> None:
+def test_old_and_new_rope_fields_give_the_same_config() -> None:
     scaling = {"factor": 4.0, "original_max_position_embeddings": 2048}
     old = parse(rope_theta=5e5, rope_scaling={"type": "yarn", **scaling})
     new = parse(rope_theta=None, rope_parameters={"rope_type": "yarn", "rope_theta": 5e5, **scaling})
@@ -55,34 +55,34 @@ def test_yarn_lengthens_the_context() -> None:
     assert parse(rope_scaling=scaling).max_position == 32768
 
 
-def test_a_sliding_window_caps_mistrals_context() -> None:
+def test_a_sliding_window_limits_the_context_of_mistral() -> None:
     assert parse(architectures=["MistralForCausalLM"], sliding_window=4096).max_position == 4096
     assert parse(architectures=["MistralForCausalLM"], sliding_window=None).max_position == 8192
 
 
-def test_a_sliding_window_that_is_not_used_caps_nothing() -> None:
+def test_an_unused_sliding_window_limits_nothing() -> None:
     config = parse(architectures=["Qwen2ForCausalLM"], sliding_window=1024, use_sliding_window=False)
     assert config.max_position == 8192
 
 
-@pytest.mark.parametrize(("max_window_layers", "longest"), [(30, 8192), (29, 1024)])
-def test_a_sliding_window_of_no_layer_caps_nothing(max_window_layers: int, longest: int) -> None:
+@pytest.mark.parametrize(("max_window_layers", "max_len"), [(30, 8192), (29, 1024)])
+def test_a_sliding_window_on_no_layer_limits_nothing(max_window_layers: int, max_len: int) -> None:
     config = parse(
         architectures=["Qwen2ForCausalLM"],
         sliding_window=1024,
         use_sliding_window=True,
         max_window_layers=max_window_layers,
     )
-    assert config.max_position == longest
+    assert config.max_position == max_len
 
 
 @pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen2ForCausalLM"])
-def test_attention_bias_means_nothing_to_architectures_without_the_field(architecture: str) -> None:
+def test_attention_bias_is_ignored_by_architectures_without_the_field(architecture: str) -> None:
     config = parse(architectures=[architecture], attention_bias=True)
     assert (config.qkv_bias, config.o_bias) == (architecture == "Qwen2ForCausalLM", False)
 
 
-def test_both_rope_forms_may_stand_together_if_they_agree() -> None:
+def test_both_rope_fields_may_be_present_if_they_are_equal() -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
     assert parse(rope_parameters=rope, rope_scaling=dict(rope)).rope == parse(rope_parameters=rope).rope
 
@@ -118,19 +118,19 @@ def test_both_rope_forms_may_stand_together_if_they_agree() -> None:
         ({**MOE, "num_experts_per_tok": 9}, ["num_experts_per_tok", "9", "8 experts"]),
     ],
 )
-def test_what_is_not_supported_is_named(changes: dict[str, Any], words: list[str]) -> None:
+def test_the_error_names_what_is_not_supported(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UnsupportedModelError) as error:
         parse(**changes)
     assert all(word in error.value.message for word in words)
 
 
-def test_smollm2_shards_by_three() -> None:
-    part = shard(parse(), TPInfo(2, 3))
-    assert (part.num_heads, part.head_start, part.num_kv_heads, part.kv_head_start) == (3, 6, 1, 2)
-    assert (part.intermediate_size, part.vocab_size, part.vocab_start) == (512, 16384, 32768)
+def test_smollm2_is_sharded_over_three_ranks() -> None:
+    sizes = shard(parse(), TPInfo(2, 3))
+    assert (sizes.num_heads, sizes.head_start, sizes.num_kv_heads, sizes.kv_head_start) == (3, 6, 1, 2)
+    assert (sizes.intermediate_size, sizes.vocab_size, sizes.vocab_start) == (512, 16384, 32768)
 
 
-def test_a_size_that_does_not_divide_names_the_heads_and_the_sizes_that_do() -> None:
+def test_the_error_for_a_tensor_parallel_size_names_the_heads_and_the_sizes_that_fit() -> None:
     with pytest.raises(TensorParallelError) as error:
         shard(parse(), TPInfo(0, 2))
     assert all(word in error.value.message for word in ("size 2", "9", "3", "1, 3"))
@@ -144,5 +144,5 @@ def test_key_value_heads_are_replicated_over_more_ranks() -> None:
 
 
 def test_the_vocabulary_is_padded_to_the_ranks() -> None:
-    part = shard(parse(vocab_size=700), TPInfo(1, 3))  # whole blocks of 128 to each
-    assert (part.vocab_size, part.vocab_start, part.padded_vocab_size) == (256, 256, 768)
+    sizes = shard(parse(vocab_size=700), TPInfo(1, 3))  # each rank has whole blocks of 128
+    assert (sizes.vocab_size, sizes.vocab_start, sizes.padded_vocab_size) == (256, 256, 768)

@@ -70,7 +70,7 @@ def test_one_prefill_gives_the_logits_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_of_tokens_that_are_wanted_the_logits_are_the_same(family: str) -> None:
+def test_logits_indices_select_the_same_logits(family: str) -> None:
     model = hf_model(FAMILIES[family][0], **FAMILIES[family][1])
     batch = Batch(our_model(model), page_size=16, num_sequences=2)
     got = batch.step(
@@ -107,7 +107,7 @@ def test_chunks_and_decode_in_ragged_steps_give_the_logits_of_transformers(
     for step in steps:
         logits = batch.step(step)
         assert logits is not None
-        for row, rows in zip(step, logits.split([len(ids) for ids in step.values()]), strict=True):
-            got[row].append(rows)
-    for row, ids in enumerate(PROMPTS):
-        assert_equal(torch.cat(got[row]), expected(model, ids))
+        for slot, rows in zip(step, logits.split([len(ids) for ids in step.values()]), strict=True):
+            got[slot].append(rows)
+    for slot, ids in enumerate(PROMPTS):
+        assert_equal(torch.cat(got[slot]), expected(model, ids))

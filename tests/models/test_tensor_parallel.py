@@ -12,8 +12,8 @@ from tests.models.reference import Batch, hf_model, our_model
 TOKENS = torch.randint(0, 131, (30,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
-class Meeting:
-    """Where the threads that play ranks exchange tensors."""
+class Exchange:
+    """The state through which threads, one per rank, exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.parts: list[Tensor | None] = [None] * size
@@ -21,19 +21,19 @@ class Meeting:
 
 
 class ThreadCollectives:
-    """Collectives over a meeting."""
+    """Collectives between threads."""
 
     one_shot = None
 
-    def __init__(self, tp: TPInfo, meeting: Meeting) -> None:
+    def __init__(self, tp: TPInfo, exchange: Exchange) -> None:
         self.tp = tp
-        self.meeting = meeting
+        self.exchange = exchange
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        self.meeting.parts[self.tp.rank] = tensor.clone()
-        self.meeting.barrier.wait()
-        parts = [part for part in self.meeting.parts if part is not None]
-        self.meeting.barrier.wait()
+        self.exchange.parts[self.tp.rank] = tensor.clone()
+        self.exchange.barrier.wait()
+        parts = [part for part in self.exchange.parts if part is not None]
+        self.exchange.barrier.wait()
         return parts
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -48,11 +48,11 @@ class ThreadCollectives:
 
 
 def run(model: torch.nn.Module, size: int) -> list[Tensor | None]:
-    meeting = Meeting(size)
+    exchange = Exchange(size)
     torch.set_grad_enabled(False)
 
     def rank(index: int) -> Tensor | None:
-        ours = our_model(model, ThreadCollectives(TPInfo(index, size), meeting))
+        ours = our_model(model, ThreadCollectives(TPInfo(index, size), exchange))
         batch = Batch(ours, page_size=4, num_sequences=1)
         batch.step({0: TOKENS[:20]})
         return batch.step({0: TOKENS[20:]})
@@ -75,7 +75,7 @@ def run(model: torch.nn.Module, size: int) -> list[Tensor | None]:
         ("Qwen3MoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, 2),
     ],
 )
-def test_ranks_together_give_the_logits_of_transformers(
+def test_a_tensor_parallel_group_gives_the_logits_of_transformers(
     architecture: str, options: dict[str, Any], size: int
 ) -> None:
     model = hf_model(architecture, **options)

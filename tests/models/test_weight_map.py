@@ -29,7 +29,7 @@ def rows_of(names: WeightMap, name: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("kind", tiny.MODELS)
-def test_every_element_is_written_once_on_one_rank(kind: str) -> None:
+def test_every_element_is_written_once_on_a_single_rank(kind: str) -> None:
     assert table(kind).coverage().is_exact
 
 
@@ -39,7 +39,7 @@ def test_every_element_is_written_once_on_every_rank(kind: str, tp: TPInfo) -> N
 
 
 @pytest.mark.parametrize(("kind", "tp"), RANKS)
-def test_parameters_are_the_models(kind: str, tp: TPInfo) -> None:
+def test_parameters_are_those_of_the_model(kind: str, tp: TPInfo) -> None:
     model = build_model(config(kind), dtype=torch.float32, collectives=tiny.Rank(tp))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert table(kind, tp).parameters == shapes
@@ -56,7 +56,7 @@ def test_shapes_are_those_of_the_checkpoint(kind: str) -> None:
     assert {name: names.shapes[name] for name in state} == state
 
 
-def test_each_name_is_a_slice_of_its_fused_parameter() -> None:
+def test_each_projection_is_a_slice_of_the_fused_parameter() -> None:
     names = table("qwen2")
     parts = [names.slices[f"model.layers.0.self_attn.{p}_proj.weight"][0] for p in "qkv"]
     assert [part.parameter for part in parts] == ["layers.0.attn.qkv.weight"] * 3
@@ -67,7 +67,7 @@ def test_each_name_is_a_slice_of_its_fused_parameter() -> None:
     ]
 
 
-def test_ranks_beyond_the_kv_heads_hold_the_same_head() -> None:
+def test_with_more_ranks_than_kv_heads_neighbouring_ranks_hold_the_same_head() -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
     rows = [rows_of(table("qwen3", TPInfo(rank, 4)), name) for rank in range(4)]
     assert rows == [[(0, 8)], [(0, 8)], [(8, 16)], [(8, 16)]]
@@ -93,7 +93,7 @@ def test_a_tied_head_is_an_alias_and_may_be_absent() -> None:
     assert not names.missing(names.names)
 
 
-def test_stacked_experts_stand_for_single_ones() -> None:
+def test_stacked_experts_replace_the_tensors_of_single_experts() -> None:
     names = table("qwen3-moe", TPInfo(1, 2))
     stacked = [name for name in names.names if ".experts." not in name] + list(names.stacked)
     assert not names.missing(stacked)
@@ -106,20 +106,20 @@ def test_a_missing_expert_is_reported_by_name() -> None:
     assert names.missing([name for name in names.names if name != lost]) == [lost]
 
 
-def test_coverage_counts_what_nothing_writes() -> None:
+def test_coverage_counts_elements_that_are_not_written() -> None:
     names = table("llama")
     found = names.coverage(name for name in names.names if "layers.2.self_attn.v_proj" not in name)
     assert found.missing == {"layers.2.attn.qkv.weight": 16 * 48}
     assert not found.is_exact
 
 
-def test_coverage_counts_what_is_written_twice() -> None:
+def test_coverage_counts_elements_that_are_written_twice() -> None:
     names = table("qwen3-moe")
     found = names.coverage([*names.names, "model.layers.0.mlp.experts.down_proj"])
     assert found.repeated == {"layers.0.mlp.experts.down": 3 * 48 * 24}
 
 
-def test_coverage_sees_two_slices_that_overlap() -> None:
+def test_coverage_detects_slices_that_overlap() -> None:
     names = table("llama")
     parts = dict(names.slices)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -136,7 +136,7 @@ def test_a_size_that_does_not_divide_the_heads_is_an_error() -> None:
         table("llama", TPInfo(0, 4))
 
 
-def test_the_slices_of_all_ranks_make_the_whole_tensor() -> None:
+def test_the_slices_of_all_ranks_cover_the_whole_tensor() -> None:
     name = "model.layers.0.mlp.experts.2.down_proj.weight"
     columns = [table("qwen3-moe", TPInfo(rank, 8)).slices[name][0].source[1] for rank in range(8)]
     assert [c.start for c in columns] == [3 * rank for rank in range(8)]

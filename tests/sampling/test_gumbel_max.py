@@ -1,4 +1,4 @@
-"""Argmax, keyed draws and the largest few, for vocabularies of any size."""
+"""Argmax, keyed draws and the k largest logits, for vocabularies of any size."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def _logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
 
 
 def _chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """How many standard deviations above its expectation the chi-square statistic lies."""
+    """Return by how many standard deviations the chi-square statistic exceeds its expectation."""
     expected = probabilities.double() * counts.sum()
     assert expected.min() > 5
     freedom = len(counts) - 1
@@ -27,7 +27,7 @@ def _draws(logits: torch.Tensor, inverse_temperature: float, count: int) -> torc
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_argmax_is_that_of_torch(vocab):
+def test_argmax_equals_that_of_torch(vocab):
     logits = _logits(5, vocab)
     assert argmax(logits).tolist() == logits.argmax(-1).tolist()
 
@@ -46,14 +46,14 @@ def test_draws_follow_the_softmax(vocab):
     assert _chi_square(counts, (logits[0] / 0.8).softmax(-1)) < 4
 
 
-def test_draws_follow_the_softmax_over_seeds_too():
+def test_draws_with_different_seeds_follow_the_softmax():
     logits = _logits(1, 50, seed=4) / 3
     count = 25_000
     tokens = draw(logits.expand(count, -1), torch.ones(count), torch.arange(count), torch.full((count,), 12))
     assert _chi_square(torch.bincount(tokens, minlength=50), logits[0].softmax(-1)) < 4
 
 
-def test_a_draw_depends_on_nothing_but_its_row():
+def test_a_draw_depends_on_its_own_row_only():
     logits = _logits(16, 50257)
     inverse, seeds, positions = torch.linspace(0.5, 2, 16), torch.arange(16), torch.arange(16) * 7
     together = draw(logits, inverse, seeds, positions)
@@ -102,7 +102,7 @@ def test_candidates_are_drawn_by_weight():
     assert _chi_square(counts, torch.tensor([0.5, 0.3, 0.2])) < 4
 
 
-def test_candidates_may_come_in_any_order_and_with_ruled_out_ones():
+def test_the_order_of_candidates_and_candidates_ruled_out_do_not_matter():
     weights, tokens = torch.tensor([[0.4, 0.3, 0.3]]), torch.tensor([[5, 2, 9]])
     shuffled, ids = torch.tensor([[0.3, 0.0, 0.4, 0.3]]), torch.tensor([[9, 77, 5, 2]])
     for position in range(50):
@@ -112,7 +112,7 @@ def test_candidates_may_come_in_any_order_and_with_ruled_out_ones():
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("k", [1, 20, 64])
-def test_largest_is_topk(vocab, k):
+def test_largest_equals_topk(vocab, k):
     logits = _logits(4, vocab)
     values, ids = largest(logits, k)
     assert torch.equal(values, logits.topk(min(k, vocab)).values)
@@ -125,7 +125,7 @@ def test_largest_of_equals_are_different_tokens():
     assert len(set(ids[0].tolist())) == 64
 
 
-SPOILT = {
+NON_FINITE_ROWS = {
     "NaN": lambda row: row.fill_(torch.nan),
     "one NaN, the last": lambda row: row[-1:].fill_(torch.nan),
     "one NaN, the first": lambda row: row[:1].fill_(torch.nan),
@@ -137,8 +137,8 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 128, 331, 4096])
-@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
-def test_a_row_that_is_not_finite_has_no_token_and_the_others_have_theirs(spoil, vocab):
+@pytest.mark.parametrize("spoil", NON_FINITE_ROWS.values(), ids=NON_FINITE_ROWS)
+def test_a_non_finite_row_has_no_token_and_other_rows_are_unchanged(spoil, vocab):
     logits = _logits(3, vocab)
     seeds, positions = torch.arange(3), torch.arange(3)
     methods = [argmax, lambda each: draw(each, torch.ones(3), seeds, positions)]
@@ -152,7 +152,7 @@ def test_a_row_that_is_not_finite_has_no_token_and_the_others_have_theirs(spoil,
     assert found == [kept[0], NON_FINITE, kept[2]]
 
 
-def test_minus_infinity_alone_is_a_token_that_cannot_be():
+def test_a_logit_of_minus_infinity_only_rules_its_token_out():
     logits = torch.full((1, 300), -torch.inf)
     logits[0, 299] = -3.0
     assert argmax(logits).tolist() == [299]

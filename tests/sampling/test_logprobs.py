@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the likeliest."""
+"""Log-probabilities of chosen tokens and of the most likely ones."""
 
 import torch
 
@@ -9,7 +9,7 @@ def _logits() -> torch.Tensor:
     return torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 5
 
 
-def test_chosen_and_top_are_those_of_the_log_softmax():
+def test_chosen_and_top_logprobs_are_those_of_the_log_softmax():
     logits, tokens = _logits(), [4, 9, 0]
     expected = logits.double().log_softmax(-1)
     messages = logprobs_of(logits, torch.tensor(tokens), [2, 2, 2]).messages()
@@ -21,18 +21,20 @@ def test_chosen_and_top_are_those_of_the_log_softmax():
         assert all(abs(a - b) < 1e-5 for (_, a), b in zip(message.top, top.values.tolist(), strict=True))
 
 
-def test_each_token_gets_as_many_alternatives_as_it_wants():
+def test_each_token_has_its_own_number_of_alternatives():
     messages = logprobs_of(_logits(), torch.tensor([1, 2, 3]), [0, 3, 1]).messages()
     assert [len(message.top) for message in messages] == [0, 3, 1]
 
 
-def test_no_more_alternatives_than_tokens():
+def test_there_are_no_more_alternatives_than_tokens():
     messages = logprobs_of(_logits(), torch.tensor([1, 2, 3]), [60, 60, 60]).messages()
     assert [len(message.top) for message in messages] == [50, 50, 50]
 
 
-def test_alternatives_of_a_row_do_not_depend_on_how_many_its_neighbours_want():
-    logits = (torch.randn(4, 2000, generator=torch.Generator().manual_seed(2)) * 2).round()  # many are equal
+def test_alternatives_of_a_row_do_not_depend_on_the_numbers_of_other_rows():
+    logits = (
+        torch.randn(4, 2000, generator=torch.Generator().manual_seed(2)) * 2
+    ).round()  # many logits are equal
     tokens = torch.tensor([1, 2, 3, 4])
     alone = [
         logprobs_of(logits[i : i + 1], tokens[i : i + 1], [n]).messages() for i, n in enumerate([5, 0, 20, 5])

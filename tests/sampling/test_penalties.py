@@ -1,4 +1,4 @@
-"""Penalties, against transformers and against OpenAI's formula worked out token by token."""
+"""Penalties, compared with transformers, and with OpenAI's formula applied token by token."""
 
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -14,7 +14,7 @@ def _logits(rows: int = 1) -> torch.Tensor:
 
 
 def _penalise(logits: torch.Tensor, *, repetition=1.0, presence=0.0, frequency=0.0, length=9) -> torch.Tensor:
-    # What lies beyond the length must not count, whatever it is.
+    # Tokens from the length on must not count.
     tokens = torch.tensor([PROMPT + OUTPUT + [20, 21, 7]]).expand(len(logits), -1)
     count = len(logits)
     return penalise(
@@ -28,7 +28,7 @@ def _penalise(logits: torch.Tensor, *, repetition=1.0, presence=0.0, frequency=0
     )
 
 
-def test_repetition_penalty_is_that_of_transformers():
+def test_repetition_penalty_equals_that_of_transformers():
     logits = _logits()
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([PROMPT + OUTPUT]), logits.clone())
     torch.testing.assert_close(_penalise(logits, repetition=1.3), expected)
@@ -47,14 +47,14 @@ def test_frequency_penalty_counts_every_occurrence_in_the_output():
     torch.testing.assert_close(_penalise(_logits(), frequency=0.25), expected)
 
 
-def test_negative_penalties_reward():
+def test_negative_penalties_increase_the_logits():
     expected = _logits()
     expected[0, 7] += 3 * 0.25 + 1.0
     expected[0, [3, 11]] += 0.25 + 1.0
     torch.testing.assert_close(_penalise(_logits(), frequency=-0.25, presence=-1.0), expected)
 
 
-def test_additive_penalties_come_after_the_repetition_penalty():
+def test_presence_penalty_is_applied_after_the_repetition_penalty():
     expected = _penalise(_logits(), repetition=1.5)
     expected[0, [7, 3, 11]] -= 2.0
     torch.testing.assert_close(_penalise(_logits(), repetition=1.5, presence=2.0), expected)

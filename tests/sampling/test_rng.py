@@ -1,4 +1,4 @@
-"""Counter-based noise: exact bits, and the right distribution."""
+"""Counter-based random numbers: exact bits, and the right distribution."""
 
 import math
 
@@ -25,21 +25,21 @@ def _column(*values: int) -> torch.Tensor:
     return torch.tensor(values)[:, None]
 
 
-def test_bits_are_those_of_exact_integer_arithmetic():
+def test_bits_equal_those_of_exact_integer_arithmetic():
     seeds, positions, counters = [0, 1, -5, 2**63 - 1], [0, 17, 8191, 3], [0, 1, 2, 49151]
     bits = hash64(_column(*seeds), _column(*positions), torch.tensor(counters))
     for i, row in enumerate(bits.tolist()):
         assert [value & MASK for value in row] == [_expected(seeds[i], positions[i], c) for c in counters]
 
 
-def test_neighbouring_keys_share_no_bits():
+def test_neighbouring_keys_have_different_bits():
     keys = [(seed, position) for seed in range(40) for position in range(40)]
     seeds, positions = zip(*keys, strict=True)
     bits = hash64(_column(*seeds), _column(*positions), torch.arange(40))
     assert len(set(bits.flatten().tolist())) == 40**3
 
 
-def test_every_bit_is_even_and_independent_of_its_neighbours():
+def test_every_bit_is_uniform_and_independent_of_the_others():
     count = 1 << 16
     bits = hash64(_column(3), _column(5), torch.arange(count)).squeeze(0)
     ones = torch.stack([(bits >> shift) & 1 for shift in range(64)]).double()

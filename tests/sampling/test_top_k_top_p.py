@@ -1,4 +1,4 @@
-"""top-k, top-p and min-p, against transformers' warpers."""
+"""top-k, top-p and min-p, compared with the warpers of transformers."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def _logits(rows: int, vocab: int) -> torch.Tensor:
 
 
 def _run(logits: torch.Tensor, settings: list[tuple[float, int, float, float]]) -> torch.Tensor:
-    """Probabilities after the filters, `[n, V]`."""
+    """Return the probabilities after the filters, `[n, V]`."""
     temperature, top_k, top_p, min_p = zip(*settings, strict=True)
     weights, ids = candidates(
         logits,
@@ -58,7 +58,7 @@ def _reference(logits: torch.Tensor, setting: tuple[float, int, float, float]) -
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("vocab", [300, 20000])
-def test_the_filters_are_those_of_transformers(setting, vocab):
+def test_the_filters_equal_those_of_transformers(setting, vocab):
     logits = _logits(6, vocab)
     torch.testing.assert_close(_run(logits, [setting] * 6), _reference(logits, setting), atol=1e-6, rtol=1e-5)
 
@@ -76,7 +76,7 @@ def test_ties_with_the_last_kept_token_are_kept():
     assert (_run(logits, [(1.0, 2, 1.0, 0.0)]) > 0).tolist() == [[True, True, True, True, False]]
 
 
-def test_more_ties_than_first_candidates_are_all_kept():
+def test_ties_beyond_the_first_candidates_are_kept():
     logits = torch.zeros(1, 8000)
     logits[0, 4000:] = -1
     assert (_run(logits, [(1.0, 5, 1.0, 0.0)]) > 0).sum() == 4000
@@ -87,13 +87,13 @@ def test_top_k_beyond_the_vocabulary_keeps_everything():
     torch.testing.assert_close(_run(logits, [(1.0, 1000, 1.0, 0.0)]), logits.softmax(-1))
 
 
-def test_masked_tokens_are_no_candidates():
+def test_masked_tokens_are_ruled_out():
     logits = torch.full((1, 200), -torch.inf)
     logits[0, [4, 150]] = torch.tensor([1.0, 0.0])
     assert (_run(logits, [(1.0, 50, 1.0, 0.0)]) > 0).nonzero()[:, 1].tolist() == [4, 150]
 
 
-def test_tokens_of_no_weight_are_not_looked_for():
+def test_tokens_of_weight_zero_leave_no_row_undecided():
     logits = torch.full((1, 5000), -200.0)
     logits[0, 17] = 0.0
     weights, _ = candidates(
@@ -107,8 +107,8 @@ def test_tokens_of_no_weight_are_not_looked_for():
     assert weights.shape == (1, 64)
 
 
-def test_another_rows_top_k_changes_nothing():
-    # In steps of 1/4, as bfloat16 has them: more are as likely as the 60th than a first look finds.
+def test_the_top_k_of_another_row_changes_nothing():
+    # Logits in steps of 1/4, as in bfloat16: more tokens are as likely as the 60th than the first candidates.
     logits = (_logits(64, 20_000) * 4).round() / 4
     alone = _run(logits, [(1.0, 60, 0.9, 0.0)] * 64)
     beside = _run(torch.cat([logits, logits[:1]]), [(1.0, 60, 0.9, 0.0)] * 64 + [(1.0, 500, 1.0, 0.0)])[:-1]
