@@ -1,4 +1,4 @@
-"""How far the engine's numbers are from the true ones: beside transformers, and on SmolLM2's reference."""
+"""The accuracy of the engine's numbers: compared with transformers, and with the reference of SmolLM2."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tests.model_runner.planner import Planner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-BAR = 1.5  # times the error of transformers in the same type
-STARTS = [1, 2, 3, 7, 15, 16, 17, 31, 40, 63, 64, 65, 80, 99]  # prompts; each is a beginning of the next
-LONG = 1100  # a prompt of large tiles
-DECODED = 28  # tokens behind each prompt
+BAR = 1.5  # the largest error allowed, as a multiple of that of transformers in the same dtype
+STARTS = [1, 2, 3, 7, 15, 16, 17, 31, 40, 63, 64, 65, 80, 99]  # lengths of prompts, prefixes of one text
+LONG = 1100  # the length of a prompt for kernels with large tiles
+DECODED = 28  # tokens after each prompt
 QWEN3_0_6B: dict[str, Any] = {
     "hidden_size": 1024,
     "num_hidden_layers": 6,
@@ -46,10 +46,10 @@ QWEN3_0_6B: dict[str, Any] = {
 
 
 def bundled_model() -> Path:
-    """The bundled model's file, which has to be in the cache already: a machine with a GPU may be offline."""
+    """Return the bundled model's file; skip if it is not cached, as a machine with a GPU may be offline."""
     gguf = Path(EngineConfig.create().cache_dir) / "bundled" / bundled.FILE
     if not gguf.exists():
-        pytest.skip(f"{gguf} is not there: python -m segue.checkpoint.bundled fetches it")
+        pytest.skip(f"{gguf} does not exist: python -m segue.checkpoint.bundled fetches it")
     return gguf
 
 
@@ -66,7 +66,7 @@ def _smollm2(directory: Path) -> Any:
 
 
 def _qwen3_layers(directory: Path) -> Any:
-    """A few layers of Qwen3-0.6B, whose GEMMs have stored plans."""
+    """Return a few layers of Qwen3-0.6B, for which stored GEMM plans exist."""
     torch.manual_seed(3)
     with torch.device("cuda"):
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**QWEN3_0_6B))
@@ -82,7 +82,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights that are exact in bfloat16, norms that are no ones, and a text."""
+    """A checkpoint with weights that are exact in bfloat16, random norms, and the ids of a text."""
 
     directory: Path
     ids: list[int]
@@ -90,7 +90,7 @@ class Checkpoint:
 
     @torch.inference_mode()
     def true_logits(self, dtype: torch.dtype) -> Tensor:
-        """Float32 `[T, V]` of transformers in `dtype`."""
+        """Return the logits of transformers in `dtype`, as float32 `[T, V]`."""
         model = transformers.AutoModelForCausalLM.from_pretrained(self.directory, dtype=dtype).cuda().eval()
         logits: Tensor = model(torch.tensor([self.ids], device="cuda")).logits[0].float()
         return logits
@@ -122,7 +122,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @dataclass
 class Spy:
-    """Logits of every sampling row, out of captured graphs too."""
+    """Copies the logits of every sampling row, in captured graphs too."""
 
     logits: Tensor | None = None
 
@@ -141,8 +141,10 @@ class Spy:
 
 
 def our_logits(checkpoint: Checkpoint, dtype: str, spy: Spy) -> tuple[Tensor, Tensor, list[str | None]]:
-    """Float32 logits behind each prompt, `[B, V]`, and behind the tokens it is forced to go on with,
-    `[B, DECODED, V]`; and why each step ran without a graph, None for most.
+    """Run each prompt, then force it to continue with the text.
+
+    Returns the float32 logits after each prompt, `[B, V]`, those after each forced token,
+    `[B, DECODED, V]`, and why each step ran without a graph (None for most steps).
     """
     ids, count = checkpoint.ids, len(checkpoint.starts)
     runner = making.make_runner(
@@ -157,7 +159,7 @@ def our_logits(checkpoint: Checkpoint, dtype: str, spy: Spy) -> tuple[Tensor, Te
     planner = Planner(runner)
     sequences = [planner.add(ids[:start]) for start in checkpoint.starts]
     prefill, decode, reasons = [], [], []
-    for first in range(0, count, 4):  # ragged steps, and forward and sampling graphs that are padded
+    for first in range(0, count, 4):  # ragged steps, in padded forward and sampling graphs
         group = sequences[first : first + 4]
         reasons.append(planner.run([(sequence, sequence.prompt_len) for sequence in group]).eager)
         prefill.append(spy.logits[: len(group)].clone())
@@ -175,7 +177,7 @@ def our_logits(checkpoint: Checkpoint, dtype: str, spy: Spy) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_logits_are_as_close_to_the_true_ones_as_those_of_transformers(
+def test_logits_are_as_accurate_as_those_of_transformers(
     checkpoint: Checkpoint, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spy = Spy()
@@ -183,10 +185,13 @@ def test_logits_are_as_close_to_the_true_ones_as_those_of_transformers(
     prefill, decode, reasons = our_logits(checkpoint, dtype, spy)
     assert reasons.count(None) >= DECODED + 3 and {*reasons} <= {None, "tokens"}, reasons
     true, peer = (checkpoint.true_logits(kind) for kind in (torch.float32, getattr(torch, dtype)))
-    behind = torch.tensor(checkpoint.starts, device="cuda")[:, None] + torch.arange(
+    positions = torch.tensor(checkpoint.starts, device="cuda")[:, None] + torch.arange(
         -1, DECODED, device="cuda"
     )
-    errors, peers = torch.cat([prefill[:, None], decode], 1) - true[behind], peer[behind] - true[behind]
+    errors, peers = (
+        torch.cat([prefill[:, None], decode], 1) - true[positions],
+        peer[positions] - true[positions],
+    )
     ratios = {"max": (errors.abs().max() / peers.abs().max()).item()}
     for name, part in (("prefill", slice(1)), ("decode", slice(1, None))):
         ours, theirs = (each[:, part].double().square().mean().sqrt() for each in (errors, peers))
@@ -202,7 +207,7 @@ SETUPS = (
     Setup("logprobs", {"max_running_requests": 8}, logprobs=True),
     Setup("no-prefix-cache", {"disable_prefix_cache": True}, caches=False),
 )
-MORE_SETUPS = (  # other page sizes, whose kernels are compiled first
+MORE_SETUPS = (  # other page sizes: their kernels must be compiled first
     Setup(
         "page-1-chunk-16-no-prefix-cache",
         {"page_size": 1, "chunked_prefill_size": 16, "disable_prefix_cache": True},
@@ -224,7 +229,7 @@ MORE_SETUPS = (  # other page sizes, whose kernels are compiled first
     ids=lambda setup: setup.name,
 )
 def running(request: pytest.FixtureRequest) -> Iterator[tuple[Setup, Any]]:
-    """SmolLM2 in float32."""
+    """An engine that serves SmolLM2 in float32, for each setup."""
     setup: Setup = request.param
     bundled_model()
     options = {"num_kv_tokens": 20_000, "max_running_requests": 32, **setup.options}
@@ -232,7 +237,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[tuple[Setup, Any]]:
         yield setup, engine
 
 
-def test_smollm2_takes_the_tokens_of_the_reference(running: tuple[Setup, Any]) -> None:
+def test_smollm2_generates_the_tokens_of_the_reference(running: tuple[Setup, Any]) -> None:
     setup, engine = running
     cases = reference.load().cases
     verdict: Verdict = judge(engine, cases, **(WITH_LOGPROBS if setup.logprobs else {}))
@@ -253,7 +258,7 @@ def test_smollm2_takes_the_tokens_of_the_reference(running: tuple[Setup, Any]) -
         assert max(errors) <= LOGPROB_TOLERANCE
 
 
-def test_smollm2_reuses_what_is_cached(running: tuple[Setup, Any]) -> None:
+def test_smollm2_reuses_cached_prefixes(running: tuple[Setup, Any]) -> None:
     setup, engine = running
     case = reference.load().case("story")
     replies = [engine.generate(input_ids=case.prompt_ids, sampling_params=greedy(8)) for _ in range(2)]

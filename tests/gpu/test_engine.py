@@ -24,7 +24,7 @@ def test_mixed_traffic_gives_the_tokens_of_transformers(tmp_path, page_size, dis
         tmp_path,
         device="cuda",
         page_size=page_size,
-        num_kv_tokens=1500,  # too few for all: some wait, some are retracted
+        num_kv_tokens=1500,  # too few for all requests: some wait, some are retracted
         max_running_requests=12,
         chunked_prefill_size=48,
         disable_cuda_graph=disable_cuda_graph,
@@ -39,7 +39,7 @@ def test_mixed_traffic_gives_the_tokens_of_transformers(tmp_path, page_size, dis
                 assert reply["output_ids"] == tiny.reference(model, prompt, count)
 
 
-def test_a_seed_gives_the_same_draws_in_any_company(tmp_path):
+def test_a_seed_gives_the_same_draws_alone_and_in_a_batch(tmp_path):
     tiny.save_llama(tmp_path)
     options = making.options(tmp_path, device="cuda", page_size=16, max_running_requests=12)
     params = {"temperature": 1.0, "max_new_tokens": 30, "sampling_seed": 5}

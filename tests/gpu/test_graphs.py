@@ -1,4 +1,4 @@
-"""Captured steps on a CUDA device: bits, padding, the grid, copies, the self-check, memory."""
+"""Captured steps on a CUDA device: bits, padding, the grid of prefill graphs, copies, self-check, memory."""
 
 import itertools
 import warnings
@@ -21,7 +21,7 @@ GRID = {"enable_batch_prefill_cuda_graph": True, "batch_prefill_seq_lengths": "1
 
 @pytest.fixture
 def make(tmp_path):
-    """Runners of one tiny model, all closed at the end."""
+    """Make runners of one tiny model; all of them are closed at the end."""
     model = tiny.save_llama(tmp_path)
     made = []
 
@@ -50,7 +50,7 @@ def executor_of(runner):
 
 
 def planner_of(runner):
-    """Goes on where earlier plans ended."""
+    """Return a planner that continues the step numbers of earlier plans."""
     planner = Planner(runner)
     planner.step = executor_of(runner)._state.step
     return planner
@@ -60,7 +60,7 @@ def prompts(*lengths):
     return [making.prompt(length, seed=length) for length in lengths]
 
 
-WORK = [  # prompt tokens that each of four sequences runs in a step; 0: it rests
+WORK = [  # for each step, the tokens of each of four sequences; 0: the sequence is not in the step
     (17, 0, 0, 0),
     (1, 30, 5, 0),
     (1, 1, 9, 40),
@@ -70,7 +70,7 @@ WORK = [  # prompt tokens that each of four sequences runs in a step; 0: it rest
 
 
 def drive(runner, **params):
-    """A fixed mixture of steps: the logits' argmax or draws, and how the steps ran."""
+    """Run the steps of `WORK`; return the sampled tokens, and `(eager, padded_tokens)` of each step."""
     planner = planner_of(runner)
     sequences = [planner.add(prompt, seed=i, **params) for i, prompt in enumerate(prompts(17, 30, 14, 40))]
     results = [
@@ -85,15 +85,15 @@ def drive(runner, **params):
     [("float32", "triton"), ("bfloat16", "triton"), ("bfloat16", "fa3"), ("bfloat16", "fa3,triton")],
 )
 @pytest.mark.parametrize("grid", [{}, GRID], ids=["ragged", "grid"])
-def test_logits_of_a_replay_are_those_of_the_same_bucket_run_eagerly_bit_for_bit(make, dtype, backend, grid):
-    # The self-check runs every bucket eagerly beside its replay, padding, splits and all, and compares hidden
-    # states behind forward graphs and logits behind decode and sampling graphs.
+def test_a_replay_gives_the_same_bits_as_the_same_bucket_run_eagerly(make, dtype, backend, grid):
+    # After every replay the self-check runs the same bucket eagerly, with the same padding and splits. It
+    # compares the hidden states of forward graphs, and the logits of decode and sampling graphs.
     if "fa3" in backend:
         pytest.importorskip("flash_attn_3._C")
     runner = make(dtype=dtype, attention_backend=backend, graph_self_check=True, **grid)
     for temperature in (0.0, 0.8):
-        outputs, ways = drive(runner, temperature=temperature)
-        assert all(eager is None for eager, _ in ways)
+        outputs, steps = drive(runner, temperature=temperature)
+        assert all(eager is None for eager, _ in steps)
         assert all(len(output) > 0 for output in outputs)
 
 
@@ -117,14 +117,14 @@ def test_the_same_bucket_replayed_twice_gives_the_same_bits(make, grid):
 
 
 def test_padding_of_an_earlier_step_changes_nothing(make):
-    # Sentinels are rewritten in every step, and the dummy row takes what padding computes.
+    # Fillers are rewritten in every step, and the results of padding go to the dummy slot.
     outputs, _ = drive(make(dtype="float32", **GRID))
     used = make(dtype="float32", **GRID)
     planner = planner_of(used)
-    rest = [planner.add(prompt, temperature=0.9) for prompt in prompts(61, 47, 33, 62)]
-    planner.run([(sequence, len(sequence.tokens)) for sequence in rest])
-    planner.decode(rest, 3)
-    for sequence in rest:
+    earlier = [planner.add(prompt, temperature=0.9) for prompt in prompts(61, 47, 33, 62)]
+    planner.run([(sequence, len(sequence.tokens)) for sequence in earlier])
+    planner.decode(earlier, 3)
+    for sequence in earlier:
         planner.remove(sequence)
     state = executor_of(used)._state
     assert int(state.page_table.data[state.page_table.dummy_slot].min()) == used.kv.scratch_page
@@ -136,12 +136,12 @@ def test_padding_of_an_earlier_step_changes_nothing(make):
 
 
 @pytest.mark.parametrize("options", [{}, GRID, {"disable_cuda_graph": True}], ids=["ragged", "grid", "eager"])
-def test_prompts_alone_and_together_give_the_tokens_of_transformers(make, options):
+def test_prefill_steps_give_the_tokens_of_transformers(make, options):
     runner = make(dtype="float32", **options)
     planner = planner_of(runner)
     for lengths in ((20,), (3,), (50, 41, 60), (16, 16), (64, 33)):
         sequences = [planner.add(prompt) for prompt in prompts(*lengths)]
-        # With a part of each prompt in the cache before: the slot's padding must not see it as its own.
+        # Compute a part of each prompt first: padding at the front of a prompt must not attend to it.
         if len(lengths) == 2:
             planner.run([(sequence, 5) for sequence in sequences])
         result = planner.run([(s, len(s.tokens) - s.computed) for s in sequences])
@@ -153,7 +153,7 @@ def test_prompts_alone_and_together_give_the_tokens_of_transformers(make, option
             planner.remove(sequence)
 
 
-def test_one_prompt_takes_a_slot_too_and_prompt_logprobs_take_none(make):
+def test_one_prompt_uses_the_grid_and_prompt_logprobs_run_eagerly(make):
     runner = make(dtype="float32", **GRID)
     planner = planner_of(runner)
     alone = planner.add(making.prompt(20, seed=1))
@@ -161,22 +161,22 @@ def test_one_prompt_takes_a_slot_too_and_prompt_logprobs_take_none(make):
     assert (result.eager, result.padded_tokens) == (
         None,
         12,
-    )  # a slot of 32; by total tokens it would be 12 too
+    )  # padded to 32 tokens, in the grid as in a prefill graph
     two = [planner.add(prompt) for prompt in prompts(60, 50)]
     assert planner.run([(sequence, len(sequence.tokens)) for sequence in two]).padded_tokens == 2 * 64 - 110
-    owing = planner.add(making.prompt(20, seed=1), prompt_logprobs_start=0, logprobs=0)
-    result = planner.run([(owing, 20)])
+    scored = planner.add(making.prompt(20, seed=1), prompt_logprobs_start=0, logprobs=0)
+    result = planner.run([(scored, 20)])
     assert (result.eager, result.padded_tokens) == ("prompt_logprobs", 0)
-    assert owing.output == alone.output[:1] and len(owing.prompt_logprobs) == 19
+    assert scored.output == alone.output[:1] and len(scored.prompt_logprobs) == 19
 
 
-def test_the_self_check_finds_a_graph_that_reads_elsewhere(make):
+def test_the_self_check_finds_a_graph_that_reads_stale_memory(make):
     for kind in ("inputs", "weights"):
         runner = make(dtype="float32", graph_self_check=True)
         planner = planner_of(runner)
-        planner.generate(making.prompt(30, seed=1), 1)  # so that a graph reads old inputs of its own bucket
+        planner.generate(making.prompt(30, seed=1), 1)  # so that the graph reads old inputs of its own bucket
         executor = executor_of(runner)
-        if kind == "inputs":  # as if somebody had made the static buffer anew
+        if kind == "inputs":  # as if the static buffer had been allocated again
             executor._inputs._buffer = executor._inputs._buffer.clone()
         else:
             norm = executor._model.layers[1].post_norm
@@ -191,12 +191,12 @@ def test_the_self_check_finds_a_graph_that_reads_elsewhere(make):
 
 def sync_debug_mode(mode):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is a prototype
+        warnings.simplefilter("ignore")  # torch warns that the function is a prototype
         torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.parametrize("options", [{}, GRID], ids=["ragged", "grid"])
-def test_a_replay_copies_its_inputs_at_once_and_never_waits(make, options):
+def test_a_replay_copies_its_inputs_in_one_copy_and_never_waits(make, options):
     runner = make(dtype="float32", **options)
     planner = planner_of(runner)
     old = [planner.add(prompt) for prompt in prompts(20, 33, 47, 18, 25)]
@@ -209,7 +209,7 @@ def test_a_replay_copies_its_inputs_at_once_and_never_waits(make, options):
         "mixed": [*((sequence, 1) for sequence in old), (planner.add(making.prompt(40)), 40)],
     }
     for name, work in steps.items():
-        plan_deltas = name != "decode"
+        has_device_writes = name != "decode"
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
             sync_debug_mode("error")
             try:
@@ -220,27 +220,30 @@ def test_a_replay_copies_its_inputs_at_once_and_never_waits(make, options):
         assert launched.read().eager is None
         copies = [event.name for event in trace.events() if event.name.startswith("Memcpy")]
         to_device = [copy for copy in copies if "HtoD" in copy]
-        assert len(to_device) <= 1 + plan_deltas, (name, copies)
+        assert len(to_device) <= 1 + has_device_writes, (name, copies)
         assert not any("DtoH" in copy for copy in copies), (name, copies)
 
 
-def test_graphs_take_less_than_is_kept_for_them(make):
-    # Of this tiny model; bench/start_time says what real ones take.
+def test_graphs_take_less_than_the_reserve(make):
+    # The model is tiny; bench/start_time measures what the graphs of real models take.
     free = torch.cuda.mem_get_info()[0]
     runner = make(dtype="bfloat16", max_running_requests=64, chunked_prefill_size=2048, **GRID)
     assert executor_of(runner).num_graphs > 90
     assert free - torch.cuda.mem_get_info()[0] < GRAPH_RESERVE
 
 
-def test_what_does_not_fit_the_reserve_is_left_out_with_a_warning_and_runs_eagerly(make, monkeypatch, caplog):
-    monkeypatch.setattr(logger, "propagate", True)  # whatever another test has configured
+def test_sizes_that_do_not_fit_the_reserve_are_left_out_with_a_warning_and_run_eagerly(
+    make, monkeypatch, caplog
+):
+    monkeypatch.setattr(logger, "propagate", True)  # another test may have changed it
     caplog.set_level("WARNING", logger.name)
-    free = itertools.count(80 << 30, -1 << 20)  # every look finds a MiB less
+    free = itertools.count(80 << 30, -1 << 20)  # every call returns 1 MiB less
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 80 << 30))
     monkeypatch.setattr(graph_capture, "GRAPH_RESERVE", 20 << 20)
     runner = make(dtype="float32")
     assert executor_of(runner).num_graphs == 19  # 8 for decode, 8 for sampling, 3 forward
-    assert "after 19; left out, to run eagerly: forward 48, 64," in caplog.text
+    assert "19 CUDA graphs took" in caplog.text
+    assert "sizes left out, to run eagerly: forward 48, 64," in caplog.text
     assert "Lower --max-running-requests" in caplog.text
     planner = planner_of(runner)
     sequence = planner.add(making.prompt(120))

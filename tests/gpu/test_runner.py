@@ -49,7 +49,7 @@ def test_tokens_are_those_of_transformers(runner):
         assert sequence.output == tiny.reference(runner.model, prompt, len(sequence.output))
 
 
-def test_the_full_tail_takes_its_part(runner):
+def test_full_sampling_is_reproducible_and_top_k_of_one_is_greedy(runner):
     planner = Planner(runner)
     prompt = making.prompt(20, seed=1)
     sampled = planner.generate(prompt, 10, temperature=0.9, seed=3, top_p=0.9, logprobs=2)
@@ -60,12 +60,12 @@ def test_the_full_tail_takes_its_part(runner):
     assert greedy.output == tiny.reference(runner.model, prompt, 10)
 
 
-def test_both_tails_give_the_same_tokens_and_logprob_bits(runner):
+def test_both_sampling_modes_give_the_same_tokens_and_logprob_bits(runner):
     planner = Planner(runner)
-    wanted = {"temperature": 0.8, "logprobs": 0}
+    params = {"temperature": 0.8, "logprobs": 0}
     outputs = []
-    for other in ({}, {"top_p": 0.9, "temperature": 1.0}):  # a neighbour that needs the full sampling
-        ours = [planner.add(making.prompt(12, seed=i), **wanted, seed=i) for i in range(3)]
+    for other in ({}, {"top_p": 0.9, "temperature": 1.0}):  # a neighbour that needs another sampling mode
+        ours = [planner.add(making.prompt(12, seed=i), **params, seed=i) for i in range(3)]
         neighbour = planner.add(making.prompt(9, seed=7), **other)
         planner.run([*((sequence, 12) for sequence in ours), (neighbour, 9)])
         planner.decode([*ours, neighbour], 12)
@@ -76,7 +76,7 @@ def test_both_tails_give_the_same_tokens_and_logprob_bits(runner):
     assert outputs[0] == outputs[1]
 
 
-def test_sizes_that_are_given_are_those_captured(tmp_path):
+def test_given_sizes_are_captured_instead_of_the_default_ones(tmp_path):
     model = tiny.save_llama(tmp_path)
     options = {"page_size": 4, "chunked_prefill_size": 4, "max_running_requests": 8}
     lists = {"precompile_bs_paddings": [4], "precompile_token_paddings": [4]}
@@ -85,13 +85,13 @@ def test_sizes_that_are_given_are_those_captured(tmp_path):
     planner, prompt = Planner(runner), making.prompt(30)
     found = planner.generate(prompt, 10, chunk=4).output
     runner.close()
-    assert [list(sizes) for sizes in (capture_sizes.decode, capture_sizes.forward, capture_sizes.prefill)] == [[4]] * 3
+    assert list(capture_sizes.decode) == list(capture_sizes.forward) == list(capture_sizes.prefill) == [4]
     assert found == tiny.reference(model, prompt, 10)
 
 
 def sync_debug_mode(mode: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is a prototype
+        warnings.simplefilter("ignore")  # torch warns that the function is a prototype
         torch.cuda.set_sync_debug_mode(mode)
 
 
@@ -106,7 +106,9 @@ def test_a_step_is_launched_without_waiting_for_the_device(runner):
         launched.read()
         sync_debug_mode("error")
 
-    step([(sequences[0], 6), (sequences[1], 30)])  # what is compiled and allocated once, is now
+    step(
+        [(sequences[0], 6), (sequences[1], 30)]
+    )  # kernels are compiled and buffers allocated in the first step
     sync_debug_mode("error")
     try:
         for _ in range(3):
@@ -156,13 +158,13 @@ def test_a_backend_that_cannot_be_captured_runs_eagerly_with_a_warning(tmp_path,
     entry = registry._BACKENDS["triton"]
     uncaptured = replace(entry, name="uncaptured", capabilities=replace(entry.capabilities, graphs=False))
     monkeypatch.setitem(registry._BACKENDS, "uncaptured", uncaptured)
-    monkeypatch.setattr(logger, "propagate", True)  # whatever another test has configured
+    monkeypatch.setattr(logger, "propagate", True)  # another test may have changed it
     runner = making.make_runner(
         tmp_path, device="cuda", page_size=16, attention_backend="triton,uncaptured", max_running_requests=4
     )
     planner = Planner(runner)
     sequence = planner.add(making.prompt(20))
-    ways = [planner.run([(sequence, count)]).eager for count in (20, 1)]
+    reasons = [planner.run([(sequence, count)]).eager for count in (20, 1)]
     runner.close()
-    assert ways == ["disabled"] * 2
+    assert reasons == ["disabled"] * 2
     assert sum("triton,uncaptured" in line for line in caplog.messages) == 1

@@ -1,4 +1,4 @@
-"""The sampler on a CUDA device takes the tokens it takes on a CPU."""
+"""The sampler chooses the same tokens on a CUDA device as on a CPU."""
 
 import numpy as np
 import pytest
@@ -30,35 +30,37 @@ def _sample(device: str, logits: torch.Tensor):
         max_running_requests=ROWS, max_seq_len=64, page_table=table, device=torch.device(device)
     )
     new_slots = [
-        NewSlot(row, pack_ids(range(row, row + 20)), 15, SamplingParams(max_new_tokens=9, seed=row, **kind))
-        for row, kind in enumerate(KINDS[i % len(KINDS)] for i in range(ROWS))
+        NewSlot(
+            slot, pack_ids(range(slot, slot + 20)), 15, SamplingParams(max_new_tokens=9, seed=slot, **kind)
+        )
+        for slot, kind in enumerate(KINDS[i % len(KINDS)] for i in range(ROWS))
     ]
-    rows, flags = list(range(ROWS)), [True] * ROWS
-    pages = [(row, 0, [row]) for row in rows]
-    state.apply(StepPlan(1, new_slots, pages, 0, rows, [0] * ROWS, [20] * ROWS, [1] * ROWS, flags, "full"))
+    slots, flags = list(range(ROWS)), [True] * ROWS
+    pages = [(slot, 0, [slot]) for slot in slots]
+    state.apply(StepPlan(1, new_slots, pages, 0, slots, [0] * ROWS, [20] * ROWS, [1] * ROWS, flags, "full"))
     state.writer.flush()
-    assert state.page_table.data[:ROWS, 0].tolist() == rows
-    return Sampler(state).sample(logits.to(device), np.array(rows), np.full(ROWS, 20), "full")
+    assert state.page_table.data[:ROWS, 0].tolist() == slots
+    return Sampler(state).sample(logits.to(device), np.array(slots), np.full(ROWS, 20), "full")
 
 
-def test_rows_that_are_not_finite_are_told_as_on_the_cpu():
+def test_non_finite_rows_have_no_token_as_on_the_cpu():
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
-    spoilt = range(0, ROWS, 5)  # of every kind
-    for row in spoilt:
+    non_finite = range(0, ROWS, 5)  # includes rows of every kind
+    for row in non_finite:
         logits[row, row::100] = (torch.nan, torch.inf)[row % 2]
     expected, found = _sample("cpu", logits.clone()), _sample("cuda", logits.clone())
     for sampled in (expected, found):
-        assert (sampled.tokens == NON_FINITE).nonzero().flatten().tolist() == list(spoilt)
+        assert (sampled.tokens == NON_FINITE).nonzero().flatten().tolist() == list(non_finite)
         assert sampled.logprobs is not None
-        wanted = [row in spoilt for row in sampled.logprob_indices]
-        assert sampled.logprobs.chosen.isnan().tolist() == wanted
+        expected_nan = [row in non_finite for row in sampled.logprob_indices]
+        assert sampled.logprobs.chosen.isnan().tolist() == expected_nan
 
 
 def test_tokens_and_logprobs_are_those_of_the_cpu():
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     expected, found = _sample("cpu", logits.clone()), _sample("cuda", logits.clone())
     assert found.tokens.is_cuda
-    # exp and log differ in the last bit, which may decide a draw once in a long while.
+    # exp and log differ in the last bit, which rarely changes a draw.
     assert (found.tokens.cpu() == expected.tokens).float().mean() > 0.98
     assert found.logprobs is not None and expected.logprobs is not None
     torch.testing.assert_close(found.logprobs.chosen.cpu(), expected.logprobs.chosen, atol=1e-4, rtol=1e-4)

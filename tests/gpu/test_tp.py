@@ -1,4 +1,4 @@
-"""Tensor parallel on several GPUs: the exchanges by themselves, and whole engines against one GPU."""
+"""Tensor parallelism on several GPUs: the collective kernels alone, and engines compared with one GPU."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def _random(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
 
 
 def _exchange(tp: TPInfo, run_dir: Path) -> list[torch.Tensor]:
-    """Everything that ranks exchange in one kernel, checked against torch; what came out."""
+    """Run every fused kernel that exchanges data between ranks, check it with torch, return the results."""
     groups = connect(tp, rendezvous=run_dir / "rendezvous", device=torch.device("cuda", tp.rank))
     found = []
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -47,63 +47,63 @@ def _exchange(tp: TPInfo, run_dir: Path) -> list[torch.Tensor]:
 
 
 def _sums(groups: TPGroups, hidden: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Chains of three sums in a graph, replayed many times."""
+    """Capture chains of three sums in a graph, replay it many times, and return the results."""
     from segue.kernels.triton.all_reduce import OneShotAllReduce
 
     size, rank = groups.tp.size, groups.tp.rank
     one_shot = OneShotAllReduce(groups, torch.device("cuda", rank), hidden, 8)
     weight = _random(0, (hidden,), dtype)
     found = []
-    for rows, splits in ((1, 1), (3, 4), (min(200, one_shot.max_rows), 1), (1, 4)):
-        parts = [[_random(9 * i + r, (splits, rows, hidden)) for r in range(size)] for i in range(3)]
+    for rows, splits in ((1, 1), (3, 4), (min(200, one_shot.most_rows), 1), (1, 4)):
+        addends = [[_random(9 * i + r, (splits, rows, hidden)) for r in range(size)] for i in range(3)]
 
-        def chain(mine: list[torch.Tensor]) -> list[torch.Tensor]:
-            residual, made = None, []
-            for x in mine:
+        def chain(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            residual, outputs = None, []
+            for x in inputs:
                 normed, residual = one_shot.add_rms_norm(x, residual, weight, 1e-6)
-                made += [normed, residual]
-            return made
+                outputs += [normed, residual]
+            return outputs
 
-        mine = [each[rank] for each in parts]
-        chain(mine)
+        inputs = [of_ranks[rank] for of_ranks in addends]
+        chain(inputs)
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
-        captured = chain(mine)
+        captured = chain(inputs)
         graph.capture_end()
         graph.replay()
         first = torch.stack(captured)
-        unlike = torch.zeros((), dtype=torch.int64, device="cuda")
+        num_different = torch.zeros((), dtype=torch.int64, device="cuda")
         for _ in range(300):
             graph.replay()
-            unlike += (torch.stack(captured) != first).sum()
-        assert unlike.item() == 0, (hidden, rows, splits)
+            num_different += (torch.stack(captured) != first).sum()
+        assert num_different.item() == 0, (hidden, rows, splits)
         residual = torch.zeros(rows, hidden, dtype=dtype, device="cuda")
-        for i, each in enumerate(parts):
+        for i, of_ranks in enumerate(addends):
             total = torch.zeros(rows, hidden, device="cuda")
-            for part in each:
-                summed = part[0]
-                for split in part[1:]:
+            for partials in of_ranks:
+                summed = partials[0]
+                for split in partials[1:]:
                     summed = summed + split
                 total = total + summed
             residual = (total + residual.float()).to(dtype)
             assert torch.equal(first[2 * i + 1], residual), (hidden, rows, splits, i)
-            wide = residual.float()
-            normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.float()
+            exact = residual.float()
+            normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6) * weight.float()
             torch.testing.assert_close(first[2 * i], normed.to(dtype), rtol=2e-2, atol=1e-3)
         found.append(first)
     return found
 
 
 def _samples(groups: TPGroups, vocab: int) -> list[torch.Tensor]:
-    """Tokens and log-probabilities that ranks agree on are those of one rank with all logits."""
+    """Check that sampling from vocabulary shards gives the tokens and log-probabilities of all logits."""
     from segue.kernels.triton.all_reduce import OneShotAllReduce
     from segue.kernels.triton.sampling import VocabPart, sample_plain
     from segue.models.sharding import shard_rows
 
     tp, device = groups.tp, torch.device("cuda", groups.tp.rank)
-    share = shard_rows(vocab, tp.size)
-    part = VocabPart(OneShotAllReduce(groups, device, 64, 40), tp.rank * share, vocab)
+    shard_size = shard_rows(vocab, tp.size)
+    shard = VocabPart(OneShotAllReduce(groups, device, 64, 40), tp.rank * shard_size, vocab)
     temperatures = torch.tensor([0.0, 0.7, 1.3, 0.0], device=device).repeat(10)
     columns = {
         "temperatures": temperatures,
@@ -114,40 +114,40 @@ def _samples(groups: TPGroups, vocab: int) -> list[torch.Tensor]:
     found = []
     for step in range(5):
         logits = 3 * _random(step, (40, vocab))
-        logits[step, 1] = logits[step, -1] = 50.0  # equals, on two ranks
+        logits[step, 1] = logits[step, -1] = 50.0  # equal logits, on two ranks
         logits[30:32, -1], logits[32:34, 0], logits[34:36] = torch.nan, torch.inf, -torch.inf
         rows = torch.randperm(40, generator=torch.Generator().manual_seed(step)).int().cuda()
         positions = torch.arange(step, step + 40, device=device, dtype=torch.int32)
-        padded = torch.nn.functional.pad(logits, (0, share * tp.size - vocab))
-        made = []
-        for each, whose in ((logits, None), (padded.chunk(tp.size, 1)[tp.rank], part)):
+        padded = torch.nn.functional.pad(logits, (0, shard_size * tp.size - vocab))
+        results = []
+        for local_logits, part in ((logits, None), (padded.chunk(tp.size, 1)[tp.rank], shard)):
             pool = torch.full((40, 60), -1, dtype=torch.int32, device=device)
             ring = torch.full((4, 40), -1, dtype=torch.int32, device=device)
             logprobs = torch.zeros(4, 40, device=device)
             ring_index = torch.tensor([step % 4], dtype=torch.int32, device=device)
             targets = {"token_pool": pool, "ring": ring, "logprob_ring": logprobs, "ring_index": ring_index}
-            sample_plain(each, rows, positions, **columns, **targets, part=whose)
-            made.append((pool, ring, logprobs))
-        (pool, ring, logprobs), (their_pool, their_ring, their_logprobs) = made
-        assert torch.equal(pool, their_pool) and torch.equal(ring, their_ring), (vocab, step)
+            sample_plain(local_logits, rows, positions, **columns, **targets, part=part)
+            results.append((pool, ring, logprobs))
+        (pool, ring, logprobs), (sharded_pool, sharded_ring, sharded_logprobs) = results
+        assert torch.equal(pool, sharded_pool) and torch.equal(ring, sharded_ring), (vocab, step)
         line = step % 4
         assert (ring[line, 30:36] == NON_FINITE).all() and (ring[line, :30] >= 0).all()
-        for each in (logprobs, their_logprobs):
-            each[line, 30:36] = 0.0  # nobody reads them
-        torch.testing.assert_close(logprobs, their_logprobs, atol=1e-5, rtol=1e-5)
-        found += made[1]
+        for values in (logprobs, sharded_logprobs):
+            values[line, 30:36] = 0.0  # log-probabilities of rows without a token are not read
+        torch.testing.assert_close(logprobs, sharded_logprobs, atol=1e-5, rtol=1e-5)
+        found += results[1]
     return found
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_ranks_exchange_is_torchs_and_the_same_on_all(size):
+def test_fused_exchanges_equal_those_of_torch_and_are_the_same_on_all_ranks(size):
     first, *others = on_ranks(size, _exchange)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def _traffic(engine: segue.Engine, count: int) -> list[list[int]]:
-    """The ids of mixed requests: chunks, shared prefixes, retractions, two sampling modes."""
+    """Return the ids of mixed requests: chunks, shared prefixes, retractions, several sampling modes."""
     rng = random.Random(count)
     stem = making.prompt(70, seed=99)
     prompts = [
@@ -169,7 +169,7 @@ def _traffic(engine: segue.Engine, count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ids_are_those_of_one_gpu_and_a_thousand_requests_come_back(tmp_path, size):
+def test_ids_equal_those_of_one_gpu_and_a_thousand_requests_finish(tmp_path, size):
     tiny.save_qwen3(tmp_path)
     options = {"device": "cuda", "page_size": 16, "num_kv_tokens": 1500, "max_running_requests": 12}
     options |= {"chunked_prefill_size": 48}
@@ -183,7 +183,7 @@ def test_ids_are_those_of_one_gpu_and_a_thousand_requests_come_back(tmp_path, si
 
 
 class Greedy:
-    """Greedy ids of three prompts and what they score, on one rank of a runner."""
+    """Generates greedy ids for three prompts, and scores given ids, on one rank of a runner."""
 
     LENGTHS = (5, 130, 300)
 
@@ -194,7 +194,7 @@ class Greedy:
         self.planner = Planner(runner)
 
     def generate(self) -> tuple[list[list[int]], list[float], list[int]]:
-        """Ids, their log-probabilities out of decode graphs, and how far each step was padded."""
+        """Return ids, their log-probabilities from decode graphs, and the padded tokens of each step."""
         sequences = [self.planner.add(making.prompt(n, seed=n), logprobs=0) for n in self.LENGTHS]
         for sequence in sequences:
             self.planner.prefill(sequence, 200)
@@ -206,7 +206,7 @@ class Greedy:
         return [sequence.output for sequence in sequences], logprobs, [step.padded_tokens for step in steps]
 
     def score(self, forced: list[list[int]]) -> list[tuple[float, list[tuple[int, float]]]]:
-        """Of each id its log-probability, and those of the two likeliest."""
+        """Return the log-probability of each id, and those of the two most likely ids at its position."""
         found = []
         for n, ids in zip(self.LENGTHS, forced, strict=True):
             sequence = self.planner.add(making.prompt(n, seed=n) + ids, logprobs=2, prompt_logprobs_start=n)
@@ -228,7 +228,7 @@ def _assert_near(found: list[float], expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_bfloat16_scores_one_gpus_ids_as_one_gpu_does(tmp_path, size):
+def test_bfloat16_scores_of_the_same_ids_are_near_those_of_one_gpu(tmp_path, size):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     alone = Greedy(TPInfo(), tmp_path, tmp_path)
     ids, _, _ = alone.generate()
@@ -236,12 +236,12 @@ def test_bfloat16_scores_one_gpus_ids_as_one_gpu_does(tmp_path, size):
     alone.planner.runner.close()
     del alone
     first, *others = on_ranks(size, _score_and_generate, tmp_path, ids)
-    found, (their_ids, their_logprobs, padded) = first
-    assert all(made == (their_ids, their_logprobs, padded) for _, made in others)  # on every rank
+    found, (tp_ids, tp_logprobs, padded) = first
+    assert all(generated == (tp_ids, tp_logprobs, padded) for _, generated in others)
     _assert_near([logprob for logprob, _ in found], [logprob for logprob, _ in expected])
     for (_, top), (_, expected_top) in zip(found, expected, strict=True):
         if expected_top[0][1] - expected_top[1][1] > 0.1:
             assert top[0][0] == expected_top[0][0]
-    # And what the ranks' graphs chose is scored by one GPU as they scored it.
-    scored = Greedy(TPInfo(), tmp_path, tmp_path).score(their_ids)
-    _assert_near(their_logprobs, [logprob for logprob, _ in scored])
+    # One GPU gives the ids that the graphs of the ranks chose nearly the same scores.
+    scored = Greedy(TPInfo(), tmp_path, tmp_path).score(tp_ids)
+    _assert_near(tp_logprobs, [logprob for logprob, _ in scored])
