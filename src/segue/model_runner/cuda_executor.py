@@ -170,7 +170,7 @@ class CUDAExecutor:
     def run(self, plan: StepPlan) -> DeviceStepResult:
         """Apply the plan, run the model, sample, and write the tokens where the next step reads them.
 
-        At most `RING - 1` steps may be in flight: their inputs and tokens lie in ring buffers on the host.
+        At most `RING - 1` steps may be in flight: their inputs and tokens are in ring buffers on the host.
         """
         started = time.monotonic()
         self._state.apply(plan)

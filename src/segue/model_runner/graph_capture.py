@@ -97,7 +97,7 @@ def resolve_grid(
     if not sizes:
         logger.warning(
             "--enable-batch-prefill-cuda-graph is ignored: no size of --batch-prefill-batch-sizes and "
-            "--batch-prefill-seq-lengths fits %d requests, %d prompt tokens a step and "
+            "--batch-prefill-seq-lengths fits %d requests, %d prompt tokens per step and "
             "--batch-prefill-max-seq-len %d",
             resolved.max_running_requests,
             resolved.chunked_prefill_size,

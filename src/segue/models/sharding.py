@@ -65,15 +65,17 @@ def allowed_sizes(config: ModelConfig) -> list[int]:
 def _violations(config: ModelConfig, size: int) -> list[str]:
     found = []
     if config.num_heads % size:
-        found.append("num_attention_heads must be a multiple of it")
+        found.append("num_attention_heads must be a multiple of the size")
     if config.num_kv_heads % size and size % config.num_kv_heads:
-        found.append("num_key_value_heads must be a multiple or a divisor of it")
+        found.append("num_key_value_heads must be a multiple or a divisor of the size")
     sizes = []
     if not all(config.is_sparse(layer) for layer in range(config.num_layers)):
         sizes.append(config.intermediate_size)
     if config.moe is not None:
         sizes.append(config.moe.expert_intermediate_size)
-    found.extend(f"the intermediate size {value} must be a multiple of it" for value in sizes if value % size)
+    found.extend(
+        f"the intermediate size {value} must be a multiple of the size" for value in sizes if value % size
+    )
     return found
 
 
