@@ -55,7 +55,7 @@ def _sums(groups: TPGroups, hidden: int, dtype: torch.dtype) -> list[torch.Tenso
     weight = _random(0, (hidden,), dtype)
     found = []
     for rows, splits in ((1, 1), (3, 4), (min(200, one_shot.most_rows), 1), (1, 4)):
-        addends = [[_random(9 * i + r, (splits, rows, hidden)) for r in range(size)] for i in range(3)]
+        parts = [[_random(9 * i + r, (splits, rows, hidden)) for r in range(size)] for i in range(3)]
 
         def chain(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
             residual, outputs = None, []
@@ -64,7 +64,7 @@ def _sums(groups: TPGroups, hidden: int, dtype: torch.dtype) -> list[torch.Tenso
                 outputs += [normed, residual]
             return outputs
 
-        inputs = [of_ranks[rank] for of_ranks in addends]
+        inputs = [of_ranks[rank] for of_ranks in parts]
         chain(inputs)
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -79,7 +79,7 @@ def _sums(groups: TPGroups, hidden: int, dtype: torch.dtype) -> list[torch.Tenso
             num_different += (torch.stack(captured) != first).sum()
         assert num_different.item() == 0, (hidden, rows, splits)
         residual = torch.zeros(rows, hidden, dtype=dtype, device="cuda")
-        for i, of_ranks in enumerate(addends):
+        for i, of_ranks in enumerate(parts):
             total = torch.zeros(rows, hidden, device="cuda")
             for partials in of_ranks:
                 summed = partials[0]

@@ -57,7 +57,7 @@ class DecoderLayer(Layer):
         self,
         x: Tensor,
         residual: Tensor | None,
-        kv_store: KVStore,
+        placement: KVStore,
         ctx: Context,
         logits_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class DecoderLayer(Layer):
         With `logits_indices` (int `[L]`) only these tokens go through the MLP, and `[L, hidden]` is returned.
         """
         x, residual = self.input_norm.add(x, residual)
-        x = self.attn(x, kv_store, ctx, logits_indices)
+        x = self.attn(x, placement, ctx, logits_indices)
         x, residual = self.post_norm.add(
             x, residual if logits_indices is None else residual.index_select(0, logits_indices)
         )
@@ -123,12 +123,12 @@ class Decoder(Layer):
         ctx.backend.prepare(ctx)
         x = self.embed(ctx.input_ids)
         cos, sin = self.rotary.angles(ctx.positions, x.dtype)
-        kv_store = KVStore(cos=cos, sin=sin, positions=ctx.positions, rows=ctx.slot_mapping)
+        placement = KVStore(cos=cos, sin=sin, positions=ctx.positions, rows=ctx.slot_mapping)
         residual = None
         *layers, last = self.layers
         for layer in layers:
-            x, residual = layer(x, residual, kv_store, ctx)
-        x, residual = last(x, residual, kv_store, ctx, ctx.logits_indices)
+            x, residual = layer(x, residual, placement, ctx)
+        x, residual = last(x, residual, placement, ctx, ctx.logits_indices)
         hidden, _ = self.norm.add(x, residual)
         return hidden
 
