@@ -1,1 +1,1 @@
-"""Decides what runs next; pure except for loop.py."""
+"""The scheduler: it decides what each step runs. Pure Python data in and out, without torch or sockets."""

@@ -1,4 +1,4 @@
-"""The scheduler's part of ``internal_states``, with SGLang's names."""
+"""The scheduler's part of ``internal_states``. The keys have SGLang's names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def internal_state(s: Scheduler) -> dict[str, Any]:
-    """Queues, pools and counts of this moment."""
+    """Returns the present state of the queues and pools, and the counters."""
     resources, ratio = s.resources, s.new_token_ratio
     prefilling = [r.rid for r in s.running.values() if r.phase is RequestPhase.PREFILL]
     return {

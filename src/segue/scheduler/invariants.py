@@ -1,4 +1,8 @@
-"""The scheduler's invariants, from scratch: free + cached + owned == total; every lock has a holder."""
+"""The scheduler's invariants, checked without its counters.
+
+Every page and every slot has exactly one owner: it is free, cached (pages only), pending free, or a running
+request's. Every lock in the prefix cache has a holder.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def find_problems(scheduler: Scheduler) -> list[str]:
-    """What is broken, in words."""
+    """Returns one sentence per broken invariant; an empty list if all hold."""
     return [
         *_page_problems(scheduler),
-        *_row_problems(scheduler),
+        *_slot_problems(scheduler),
         *_lock_problems(scheduler),
         *_request_problems(scheduler),
     ]
@@ -28,7 +32,7 @@ def _page_problems(s: Scheduler) -> list[str]:
     return _not_a_partition("page", holders, s.limits.num_pages)
 
 
-def _row_problems(s: Scheduler) -> list[str]:
+def _slot_problems(s: Scheduler) -> list[str]:
     slots = {
         "free": list(s.resources.free_slots),
         "pending_free": [r.slot for r in s.resources.pending_free if r.slot is not None],
@@ -54,7 +58,7 @@ def _lock_problems(s: Scheduler) -> list[str]:
         problems.append(f"the prefix cache counts {prefix.num_pages} pages, but has {len(nodes)}")
     if prefix.num_evictable != sum(node.locks == 0 for node in nodes):
         problems.append(
-            f"the prefix cache counts {prefix.num_evictable} evictable pages, but has another number"
+            f"the prefix cache counts {prefix.num_evictable} evictable pages, but has another number of them"
         )
     return problems
 
@@ -63,7 +67,7 @@ def _request_problems(s: Scheduler) -> list[str]:
     problems: list[str] = []
     for r in s.running.values():
         if r.launched > r.capacity or r.capacity != len(r.pages) * s.limits.page_size:
-            problems.append(f"request {r.rid} computes {r.launched} positions in {len(r.pages)} pages")
+            problems.append(f"request {r.rid} has {r.launched} computed positions in {len(r.pages)} pages")
         if r.node is None or s.resources.prefix.pages(r.node) != r.pages[: r.num_inserted]:
             problems.append(f"request {r.rid} reads shared pages that its lock does not cover")
     problems += [
@@ -72,7 +76,7 @@ def _request_problems(s: Scheduler) -> list[str]:
         if r.pages or r.node is not None or r.slot != -1
     ]
     if set(s.requests) != {r.rid for r in s.waiting} | set(s.running):
-        problems.append("a live request neither waits nor runs, or an ended one does")
+        problems.append("a live request neither waits nor runs, or an ended request waits or runs")
     return problems
 
 
@@ -85,4 +89,4 @@ def _not_a_partition(noun: str, holders: dict[str, list[int]], total: int) -> li
                 problems.append(f"{noun} {item} belongs to {owner[item]} and to {name}")
             owner[item] = name
     lost = [item for item in range(total) if item not in owner]
-    return problems + ([f"{noun}s {lost} belong to nobody"] if lost else [])
+    return problems + ([f"{noun}s {lost} have no owner"] if lost else [])

@@ -1,10 +1,10 @@
-"""Pausing and flushing: who holds the engine, in which mode, and who waits to hear that it stands still.
+"""Pausing and flushing: what holds the engine, in which mode, and which calls still need an answer.
 
     RUNNING -> PAUSING -> PAUSED -> RUNNING
 
-An engine runs while nobody holds it. A user's hold ends with ``continue``, or when its time is up; a weight
-commit ends its own hold and never the user's. A pause takes effect when no step is in flight (mode ``wait``:
-when no request that has begun is left either); those who asked for it are answered then.
+The engine runs while it has no hold. The user's hold ends with ``continue``, or when its ``ttl_s`` is over; a
+weight commit ends its own hold and never the user's. A pause takes effect when no step is in flight and, in
+mode ``wait``, every request that has begun has ended; the calls that asked for it are answered then.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ if TYPE_CHECKING:
 
 Holder = Literal["user", "weight_commit", "memory_release"]
 
-_MODES: tuple[PauseMode, ...] = get_args(PauseMode)  # from the weakest on
+_MODES: tuple[PauseMode, ...] = get_args(PauseMode)  # from the weakest to the strongest
 
 
 class PauseState(Enum):
-    """Whether steps are planned."""
+    """Whether the scheduler plans steps.
+
+    Every new hold leads to PAUSING. PAUSING becomes PAUSED once all awaited steps and requests have ended.
+    The release of the last hold leads to RUNNING; if mode ``wait`` is the strongest left, to PAUSING.
+    """
 
     RUNNING = auto()
-    PAUSING = auto()  # what was launched, or with mode "wait" what has begun, is awaited
+    PAUSING = auto()  # awaits the steps in flight and, in mode "wait", the requests that have begun
     PAUSED = auto()
 
 
@@ -45,36 +49,36 @@ class PauseState(Enum):
 class _PendingFlush:
     message: Flush
     deadline: float
-    step: int  # the last one launched when it came, awaited in any case
+    step: int  # the last step launched before the flush came; it is awaited in any case
 
 
 class PauseControl:
-    """The state machine of one scheduler. Times are in seconds, of any one clock."""
+    """The pause state machine of one scheduler. All times are in seconds of the same clock."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self.state = PauseState.RUNNING
         self.holders: dict[Holder, PauseMode] = {}
-        self._asked: dict[Holder, PauseMode] = {}  # what has not taken effect yet
+        self._new_holds: dict[Holder, PauseMode] = {}  # holds that have not taken effect yet
         self._deadline: float | None = None  # when the user's hold ends by itself
-        self._pauses: list[tuple[int, float]] = []  # (call, when it was sent), not yet answered
+        self._pauses: list[tuple[int, float]] = []  # unanswered pauses: (call, when it was sent)
         self._flushes: list[_PendingFlush] = []
         self._replies: list[SchedulerMessage] = []
 
     @property
     def mode(self) -> PauseMode | None:
-        """The strongest of the holders' modes; None if nobody holds the engine."""
+        """The strongest mode of all holds; None if there is no hold."""
         return max(self.holders.values(), key=_MODES.index, default=None)
 
     @property
     def asked_mode(self) -> PauseMode | None:
-        """The mode of a client's pause: a weight commit holds the engine for a moment, and nobody asked."""
+        """The strongest mode of all holds but the weight commit's, which is short and unseen by clients."""
         modes = (mode for holder, mode in self.holders.items() if holder != "weight_commit")
         return max(modes, key=_MODES.index, default=None)
 
     @property
     def asked_state(self) -> PauseState:
-        """How far a client's pause is; :attr:`state` counts what a weight commit holds too."""
+        """The state as a client sees it; :attr:`state` also counts the hold of a weight commit."""
         if self.asked_mode is None:
             return PauseState.RUNNING
         if self.state is PauseState.PAUSED and not self._user_waits():
@@ -92,28 +96,28 @@ class PauseControl:
         return self.admits or (self.state is PauseState.PAUSING and self.mode == "wait")
 
     def pause(self, message: Pause, now: float) -> None:
-        """A user's pause: its mode only grows stronger, its time to live is the latest one's."""
+        """Hold the engine for the user. The mode can only grow stronger; the newest time to live counts."""
         self.hold("user", message.mode)
         self._deadline = None if message.ttl_s is None else now + message.ttl_s
         self._pauses.append((message.call, now if message.sent is None else message.sent))
 
     def continue_(self, message: Continue) -> None:
-        """End the user's pause, if there is one."""
+        """End the user's hold, if there is one."""
         self.release("user")
         self._replies.append(Continued(message.call))
 
     def hold(self, holder: Holder, mode: PauseMode = "in_place") -> None:
-        """Stop, or stop more thoroughly."""
-        for holds in (self.holders, self._asked):
+        """Add a hold, or make an existing one stronger; a weaker mode changes nothing."""
+        for holds in (self.holders, self._new_holds):
             holds[holder] = max(mode, holds.get(holder, mode), key=_MODES.index)
         self.state = PauseState.PAUSING
 
     def release(self, holder: Holder) -> None:
-        """End a hold, if there is one; the engine runs when it was the last."""
+        """End a hold, if there is one; the engine runs again after the last one."""
         if self.holders.pop(holder, None) is None:
             return
         finished: list[Finished] = []
-        if self._asked.pop(holder, None) == "abort":  # who was told that all end, sees all end
+        if self._new_holds.pop(holder, None) == "abort":  # a promised abort is kept, even if released early
             finished = self._scheduler.abort_all()
         if holder == "user":
             self._deadline = None
@@ -121,63 +125,64 @@ class PauseControl:
         if not self.holders:
             self.state = PauseState.RUNNING
             self._answer_pauses(num_aborted=len(finished))
-        elif self.state is PauseState.PAUSED and "user" not in self.holders:  # who waited behind a commit
+        elif self.state is PauseState.PAUSED and "user" not in self.holders:  # continued during a commit
             self._answer_pauses()
-        elif self.mode == "wait":  # nothing stronger keeps from ending what runs
+        elif self.mode == "wait":  # no stronger hold is left, so requests that have begun run on
             self.state = PauseState.PAUSING
 
     def flush(self, message: Flush, now: float) -> None:
-        """Ask for all cached KV to be forgotten."""
+        """Ask for the prefix cache to be emptied; :meth:`advance` returns the answer."""
         in_flight = self._scheduler.in_flight
         last = in_flight[-1].number if in_flight else 0
         self._flushes.append(_PendingFlush(message, now + message.timeout_s, last))
 
     @property
     def next_deadline(self) -> float | None:
-        """When :meth:`advance` has something to do though nothing else happens; None: never."""
+        """When :meth:`advance` must be called even if nothing else happens; None: never."""
         deadlines = [flush.deadline for flush in self._flushes]
         if self._deadline is not None:
             deadlines.append(self._deadline)
         return min(deadlines, default=None)
 
     def advance(self, now: float) -> list[SchedulerMessage]:
-        """What messages, ends of steps and time have brought about: the answers, in order.
+        """Move on to the next state where possible, and return the messages to send, in order.
 
-        To be called after each of them; where nothing happens, at :attr:`next_deadline`.
+        Call it after every message and every applied step, and at :attr:`next_deadline`.
         """
         if self._deadline is not None and now >= self._deadline:
             self.release("user")
-        if self.state is PauseState.PAUSING and not self._awaited():
-            self._stand_still(now)
+        if self.state is PauseState.PAUSING and not self._must_wait():
+            self._take_effect(now)
         elif self.state is PauseState.PAUSED and self._pauses and not self._user_waits():
-            self._asked.clear()  # what was waited for has ended during a weight commit
+            self._new_holds.clear()  # the awaited requests have ended during a weight commit
             self._answer_pauses(now)
         if self._flushes:
             self._flushes = [flush for flush in self._flushes if not self._try_flush(flush, now)]
         replies, self._replies = self._replies, []
         return replies
 
-    def _awaited(self) -> bool:
-        """Whether a step, or with mode "wait" a request, has to end before a pause takes effect."""
+    def _must_wait(self) -> bool:
+        """Whether a step or, in mode "wait", a request has to end before the pause takes effect."""
         return bool(self._scheduler.in_flight or (self.mode == "wait" and self._scheduler.has_begun))
 
     def _user_waits(self) -> bool:
-        """Whether a user waits for requests that have begun, be it behind a weight commit."""
+        """Whether the user's pause waits for requests that have begun, even during a weight commit."""
         return self.holders.get("user") == "wait" and self._scheduler.has_begun
 
-    def _stand_still(self, now: float) -> None:
-        """The new holds take effect; the others had theirs, and what came since is not theirs to end.
+    def _take_effect(self, now: float) -> None:
+        """Enter PAUSED and apply the modes of the new holds.
 
-        A user who waits for what has begun goes on waiting behind a weight commit.
+        Older holds have taken effect already, so they do not abort or retract requests that came since. If a
+        weight commit comes before a user's pause of mode "wait" is over, that pause goes on waiting.
         """
         self.state, finished, num_retracted = PauseState.PAUSED, list[Finished](), 0
-        asked = set(self._asked.values())
-        if "abort" in asked:
+        modes = set(self._new_holds.values())
+        if "abort" in modes:
             finished = self._scheduler.abort_all()
-        elif "retract" in asked:
+        elif "retract" in modes:
             num_retracted = self._scheduler.retract_all()
         waits = self._user_waits()
-        self._asked = {"user": self._asked["user"]} if waits and "user" in self._asked else {}
+        self._new_holds = {"user": self._new_holds["user"]} if waits and "user" in self._new_holds else {}
         self._replies.append(self._scheduler.output(finished=finished))
         if not waits:
             self._answer_pauses(now, num_retracted=num_retracted, num_aborted=len(finished))
@@ -185,7 +190,7 @@ class PauseControl:
     def _answer_pauses(
         self, now: float | None = None, *, num_retracted: int = 0, num_aborted: int = 0
     ) -> None:
-        """Answer those who asked for a pause; `now` is None if it was ended before it took effect."""
+        """Answer all pending pause calls; ``now`` is None if the pause ended before it took effect."""
         for call, since in self._pauses:
             self._replies.append(
                 Paused(
@@ -201,26 +206,26 @@ class PauseControl:
         self._pauses = []
 
     def _try_flush(self, flush: _PendingFlush, now: float) -> bool:
-        """Whether the flush was answered."""
+        """Answer the flush if that is possible now; returns whether it was answered."""
         s, call = self._scheduler, flush.message.call
         if s.in_flight and s.in_flight[0].number <= flush.step:
             return False
         if s.running or (s.waiting and self.state is not PauseState.PAUSED):
             if now < flush.deadline:
                 return False
-            self._replies.append(Flushed(call, False, 0, self._busy()))
+            self._replies.append(Flushed(call, False, 0, self._why_not_flushed()))
             return True
-        if s.in_flight:  # a surplus step: its requests have ended
+        if s.in_flight:  # a surplus step, all of whose requests have ended
             return False
         count = s.forget_cache()
         self._replies += [s.output(), Flushed(call, True, count)]
         return True
 
-    def _busy(self) -> str:
+    def _why_not_flushed(self) -> str:
         counts = f"{len(self._scheduler.running)} requests run and {len(self._scheduler.waiting)} wait"
         if self.state is PauseState.PAUSED:
             return (
-                f"{counts}; paused in place they keep their KV: pause with mode retract or abort, then flush"
+                f"{counts}; paused in place, they keep their KV: pause with mode retract or abort, then flush"
             )
         return (
             f"{counts}; flush when they have ended (see timeout), or pause with mode retract or abort first"

@@ -1,4 +1,4 @@
-"""Who waits, who goes first, who gives way."""
+"""The waiting queue, the choice of the request to retract, and the admission reserve."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from segue.scheduler.request import Request
 
 
 def queue_key(request: Request) -> tuple[int, int]:
-    """Waiting order: higher priority first, then the earlier arrival."""
+    """The sort key of the waiting queue: higher priority first, then earlier arrival."""
     return (-request.priority, request.arrival)
 
 
 class WaitingQueue:
-    """Waiting requests in the order they are admitted."""
+    """The waiting requests, in the order in which they will be admitted."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -32,18 +32,18 @@ class WaitingQueue:
         return self._requests[0]
 
     def push(self, request: Request) -> None:
-        """Insert by priority, then arrival: a retracted request comes before younger ones."""
+        """Insert by priority, then arrival; a retracted request therefore comes before younger ones."""
         insort(self._requests, request, key=queue_key)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is."""
+        """Remove a request from any position; it must be in the queue."""
         at = bisect_left(self._requests, queue_key(request), key=queue_key)
         assert self._requests[at] is request
         del self._requests[at]
 
 
 def choose_victim(running: Iterable[Request]) -> Request:
-    """Whom to retract when pages run out: the lowest priority, then the youngest."""
+    """Returns the request to retract when pages run out: the lowest priority, then the latest arrival."""
     return max(running, key=queue_key)
 
 
@@ -51,16 +51,16 @@ CLIP_MAX_NEW_TOKENS = 4096  # a client that leaves max_tokens open must not rese
 
 
 def expected_tokens(requests: Iterable[Request]) -> int:
-    """Output tokens that requests may still ask for, each clipped."""
+    """Output tokens that the requests may still need; each is clipped to ``CLIP_MAX_NEW_TOKENS``."""
     return sum(min(r.max_new_tokens - r.outputs_launched, CLIP_MAX_NEW_TOKENS) for r in requests)
 
 
 @dataclass(slots=True, kw_only=True)
 class NewTokenRatio:
-    """The share of their remaining tokens that running requests are expected to need.
+    """The share of their remaining output tokens that running requests are expected to need.
 
-    Admission keeps that many tokens free. The ratio decays a little with every step, since most requests
-    end before their limit, and rises with every preemption, since then it was too low.
+    Admission keeps room for that many tokens free. The ratio decays a little with every step, because most
+    requests end before their limit, and rises with every preemption, which shows that it was too low.
     """
 
     initial: float = 0.7
@@ -70,9 +70,9 @@ class NewTokenRatio:
     value: float = 0.7
 
     def on_step(self) -> None:
-        """A step was launched."""
+        """Decay the ratio; call it once per launched step."""
         self.value = max(self.minimum, self.value - self.decay)
 
     def on_preemption(self) -> None:
-        """A request was retracted for want of pages."""
+        """Raise the ratio; call it for every request that is retracted because pages ran out."""
         self.value = min(1.0, self.value + self.rise)

@@ -1,4 +1,4 @@
-"""A request's life inside the scheduler."""
+"""One request inside the scheduler: its phase, its tokens, and the slot and pages that it owns."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from segue.messages.requests import SamplingParams
 
 
 class RequestPhase(Enum):
-    """Where a request is; it owns a slot and pages in PREFILL and DECODE only."""
+    """The phase of a request; it owns a slot and pages in PREFILL and DECODE only.
+
+    Admission leads from WAITING to PREFILL, the last prefill chunk to DECODE, a retraction back to WAITING.
+    A request may end in any phase: it is FINISHED.
+    """
 
     WAITING = auto()
     PREFILL = auto()  # some of its known tokens have no KV yet
-    DECODE = auto()  # one token a step
+    DECODE = auto()  # one token per step
     FINISHED = auto()
 
 
@@ -26,7 +30,7 @@ _NEXT = {
 
 
 class Request:
-    """One request. Positions count from the first prompt token; position *p* is computed when its KV is."""
+    """One request. Positions count from the first prompt token; a position is computed once its KV is."""
 
     __slots__ = (
         "arrival",
@@ -66,29 +70,27 @@ class Request:
         self.rid = rid
         self.params = params
         self.priority = priority
-        self.arrival = arrival  # running number; a retracted request keeps it, and so its place in the queue
+        self.arrival = arrival  # 1, 2, 3, …; a retracted request keeps its number, and so its queue position
         self.prompt_len = len(prompt)
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(params.stop_token_ids)
         self.sampling_mode = params.sampling_mode
         self.phase = RequestPhase.WAITING
 
-        self.tokens = prompt  # prompt and output known on the host
-        self.outputs_launched = 0  # output tokens sampled by launched steps, the one in flight included
+        self.tokens = prompt  # the prompt, then the output tokens known on the host
+        self.outputs_launched = 0  # output tokens that all launched steps sample, those in flight included
         self.versions: list[tuple[str, int, int]] = []  # (weight version, start, end) over the output tokens
-        self.prompt_logprobs_next = params.prompt_logprobs_start  # first prompt position still owed; -1: none
-        self.cached_tokens = (
-            -1
-        )  # prompt tokens found in the prefix cache at the first admission; -1: not yet admitted
+        self.prompt_logprobs_next = params.prompt_logprobs_start  # first position still owed; -1: none
+        self.cached_tokens = -1  # tokens that its first admission found in the prefix cache; -1: not admitted
         self.num_retractions = 0
 
         self.slot = -1
-        self.launched = 0  # positions computed by launched steps
-        self.pages: list[int] = []  # in token order: shared ones of the prefix cache, then its own
-        self.capacity = 0  # positions the pages hold
+        self.launched = 0  # positions that all launched steps compute
+        self.pages: list[int] = []  # in token order: first pages of the prefix cache, then its own
+        self.capacity = 0  # positions that the pages have room for
         self.node: Node | None = None  # the deepest locked node of the prefix cache
         self.num_inserted = 0  # leading pages that belong to the prefix cache
-        self.kv_epoch = -1  # of the weights under which its KV began
+        self.kv_epoch = -1  # the weights' epoch at its admission
 
     @property
     def num_outputs(self) -> int:
@@ -97,26 +99,26 @@ class Request:
 
     @property
     def wants_decode(self) -> bool:
-        """Whether its next step runs one token; an end by length is known before the last token is."""
+        """Whether it takes part in the next decode; an end by length is known before its last token is."""
         return self.phase is RequestPhase.DECODE and self.outputs_launched < self.max_new_tokens
 
     @property
     def owes_prompt_logprobs(self) -> bool:
-        """Whether logprobs of prompt tokens are wanted and not all launched yet."""
+        """Whether logprobs of prompt tokens were asked for and some are not launched yet."""
         return 0 <= self.prompt_logprobs_next < self.prompt_len
 
     @property
     def own_pages(self) -> list[int]:
-        """Pages that are this request's alone."""
+        """Pages that belong to this request and not to the prefix cache."""
         return self.pages[self.num_inserted :]
 
     def enter(self, phase: RequestPhase) -> None:
-        """Change the phase; the only place that does."""
+        """Change the phase; nothing else changes it."""
         assert phase in _NEXT[self.phase], f"request {self.rid}: {self.phase.name} -> {phase.name}"
         self.phase = phase
 
     def add_token(self, token: int, version: str) -> None:
-        """Note a sampled token and the weights that made it."""
+        """Append a sampled token; ``version`` is that of the weights that made it."""
         at = len(self.tokens) - self.prompt_len
         self.tokens.append(token)
         spans = self.versions
@@ -126,7 +128,7 @@ class Request:
             spans.append((version, at, at + 1))
 
     def forget_kv(self) -> None:
-        """Begin anew with the tokens it has, after its slot, pages and lock were released."""
+        """Reset all KV state but keep the tokens; its slot, pages and lock have been released before."""
         self.slot = -1
         self.launched = 0
         self.pages = []

@@ -1,7 +1,7 @@
-"""What requests hold while they run: slots, KV pages and locks in the prefix cache.
+"""The resources of running requests: slots, KV pages and locks in the prefix cache.
 
-While a launched step may still use what was given up, it waits in ``pending_free``, tagged with that step,
-and becomes free when the step is applied.
+A launched step may still use resources that its request has released. They stay in ``pending_free``, tagged
+with that step, and become free when the step is applied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from segue.kvcache.prefix_cache import Node, PrefixCache
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Given up; free once ``step`` is applied."""
+    """Resources that were released; they become free once step number ``step`` is applied."""
 
     step: int
     slot: int | None
@@ -24,7 +24,7 @@ class Released:
 
 
 class Resources:
-    """The free ones, the cached ones, and those that are pending free."""
+    """Tracks free, cached and pending free slots and pages; running requests hold the others."""
 
     def __init__(self, *, num_slots: int, num_pages: int, page_size: int) -> None:
         self.num_slots = num_slots
@@ -36,11 +36,11 @@ class Resources:
 
     @property
     def num_available(self) -> int:
-        """Pages that :meth:`take_pages` could give now."""
+        """Pages that :meth:`take_pages` can give now: the free ones and the evictable ones."""
         return self.allocator.num_free + self.prefix.num_evictable
 
     def take_pages(self, count: int) -> list[int]:
-        """``count`` pages, evicted from the prefix cache where too few are free; see ``num_available``."""
+        """Take ``count`` pages, at most ``num_available``; evicts cached pages if too few are free."""
         missing = count - self.allocator.num_free
         if missing > 0:
             self.allocator.release(self.prefix.evict(missing))
@@ -49,11 +49,11 @@ class Resources:
     def release(
         self, step: int, *, slot: int | None = None, pages: list[int], node: Node | None = None
     ) -> None:
-        """Give up what ``step``, the last one launched, may still use."""
+        """Release resources that steps up to ``step``, the last one launched, may still use."""
         self.pending_free.append(Released(step, slot, pages, node))
 
     def settle(self, oldest: int) -> None:
-        """Free what only steps before ``oldest`` use."""
+        """Free the pending resources that only steps before step number ``oldest`` use."""
         while self.pending_free and self.pending_free[0].step < oldest:
             released = self.pending_free.popleft()
             if released.slot is not None:

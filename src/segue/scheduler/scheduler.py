@@ -1,9 +1,9 @@
 """The pure scheduler: plain data in, plain data out; no torch, no sockets, no clock.
 
 ``plan()`` decides a step and counts it as launched; ``apply()`` takes its result. With overlap the loop calls
-``plan()`` for step *n + 1* before ``apply()`` of step *n*: lengths are known by then, tokens are not.
+``plan()`` for step *n + 1* before ``apply()`` of step *n*: lengths are known by then, but tokens are not.
 
-A request's slot, pages and prefix lock are given up in one place, :meth:`Scheduler._release`.
+Only :meth:`Scheduler._release` releases a request's slot, pages and prefix lock.
 """
 
 from __future__ import annotations
@@ -49,59 +49,60 @@ from segue.scheduler.step import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the model runner can hold."""
+    """What the model runner has room for, and the options that limit requests."""
 
     num_pages: int
     page_size: int
-    max_seq_len: int  # prompt and output of one request
+    max_seq_len: int  # tokens of one request, prompt and output together
     max_running_requests: int
     max_queued_requests: int
-    chunked_prefill_size: int  # prompt tokens a step; decode rows come on top
+    chunked_prefill_size: int  # prefill tokens per step; decode tokens come on top
     prefix_cache: bool = True
-    reject_while_paused: bool = False  # instead of queueing
-    receive_requires_pause: bool = False  # weights are received only while nothing runs
+    reject_while_paused: bool = False  # False: requests that arrive during a pause are queued
+    receive_requires_pause: bool = False  # weights are received only while generation is paused
 
 
 class Scheduler:
-    """Decides what runs next and alone ends requests."""
+    """Decides what each step runs. Nothing else starts, retracts or ends a request."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.weight_version = FIRST_WEIGHT_VERSION
-        self.kv_epoch = 0  # grows with every change of the weights, whatever the version is called
-        self.refuses: str | None = None  # why no request can be served
+        self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
+        self.refuses: str | None = None  # why every new request is rejected; None: it is not
         self.resources = Resources(
             num_slots=limits.max_running_requests, num_pages=limits.num_pages, page_size=limits.page_size
         )
         self.new_token_ratio = NewTokenRatio()
         self.waiting = WaitingQueue()
         self.running: dict[str, Request] = {}  # in the order of admission
-        self.requests: dict[str, Request] = {}  # every live request
-        self.in_flight: deque[Step] = deque()  # the one being planned included
-        self._swaps: list[tuple[Request, int, list[int]]] = []  # (request, first index, pages): next plan
+        self.requests: dict[str, Request] = {}  # every request that has not ended, waiting or running
+        self.in_flight: deque[Step] = deque()  # launched steps without a result, and the one being planned
+        # (request, first index, pages): block table entries that the next plan replaces
+        self._swaps: list[tuple[Request, int, list[int]]] = []
         self._step = 0
         self._arrivals = 0
         self.num_decode_steps = 0
         self.totals = Counters()
         self.control = PauseControl(self)
 
-    # --- requests come and go ---
+    # --- the start and the end of requests ---
 
     def add(self, message: AddRequest) -> Rejected | None:
-        """Queue a request, or say why not."""
+        """Queue a request; returns None, or the rejection with its reason."""
         prompt_len = len(message.prompt) // 4
         if message.rid in self.requests:
             return _rejected(message, InvalidRequestError, f"rid {message.rid!r} is in flight; use another")
         if self.refuses is not None:
             return _rejected(message, PoisonedError, self.refuses)
         if not 1 <= prompt_len < self.limits.max_seq_len:
-            rule = f"must have 1 to {self.limits.max_seq_len - 1} tokens, so that one more fits the context"
+            rule = f"must have 1 to {self.limits.max_seq_len - 1}, so that one more token fits the context"
             return _rejected(message, ContextLengthError, f"the prompt has {prompt_len} tokens, but {rule}")
         if self.limits.reject_while_paused and (mode := self.control.asked_mode) is not None:
             text = f"generation is paused ({mode}), and --paused-policy is reject; retry later"
             return _rejected(message, PausedError, text)
         if len(self.waiting) >= self.limits.max_queued_requests:
-            text = f"{len(self.waiting)} requests wait, the most allowed (--max-queued-requests); retry later"
+            text = f"{len(self.waiting)} requests wait, the limit set by --max-queued-requests; retry later"
             return _rejected(message, OverloadedError, text)
         self._arrivals += 1
         request = Request(
@@ -117,18 +118,18 @@ class Scheduler:
         return None
 
     def abort(self, message: Abort) -> list[Finished]:
-        """End one request or all; the tokens they have stay theirs."""
+        """End one request or all requests; they keep the tokens that they have. Unknown ids are ignored."""
         if message.abort_all:
             return self.abort_all(message.message)
         request = self.requests.get(message.rid)
         return [self._abort(request, message.message)] if request else []
 
     def abort_all(self, message: str | None = None) -> list[Finished]:
-        """End every request."""
+        """End every request; they keep the tokens that they have."""
         return [self._abort(request, message) for request in list(self.requests.values())]
 
     def finish(self, message: Finish) -> list[Finished]:
-        """End a request at a stop string; nothing happens if it has ended by itself."""
+        """End a request at a stop string; nothing happens if it has ended already."""
         request = self.requests.get(message.rid)
         return [self._end(request, "stop", num_tokens=message.num_tokens)] if request else []
 
@@ -147,7 +148,7 @@ class Scheduler:
         message: str | None = None,
         error: type[SegueError] | None = None,
     ) -> Finished:
-        """The one exit of a request."""
+        """End a request and release what it holds; every end of a request goes through here."""
         if request.phase is RequestPhase.WAITING:
             self.waiting.remove(request)
         else:
@@ -169,12 +170,12 @@ class Scheduler:
         )
 
     def _end_non_finite(self, step: Step, result: StepResult) -> list[Finished]:
-        """End the requests whose logits, for an output token or a prompt token, were not finite.
+        """End the requests whose logits for an output token or a prompt token were not finite.
 
-        What such a request computed is shared no further, nor what it found in the prefix cache: whoever
-        computed that may have left before it sampled.
+        The KV that such a request computed is not shared any further, nor is the KV that it found in the
+        prefix cache: the request that computed that KV may have ended before it sampled.
         """
-        spoilt = {
+        non_finite = {
             request: f"output token {request.num_outputs + 1}"
             for request, token in zip(step.sampling, result.tokens, strict=True)
             if token == NON_FINITE
@@ -184,7 +185,7 @@ class Scheduler:
             if any(isnan(entry.logprob) for entry in result.prompt_logprobs[request.slot][:count])
         }
         finished = []
-        for request, where in spoilt.items():
+        for request, where in non_finite.items():
             if request.phase is RequestPhase.FINISHED:
                 continue
             assert request.node is not None
@@ -199,7 +200,7 @@ class Scheduler:
         return finished
 
     def retract_all(self) -> int:
-        """Have every started request wait, its KV forgotten; how many. Only with nothing in flight."""
+        """Retract every running request and free its KV; returns their number. Nothing may be in flight."""
         started = [(request, request.node) for request in self.running.values()]
         for request, _ in started:
             self._retract(request)
@@ -209,7 +210,7 @@ class Scheduler:
         return len(started)
 
     def _retract(self, request: Request) -> None:
-        """Back to the queue with the tokens it has; its KV is computed again. Only with nothing in flight."""
+        """Put a request back into the queue with its tokens but without KV. Nothing may be in flight."""
         assert not self.in_flight
         del self.running[request.rid]
         self._release(request)
@@ -233,18 +234,18 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could be planned now or after the one in flight."""
+        """Whether a step could be planned now, or after the step in flight."""
         if self.control.admits:
             return bool(self.running or self.waiting)
         return self.control.runs and self.has_begun
 
     @property
     def has_begun(self) -> bool:
-        """Whether a request runs, or did until it lost its KV."""
+        """Whether a request runs, or waits because it was retracted."""
         return bool(self.running) or any(request.num_retractions for request in self.waiting)
 
     def plan(self) -> StepPlan | None:
-        """Decide the next step; None if nothing can run before the step in flight is applied, or at all."""
+        """Decide the next step; None if nothing can run, or not before the step in flight is applied."""
         assert len(self.in_flight) <= 1, "apply the oldest step before planning another"
         if not self.control.runs:
             return None
@@ -252,7 +253,7 @@ class Scheduler:
         needy = [r for r in decoding if r.launched == r.capacity]
         preempted = False
         if len(needy) > self.resources.num_available:
-            if self.in_flight:  # a request may be about to end: nobody is retracted for a surplus token
+            if self.in_flight:  # a request may be about to end: no retraction for a token that may be dropped
                 return None
             self._preempt(needy)
             preempted = True
@@ -261,7 +262,7 @@ class Scheduler:
         self._step += 1
         step = Step(self._step, self.weight_version)
         self.in_flight.append(step)
-        swaps, self._swaps = self._swaps, []  # of this step's own insertions the next plan tells
+        swaps, self._swaps = self._swaps, []  # what this step's own insertions swap goes into the next plan
         step.pages += [(request.slot, first, pages) for request, first, pages in swaps]
         for request, page in zip(needy, self.resources.take_pages(len(needy)), strict=True):
             step.pages.append((request.slot, len(request.pages), [page]))
@@ -291,23 +292,23 @@ class Scheduler:
             budget -= self._prefill(admitted, step, budget)
 
     def _next_to_admit(self) -> Request | None:
-        """The queue's head; while a pause waits for what has begun, the first that had and lost its KV."""
+        """The head of the queue; during a pause of mode "wait", the first retracted request."""
         if self.control.admits:
             return self.waiting.head if self.waiting else None
         return next((request for request in self.waiting if request.num_retractions), None)
 
     def _prefill(self, request: Request, step: Step, budget: int) -> int:
-        """Run a chunk, and share its full pages at once.
+        """Add a chunk to the step, and share its full pages at once; returns its length.
 
-        Steps run in launch order, and a layer writes all its KV before it reads any: the next request of
-        this very step may already count on them, so that equal prompts sent together are computed once.
+        Steps run in launch order, and each layer stores all KV of a step before it reads any. Later requests
+        of the same step can therefore read these pages, so equal prompts sent together are computed once.
         """
         count = step.prefill(request, budget)
         self._insert_pages(request, request.launched)
         return count
 
     def _preempt(self, needy: Iterable[Request]) -> None:
-        """Retract running requests until every needy one that is left can have a page."""
+        """Retract running requests until each request of ``needy`` that still runs can have a page."""
         needy = set(needy)
         while len(needy) > self.resources.num_available:
             assert len(self.running) > 1, "one request alone always fits: max_seq_len is at most the pool"
@@ -318,7 +319,10 @@ class Scheduler:
             self.new_token_ratio.on_preemption()
 
     def _admit(self, request: Request, step: Step) -> bool:
-        """Give the queue's head a slot and pages for all its known tokens, if that leaves the reserve."""
+        """Give a request a slot and pages for all its known tokens; False if the reserve would not stay free.
+
+        The reserve need not stay free if nothing else holds pages.
+        """
         size = self.limits.page_size
         node = self._match(request)
         self.resources.prefix.lock(node)
@@ -350,20 +354,20 @@ class Scheduler:
     def _match(self, request: Request) -> Node:
         if not self.limits.prefix_cache:
             return self.resources.prefix.root(self.kv_epoch)
-        usable = len(request.tokens) - 1  # the last token is always computed: its logits are needed
+        usable = len(request.tokens) - 1  # the last token is always computed, because its logits are needed
         if request.owes_prompt_logprobs:
             usable = min(usable, max(0, request.prompt_logprobs_next - 1))
         return self.resources.prefix.match(self.kv_epoch, request.tokens, usable)
 
     def _reserve(self, newcomer: Request) -> int:
-        """Pages that the running requests and the newcomer are expected to need beyond those they have."""
+        """Pages that the running requests and the newcomer are expected to need for their output tokens."""
         tokens = expected_tokens(self.running.values()) + expected_tokens([newcomer])
         return int(tokens * self.new_token_ratio.value) // self.limits.page_size
 
     # --- results ---
 
     def apply(self, result: StepResult) -> SchedulerOutput:
-        """Turn the oldest step's result into tokens and ends; an ended request's token is dropped."""
+        """Turn the oldest step's result into tokens and ends; the tokens of ended requests are dropped."""
         step = self.in_flight.popleft()
         assert step.number == result.step and len(step.sampling) == len(result.tokens)
         page_size = self.limits.page_size
@@ -411,13 +415,12 @@ class Scheduler:
         )
 
     def _insert_pages(self, request: Request, computed: int) -> None:
-        """Offer the full pages among the first ``computed`` positions to the prefix cache.
+        """Insert the full pages among the first ``computed`` positions into the prefix cache.
 
-        Where the cache has a page with the same tokens already, the request takes that one and gives its
-        own back.
+        If the cache already has a page with the same tokens, the request uses that one and frees its own.
         """
         if not self.limits.prefix_cache or request.kv_epoch != self.kv_epoch:
-            return  # a chain is of one epoch
+            return  # all pages of a cached path have the KV of one epoch
         size, first = self.limits.page_size, request.num_inserted
         node, pages, given_back = request.node, request.pages, list[int]()
         assert node is not None
@@ -430,12 +433,12 @@ class Scheduler:
                 pages[index] = node.page
             request.num_inserted += 1
         request.node = node
-        if given_back:  # they come first: a page new to the cache has no children there
+        if given_back:  # duplicates come first: a page that is new to the cache has no children
             self._swaps.append((request, first, pages[first : first + len(given_back)]))
             self._free_later(pages=given_back)
 
     def output(self, **columns: Any) -> SchedulerOutput:
-        """A message to the frontend with the counters of this moment."""
+        """Returns a message to the frontend with the present counters; ``columns`` are its other fields."""
         totals = self.totals
         totals.paused = self.control.asked_mode
         totals.is_paused = self.control.asked_state is PauseState.PAUSED
@@ -446,9 +449,9 @@ class Scheduler:
         return SchedulerOutput(**({"rids": [], "tokens": [], "finished": []} | columns), counters=totals)
 
     def forget_cache(self) -> int:
-        """Empty the prefix cache, and measure anew what is measured since a flush; tokens that were cached.
+        """Empty the prefix cache and reset the measures; returns the number of tokens that were cached.
 
-        Only with nothing in flight and no request that owns KV.
+        No step may be in flight and no request may own KV.
         """
         assert not self.in_flight and not self.running
         prefix = self.resources.prefix
@@ -459,17 +462,17 @@ class Scheduler:
         return count * self.limits.page_size
 
     def set_weight_version(self, version: str) -> None:
-        """New weights are live. KV computed so far stays with its requests and is shared no further."""
+        """Note that new weights are served. Requests keep the KV they have, but it is not shared any more."""
         assert not self.in_flight, "weights change between steps"
         self.weight_version = version
         self.kv_epoch += 1
 
     def rename_weights(self, version: str) -> None:
-        """The same weights under another name: KV stays good."""
+        """Give the served weights another name; cached KV stays valid."""
         self.weight_version = version
 
     def check_invariants(self) -> list[str]:
-        """What is broken, in words; empty when every resource has one owner."""
+        """Returns one sentence per broken invariant; see :func:`segue.scheduler.invariants.find_problems`."""
         return find_problems(self)
 
 

@@ -1,4 +1,4 @@
-"""One step: what is decided while it is planned, and remembered until its result is applied."""
+"""One step: it is filled while it is planned, and kept until its result is applied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Step:
 
     def __init__(self, number: int, version: str) -> None:
         self.number = number
-        self.version = version  # of the weights it runs with
+        self.version = version  # name of the weights that the step runs with
         self.new_slots: list[NewSlot] = []
         self.pages: list[tuple[int, int, list[int]]] = []
         self.num_decode = 0
@@ -24,13 +24,13 @@ class Step:
         self.starts: list[int] = []
         self.lens: list[int] = []
         self.num_logits: list[int] = []
-        self.sampling: list[Request] = []  # in plan order: one token of the result each
+        self.sampling: list[Request] = []  # requests that sample a token, in the order of the result
         self.samples: list[bool] = []
-        self.prompt_logprobs: list[tuple[Request, int]] = []  # (request, how many)
+        self.prompt_logprobs: list[tuple[Request, int]] = []  # (request, number of them)
         self.sampling_mode: SamplingMode = "plain"
 
     def decode(self, requests: list[Request]) -> None:
-        """Run one token of each."""
+        """Add the decode part: one token per request."""
         count = len(requests)
         self.num_decode = count
         self.slots = [r.slot for r in requests]
@@ -40,24 +40,24 @@ class Step:
         for request in requests:
             request.launched += 1
             request.outputs_launched += 1
-            self._need(request.sampling_mode)
+            self._require(request.sampling_mode)
 
     def prefill(self, request: Request, budget: int) -> int:
-        """Run the next chunk of a request, at most ``budget`` tokens; returns how many."""
+        """Add the next prefill chunk of a request, at most ``budget`` tokens; returns its length."""
         start = request.launched
         count = min(budget, len(request.tokens) - start)
         last = start + count == len(request.tokens)
         num_logits = int(last)
         if request.owes_prompt_logprobs:
-            # The logits of position p are of the token at p + 1, so a chunk owes those of its own positions
-            # but the very last, which samples; and position 0 has no logprob.
+            # The logits at position p score the token at p + 1. A chunk therefore needs the logits of all its
+            # positions but the last prompt position, which samples. The token at position 0 has no logprob.
             first = max(start, request.prompt_logprobs_next - 1)
             end = min(start + count, request.prompt_len - 1)
             if first < end:
                 num_logits = start + count - first
                 request.prompt_logprobs_next = end + 1
                 self.prompt_logprobs.append((request, end - first))
-                self._need("full")
+                self._require("full")
         self.slots.append(request.slot)
         self.starts.append(start)
         self.lens.append(count)
@@ -68,15 +68,15 @@ class Step:
             request.outputs_launched += 1
             request.enter(RequestPhase.DECODE)
             self.sampling.append(request)
-            self._need(request.sampling_mode)
+            self._require(request.sampling_mode)
         return count
 
-    def _need(self, sampling_mode: SamplingMode) -> None:
+    def _require(self, sampling_mode: SamplingMode) -> None:
         if _SAMPLING_MODES.index(sampling_mode) > _SAMPLING_MODES.index(self.sampling_mode):
             self.sampling_mode = sampling_mode
 
     def plan(self) -> StepPlan:
-        """The message to the runners."""
+        """Returns the message to the model runners."""
         return StepPlan(
             self.number,
             self.new_slots,

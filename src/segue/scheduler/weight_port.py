@@ -1,4 +1,4 @@
-"""What a weight update may do to the scheduler, and nothing else."""
+"""The narrow port through which weight updates read and change the scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOLDER: Literal["weight_commit"] = "weight_commit"
 
 
 class SchedulerPort:
-    """The scheduler as :class:`segue.weight_update.control.calls.WeightControl` sees it."""
+    """The scheduler's side of :class:`segue.weight_update.control.state_machine.Port`, which explains it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
