@@ -1,7 +1,7 @@
-"""Drives a scheduler and a model runner: the only module of this room that does I/O.
+"""The loops of the ranks: rank 0's drives the scheduler and its model runner, the others follow its plans.
 
-The loop owns no policy. It moves messages between the frontend's sockets and the pure scheduler, sends each
-plan to the other tensor-parallel ranks, and launches it. Idle or paused, it blocks on its socket.
+Rank 0's loop makes no decisions. It moves messages between the frontend's sockets and the pure scheduler,
+sends each plan to the other tensor-parallel ranks, and launches it. Idle or paused, it blocks on its sockets.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Pending(Protocol):
     """A launched step."""
 
     def ready(self) -> bool:
-        """Whether `result` would return at once."""
+        """Whether :meth:`result` would return at once."""
         ...
 
     def result(self) -> StepResult:
-        """Wait for it; raises what the step raised."""
+        """Wait for the step and return its result; raises what the step raised."""
         ...
 
 
 class Runner(Protocol):
-    """What the loop needs of a model runner."""
+    """The part of a model runner that the loops use."""
 
     def forward_batch(self, plan: StepPlan) -> Pending:
         """Launch a step and return at once; steps run in launch order."""
@@ -62,18 +62,18 @@ class Runner(Protocol):
 
 
 class Updater(Protocol):
-    """What a loop needs of a rank's weight updater."""
+    """The part of a rank's weight updater that the loops use."""
 
     def handle(self, command: WeightCommand) -> None:
-        """Begin to do it and return at once; the reply goes to rank 0 as a ``RankEvent``."""
+        """Start the command and return at once; the reply goes to rank 0 as a ``RankEvent``."""
         ...
 
 
-# So long before the end of a long step the next one is launched. In between, the device would wait for the
-# host if the end were foreseen a little late, which steps of a few milliseconds would feel (measured: 5 % of
-# the throughput of prefill at 18 ms a step).
+# A step that is expected to take LONG_S or more is "long": the next step is launched only LEAD_S before its
+# expected end. For shorter steps that would cost too much, since the device waits for the host whenever the
+# end is predicted a little late (measured: 5 % of the throughput of prefill at 18 ms per step).
 LEAD_S, LONG_S = 0.003, 0.05
-_MANY_TOKENS = 512  # of a step whose length is foreseen
+_MANY_TOKENS = 512  # only steps of at least so many tokens have a predicted duration
 MAX_POLL_S = 3600.0  # the socket takes milliseconds as an integer; a client may give any number of seconds
 
 
@@ -83,17 +83,17 @@ class Launched:
 
     pending: Pending
     num_tokens: int
-    at: float  # when, in seconds
+    at: float  # the time of its launch, in seconds of the monotonic clock
 
 
 class SchedulerLoop:
     """Rank 0's loop.
 
     ``inbox`` is a PULL socket of ``FrontendMessage``, ``outbox`` a PUSH socket of ``SchedulerMessage``,
-    ``followers`` one PUSH socket of ``RankMessage`` a further rank, ``events`` a PULL socket of the
+    ``followers`` one PUSH socket of ``RankMessage`` per further rank, ``events`` a PULL socket of the
     ``RankEvent`` of all ranks, this one included. With ``overlap`` a step is planned and launched before the
-    one before it is read. Idle, the loop looks for ``spin`` seconds before it sleeps: being woken takes long.
-    ``turn`` tells another thread how long the loop has been busy with one turn, which is about a step.
+    previous step's result is read. An idle loop polls for ``spin`` seconds before it sleeps, because a
+    wake-up takes long. ``turn`` lets another thread read how long the present turn, about a step, has taken.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class SchedulerLoop:
         self._outbox = outbox
         self._followers = followers
         self._events = events
-        self._early: deque[RankEvent] = deque()  # read while something else was awaited
+        self._early_events: deque[RankEvent] = deque()  # read while the ranks' drain was awaited
         self._poller = zmq.Poller()
         for socket in (inbox, events):
             self._poller.register(socket, zmq.POLLIN)
@@ -132,7 +132,7 @@ class SchedulerLoop:
         self._decode_event = msgspec.msgpack.Decoder(RankEvent).decode
         self._throughput = Throughput(time.perf_counter)
         self._speed = StepSpeed()
-        self._warned = False  # of logits that are not finite
+        self._warned_of_non_finite = False
         self._running = True
 
     def run(self) -> None:
@@ -156,15 +156,15 @@ class SchedulerLoop:
         if plan is None:
             return None
         now = time.monotonic()
-        self._tell_ranks(plan)
+        self._send_to_followers(plan)
         return Launched(self._runner.forward_batch(plan), plan.num_tokens, now)
 
     def _apply(self, launched: Launched) -> None:
         result = launched.pending.result()
         self._speed.note(launched, time.monotonic())
         output = self.scheduler.apply(result)
-        if output.counters.non_finite_logits and not self._warned:
-            self._warned = True
+        if output.counters.non_finite_logits and not self._warned_of_non_finite:
+            self._warned_of_non_finite = True
             self._warn_of_non_finite(output)
         self._throughput.add(len(output.tokens))
         self._send(output)
@@ -173,21 +173,22 @@ class SchedulerLoop:
     def _warn_of_non_finite(self, output: SchedulerOutput) -> None:
         rids = [finished.rid for finished in output.finished if finished.reason == "error"]
         logger.error(
-            "logits were not finite (NaN or infinite) for request %s with weights of version %r: it ends "
-            "with the error non_finite_logits. This is logged once; segue:non_finite_logits_total of "
-            "/metrics counts such requests. If they are many, the weights are bad, or too large for the "
-            "dtype: load or send them again, or choose --dtype bfloat16 or float32. If they are few, look "
-            "at their prompts",
+            "logits were not finite (NaN or infinite) for request %s with weights of version %r: the request "
+            "ends with the error non_finite_logits. This is logged once; segue:non_finite_logits_total of "
+            "/metrics counts such requests. If many requests fail, the weights are bad, or too large for the "
+            "dtype: load or send them again, or choose --dtype bfloat16 or float32. If few requests fail, "
+            "look at their prompts",
             ", ".join(rids),
             self.scheduler.weight_version,
         )
 
     def _wait_for_turn(self, before: Launched) -> None:
-        """Take messages until shortly before the end of a long step.
+        """Handle messages until shortly before the expected end of a long step.
 
-        A step cannot be called back: a pause, or a new request, would wait for one that was launched earlier.
+        A launched step cannot be cancelled: if the next step were launched earlier, a pause or a new request
+        would have to wait for it too.
         """
-        begin, seconds = self._speed.foresee(before)
+        begin, seconds = self._speed.predict(before)
         if seconds < LONG_S:
             return
         until = begin + seconds - LEAD_S
@@ -198,18 +199,18 @@ class SchedulerLoop:
                 self._receive(block=False)
 
     def _advance(self) -> None:
-        """Send what has to be answered, and go on with an update of the weights."""
+        """Send the answers of pauses, flushes and weight updates, and the weight updates' commands."""
         self._advance_pause()
         answers, commands = self._weights.advance(time.monotonic())
         for answer in answers:
             self._send(answer)
-        for mine, *theirs in commands:
-            for follower, command in zip(self._followers, theirs, strict=True):
+        for own, *others in commands:
+            for follower, command in zip(self._followers, others, strict=True):
                 follower.send(self._encode(command))
-            self._updater.handle(mine)
+            self._updater.handle(own)
 
     def _advance_pause(self) -> None:
-        """A pause holds only once no rank runs anything."""
+        """Send the pause machine's replies; a pause is answered only once every rank has drained."""
         now = time.monotonic()
         replies = self.scheduler.control.advance(now)
         late_ms = 0.0
@@ -221,21 +222,21 @@ class SchedulerLoop:
                 reply = structs.replace(reply, drained_ms=reply.drained_ms + late_ms)
             self._send(reply)
 
-    def _tell_ranks(self, message: RankMessage) -> None:
+    def _send_to_followers(self, message: RankMessage) -> None:
         if self._followers:
             frame = self._encode(message)
             for follower in self._followers:
                 follower.send(frame)
 
     def _drain_ranks(self) -> None:
-        self._tell_ranks(Drain())
+        self._send_to_followers(Drain())
         missing = len(self._followers)
         while missing:
             event = self._decode_event(self._events.recv())
             if isinstance(event, Drained):
                 missing -= 1
             else:
-                self._early.append(event)
+                self._early_events.append(event)
 
     def _receive(self, *, block: bool) -> None:
         while self._running and self._poll(block):
@@ -244,18 +245,18 @@ class SchedulerLoop:
                 self._weights.on_rank(event, time.monotonic())
             elif self._inbox.poll(0):
                 self._take(self._decode(self._inbox.recv()))
-            self._advance()  # what one message has brought about holds for the next
+            self._advance()  # so that the next message meets the state that this one has led to
         self._advance()
 
     def _next_event(self) -> RankReply | Received | None:
-        if self._early:
-            event = self._early.popleft()
+        if self._early_events:
+            event = self._early_events.popleft()
         else:
             try:
                 event = self._decode_event(self._events.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return None
-        assert not isinstance(event, Drained), "no rank drains unasked"
+        assert not isinstance(event, Drained), "a rank sent Drained without a Drain"
         return event
 
     def _take(self, message: FrontendMessage) -> None:
@@ -264,7 +265,7 @@ class SchedulerLoop:
             case AddRequest():
                 if (rejected := self.scheduler.add(message)) is not None:
                     self._send(rejected)
-                elif not self.scheduler.has_work:  # no step will tell that one more waits
+                elif not self.scheduler.has_work:  # no step will report the new number of waiting requests
                     self._send(self.scheduler.output())
             case Abort():
                 finished = self.scheduler.abort(message)
@@ -288,8 +289,8 @@ class SchedulerLoop:
             self._send(self.scheduler.output(finished=finished))
 
     def _poll(self, block: bool) -> bool:
-        """Whether a message is there; ``block``: wait for it, or until the scheduler has something to do."""
-        if self._early or self._poller.poll(0):
+        """Whether a message is there; with ``block``, wait for one, or until the next deadline."""
+        if self._early_events or self._poller.poll(0):
             return True
         if not block:
             return False
@@ -304,7 +305,7 @@ class SchedulerLoop:
             self._turn.begin()
 
     def _sleep(self) -> bool:
-        """Whether a message has come; returns without one when the scheduler has something to do."""
+        """Wait for a message, or until the next deadline; returns whether a message is there."""
         deadlines = (self.scheduler.control.next_deadline, self._weights.next_deadline)
         deadline = min((each for each in deadlines if each is not None), default=None)
         if deadline is None:
@@ -326,7 +327,7 @@ class SchedulerLoop:
 
 
 class Throughput:
-    """Output tokens a second over the last full window."""
+    """Output tokens per second over the last full window."""
 
     WINDOW = 1.0  # seconds
 
@@ -337,7 +338,7 @@ class Throughput:
         self._last = 0.0
 
     def add(self, count: int) -> None:
-        """Note tokens."""
+        """Count ``count`` tokens as generated now."""
         self._count += count
         now = self._clock()
         if (elapsed := now - self._since) >= self.WINDOW:
@@ -345,21 +346,21 @@ class Throughput:
             self._since, self._count = now, 0
 
     def per_second(self) -> float:
-        """Tokens a second; 0 once nothing has come for two windows."""
+        """Tokens per second; 0 once the last full window ended two windows ago."""
         return self._last if self._clock() - self._since < 2 * self.WINDOW else 0.0
 
 
 class StepSpeed:
-    """Foresees the end of a step of many tokens, by the last ones of about as many."""
+    """Predicts how long a step of many tokens takes, from earlier steps of about as many tokens."""
 
     _REMEMBERED = 5
 
     def __init__(self) -> None:
         self._last_end = 0.0
-        self._per_token: dict[int, deque[float]] = {}  # seconds, by the magnitude of the number of tokens
+        self._per_token: dict[int, deque[float]] = {}  # bit length of a step's tokens -> seconds per token
 
     def note(self, launched: Launched, end: float) -> None:
-        """The result of a step, the one that ran after the last one noted, was read at ``end``."""
+        """Learn from a step whose result was read at ``end``; call it for every step, in launch order."""
         if launched.num_tokens >= _MANY_TOKENS:
             took = end - self._begin(launched)
             magnitude = launched.num_tokens.bit_length()
@@ -367,10 +368,11 @@ class StepSpeed:
             seen.append(took / launched.num_tokens)
         self._last_end = end
 
-    def foresee(self, launched: Launched) -> tuple[float, float]:
-        """When the step behind the last one noted began, and how long it will take; 0 where nothing is known.
+    def predict(self, launched: Launched) -> tuple[float, float]:
+        """Returns when the step after the last noted one began, and its expected seconds; 0 if unknown.
 
-        A median: a step that waited for a kernel to be compiled, and the one behind it, tell nothing.
+        The median is used, so that one step that waited for a kernel to be compiled, and the step after it,
+        do not count.
         """
         seen = self._per_token.get(launched.num_tokens.bit_length())
         return self._begin(launched), launched.num_tokens * median(seen) if seen else 0.0
@@ -388,7 +390,10 @@ def follow(
     depth: int,
     turn: Turn | None = None,
 ) -> None:
-    """The loop of the other ranks: run every plan in order, with at most ``depth`` unread; never returns."""
+    """The loop of the other ranks: run every plan in order, with at most ``depth`` steps in flight.
+
+    It never returns.
+    """
     decode = msgspec.msgpack.Decoder(RankMessage).decode
     pending: list[Pending] = []
     turn = turn or Turn()

@@ -1,7 +1,7 @@
-"""The worker process of one tensor-parallel rank, and the engine that rank 0 runs, embedded or not.
+"""The worker process of one tensor-parallel rank, and rank 0's engine, which may also run embedded.
 
-Started as ``python -m segue.worker.main`` with one line of JSON on standard input, which then stays open as a
-lifeline: when it closes, because the frontend ended in whatever way, the worker ends at once.
+It is started as ``python -m segue.worker.main`` with one line of JSON on standard input. The input then stays
+open as a lifeline: when it closes, because the frontend ended in whatever way, the worker ends at once.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from segue.scheduler.scheduler import Limits, Scheduler
 from segue.weight_update.rank import WeightUpdater
 from segue.worker.loop import SchedulerLoop, follow
 
-SPIN_S = 0.01  # of an idle loop beside a GPU, which leaves cores free; a wake-up takes 0.1 ms and more there
-OVERLAP_DEPTH = 2  # steps launched and not yet read
+# How long an idle loop polls before it sleeps, if the model runs on a GPU and so leaves cores free; a wake-up
+# takes 0.1 ms or more there.
+SPIN_S = 0.01
+OVERLAP_DEPTH = 2  # a follower's steps in flight: launched, their results not yet read
 
 
 def run_scheduler(
@@ -48,8 +50,8 @@ def run_scheduler(
 ) -> None:
     """Rank 0: start the engine and serve until ``Shutdown``.
 
-    ``addresses`` are those of the frontend's messages and of the answers. What goes wrong before the engine
-    is ready is answered with ``StartFailed``; what goes wrong later is raised.
+    ``addresses`` are those of the frontend's messages and of the answers. Errors of the start are sent to the
+    frontend as ``StartFailed``; later errors are raised.
     """
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket, address in zip((inbox, outbox), addresses, strict=True):
@@ -99,7 +101,10 @@ def run_scheduler(
 def start_runner(
     config: EngineConfig, tp: TPInfo, run_dir: Path, outbox: zmq.Socket[bytes]
 ) -> tuple[ModelRunner, list[InitStep]] | None:
-    """Initialise a rank's runner; None after telling the frontend why that failed."""
+    """Initialise a rank's runner; returns it with the steps it took.
+
+    If that fails, sends the reason to the frontend and returns None.
+    """
     steps: list[InitStep] = []
 
     def report(step: InitStep) -> None:
@@ -124,7 +129,7 @@ def start_runner(
 
 
 def limits_of(config: EngineConfig, runner: ModelRunner) -> Limits:
-    """The scheduler's limits: what the runner can hold."""
+    """Returns the scheduler's limits, from what the runner has room for and the configuration."""
     return Limits(
         num_pages=runner.limits.num_pages,
         page_size=runner.limits.page_size,
@@ -164,7 +169,7 @@ def _event_address(run_dir: Path) -> str:
 
 
 class EventSender:
-    """What a rank tells rank 0, from any of its threads."""
+    """Sends a rank's events to rank 0; any of the rank's threads may use it."""
 
     def __init__(self, context: zmq.Context[Any], run_dir: Path) -> None:
         self._socket = context.socket(zmq.PUSH)
@@ -174,13 +179,13 @@ class EventSender:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def send(self, event: RankEvent) -> None:
-        """Never blocks; once closed, nothing happens: a thread may have been left behind."""
+        """Send an event without blocking; does nothing after :meth:`close`, when a thread may still run."""
         with self._lock:
             if not self._socket.closed:
                 self._socket.send(self._encode(event))
 
     def close(self) -> None:
-        """No more is sent."""
+        """Close the socket; later events are dropped."""
         with self._lock:
             self._socket.close(linger=0)
 
@@ -204,12 +209,12 @@ def _run_follower(
 def _watch_lifeline(run_dir: Path) -> None:
     while os.read(0, 1024):
         pass
-    shutil.rmtree(run_dir, ignore_errors=True)  # a parent that was killed could not
+    shutil.rmtree(run_dir, ignore_errors=True)  # a parent that was killed could not remove it
     os._exit(0)
 
 
 def main() -> None:
-    """Entry point of a worker process."""
+    """The entry point of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the frontend decides
     spec = json.loads(sys.stdin.buffer.readline())
     config = EngineConfig(**spec["config"])
@@ -227,7 +232,7 @@ def main() -> None:
     except Exception:
         if run_dir.exists():
             raise
-        os._exit(0)  # the frontend has given up, and another rank, sooner to notice, has removed its files
+        os._exit(0)  # the frontend has given up, and another rank, which noticed first, removed the files
     context.term()
 
 
