@@ -1,1 +1,1 @@
-"""The part of a weight update that rank 0 decides, without torch."""
+"""Rank 0's control of weight updates: the calls, the state machine and its session; does not import torch."""

@@ -1,6 +1,6 @@
-"""Weight updates: what clients ask for, and what is refused.
+"""The calls of weight updates: which are accepted, which are refused, and what they start.
 
-How an update goes on from there is in `weight_machine.py`.
+``state_machine.py`` takes the update from there.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from segue.weight_update.control.state_machine import WeightMachine
 
 
 class WeightControl(WeightMachine):
-    """The calls to one engine's state machine; each is answered once."""
+    """One engine's weight updates: handles the frontend's calls, each of which is answered once."""
 
     def request(self, message: WeightCall, now: float) -> None:
-        """A call of the frontend."""
-        call, request = message.call, message.operation
+        """Handle a call; :meth:`advance` returns its answer, now or later."""
+        call, request = message.call, message.request
         match request:
             case JoinGroup():
                 self._join(call, request, now)
@@ -67,7 +67,7 @@ class WeightControl(WeightMachine):
     # --- groups ---
 
     def withdraw(self, call: int) -> None:
-        """Nobody waits for the answer to a call: a group that only it asked for is not joined."""
+        """Note that a call's client has gone; the joining of a group for which no other call waits ends."""
         self._joins.withdraw(call)
 
     def _join(self, call: int, request: JoinGroup, now: float) -> None:
@@ -82,7 +82,7 @@ class WeightControl(WeightMachine):
             self._answer([call], False, refusal)
             return
         joining = self._joins.wait(call, group, request.timeout_s, now)
-        if joining is None:  # it is being joined already
+        if joining is None:  # the ranks are joining the group already
             return
 
         def joined(replies: list[RankReply], now: float) -> None:
@@ -90,14 +90,14 @@ class WeightControl(WeightMachine):
             for name in {name for reply in replies for name in reply.fields.get("dropped", ())} - {
                 group.name
             }:
-                self.groups.pop(name, None)  # its trainer has gone
+                self.groups.pop(name, None)  # the group's trainer has gone
                 if self.session is not None and self.session.phase is not UpdatePhase.RECEIVED:
                     self._end_session_of(name, "has lost its trainer", now)
             is_new = any(reply.fields.get("is_new") for reply in replies)
             if is_new:
                 self._end_session_of(group.name, "was joined anew", now)
             if wrong:
-                if is_new:  # on some ranks only
+                if is_new:  # some ranks have joined and others have not
                     self.groups.pop(group.name, None)
                     self._fan_out.send(lambda _, inner: Leave(call=inner, name=group.name))
                 self._answer(calls, False, wrong)
@@ -115,7 +115,7 @@ class WeightControl(WeightMachine):
             self._answer([call], False, self._no_group(name))
             return
         self._end_session_of(name, "was destroyed", now)
-        self._ended = None
+        self._last_ended = None
         del self.groups[name]
 
         def left(replies: list[RankReply], now: float) -> None:
@@ -125,13 +125,13 @@ class WeightControl(WeightMachine):
         self._fan_out.send(lambda _, inner: Leave(call=inner, name=name), left)
 
     def _end_session_of(self, name: str, why: str, now: float) -> None:
-        """Of a group that is no more; a commit needs none."""
+        """Abort the open session if it receives from group ``name``, unless it is being committed."""
         session = self.session
         if session is not None and session.group_name == name and session.phase is not UpdatePhase.COMMITTING:
             self._abort(session, f"group {name!r} {why}", now)
 
     def _no_group(self, name: str) -> str:
-        known = f"known: {', '.join(map(repr, sorted(self.groups)))}" if self.groups else "there is none"
+        known = f"known: {', '.join(map(repr, sorted(self.groups)))}" if self.groups else "no group is known"
         return f"unknown group {name!r} ({known}); join it with /init_weights_update_group first"
 
     # --- a session in two phases ---
@@ -147,7 +147,7 @@ class WeightControl(WeightMachine):
                 session.preparing.append(call)
                 self._answer_prepared(session)
                 return
-        self._ended = None
+        self._last_ended = None
         refusal = self._refusal(manifest, is_partial=manifest.partial)
         if refusal is None and request.num_buckets not in (None, len(manifest.buckets)):
             refusal = f"num_buckets={request.num_buckets}, but buckets has {len(manifest.buckets)} entries"
@@ -170,10 +170,10 @@ class WeightControl(WeightMachine):
             return
         session.ending.append(call)
         session.flush_cache = session.flush_cache or request.flush_cache
-        if session.then != "commit":  # another call may have asked for it
+        if session.then != "commit":  # an earlier call may have asked for the commit
             session.then = "commit" if request.commit else "answer"
         if session.phase is UpdatePhase.RECEIVED:
-            self._on_all_there(session, now)
+            self._on_all_received(session, now)
         else:
             session.answer_by = now + session.timeout_s
 
@@ -191,22 +191,23 @@ class WeightControl(WeightMachine):
 
     def _abort_session(self, call: int, request: AbortSession, now: float) -> None:
         session = self.session
-        if session is None and self._undone is not None and request.session_id is None:
-            self._undone = None
-            self._answer([call], True, "The update was undone; the weights are as they were.")
+        if session is None and self._group_error is not None and request.session_id is None:
+            self._group_error = None
+            self._answer([call], True, "The update was ended; the weights are as they were.")
         elif session is None or request.session_id not in (None, session.id):
             self._answer([call], False, self._not_open(request.session_id))
         elif session.phase is UpdatePhase.COMMITTING:
-            self._answer([call], False, f"session {session.id!r} is being committed, which takes a moment")
+            self._answer([call], False, f"session {session.id!r} is being committed; wait until that is done")
         else:
             self._abort(session, "it was aborted by a client", now)
-            self._undone = None
-            self._answer(
-                [call], True, f"UpdateSession {session.id!r} was aborted; the weights are as they were."
-            )
+            self._group_error = None
+            self._answer([call], True, f"Session {session.id!r} was aborted; the weights are as they were.")
 
     def _find(self, call: int, session_id: str | None, group_name: str | None) -> UpdateSession | None:
-        """The open session, if it is the one that is meant; else the call is answered."""
+        """Returns the open session if the given names are its own; else answers the call and returns None.
+
+        A call for the session that ended last gets that session's last answer again.
+        """
         session = self.session
         if session is not None and session.kind == "session":
             if session_id not in (None, session.id):
@@ -218,8 +219,8 @@ class WeightControl(WeightMachine):
                 self._answer([call], False, text)
                 return None
             return session
-        if self._ended is not None:
-            name, group, answer = self._ended
+        if self._last_ended is not None:
+            name, group, answer = self._last_ended
             if session_id in (None, name) and group_name in (None, group):
                 self._answers.append(structs.replace(answer, call=call))
                 return None
@@ -230,7 +231,7 @@ class WeightControl(WeightMachine):
         named = "no session" if session_id is None else f"no session {session_id!r}"
         return f"{named} is open; /prepare_weights_update opens one"
 
-    # --- the older calls ---
+    # --- single calls ---
 
     def _single(
         self,
@@ -254,7 +255,7 @@ class WeightControl(WeightMachine):
             session = self._open("call", now)
             session.then = "commit"
             if manifest is not None:
-                session.arm_timeout_s = RECEIVE_S  # the client sends at once
+                session.arm_timeout_s = RECEIVE_S  # the client broadcasts at once
         session.ending.append(call)
         session.weight_version = request.weight_version or session.weight_version
         session.flush_cache = session.flush_cache or request.flush_cache
@@ -268,7 +269,11 @@ class WeightControl(WeightMachine):
                 self._take(session, request, now)
 
     def _refuse(self, call: int, manifest: Manifest | None, refusal: str, now: float) -> None:
-        """A client that sends already is let finish, where that can be received."""
+        """Refuse a single call.
+
+        Its client may be broadcasting already. If possible the ranks receive and drop the tensors first, so
+        that the client does not hang.
+        """
         if manifest is None or self.session is not None or self._receive_refusal(manifest):
             self._answer([call], False, refusal)
             return
@@ -283,20 +288,22 @@ class WeightControl(WeightMachine):
             self._answer([call], False, refusal)
             return
         session = self._open("group of calls", now)
-        session.phase = UpdatePhase.RECEIVED  # all of nothing
+        session.phase = UpdatePhase.RECEIVED  # the group has no calls yet, so everything was received
         self._notify()
-        self._answer([call], True, "The calls that follow become live together, at /end_weight_update.")
+        self._answer([call], True, "The calls that follow take effect together, at /end_weight_update.")
 
     def _end_group(self, call: int, now: float) -> None:
         session = self.session
-        if session is None and self._undone is not None:
-            text = f"the update has failed ({self._undone}); the weights are as they were"
-            self._undone = None
+        if session is None and self._group_error is not None:
+            text = f"the update has failed ({self._group_error}); the weights are as they were"
+            self._group_error = None
             self._answer([call], False, text)
         elif session is None or session.kind != "group of calls":
             self._answer([call], False, "no update was begun; /begin_weight_update begins one")
         elif session.phase is not UpdatePhase.RECEIVED:
-            self._answer([call], False, f"a call of this update is still {self.state}; end it behind that")
+            self._answer(
+                [call], False, f"a call of this update is still {self.state}; end it when that is answered"
+            )
         elif session.is_empty:
             self._close(session)
             self._answer([call], True, "Nothing was sent; the weights are as they were.")
@@ -307,13 +314,13 @@ class WeightControl(WeightMachine):
     # --- whether an update may begin ---
 
     def _refusal(self, manifest: Manifest | None, *, is_partial: bool) -> str | None:
-        """Why an update cannot begin now."""
+        """Why an update cannot begin now; None: it can."""
         if self.session is not None:
             session = self.session
             way = "end it" if session.kind == "group of calls" else "complete or abort it"
             return f"session {session.id!r} is open ({self.state}); {way} first"
-        if self._undone is not None:
-            return f"the update that was begun has failed ({self._undone}); end it with /end_weight_update"
+        if self._group_error is not None:
+            return f"the begun update has failed ({self._group_error}); end it with /end_weight_update"
         if manifest is not None and (refusal := self._receive_refusal(manifest)):
             return refusal
         if self.poisoned is not None and is_partial:
@@ -327,19 +334,17 @@ class WeightControl(WeightMachine):
             return "generation runs, and --weight-recv-requires-pause is set; POST /pause_generation first"
         return None
 
-    # --- versions, and looking ---
+    # --- versions and inspection ---
 
     def _set_version(self, call: int, request: SetVersion) -> None:
         if request.abort_all_requests:
             self._answers.append(self._port.abort_all())
-        self._port.rename(request.new_version)
-        self._notify()  # first: who has the answer may ask the frontend
-        self._answer(
-            [call], True, f"Weight version is {request.new_version!r}.", new_version=request.new_version
-        )
+        self._port.rename(request.version)
+        self._notify()  # before the answer: its client may then ask the frontend for the version
+        self._answer([call], True, f"Weight version is {request.version!r}.", new_version=request.version)
 
     def _inspect(self, call: int, request: GetWeights | CheckWeights) -> None:
-        def seen(replies: list[RankReply], now: float) -> None:
+        def inspected(replies: list[RankReply], now: float) -> None:
             if wrong := problems(replies):
                 self._answer([call], False, wrong)
                 return
@@ -348,4 +353,4 @@ class WeightControl(WeightMachine):
             text = f"{len(differing)} tensors differ from the snapshot." if differing else ""
             self._answer([call], not differing, text, **fields)
 
-        self._fan_out.send(lambda _, inner: Inspect(call=inner, request=request), seen)
+        self._fan_out.send(lambda _, inner: Inspect(call=inner, request=request), inspected)

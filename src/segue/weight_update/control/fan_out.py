@@ -1,4 +1,4 @@
-"""Telling all ranks to do something, and hearing that each has done it; no sockets here."""
+"""Commands to all ranks, and the collection of their replies. The caller does the I/O."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 from segue.messages.weight_update import RankReply, WeightCommand
 
-Then = Callable[[list[RankReply], float], None]  # what follows the last reply; they are in order of rank
-_SHOWN = 20  # problems in a message
+Then = Callable[[list[RankReply], float], None]  # called after the last reply: (replies by rank, time)
+_SHOWN = 20  # problems listed in a message
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A command whose replies are awaited."""
+class _PendingCommand:
+    """A command that not every rank has replied to."""
 
-    missing: set[int]
+    missing: set[int]  # ranks
     then: Then
     replies: list[RankReply] = field(default_factory=list)
 
 
 class FanOut:
-    """Commands for every rank, by call."""
+    """Sends commands to every rank, numbered as calls, and calls back when every rank has replied."""
 
     def __init__(self, num_ranks: int) -> None:
         self._ranks = range(num_ranks)
         self._num_calls = 0
-        self._asked: dict[int, _Asked] = {}
+        self._pending: dict[int, _PendingCommand] = {}  # by call
         self._commands: list[Sequence[WeightCommand]] = []
 
     def send(
@@ -35,32 +35,32 @@ class FanOut:
         command: Callable[[int, int], WeightCommand],
         then: Then = lambda replies, now: None,
     ) -> None:
-        """Send every rank what ``command`` makes of the rank and of a call's number."""
+        """Queue one command per rank, ``command(rank, call)``; ``then`` is called after the last reply."""
         self._num_calls += 1
-        self._asked[self._num_calls] = _Asked(set(self._ranks), then)
+        self._pending[self._num_calls] = _PendingCommand(set(self._ranks), then)
         self._commands.append([command(rank, self._num_calls) for rank in self._ranks])
 
     def on_reply(self, reply: RankReply, now: float) -> None:
-        """A rank's reply; with the last one goes on what waited for it."""
-        asked = self._asked.get(reply.call)
-        if asked is None or reply.rank not in asked.missing:
+        """Take a rank's reply, and call back if it is the last; an unknown or repeated reply is ignored."""
+        pending = self._pending.get(reply.call)
+        if pending is None or reply.rank not in pending.missing:
             return
-        asked.missing.remove(reply.rank)
-        asked.replies.append(reply)
-        if not asked.missing:
-            del self._asked[reply.call]
-            asked.then(sorted(asked.replies, key=lambda reply: reply.rank), now)
+        pending.missing.remove(reply.rank)
+        pending.replies.append(reply)
+        if not pending.missing:
+            del self._pending[reply.call]
+            pending.then(sorted(pending.replies, key=lambda reply: reply.rank), now)
 
     def take(self) -> list[Sequence[WeightCommand]]:
-        """What is to be sent, each entry one command a rank, in order."""
+        """Return the queued commands and empty the queue; each entry has one command per rank, in order."""
         commands, self._commands = self._commands, []
         return commands
 
 
 def problems(replies: Sequence[RankReply]) -> str:
-    """What is wrong, said once where all ranks say it; empty: nothing."""
-    said = {tuple(reply.errors) for reply in replies}
-    if len(said) == 1:
+    """Joins the replies' errors to one text, each once if all ranks agree; empty if there are none."""
+    distinct = {tuple(reply.errors) for reply in replies}
+    if len(distinct) == 1:
         lines = list(replies[0].errors)
     else:
         lines = [f"rank {reply.rank}: {error}" for reply in replies for error in reply.errors]
@@ -69,7 +69,7 @@ def problems(replies: Sequence[RankReply]) -> str:
 
 
 def staging(replies: Sequence[RankReply]) -> dict[str, Any]:
-    """Where what was received waits, and how much of it there is on all ranks."""
+    """Returns the kind of staging memory, and the bytes staged on all ranks together."""
     fields = replies[0].fields
     return {
         "place": fields.get("place", "device"),

@@ -1,4 +1,4 @@
-"""Which groups the ranks are joining, and which calls wait for each; no more than a few at a time."""
+"""The groups that the ranks are joining, at most a few at a time, and the calls that wait for each."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 from segue.messages.weight_operations import Group
 
 MAX_JOINS = 4
-_GRACE_S = 1.0  # the ranks know the deadline too, and can say more
+_GRACE_S = 1.0  # the ranks have the same deadline and know more, so their error is to come first
 
 
 @dataclass(slots=True, eq=False)
 class Joining:
-    """One group, until every rank has answered."""
+    """The joining of one group, until every rank has replied."""
 
     group: Group
     waiting: dict[int, tuple[float, float]] = field(default_factory=dict)  # call -> deadline, its timeout_s
-    is_stopped: bool = False  # nobody waits any more, and the ranks know
+    is_stopped: bool = False  # no call waits for it any more, and the ranks got a ``StopJoin``
 
 
 class GroupJoins:
-    """All that are under way."""
+    """The joins that are in progress."""
 
     def __init__(self) -> None:
         self._open: list[Joining] = []
 
     def wait(self, call: int, group: Group, timeout_s: float, now: float) -> Joining | None:
-        """Note that a call waits for ``group``; what the ranks have to be told of, unless they know of it."""
+        """Let a call wait for ``group``; returns a new join for the ranks, or None if one is in progress."""
         joining = next((each for each in self._open if each.group == group and not each.is_stopped), None)
         is_new = joining is None
         if joining is None:
@@ -36,26 +36,26 @@ class GroupJoins:
         return joining if is_new else None
 
     def refusal(self, group: Group) -> str | None:
-        """Why ``group`` cannot be joined now: one of other groups is to end first."""
+        """Why ``group`` cannot be joined now: too many other joins are in progress; None: it can."""
         others = [each.group for each in self._open if each.group.name != group.name or each.is_stopped]
         known = any(each.group == group and not each.is_stopped for each in self._open)
         if known or len(others) < MAX_JOINS:
             return None
         named = "; ".join(f"{each.name!r} at {each.master_address}:{each.master_port}" for each in others)
-        return f"{len(others)} groups are being joined ({named}), the limit is {MAX_JOINS}; retry later"
+        return f"{len(others)} groups are being joined ({named}); the limit is {MAX_JOINS}; retry later"
 
     def end(self, joining: Joining) -> list[int]:
-        """Every rank has answered; the calls that still wait."""
+        """Remove a join to which every rank has replied; returns the calls that still wait for it."""
         self._open.remove(joining)
         return list(joining.waiting)
 
     def withdraw(self, call: int) -> None:
-        """Nobody waits for the answer of this call, which need not be one of ours."""
+        """Remove a call whose client has gone; nothing happens if it does not wait for a join."""
         for joining in self._open:
             joining.waiting.pop(call, None)
 
     def expire(self, now: float) -> list[tuple[int, str]]:
-        """The calls whose time is over, each with what is said to it."""
+        """Remove the calls whose deadline is over; returns each with its error text."""
         expired = []
         for joining in self._open:
             for call, (deadline, timeout_s) in list(joining.waiting.items()):
@@ -65,7 +65,7 @@ class GroupJoins:
         return expired
 
     def stop_unwanted(self) -> list[Group]:
-        """The groups that nobody waits for any more, each once."""
+        """Mark the joins that no call waits for any more as stopped; returns their groups, each only once."""
         unwanted = [each for each in self._open if not each.waiting and not each.is_stopped]
         for joining in unwanted:
             joining.is_stopped = True
@@ -73,5 +73,5 @@ class GroupJoins:
 
     @property
     def next_deadline(self) -> float | None:
-        """When :meth:`expire` has something to give; None: never."""
+        """When the first waiting call expires; None if no call waits."""
         return min((at for each in self._open for at, _ in each.waiting.values()), default=None)

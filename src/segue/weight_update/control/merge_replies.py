@@ -1,4 +1,4 @@
-"""One answer of what all ranks say when they look at their weights; without torch."""
+"""Merges the ranks' replies about their weights to one answer; does not import torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _MASK = (1 << 64) - 1
 
 
 def merge(request: GetWeights | CheckWeights, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One answer of the fields of all ranks' replies.
+    """Merges the fields of all ranks' replies to the fields of one answer.
 
-    For `GetWeights` `{"values"}`: the first `truncate_size` rows as nested lists. For a checksum
-    `{"checksums", "total"}`, the same for any number of ranks, and `{"ranks"}`, the sum of each; for a
-    snapshot `{"num_bytes"}`; for a comparison `{"differ"}`: names.
+    ``GetWeights`` gives ``{"values"}``: the first ``truncate_size`` rows as nested lists. A checksum gives
+    ``{"checksums", "total"}``, which do not depend on the number of ranks, and ``{"ranks"}``, the sum of each
+    rank. A snapshot gives ``{"num_bytes"}``, and a comparison ``{"differ"}``: the names of the tensors.
     """
     if isinstance(request, GetWeights):
         values = np.zeros(ranks[0]["shape"], np.float32)
         for part in (part for fields in ranks for part in fields["parts"]):
-            place = tuple(slice(*bounds) for bounds in part["place"])
-            values[place] = np.frombuffer(part["float32"], np.float32).reshape(values[place].shape)
+            box = tuple(slice(*bounds) for bounds in part["place"])
+            values[box] = np.frombuffer(part["float32"], np.float32).reshape(values[box].shape)
         return {"values": values.tolist()}
     if request.action == "checksum":
         sums: dict[str, int] = {}

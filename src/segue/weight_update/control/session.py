@@ -1,4 +1,4 @@
-"""One update of the weights: how far it is, who waits for it, and what is told of it."""
+"""One weight update: its phase, the calls that wait for it, its deadlines and its figures."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from typing import Any, Literal
 
 from segue.messages.weight_operations import Manifest
 
-COPY_S = 600.0
-RECEIVE_S, ARMED_S = 300.0, 3600.0  # how long a session waits: after the first byte, before it
+COPY_S = 600.0  # more than the copy of the last tensors takes
+RECEIVE_S, ARM_TIMEOUT_S = 300.0, 3600.0  # how long a session may be silent: after the first byte, before it
 
 
 class UpdatePhase(Enum):
-    """How far the open session is."""
+    """The phase of the open session; the phases follow each other in this order.
 
-    STAGING = auto()  # the ranks check what was announced, and take memory for it
-    POSTING = auto()  # they enter the first broadcast, or read what came another way
+    A checkpoint or a payload goes from POSTING directly to RECEIVED. A group of calls starts as RECEIVED, and
+    each of its calls goes through the phases again. A session that fails is dropped in any phase.
+    """
+
+    STAGING = auto()  # the ranks check the manifest, and take memory for its tensors
+    POSTING = auto()  # the ranks enter the first broadcast, or read a checkpoint or a payload
     PREPARED = auto()  # every rank waits for the first byte
-    RECEIVING = auto()
-    RECEIVED = auto()  # every rank has everything, checked
-    COMMITTING = auto()  # generation is held, then the ranks write
+    RECEIVING = auto()  # a rank has received something
+    RECEIVED = auto()  # every rank has everything and has checked it
+    COMMITTING = auto()  # generation is held, then the ranks write the served weights
 
 
 Kind = Literal["session", "call", "group of calls"]
-Then = Literal["wait", "answer", "commit", "refuse"]  # what follows once everything is there
+Then = Literal["wait", "answer", "commit", "refuse"]  # what follows RECEIVED
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,41 +39,41 @@ class UpdateSession:
     id: str
     kind: Kind
     phase: UpdatePhase
-    began: float  # seconds, as all times
-    progress_at: float  # the last sign of life
+    began: float  # in seconds, as all times
+    progress_at: float  # the time of the last phase change or progress report
     manifest: Manifest | None = None
     weight_version: str | None = None
     timeout_s: float = RECEIVE_S
-    arm_timeout_s: float = ARMED_S
-    preparing: list[int] = field(default_factory=list)  # calls that want to know when it is prepared
-    ending: list[int] = field(default_factory=list)  # calls that want to know how it ends
-    answer_by: float | None = None  # the deadline of those
+    arm_timeout_s: float = ARM_TIMEOUT_S
+    preparing: list[int] = field(default_factory=list)  # calls to answer at PREPARED
+    ending: list[int] = field(default_factory=list)  # calls to answer at the end ("answer": at RECEIVED)
+    answer_by: float | None = None  # the deadline of the calls in ``ending``
     then: Then = "wait"
-    refusal: str = ""  # what is said once everything was received for nothing
+    refusal: str = ""  # with "refuse": the error, sent once everything was received and dropped
     flush_cache: bool = False
     abort_all: bool = False
     is_partial: bool = True
-    is_empty: bool = True  # nothing has been brought yet
+    is_empty: bool = True  # no call has brought any tensor
     model_path: str | None = None
-    buckets: dict[int, int] = field(default_factory=dict)  # rank -> received
-    bytes: dict[int, int] = field(default_factory=dict)
-    bytes_before: int = 0  # of calls before, in a group of them
+    buckets: dict[int, int] = field(default_factory=dict)  # rank -> received buckets
+    bytes: dict[int, int] = field(default_factory=dict)  # rank -> received bytes
+    bytes_before: int = 0  # in a group of calls: received by the calls before the present one
     buckets_before: int = 0
-    receiving_at: float = 0.0
-    receive_s: float = 0.0  # over all calls
+    receiving_at: float = 0.0  # when RECEIVING began
+    receive_s: float = 0.0  # seconds in RECEIVING, over all calls
     done: set[int] = field(default_factory=set)  # ranks that have everything
     staging: dict[str, Any] = field(default_factory=dict)
     num_paused: int = 0
-    times: dict[str, float] = field(default_factory=dict)  # when each phase, and each part of it, began
+    times: dict[str, float] = field(default_factory=dict)  # phase, "WRITING" or "SERVED" -> when it began
 
     @property
     def group_name(self) -> str | None:
-        """The group whose broadcasts it receives."""
+        """The group whose broadcasts the session receives; None if it receives none."""
         return None if self.manifest is None else self.manifest.group_name
 
     @property
     def deadline(self) -> float | None:
-        """When it is given up, if nothing happens before; None while it is committed."""
+        """When the session is given up if nothing happens before; None while it is committed."""
         if self.phase is UpdatePhase.COMMITTING:
             return None
         silence = self.progress_at + (
@@ -79,25 +83,25 @@ class UpdateSession:
 
     @property
     def longest_s(self) -> float:
-        """What no broadcast takes: silence before the first and behind it, and time to copy the last."""
+        """Longer than any broadcast of a session: both silences, and the time to copy the last tensors."""
         return self.arm_timeout_s + 2 * self.timeout_s + COPY_S
 
     def lateness(self, now: float) -> str:
-        """Why it was given up at ``now``."""
+        """Why the session was given up at ``now``: the error text."""
         silent = now - self.progress_at
         if self.answer_by is not None and now >= self.answer_by:
             return f"not everything was received within timeout_s={self.timeout_s:g} of the call to complete"
         if self.phase is UpdatePhase.RECEIVING:
             return f"nothing was received for {silent:.0f} s, the limit set by timeout_s={self.timeout_s:g}"
-        what = "nobody committed it" if self.phase is UpdatePhase.RECEIVED else "nothing was received"
+        what = "no commit came" if self.phase is UpdatePhase.RECEIVED else "nothing was received"
         return f"{what} within {silent:.0f} s, the limit set by arm_timeout_s={self.arm_timeout_s:g}"
 
     def slowest(self, counts: dict[int, int], num_ranks: int) -> int:
-        """The least of what the ranks have received."""
+        """The count of the rank that has received the least."""
         return min(counts.get(rank, 0) for rank in range(num_ranks))
 
     def figures(self, num_ranks: int) -> dict[str, Any]:
-        """What is told of it at its end; seconds of each part."""
+        """Returns the figures that answers and the status report; the timings are in seconds."""
         num_bytes, receive = self.bytes_before + self.slowest(self.bytes, num_ranks), self.receive_s
         return {
             "session_id": self.id,
@@ -109,8 +113,8 @@ class UpdateSession:
             "timings": {
                 "prepare_s": self._seconds("STAGING", "PREPARED"),
                 "receive_s": receive,
-                "commit_s": self._seconds("COMMITTING", "LIVE"),  # from when no further step was planned
-                "write_s": self._seconds("WRITING", "LIVE"),  # nothing was generated for so long
+                "commit_s": self._seconds("COMMITTING", "SERVED"),  # since no further step was planned
+                "write_s": self._seconds("WRITING", "SERVED"),  # the time in which nothing was generated
                 "total_s": max(self.times.values(), default=self.began) - self.began,
             },
         }

@@ -1,11 +1,11 @@
-"""Weight updates: how far every rank has come, and when what came becomes live.
+"""Weight updates: the session's phases, from the manifest to the commit.
 
     IDLE -> STAGING -> POSTING -> PREPARED -> RECEIVING -> RECEIVED -> COMMITTING -> IDLE
 
-At most one session is open. Until COMMITTING the served weights are not touched, and any end but a commit
-leaves them as they were. What the ranks do is told by their replies; time is passed in, and deadlines are
-kept here. If a commit fails after it has written, the weights are POISONED: nothing is generated until all of
-them have been replaced.
+At most one session is open. Before COMMITTING the served weights are not touched, and any end but a commit
+leaves them as they were. The ranks' replies drive the phases; deadlines are kept here, and the caller passes
+the time in. If a commit fails after a rank has written, the weights are POISONED: nothing is generated until
+all of them have been replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from segue.weight_update.control.session import Kind, UpdatePhase, UpdateSession
 
 
 class Port(Protocol):
-    """What a weight update may ask of the scheduler, and do to it."""
+    """The part of the scheduler that a weight update may read and change."""
 
     @property
     def weight_version(self) -> str:
@@ -46,11 +46,11 @@ class Port(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether a request runs or waits."""
+        """Whether steps are being planned: a request runs or waits, and no pause stops it."""
 
     @property
     def num_running(self) -> int:
-        """The number of requests that have begun."""
+        """The number of running requests."""
 
     @property
     def stands_still(self) -> bool:
@@ -61,13 +61,13 @@ class Port(Protocol):
         """Whether weights may be received only while generation is paused."""
 
     def hold(self, mode: PauseMode) -> None:
-        """Stop planning steps, until :meth:`release`."""
+        """Stop the planning of steps until :meth:`release`."""
 
     def release(self) -> None:
         """End the hold."""
 
     def commit(self, version: str | None, *, flush_cache: bool) -> None:
-        """Serve new weights from the next step on, under this name; None stands for the next number."""
+        """Serve new weights from the next step on, as this version; None takes the next number."""
 
     def rename(self, version: str) -> None:
         """Give the served weights another name."""
@@ -76,30 +76,35 @@ class Port(Protocol):
         """Refuse every new request for this reason; None accepts requests again."""
 
     def abort_all(self, message: str | None = None) -> SchedulerMessage:
-        """End every request; returns what the frontend has to be told."""
+        """End every request; returns the message for the frontend."""
 
 
 class WeightMachine:
-    """The state machine of one engine; `calls.WeightControl` has the calls to it."""
+    """The state machine of one engine; its subclass :class:`.calls.WeightControl` handles the calls.
+
+    ``session`` is None in the states ``idle`` and ``poisoned``; otherwise its :class:`.session.UpdatePhase`
+    is the state.
+    """
 
     def __init__(self, port: Port, num_ranks: int) -> None:
         self._port = port
         self._num_ranks = num_ranks
         self.session: UpdateSession | None = None
-        self.poisoned: str | None = None  # why
-        self.groups: dict[str, Group] = {}
+        self.poisoned: str | None = None  # why the weights are poisoned; None: they are not
+        self.groups: dict[str, Group] = {}  # by name, those that every rank has joined
         self.num_committed = self.num_failed = 0
-        self.model_path: str | None = None  # of the last checkpoint that became live
-        self.last: dict[str, Any] = {}  # figures of the last update that was committed
-        self._undone: str | None = None  # why the calls of a group that is not yet ended came to nothing
-        self._ended: tuple[str, str | None, WeightAnswer] | None = None  # (session, group, its last answer)
+        self.model_path: str | None = None  # the last checkpoint that was committed
+        self.last: dict[str, Any] = {}  # figures of the last committed update
+        self._group_error: str | None = None  # why a group of calls failed that its client has not ended yet
+        # The session that ended last: (id, group, last answer). A repeated call gets the answer again.
+        self._last_ended: tuple[str, str | None, WeightAnswer] | None = None
         self._num_sessions = 0
         self._fan_out = FanOut(num_ranks)
         self._joins = GroupJoins()
         self._answers: list[SchedulerMessage] = []
 
     def on_rank(self, event: RankReply | Received, now: float) -> None:
-        """What a rank says."""
+        """Take a rank's reply or progress report."""
         if isinstance(event, Received):
             self._on_received(event, now)
         else:
@@ -107,14 +112,18 @@ class WeightMachine:
 
     @property
     def next_deadline(self) -> float | None:
-        """When :meth:`advance` has something to do though nothing else happens; None: never."""
+        """When :meth:`advance` must be called even if nothing else happens; None: never."""
         deadlines = (self._joins.next_deadline, None if self.session is None else self.session.deadline)
         return min((each for each in deadlines if each is not None), default=None)
 
     def advance(self, now: float) -> tuple[list[SchedulerMessage], list[Sequence[WeightCommand]]]:
-        """What is to be sent to the frontend, and to the ranks (each entry: one command a rank), in order.
+        """Check deadlines and begin a commit that can begin.
 
-        To be called behind ``PauseControl.advance``: a commit begins when its hold has taken effect.
+        Call it after ``PauseControl.advance``, because a commit begins when its hold has taken effect.
+
+        Returns:
+            The messages for the frontend, and the commands for the ranks, one per rank in each entry; both
+            are in the order of sending.
         """
         self._advance_joins(now)
         session = self.session
@@ -134,11 +143,11 @@ class WeightMachine:
 
     def _stop_join(self, group: Group) -> None:
         self._fan_out.send(
-            lambda _, call: StopJoin(call=call, group=group, why="nobody waits for it any more")
+            lambda _, call: StopJoin(call=call, group=group, why="no client waits for it any more")
         )
 
     def status(self, now: float) -> dict[str, Any]:
-        """``GET /weights_update_status``."""
+        """Returns the body of ``GET /weights_update_status``."""
         session = self.session
         state: dict[str, Any] = {
             "state": self.state,
@@ -166,13 +175,13 @@ class WeightMachine:
 
     @property
     def state(self) -> str:
-        """The session's phase, in lower case; without one ``idle`` or ``poisoned``."""
+        """The open session's phase in lower case; without a session ``idle`` or ``poisoned``."""
         if self.session is not None:
             return self.session.phase.name.lower()
         return "idle" if self.poisoned is None else "poisoned"
 
     def notice(self) -> WeightNotice:
-        """What the frontend shows without asking."""
+        """Returns the present state, as the frontend shows it without asking."""
         return WeightNotice(
             version=self._port.weight_version,
             state=self.state,
@@ -183,7 +192,7 @@ class WeightMachine:
             last=self.last,
         )
 
-    # --- what comes, and how far it is ---
+    # --- staging and receiving ---
 
     def _open(self, kind: Kind, now: float, name: str | None = None) -> UpdateSession:
         self._num_sessions += 1
@@ -212,15 +221,15 @@ class WeightMachine:
             if self.session is not session:
                 return
             if wrong := problems(replies):
-                self._on_unfit(session, manifest, wrong, now)
+                self._on_stage_failed(session, manifest, wrong, now)
                 return
             session.staging = staging(replies)
             self._enter(session, UpdatePhase.POSTING, now)
             self._fan_out.send(
-                lambda _, call: Receive(call=call, session=session.number, longest_s=longest_s), armed
+                lambda _, call: Receive(call=call, session=session.number, longest_s=longest_s), posted
             )
 
-        def armed(replies: list[RankReply], now: float) -> None:
+        def posted(replies: list[RankReply], now: float) -> None:
             if self.session is not session:
                 return
             if wrong := problems(replies):
@@ -228,14 +237,17 @@ class WeightMachine:
                 return
             self._enter(session, UpdatePhase.PREPARED, now)
             self._answer_prepared(session)
-            self._see_progress(session, now)
+            self._update_receiving(session, now)
 
         self._fan_out.send(
             lambda _, call: Stage(call=call, session=session.number, manifest=manifest), staged
         )
 
-    def _on_unfit(self, session: UpdateSession, manifest: Manifest, wrong: str, now: float) -> None:
-        """What was announced cannot be taken; a client of a single call may be sending it all the same."""
+    def _on_stage_failed(self, session: UpdateSession, manifest: Manifest, wrong: str, now: float) -> None:
+        """Abort a session whose manifest the ranks refuse.
+
+        The client of a single call may be broadcasting already: its tensors are received and dropped first.
+        """
         if session.kind == "session" or manifest.discard:
             self._abort(session, session.refusal or wrong, now)
             return
@@ -262,7 +274,7 @@ class WeightMachine:
                 roots=asked.roots,
                 from_hub=asked.from_hub,
             ),
-            lambda replies, now: self._brought(session, replies, now),
+            lambda replies, now: self._on_loaded(session, replies, now),
         )
 
     def _take(self, session: UpdateSession, request: UpdateFromTensor, now: float) -> None:
@@ -286,11 +298,11 @@ class WeightMachine:
                 load_format=request.load_format,
                 copy=session.kind == "group of calls",
             ),
-            lambda replies, now: self._brought(session, replies, now),
+            lambda replies, now: self._on_loaded(session, replies, now),
         )
 
-    def _brought(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
-        """The ranks have read a checkpoint, or what came with the call."""
+    def _on_loaded(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
+        """Take the replies to ``Load`` and ``Take``: a checkpoint or payload was read, or that failed."""
         if self.session is not session:
             return
         if wrong := problems(replies):
@@ -299,7 +311,7 @@ class WeightMachine:
         session.staging = staging(replies)
         session.bytes = {reply.rank: reply.fields.get("num_bytes", 0) for reply in replies}
         self._enter(session, UpdatePhase.RECEIVED, now)
-        self._on_all_there(session, now)
+        self._on_all_received(session, now)
 
     def _on_received(self, event: Received, now: float) -> None:
         session = self.session
@@ -311,10 +323,13 @@ class WeightMachine:
         session.buckets[event.rank], session.bytes[event.rank] = event.num_buckets, event.num_bytes
         if event.done:
             session.done.add(event.rank)
-        self._see_progress(session, now)
+        self._update_receiving(session, now)
 
-    def _see_progress(self, session: UpdateSession, now: float) -> None:
-        """Told by any rank, from PREPARED on."""
+    def _update_receiving(self, session: UpdateSession, now: float) -> None:
+        """Enter RECEIVING once a rank has reported, and RECEIVED once every rank is done.
+
+        A rank may report before every rank has posted its receive; that is noted at PREPARED.
+        """
         if session.phase.value < UpdatePhase.PREPARED.value or not (session.bytes or session.done):
             return
         if session.phase is not UpdatePhase.RECEIVING:
@@ -323,9 +338,9 @@ class WeightMachine:
         if len(session.done) == self._num_ranks:
             session.receive_s += now - session.receiving_at
             self._enter(session, UpdatePhase.RECEIVED, now)
-            self._on_all_there(session, now)
+            self._on_all_received(session, now)
 
-    def _on_all_there(self, session: UpdateSession, now: float) -> None:
+    def _on_all_received(self, session: UpdateSession, now: float) -> None:
         match session.then:
             case "wait":
                 pass
@@ -337,8 +352,8 @@ class WeightMachine:
                 self._abort(session, session.refusal, now)
 
     def _answer_received(self, session: UpdateSession) -> None:
-        """Everything is there, and the commit is another call's."""
-        text = "Everything was received; commit it, or call again."
+        """Answer the calls to complete without a commit; another call commits the session."""
+        text = "Everything was received; commit the session, or complete it again."
         self._answer(session.ending, True, text, **self._figures(session))
         session.ending, session.answer_by, session.then = [], None, "wait"
 
@@ -352,7 +367,7 @@ class WeightMachine:
         self._port.hold("abort" if session.abort_all else mode)
 
     def _write(self, session: UpdateSession, now: float) -> None:
-        """Once nothing runs."""
+        """Send the commit to the ranks, once, when the hold has taken effect."""
         if "WRITING" not in session.times and self._port.stands_still:
             session.times["WRITING"] = now
             self._fan_out.send(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
@@ -371,12 +386,12 @@ class WeightMachine:
             self.poisoned = None
             self._port.refuse(None)
         self.num_committed += 1
-        session.times["LIVE"] = now
+        session.times["SERVED"] = now
         self.last = self._figures(session) | {"kind": session.kind}
         self.model_path = session.model_path or self.model_path
         self._port.release()
         self._close(session)
-        self._finish(session, True, "The new weights are live.")
+        self._finish(session, True, "The new weights are served.")
 
     def _poison(self, why: str) -> None:
         self.poisoned = why
@@ -386,20 +401,20 @@ class WeightMachine:
     # --- ends ---
 
     def _abort(self, session: UpdateSession, why: str, now: float) -> None:
-        """The one exit of a session that does not become live."""
+        """End a session without a commit; every failed session ends here."""
         self.num_failed += 1
         if session.kind == "group of calls":
-            self._undone = why
+            self._group_error = why
         self._close(session)
         self._fan_out.send(lambda _, call: Discard(call=call, session=session.number))
         self._answer(session.preparing, False, why, session_id=session.id)
         self._finish(session, False, why)
 
     def _enter(self, session: UpdateSession, phase: UpdatePhase, now: float) -> None:
-        """Go on, or show a sign of life."""
-        news, session.phase, session.progress_at = phase is not session.phase, phase, now
+        """Enter a phase, or note progress in the present one."""
+        is_new, session.phase, session.progress_at = phase is not session.phase, phase, now
         session.times.setdefault(phase.name, now)
-        if news:
+        if is_new:
             self._notify()
 
     def _close(self, session: UpdateSession) -> None:
@@ -411,7 +426,7 @@ class WeightMachine:
         figures = self._figures(session)
         self._answer(session.ending, success, message, **figures)
         if session.kind == "session":
-            self._ended = (session.id, session.group_name, WeightAnswer(0, success, message, figures))
+            self._last_ended = (session.id, session.group_name, WeightAnswer(0, success, message, figures))
 
     def _figures(self, session: UpdateSession) -> dict[str, Any]:
         return session.figures(self._num_ranks) | {"weight_version": self._port.weight_version}
