@@ -1,7 +1,7 @@
 """The simulation with a controller that pauses, continues, flushes and changes weights.
 
-It keeps its own account of what is held, launched, generated and owed, from the messages alone, and compares
-after every event: what the scheduler believes of itself proves nothing.
+It keeps its own account of holds, launched steps, tokens and unanswered calls, from the messages alone, and
+compares it after every event: the scheduler's own state would prove nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from segue.messages.steps import StepPlan
 from segue.scheduler.queue import NewTokenRatio
 from tests.scheduler.simulation import Simulation
 
-MODES: tuple[PauseMode, ...] = get_args(PauseMode)  # from the weakest on
+MODES: tuple[PauseMode, ...] = get_args(PauseMode)  # from the weakest to the strongest
 COMMIT = "weight_commit"
 ANSWERS: dict[type, type] = {Pause: Paused, Continue: Continued, Flush: Flushed}
 
@@ -35,34 +35,34 @@ def strongest(*modes: PauseMode | None) -> PauseMode | None:
 
 
 class PausingSimulation(Simulation):
-    """``now`` is in seconds and stands still but for :meth:`pass_time`."""
+    """A simulation with a clock ``now``, in seconds, that only :meth:`pass_time` moves."""
 
     def __init__(self, **limits: int | bool) -> None:
         super().__init__(**limits)
         self.control = self.scheduler.control
         self.now = 0.0
         self.calls = 0
-        self.owed: dict[int, Pause | Continue | Flush] = {}
+        self.owed: dict[int, Pause | Continue | Flush] = {}  # calls that have no answer yet
         self.answers: dict[int, Paused | Continued | Flushed] = {}
         self.flush_deadlines: dict[int, float] = {}
-        self.user: PauseMode | None = None  # what the user holds
-        self.ends_at: float | None = None  # by itself
+        self.user: PauseMode | None = None  # the mode of the user's hold
+        self.ends_at: float | None = None  # when the user's hold ends by itself
         self.committing = False
-        self.overtaken: set[int] = set()  # pauses that were ended before they took effect
-        self.begun: set[str] = set()  # requests that were admitted once
-        self.settled = True  # whether the scheduler has told all that has come to pass
-        self.kept: dict[str, tuple[int, list[int], int]] = {}  # rid -> what a pause in place may not touch
+        self.overtaken: set[int] = set()  # pauses that ended before they took effect
+        self.begun: set[str] = set()  # requests that were admitted at least once
+        self.settled = True  # whether all answers of the scheduler were taken
+        self.kept: dict[str, tuple[int, list[int], int]] = {}  # rid -> state that a pause in place must keep
         self.launched_versions: deque[str] = deque()
-        self.launched_rows: deque[list[int]] = deque()
+        self.launched_slots: deque[list[int]] = deque()
         self.token_versions: dict[str, list[str]] = {}
         self.priorities: dict[str, int] = {}  # of all requests, in order of arrival
-        self.unchecked: list[str] = []  # requests whose end nobody has looked at yet
+        self.unchecked: list[str] = []  # requests that have ended and whose end was not checked yet
 
-    # --- what a controller and clients do ---
+    # --- actions of the controller and of clients ---
 
     @property
     def mode(self) -> PauseMode | None:
-        """The strongest hold."""
+        """The mode of the strongest hold."""
         return strongest(self.user, "in_place" if self.committing else None)
 
     @property
@@ -76,7 +76,7 @@ class PausingSimulation(Simulation):
         super().add(rid, prompt, priority=priority, **params)
 
     def pause(self, mode: PauseMode, ttl_s: float | None = None, *, settle: bool = True) -> int:
-        """The number of the call."""
+        """Pause; returns the number of the call."""
         message = Pause(self._call(), mode, ttl_s)
         self.owed[message.call] = message
         self.user = strongest(self.user, mode)
@@ -86,7 +86,7 @@ class PausingSimulation(Simulation):
         return message.call
 
     def proceed(self, *, settle: bool = True) -> int:
-        """Continue; the number of the call."""
+        """Continue; returns the number of the call."""
         message = Continue(self._call())
         self.owed[message.call] = message
         self.user = self.ends_at = None
@@ -96,7 +96,7 @@ class PausingSimulation(Simulation):
         return message.call
 
     def flush(self, timeout_s: float = 0.0, *, settle: bool = True) -> int:
-        """The number of the call."""
+        """Flush; returns the number of the call."""
         message = Flush(self._call(), timeout_s)
         self.owed[message.call] = message
         self.flush_deadlines[message.call] = self.now + timeout_s
@@ -105,7 +105,7 @@ class PausingSimulation(Simulation):
         return message.call
 
     def abort(self, rid: str = "", *, settle: bool = True) -> None:
-        """One, or all."""
+        """Abort one request, or all requests if ``rid`` is empty."""
         self.settle()
         ended = self.scheduler.abort(Abort(rid, abort_all=not rid))
         assert all(finished.reason == "abort" for finished in ended)
@@ -114,7 +114,7 @@ class PausingSimulation(Simulation):
         self._after(settle)
 
     def stop(self, rid: str, num_tokens: int) -> None:
-        """The detokenizer has found a stop string."""
+        """End a request as the detokenizer does when it has found a stop string."""
         self.settle()
         if rid in self.finished:
             return
@@ -128,7 +128,7 @@ class PausingSimulation(Simulation):
         self._after(True)
 
     def end_commit(self, version: str) -> None:
-        """Only once no step is in flight."""
+        """Commit weights; no step may be in flight."""
         self.scheduler.set_weight_version(version)
         self.committing = False
         self.control.release(COMMIT)
@@ -157,7 +157,7 @@ class PausingSimulation(Simulation):
         return self.calls
 
     def _after(self, settle: bool) -> None:
-        self.kept = {rid: what for rid, what in self.kept.items() if rid not in self.finished}
+        self.kept = {rid: state for rid, state in self.kept.items() if rid not in self.finished}
         if self.mode in (None, "wait"):
             self.kept = {}
         if self.user is None:
@@ -183,17 +183,17 @@ class PausingSimulation(Simulation):
         assert self.mode is None or admitted <= self.begun, "a request was admitted during a pause"
         self.begun |= admitted
         cached = {node.page for node in self.scheduler.resources.prefix.nodes()}
-        for row, _, pages in plan.pages:
+        for slot, _, pages in plan.pages:
             for page in pages:
-                foreign = used.get(page, set()) - {self.device.owner[row]}
-                assert not foreign or page in cached, f"page {page} is handed out under a step in flight"
+                foreign = used.get(page, set()) - {self.device.owner[slot]}
+                assert not foreign or page in cached, f"page {page} is given out while a step uses it"
         self.launched_versions.append(self.scheduler.weight_version)
-        self.launched_rows.append(plan.slots)
+        self.launched_slots.append(plan.slots)
         return plan
 
     def apply(self) -> SchedulerOutput:
         output = super().apply()
-        self.launched_rows.popleft()
+        self.launched_slots.popleft()
         version = self.launched_versions.popleft()
         for rid in output.rids:
             self.token_versions[rid].append(version)
@@ -210,7 +210,7 @@ class PausingSimulation(Simulation):
         return did
 
     def settle(self) -> None:
-        """As the loop does after messages and results: take the answers, which must be due and true."""
+        """Take the answers, as the loop does after messages and results; each must be due and correct."""
         if self.ends_at is not None and self.now >= self.ends_at:
             self.user = self.ends_at = None
         self._after(settle=False)
@@ -220,7 +220,7 @@ class PausingSimulation(Simulation):
         running = self.scheduler.running
         if not self.results:
             begun = self.begun & set(self.live)
-            waits = self.user == "wait" and begun  # over a weight commit too
+            waits = self.user == "wait" and begun  # also during a weight commit
             busy = running or (
                 self.scheduler.waiting and (self.mode is None or (self.mode == "wait" and begun))
             )
@@ -239,31 +239,31 @@ class PausingSimulation(Simulation):
         if isinstance(message, SchedulerOutput):
             assert not message.tokens
             aborting = any(isinstance(m, Pause) and m.mode == "abort" for m in self.owed.values())
-            assert aborting or not message.finished, "requests were aborted, but no pause asks for it"
+            assert aborting or not message.finished, "requests were aborted without a pause of mode abort"
             self.end(message.finished)
             return
         assert isinstance(message, Paused | Continued | Flushed)
         assert message.call in self.owed, "a call is answered twice, or was never made"
-        question = self.owed.pop(message.call)
-        assert type(message) is ANSWERS[type(question)]
+        call = self.owed.pop(message.call)
+        assert type(message) is ANSWERS[type(call)]
         self.answers[message.call] = message
         if isinstance(message, Paused):
-            self._on_paused(question, message)
+            self._on_paused(call, message)
         elif isinstance(message, Flushed):
             self._on_flushed(message)
 
-    def _on_paused(self, question: Pause | Continue | Flush, message: Paused) -> None:
+    def _on_paused(self, call: Pause | Continue | Flush, message: Paused) -> None:
         scheduler = self.scheduler
         if message.call in self.overtaken:
-            assert message.mode is None, "a weight commit that still holds is nothing that was asked for"
+            assert message.mode is None, "the hold of a weight commit is reported as a client's pause"
             return
-        assert not self.results, "a pause is acknowledged while a step is in flight"
+        assert not self.results, "a pause is answered while a step is in flight"
         assert message.mode == self.user
         assert (message.num_running, message.num_waiting) == (len(scheduler.running), len(scheduler.waiting))
         assert message.drained_ms >= 0
         if message.mode != "in_place":
             assert not scheduler.running
-        if isinstance(question, Pause) and question.mode == message.mode == "abort":
+        if isinstance(call, Pause) and call.mode == message.mode == "abort":
             assert not self.live
         self.kept = {r.rid: (r.slot, list(r.pages), r.launched) for r in scheduler.running.values()}
 
@@ -271,11 +271,11 @@ class PausingSimulation(Simulation):
         scheduler, resources = self.scheduler, self.scheduler.resources
         if not message.success:
             assert self.now >= self.flush_deadlines[message.call] and message.error_msg
-            stands_still = self.mode not in (None, "wait") and not self.results
-            assert scheduler.running or (scheduler.waiting and not stands_still)
+            is_paused = self.mode not in (None, "wait") and not self.results
+            assert scheduler.running or (scheduler.waiting and not is_paused)
             return
         assert not self.results, "flushed while a step is in flight"
-        assert not scheduler.running, "flushed the KV of a live request"
+        assert not scheduler.running, "flushed the KV of a running request"
         assert not scheduler.waiting or self.mode is not None, "flushed although requests wait"
         assert resources.allocator.num_free == self.limits.num_pages
         assert len(resources.free_slots) == self.limits.max_running_requests
@@ -292,16 +292,16 @@ class PausingSimulation(Simulation):
         queue = [r.rid for r in scheduler.waiting]
         arrivals = list(self.priorities)
         in_order = sorted(queue, key=lambda rid: (-self.priorities[rid], arrivals.index(rid)))
-        assert queue == in_order, "a retracted request lost its place in the queue"
+        assert queue == in_order, "a retracted request lost its position in the queue"
         used = {page for step in self.device.unapplied for page in step}
-        rows = {row for step in self.launched_rows for row in step}
+        slots = {slot for step in self.launched_slots for slot in step}
         unlocked = {node.page for node in resources.prefix.nodes() if not node.locks}
-        assert not used & {*resources.allocator.free_pages()}, "a page is free under a step in flight"
-        assert not used & unlocked, "a cached page may be evicted under a step in flight"
-        assert not rows & {*resources.free_slots}, "a row is free under a step in flight"
-        for rid, what in self.kept.items() if self.settled else ():
+        assert not used & {*resources.allocator.free_pages()}, "a page is free while a step in flight uses it"
+        assert not used & unlocked, "a cached page may be evicted while a step in flight uses it"
+        assert not slots & {*resources.free_slots}, "a slot is free while a step in flight uses it"
+        for rid, state in self.kept.items() if self.settled else ():
             request = scheduler.running[rid]
-            assert (request.slot, request.pages, request.launched) == what, "moved during a pause in place"
+            assert (request.slot, request.pages, request.launched) == state, "moved during a pause in place"
         for rid in self.unchecked:
             end = self.finished[rid]
             spans = [version for version, start, stop in end.versions for _ in range(start, stop)]

@@ -1,8 +1,8 @@
-"""A fake device under the pure scheduler: it checks every page it is told to read.
+"""A fake device under the pure scheduler: it checks every page that a plan reads.
 
-Each KV slot remembers the tokens of its whole prefix (as a hash) and the version of the weights that wrote
-it, so a page freed too early, shared wrongly or mapped twice is seen at the first read. The next token is a
-function of the prefix alone, so whatever the schedule, a request's output is known beforehand.
+Each KV position remembers a hash of its whole prefix and the version of the weights that wrote it, so a page
+that was freed too early, shared wrongly or mapped twice is found at the first read. The next token is a
+function of the prefix alone, so a request's output is known beforehand and does not depend on the schedule.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ VOCAB = 50
 
 def next_token(tokens: list[int], seed: int = 0) -> int:
     """The fake model."""
-    return hash((VOCAB, seed, *tokens)) % VOCAB  # of integers only: strings hash anew in each process
+    return hash((VOCAB, seed, *tokens)) % VOCAB  # integers only: the hash of a string differs in each process
 
 
 def expected_output(prompt: list[int], params: SamplingParams, max_seq_len: int) -> list[int]:
-    """What a request must get, however it is scheduled."""
+    """Returns the output tokens that a request must get under any schedule."""
     tokens = list(prompt)
     limit = min(params.max_new_tokens, max_seq_len - len(prompt))
     while len(tokens) - len(prompt) < limit:
@@ -36,75 +36,75 @@ def expected_output(prompt: list[int], params: SamplingParams, max_seq_len: int)
 
 @dataclass
 class FakeDevice:
-    """Executes plans in launch order, as one stream would."""
+    """Executes plans in launch order, as one CUDA stream would."""
 
     limits: Limits
     step: int = 0
     num_owners: int = 0
-    tokens: dict[int, list[int]] = field(default_factory=dict)  # row -> token pool
-    seeds: dict[int, int] = field(default_factory=dict)  # row -> seed
-    most: dict[int, int] = field(default_factory=dict)  # row -> tokens at its end by length
-    tables: dict[int, dict[int, int]] = field(default_factory=dict)  # row -> page index -> page
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # slot -> token pool
+    seeds: dict[int, int] = field(default_factory=dict)  # slot -> seed
+    max_len: dict[int, int] = field(default_factory=dict)  # slot -> tokens at its end by length
+    tables: dict[int, dict[int, int]] = field(default_factory=dict)  # slot -> page index -> page
     kv: dict[tuple[int, int], tuple[int, str]] = field(
         default_factory=dict
     )  # (page, offset) -> (prefix, version)
-    born: dict[int, str] = field(default_factory=dict)  # row -> weight version of its first KV
-    owner: dict[int, int] = field(default_factory=dict)  # row -> running number of the request that has it
+    born: dict[int, str] = field(default_factory=dict)  # slot -> weight version of its first KV
+    owner: dict[int, int] = field(default_factory=dict)  # slot -> running number of its request
     unapplied: deque[dict[int, set[int]]] = field(
         default_factory=deque
-    )  # page -> requests, of steps in flight
+    )  # per step in flight: page -> requests
 
     def launch(self, plan: StepPlan, version: str) -> StepResult:
-        """Run a step; asserts that it reads what was written for those very tokens."""
+        """Run a step; asserts that it reads only KV that was written for the same prefix."""
         assert plan.step == self.step + 1
         self.step = plan.step
         for new in plan.new_slots:
             self.tokens[new.slot] = unpack_ids(new.tokens)
             self.seeds[new.slot] = new.params.seed
-            self.most[new.slot] = min(new.prompt_len + new.params.max_new_tokens, self.limits.max_seq_len)
+            self.max_len[new.slot] = min(new.prompt_len + new.params.max_new_tokens, self.limits.max_seq_len)
             self.tables[new.slot] = {}
             self.born[new.slot] = version
             self.num_owners += 1
             self.owner[new.slot] = self.num_owners
-        entries = [(row, first + i) for row, first, pages in plan.pages for i in range(len(pages))]
-        assert len(entries) == len(set(entries)), "an entry is told twice: a device may take either"
-        for row, first, pages in plan.pages:
-            self.tables[row].update(enumerate(pages, first))
+        entries = [(slot, first + i) for slot, first, pages in plan.pages for i in range(len(pages))]
+        assert len(entries) == len(set(entries)), "a plan sets an entry twice: a device may take either"
+        for slot, first, pages in plan.pages:
+            self.tables[slot].update(enumerate(pages, first))
         assert plan.lens[: plan.num_decode] == [1] * plan.num_decode
         assert len(set(plan.slots)) == len(plan.slots) <= self.limits.max_running_requests
         assert sum(plan.lens[plan.num_decode :]) <= self.limits.chunked_prefill_size
         touched: dict[int, set[int]] = {}
         sampled: list[int] = []
         prompt_logprobs = {}
-        for index, row in enumerate(plan.slots):
+        for index, slot in enumerate(plan.slots):
             start, end = plan.starts[index], plan.starts[index] + plan.lens[index]
-            tokens, table = self.tokens[row], self.tables[row]
+            tokens, table = self.tokens[slot], self.tables[slot]
             assert end <= len(tokens), "a position is computed before its token is known"
             for position in range(end):
-                slot = (table[position // self.limits.page_size], position % self.limits.page_size)
+                entry = (table[position // self.limits.page_size], position % self.limits.page_size)
                 prefix = hash(tuple(tokens[: position + 1]))
                 if position >= start:
-                    self.kv[slot] = (prefix, version)
-                    users = set().union(*(step.get(slot[0], ()) for step in self.unapplied))
-                    assert users <= {self.owner[row]}, (
-                        f"page {slot[0]} is written, but a step in flight uses it"
+                    self.kv[entry] = (prefix, version)
+                    users = set().union(*(step.get(entry[0], ()) for step in self.unapplied))
+                    assert users <= {self.owner[slot]}, (
+                        f"page {entry[0]} is written, but a step in flight uses it"
                     )
-                touched.setdefault(slot[0], set()).add(self.owner[row])
-                assert self.kv[slot][0] == prefix, f"row {row} reads foreign KV at position {position}"
-                assert int(self.kv[slot][1]) >= int(self.born[row]), "KV of old weights was shared"
+                touched.setdefault(entry[0], set()).add(self.owner[slot])
+                assert self.kv[entry][0] == prefix, f"slot {slot} reads foreign KV at position {position}"
+                assert int(self.kv[entry][1]) >= int(self.born[slot]), "KV of old weights was shared"
             if (n := plan.num_logits[index]) > plan.samples[index]:
-                prompt_logprobs[row] = [TokenLogprob(t, -1.0) for t in tokens[end - n + 1 : end + 1]]
+                prompt_logprobs[slot] = [TokenLogprob(t, -1.0) for t in tokens[end - n + 1 : end + 1]]
             if plan.samples[index]:
                 assert end == len(tokens)
-                tokens.append(next_token(tokens, self.seeds[row]))
+                tokens.append(next_token(tokens, self.seeds[slot]))
                 sampled.append(tokens[-1])
-                assert len(tokens) <= self.most[row], "a step for a request whose end by length was known"
+                assert len(tokens) <= self.max_len[slot], "a step for a request whose end by length was known"
         self.unapplied.append(touched)
         return StepResult(plan.step, sampled, 0.001, None, prompt_logprobs)
 
 
 class Simulation:
-    """A scheduler, its fake device, and what the clients have seen."""
+    """A scheduler, its fake device, and the outputs that the clients have received."""
 
     def __init__(self, **limits: int | bool) -> None:
         defaults = {
@@ -126,7 +126,7 @@ class Simulation:
         self.finished: dict[str, Finished] = {}
 
     def add(self, rid: str, prompt: list[int], *, priority: int = 0, **params: object) -> None:
-        """A client sends a request that must be accepted."""
+        """Send a request, which must be accepted."""
         self.prompts[rid] = prompt
         self.params[rid] = SamplingParams(**({"max_new_tokens": 8} | params))  # type: ignore[arg-type]
         self.outputs[rid], self.prompt_logprobs[rid] = [], []
@@ -141,7 +141,7 @@ class Simulation:
         return plan
 
     def apply(self) -> SchedulerOutput:
-        """Take the oldest result."""
+        """Apply the oldest result."""
         output = self.scheduler.apply(self.results.popleft())
         self.device.unapplied.popleft()
         for rid, token in zip(output.rids, output.tokens, strict=True):
@@ -153,27 +153,27 @@ class Simulation:
         return output
 
     def end(self, finished: list[Finished]) -> None:
-        """Note ends, each of which must be the only one."""
+        """Note the ends of requests; no request may end twice."""
         for item in finished:
             assert item.rid not in self.finished, "a request ended twice"
             self.finished[item.rid] = item
 
     def step(self) -> bool:
-        """The normal loop's turn: launch, then apply; False if there was nothing to launch."""
+        """One turn of the normal loop: launch, then apply; False if there was nothing to launch."""
         if self.launch() is None:
             return False
         self.apply()
         return True
 
     def overlapped_step(self) -> bool:
-        """The overlap loop's turn: launch the next before the last is applied; False if it did neither."""
+        """One turn of the overlap loop: launch a step, then apply the one before; False if it did neither."""
         launched = self.launch() is not None
         if applies := len(self.results) > launched:
             self.apply()
         return launched or applies
 
     def run(self, *, overlap: bool = False) -> None:
-        """Until nothing is left to do; fails if work is left but no progress is made."""
+        """Run until nothing is left to do; fails if work is left but no progress is made."""
         for _ in range(10_000):
             if not (self.overlapped_step() if overlap else self.step()):
                 break
@@ -181,7 +181,7 @@ class Simulation:
         assert not self.scheduler.has_work, "requests are left, but nothing is planned"
 
     def check(self) -> None:
-        """The invariants hold and the outputs so far are what the model says."""
+        """Assert that the invariants hold and that the outputs so far are those of the fake model."""
         assert self.scheduler.check_invariants() == []
         for rid, output in self.outputs.items():
             expected = expected_output(self.prompts[rid], self.params[rid], self.limits.max_seq_len)

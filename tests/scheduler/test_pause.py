@@ -1,7 +1,7 @@
-"""Pausing, continuing, aborting and flushing on the pure scheduler: the cases that are easily got wrong.
+"""Pausing, continuing, aborting and flushing on the pure scheduler: the cases that are easy to get wrong.
 
-The simulation checks after every turn that nothing is lost, repeated, moved or freed too early, and at the
-end of every test that each request has all its tokens; what a test asserts comes on top.
+Beside each test's asserts, the simulation checks after every turn that nothing is lost, repeated, moved or
+freed too early, and at the end of every test that each request has all its tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPT = list(range(10))
 
 
 class Loop(PausingSimulation):
-    """In one of the loop's two ways: with overlap, a step stays in flight after every turn."""
+    """A simulation of the normal or the overlap loop; the latter keeps a step in flight after every turn."""
 
     overlap = False
 
@@ -35,12 +35,12 @@ class Loop(PausingSimulation):
             self.check()
 
     def until_idle(self) -> None:
-        """Until nothing more can run."""
+        """Run until nothing more can run."""
         while self.overlapped_step() if self.overlap else self.step():
             self.check()
 
     def drained(self, mode: PauseMode, ttl_s: float | None = None) -> Paused:
-        """The answer to a pause."""
+        """Pause and run until idle; returns the answer."""
         call = self.pause(mode, ttl_s)
         self.until_idle()
         return self.paused(call)
@@ -57,7 +57,7 @@ def make(page_size: int, prefix: bool, overlap: bool, **limits: int | bool) -> L
 
 
 def end(sim: Loop) -> None:
-    """Everything ends as if there had been no pause, and all pages come back."""
+    """Run all requests to their end, and assert that a flush then finds every page free."""
     while sim.results:
         sim.apply()
     sim.proceed()
@@ -133,7 +133,7 @@ def test_an_idle_engine_is_paused_at_once(sim: Loop, mode: PauseMode) -> None:
     assert (sim.state()["engine_paused"], sim.state()["pause_mode"]) == (True, mode)
 
 
-def test_nothing_runs_between_the_message_and_the_continue(sim: Loop) -> None:
+def test_nothing_runs_while_paused(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=20)
     sim.turns(3)
     sim.drained("in_place")
@@ -158,7 +158,7 @@ def test_abort_ends_every_request_with_the_tokens_it_has(sim: Loop) -> None:
     assert sim.state()["req_to_token_pool_used"] == 0
 
 
-def test_retract_gives_rows_and_pages_back_and_keeps_the_order_of_arrival(sim: Loop) -> None:
+def test_retract_frees_slots_and_pages_and_keeps_the_order_of_arrival(sim: Loop) -> None:
     for name in "abcdef":
         sim.add(name, [*PROMPT, ord(name) % 50], max_new_tokens=30)
     sim.turns(4)
@@ -174,7 +174,7 @@ def test_retract_gives_rows_and_pages_back_and_keeps_the_order_of_arrival(sim: L
     assert sim.state()["running_batch_rids"] == list("abcd")
 
 
-def test_in_place_moves_nothing(sim: Loop) -> None:
+def test_in_place_keeps_requests_slots_and_pages(sim: Loop) -> None:
     for name in "abcdef":
         sim.add(name, [*PROMPT, ord(name) % 50], max_new_tokens=30)
     sim.turns(4)
@@ -188,7 +188,7 @@ def test_in_place_moves_nothing(sim: Loop) -> None:
         assert before[name] == after[name]
 
 
-def test_wait_admits_nothing_and_lets_finish_what_runs(sim: Loop) -> None:
+def test_wait_admits_no_request_and_lets_running_ones_finish(sim: Loop) -> None:
     for name in "abcdef":
         sim.add(name, [*PROMPT, ord(name) % 50], max_new_tokens=12)
     sim.turns(4)
@@ -242,7 +242,7 @@ def test_a_request_that_arrives_while_paused_is_queued_and_visible(sim: Loop, mo
     assert sim.finished["late"].reason == "length"
 
 
-def test_a_request_that_arrives_while_paused_is_rejected_if_that_is_the_policy() -> None:
+def test_a_request_that_arrives_while_paused_is_rejected_with_reject_while_paused() -> None:
     sim = make(4, True, True, reject_while_paused=True)
     sim.add("early", PROMPT, max_new_tokens=6)
     sim.turns(2)
@@ -261,14 +261,14 @@ def test_a_request_that_arrives_while_paused_is_rejected_if_that_is_the_policy()
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 @pytest.mark.parametrize("victim", ["decoding", "prefilling", "queued", "late"])
-def test_an_abort_or_a_disconnect_while_paused_acts_at_once_wherever_the_request_is(
+def test_an_abort_or_a_disconnect_while_paused_acts_at_once_in_every_phase(
     sim: Loop, mode: PauseMode, victim: str
 ) -> None:
     sim.add("decoding", PROMPT, max_new_tokens=30)
     sim.add("other", PROMPT[::-1], max_new_tokens=30)
     sim.turns(2)
     sim.add("prefilling", list(range(40, 0, -1)), max_new_tokens=5)
-    for index in range(3):  # the last finds no row
+    for index in range(3):  # the last one finds no free slot
         sim.add("queued" if index == 2 else f"short {index}", [30 + index], max_new_tokens=30)
     sim.turns(1)
     sim.drained(mode)
@@ -297,7 +297,7 @@ def test_abort_all_while_paused(sim: Loop, mode: PauseMode) -> None:
     assert sim.scheduler.resources.num_available == sim.limits.num_pages
 
 
-def test_abort_all_ends_the_wait_of_a_pause_that_waits(sim: Loop) -> None:
+def test_abort_all_lets_a_pause_of_mode_wait_take_effect(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=50)
     sim.turns(3)
     call = sim.pause("wait")
@@ -320,7 +320,7 @@ def test_a_flush_while_paused_by_retract_succeeds(sim: Loop) -> None:
     assert state["waiting_queue_rids"] == list("abcdef")
 
 
-def test_a_flush_while_paused_in_place_with_live_requests_is_refused_with_the_way_out(sim: Loop) -> None:
+def test_a_flush_while_paused_in_place_with_running_requests_is_refused_with_the_remedy(sim: Loop) -> None:
     for name in "abcdef":
         sim.add(name, [*PROMPT, ord(name) % 50], max_new_tokens=20)
     sim.turns(3)
@@ -370,7 +370,7 @@ def test_a_flush_gives_up_after_its_timeout(sim: Loop) -> None:
     assert not sim.flushed(call).success
 
 
-def test_a_waiting_flush_is_done_when_a_pause_takes_the_last_kv_back(sim: Loop) -> None:
+def test_a_waiting_flush_succeeds_when_a_pause_retracts_the_last_request(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=50)
     sim.turns(3)
     call = sim.flush(timeout_s=5)
@@ -379,7 +379,7 @@ def test_a_waiting_flush_is_done_when_a_pause_takes_the_last_kv_back(sim: Loop) 
     assert sim.live == ["r"]
 
 
-def test_a_flush_first_awaits_the_step_in_flight(sim: Loop) -> None:
+def test_a_flush_waits_for_the_step_in_flight(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=3)
     while len(sim.outputs["r"]) < 2:
         sim.step()
@@ -390,11 +390,11 @@ def test_a_flush_first_awaits_the_step_in_flight(sim: Loop) -> None:
     assert sim.flushed(call).success
 
 
-def test_a_request_whose_reply_has_ended_never_makes_a_flush_fail(sim: Loop) -> None:
+def test_a_surplus_step_of_an_ended_request_does_not_make_a_flush_fail(sim: Loop) -> None:
     stop = next_token(PROMPT)
     sim.add("r", PROMPT, max_new_tokens=20, stop_token_ids=(stop,))
     sim.launch()
-    sim.launch()  # a surplus step: the first token ends the request
+    sim.launch()  # a surplus step, because the first token ends the request
     sim.apply()
     assert sim.finished["r"].reason == "stop"
     call = sim.flush()
@@ -403,7 +403,7 @@ def test_a_request_whose_reply_has_ended_never_makes_a_flush_fail(sim: Loop) -> 
     assert sim.flushed(call).success
 
 
-def test_a_flush_awaits_a_surplus_step_that_was_launched_behind_it(sim: Loop) -> None:
+def test_a_flush_waits_for_a_surplus_step_that_was_launched_after_it(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=20, stop_token_ids=(next_token(PROMPT),))
     sim.launch()
     call = sim.flush()
@@ -414,7 +414,7 @@ def test_a_flush_awaits_a_surplus_step_that_was_launched_behind_it(sim: Loop) ->
     assert sim.flushed(call).success
 
 
-def test_after_a_flush_everything_is_as_at_the_start(sim: Loop) -> None:
+def test_a_flush_resets_the_state_to_that_of_the_start(sim: Loop) -> None:
     start = sim.state()
     for name in "abcdef":
         sim.add(name, list(range(40)), max_new_tokens=9)
@@ -454,7 +454,7 @@ def test_continue_when_not_paused_does_nothing(sim: Loop) -> None:
     assert sim.state() == running
 
 
-def test_a_pause_that_is_continued_before_it_took_effect_is_answered_too(sim: Loop) -> None:
+def test_a_pause_that_is_continued_before_it_takes_effect_is_answered(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=20)
     sim.step()
     sim.launch()
@@ -468,7 +468,7 @@ def test_a_pause_that_is_continued_before_it_took_effect_is_answered_too(sim: Lo
 @pytest.mark.parametrize(
     ("present", "weaker"), [(s, w) for s, w in product(MODES, MODES) if MODES.index(w) < MODES.index(s)]
 )
-def test_a_weaker_mode_is_a_no_op_that_reports_the_present_one(
+def test_a_weaker_mode_changes_nothing_and_reports_the_present_mode(
     sim: Loop, present: PauseMode, weaker: PauseMode
 ) -> None:
     sim.add("r", PROMPT, max_new_tokens=20)
@@ -480,7 +480,7 @@ def test_a_weaker_mode_is_a_no_op_that_reports_the_present_one(
     assert sim.state() == before
 
 
-def test_each_stronger_mode_may_follow(sim: Loop) -> None:
+def test_a_pause_can_be_made_stronger_step_by_step(sim: Loop) -> None:
     for name in "ab":
         sim.add(name, [*PROMPT, ord(name) % 50], max_new_tokens=30)
     sim.turns(3)
@@ -488,7 +488,7 @@ def test_each_stronger_mode_may_follow(sim: Loop) -> None:
     sim.turns(2)
     assert wait in sim.owed
     in_place = sim.drained("in_place")
-    assert sim.paused(wait).mode == "in_place", "whoever waits is told what came of it"
+    assert sim.paused(wait).mode == "in_place", "a waiting pause is answered with the stronger mode"
     assert in_place.num_running == 2
     retract = sim.drained("retract")
     assert (retract.num_running, retract.num_waiting, retract.num_retracted) == (0, 2, 2)
@@ -496,7 +496,7 @@ def test_each_stronger_mode_may_follow(sim: Loop) -> None:
     assert (abort.num_waiting, abort.num_aborted) == (0, 2)
 
 
-def test_n_pauses_in_one_request_leave_no_trace_in_its_tokens(sim: Loop) -> None:
+def test_many_pauses_do_not_change_the_tokens_of_a_request(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=40, seed=3)
     sim.add("logprobs", list(range(40)), max_new_tokens=10, prompt_logprobs_start=0)
     for index in range(12):
@@ -505,10 +505,10 @@ def test_n_pauses_in_one_request_leave_no_trace_in_its_tokens(sim: Loop) -> None
         sim.proceed()
     sim.until_idle()
     assert len(sim.outputs["r"]) == sim.finished["r"].num_tokens == 40
-    assert sim.prompt_logprobs["logprobs"] == list(range(1, 40)), "each prompt token's once"
+    assert sim.prompt_logprobs["logprobs"] == list(range(1, 40)), "one entry per prompt token"
 
 
-def test_a_stop_token_ends_a_request_behind_pauses_as_it_would_without(sim: Loop) -> None:
+def test_a_stop_token_ends_a_request_after_pauses_as_without_pauses(sim: Loop) -> None:
     tokens = list(PROMPT)
     for _ in range(12):
         tokens.append(next_token(tokens))
@@ -541,7 +541,7 @@ def test_the_ttl_of_the_latest_pause_counts(sim: Loop) -> None:
     assert sim.state()["engine_paused"]
     sim.drained("in_place")
     sim.pass_time(1000)
-    assert sim.state()["engine_paused"], "without a ttl for ever"
+    assert sim.state()["engine_paused"], "a pause without a ttl lasts until continue"
 
 
 def test_a_ttl_does_not_outlive_its_pause(sim: Loop) -> None:
@@ -560,12 +560,12 @@ def test_a_ttl_does_not_end_a_weight_commit(sim: Loop) -> None:
     assert sim.state()["engine_paused"]
     sim.pass_time(1000)
     assert not sim.state()["engine_paused"], "the user's pause has ended"
-    assert sim.launch() is None, "and the commit goes on"
+    assert sim.launch() is None, "the commit still holds the engine"
     sim.end_commit("1")
     assert sim.launch() is not None
 
 
-def test_continue_during_a_weight_commit_removes_the_users_hold_only(sim: Loop) -> None:
+def test_continue_during_a_weight_commit_ends_only_the_users_hold(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=20)
     sim.turns(2)
     sim.drained("in_place")
@@ -577,7 +577,7 @@ def test_continue_during_a_weight_commit_removes_the_users_hold_only(sim: Loop) 
     assert sim.launch() is not None
 
 
-def test_a_weight_commit_alone_is_no_pause_to_clients(sim: Loop) -> None:
+def test_clients_do_not_see_a_weight_commit_as_a_pause(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=20)
     sim.turns(2)
     sim.begin_commit()
@@ -586,11 +586,11 @@ def test_a_weight_commit_alone_is_no_pause_to_clients(sim: Loop) -> None:
     assert (counters.paused, counters.is_paused) == (None, False)
     state = sim.state()
     assert (state["engine_paused"], state["pause_mode"], state["pause_state"]) == (False, None, "running")
-    assert sim.launch() is None, "though nothing runs"
+    assert sim.launch() is None, "the commit holds the engine"
     sim.end_commit("1")
 
 
-def test_a_pause_that_waits_is_none_yet_behind_a_weight_commit(sim: Loop) -> None:
+def test_a_pause_of_mode_wait_is_still_pausing_during_a_weight_commit(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=20)
     sim.turns(3)
     call = sim.pause("wait")
@@ -606,7 +606,7 @@ def test_a_pause_that_waits_is_none_yet_behind_a_weight_commit(sim: Loop) -> Non
 
 
 @pytest.mark.parametrize(("mode", "left"), [("retract", ["r"]), ("abort", [])])
-def test_of_a_pause_continued_during_a_weight_commit_only_an_abort_takes_effect(
+def test_if_continued_during_a_weight_commit_only_a_pause_of_mode_abort_takes_effect(
     sim: Loop, mode: PauseMode, left: list[str]
 ) -> None:
     sim.add("r", PROMPT, max_new_tokens=20)
@@ -621,14 +621,14 @@ def test_of_a_pause_continued_during_a_weight_commit_only_an_abort_takes_effect(
     sim.end_commit("1")
 
 
-def test_a_pause_that_waits_goes_on_behind_a_weight_commit(sim: Loop) -> None:
+def test_a_pause_of_mode_wait_goes_on_after_a_weight_commit(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=20)
     sim.turns(3)
     call = sim.pause("wait")
     sim.begin_commit()
     sim.until_idle()
     assert sim.live == ["r"]
-    assert call not in sim.answers, "what has begun has not ended"
+    assert call not in sim.answers, "the running request has not ended"
     sim.end_commit("1")
     sim.until_idle()
     assert sim.finished["r"].reason == "length"
@@ -636,7 +636,7 @@ def test_a_pause_that_waits_goes_on_behind_a_weight_commit(sim: Loop) -> None:
     assert (sim.state()["engine_paused"], sim.state()["pause_mode"]) == (True, "wait")
 
 
-def test_a_pause_is_answered_when_what_it_waits_for_ends_during_a_weight_commit(sim: Loop) -> None:
+def test_a_pause_is_answered_when_the_awaited_requests_end_during_a_weight_commit(sim: Loop) -> None:
     for rid in ("stopped", "aborted"):
         sim.add(rid, PROMPT, max_new_tokens=20)
     sim.turns(3)
@@ -644,14 +644,14 @@ def test_a_pause_is_answered_when_what_it_waits_for_ends_during_a_weight_commit(
     sim.begin_commit()
     sim.until_idle()
     sim.stop("stopped", 1)
-    assert call not in sim.answers, "one of two has not ended"
+    assert call not in sim.answers, "one of the two requests has not ended"
     sim.abort("aborted")
     assert (sim.paused(call).num_running, sim.paused(call).num_waiting) == (0, 0)
     sim.end_commit("1")
     assert (sim.state()["engine_paused"], sim.state()["pause_mode"]) == (True, "wait")
 
 
-def test_a_pause_that_waits_continued_during_a_weight_commit(sim: Loop) -> None:
+def test_a_pause_of_mode_wait_that_is_continued_during_a_weight_commit_is_answered(sim: Loop) -> None:
     sim.add("r", PROMPT, max_new_tokens=20)
     sim.turns(3)
     call = sim.pause("wait")
@@ -677,7 +677,7 @@ def test_the_end_of_a_weight_commit_does_not_end_the_users_pause(sim: Loop, mode
     assert sim.finished["r"].versions == [("0", 0, count), ("1", count, 20)]
 
 
-def test_a_weight_commit_aborts_nothing_that_queues_behind_an_abort(sim: Loop) -> None:
+def test_a_weight_commit_does_not_abort_requests_that_came_after_an_abort_pause(sim: Loop) -> None:
     sim.drained("abort")
     sim.add("late", PROMPT)
     sim.begin_commit()
@@ -685,7 +685,7 @@ def test_a_weight_commit_aborts_nothing_that_queues_behind_an_abort(sim: Loop) -
     assert sim.live == ["late"]
 
 
-def test_a_second_abort_pause_aborts_what_has_queued_meanwhile(sim: Loop) -> None:
+def test_a_second_abort_pause_aborts_the_requests_queued_since_the_first(sim: Loop) -> None:
     sim.drained("abort")
     sim.add("late", PROMPT)
     assert sim.paused(sim.pause("abort")).num_aborted == 1
@@ -709,7 +709,7 @@ def test_a_rid_may_be_used_again_once_its_request_has_ended(sim: Loop) -> None:
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_pauses_while_every_row_is_taken(sim: Loop, mode: PauseMode) -> None:
+def test_pauses_while_every_slot_is_taken(sim: Loop, mode: PauseMode) -> None:
     for name in "abcdefghij":
         sim.add(name, [*PROMPT, ord(name) % 50], max_new_tokens=12)
     sim.turns(4)
@@ -752,10 +752,10 @@ def test_pauses_of_requests_with_a_cached_prompt(sim: Loop, mode: PauseMode) -> 
     if sim.limits.prefix_cache:
         assert all(sim.scheduler.requests[name].cached_tokens >= 32 for name in "abcd")
     if mode == "retract":
-        sim.flush()  # what they shared is gone
+        sim.flush()  # the shared pages are gone
 
 
-def test_priorities_order_what_was_retracted_and_what_came_later(sim: Loop) -> None:
+def test_priorities_order_retracted_and_later_requests(sim: Loop) -> None:
     sim.add("low", PROMPT, priority=-1, max_new_tokens=30)
     sim.add("high", PROMPT, priority=1, max_new_tokens=30)
     sim.turns(3)
@@ -765,7 +765,7 @@ def test_priorities_order_what_was_retracted_and_what_came_later(sim: Loop) -> N
     assert sim.state()["waiting_queue_rids"] == ["higher", "high", "middle", "low"]
 
 
-def test_the_queues_limit_does_not_turn_retracted_requests_away() -> None:
+def test_the_limit_of_the_queue_does_not_reject_retracted_requests() -> None:
     sim = make(4, True, True, max_queued_requests=2)
     for name in "abcd":
         sim.add(name, [*PROMPT, ord(name) % 50], max_new_tokens=20)
@@ -776,9 +776,9 @@ def test_the_queues_limit_does_not_turn_retracted_requests_away() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_wait_lets_those_finish_that_are_preempted_meanwhile(overlap: bool) -> None:
+def test_wait_lets_requests_finish_that_are_preempted_meanwhile(overlap: bool) -> None:
     sim = make(4, True, overlap, num_pages=25)
-    sim.scheduler.new_token_ratio.value = 0.1  # admits more than there is room for
+    sim.scheduler.new_token_ratio.value = 0.1  # admits more requests than there is room for
     for name in "abcd":
         sim.add(name, [ord(name) % 50] * 8, max_new_tokens=60)
     sim.turns(4)
@@ -791,7 +791,7 @@ def test_wait_lets_those_finish_that_are_preempted_meanwhile(overlap: bool) -> N
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_abort_that_is_overtaken_aborts_all_the_same(overlap: bool) -> None:
+def test_an_abort_pause_that_is_continued_before_it_takes_effect_still_aborts(overlap: bool) -> None:
     sim = make(4, True, overlap)
     sim.add("r", PROMPT, max_new_tokens=50)
     sim.turns(3)

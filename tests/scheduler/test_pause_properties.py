@@ -1,6 +1,6 @@
-"""Stateful proof: whatever is paused, continued, aborted and flushed when, nothing is lost, kept or repeated.
+"""Stateful property test: pauses, continues, aborts and flushes in any order lose, keep and repeat nothing.
 
-What is compared after every event is in :class:`tests.scheduler.pausing.PausingSimulation`.
+:class:`tests.scheduler.pausing.PausingSimulation` makes the comparisons after every event.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.scheduler.test_properties import StepMachine, prompts
 MAX_SEQ_LEN = 64
 modes = st.sampled_from(["in_place", "retract", *MODES])
 ttls = st.sampled_from([None, None, 0, 2, 9])
-PHASES = (Phase.generate,)  # with Phase.shrink to hunt: it can take minutes
+PHASES = (Phase.generate,)  # add Phase.shrink to debug a failure; it can take minutes
 
 
 requests = st.fixed_dictionaries(
@@ -59,32 +59,32 @@ class PauseMachine(StepMachine):
     @initialize(
         page_size=st.sampled_from([1, 4, 16]),
         spare=st.integers(0, 8),  # hardly more pages than one request needs: requests are preempted
-        rows=st.integers(1, 5),
+        slots=st.integers(1, 5),
         chunk=st.sampled_from([1, 5, 16, 64]),
         prefix=st.booleans(),
-        wanted=st.lists(requests, max_size=4),
+        initial=st.lists(requests, max_size=4),
     )
     def start(
-        self, page_size: int, spare: int, rows: int, chunk: int, prefix: bool, wanted: list[dict[str, Any]]
+        self, page_size: int, spare: int, slots: int, chunk: int, prefix: bool, initial: list[dict[str, Any]]
     ) -> None:
         self.sim = PausingSimulation(
             num_pages=-(-MAX_SEQ_LEN // page_size) + spare,
             page_size=page_size,
             max_seq_len=MAX_SEQ_LEN,
-            max_running_requests=rows,
+            max_running_requests=slots,
             max_queued_requests=1000,
             chunked_prefill_size=chunk,
             prefix_cache=prefix,
         )
         self.version = 0
-        self.add(wanted)
+        self.add(initial)
 
-    @rule(wanted=st.lists(requests, min_size=1, max_size=4))
-    def add(self, wanted: list[dict[str, Any]]) -> None:
-        for fields in wanted:
+    @rule(added=st.lists(requests, min_size=1, max_size=4))
+    def add(self, added: list[dict[str, Any]]) -> None:
+        for fields in added:
             self.sim.add(f"r{len(self.sim.prompts)}", list(fields["prompt"]), **fields["params"])
 
-    # With settle=False the next message comes in the same turn of the loop.
+    # With settle=False the next message arrives in the same turn of the loop.
 
     @rule(mode=modes, ttl_s=ttls, settle=st.booleans())
     def pause(self, mode: PauseMode, ttl_s: int | None, settle: bool) -> None:
@@ -117,7 +117,7 @@ class PauseMachine(StepMachine):
     @precondition(lambda self: self.sim.live)
     @rule(data=st.data(), settle=st.booleans())
     def abort_or_disconnect(self, data: st.DataObject, settle: bool) -> None:
-        """One; seldom all."""
+        """Abort one request, or seldom all requests."""
         self.sim.abort(data.draw(st.sampled_from([*self.sim.live, ""])), settle=settle)
 
     @precondition(lambda self: self.sim.live)
@@ -157,15 +157,15 @@ class PauseMachine(StepMachine):
         assert not sim.owed, "a call was never answered"
         assert not sim.live, "a request never ended"
         for rid, finished in sim.finished.items():
-            wanted = sim.params[rid].prompt_logprobs_start
-            if wanted >= 0 and finished.reason in ("length", "stop") and sim.outputs[rid]:
-                assert sim.prompt_logprobs[rid] == sim.prompts[rid][max(1, wanted) :]
+            first = sim.params[rid].prompt_logprobs_start
+            if first >= 0 and finished.reason in ("length", "stop") and sim.outputs[rid]:
+                assert sim.prompt_logprobs[rid] == sim.prompts[rid][max(1, first) :]
         flush = sim.flushed(sim.flush())
         assert flush.success, flush.error_msg
 
 
 def prove(machine: Any, *, examples: int, **options: Any) -> int:
-    """Run the machine; the number of events, the first of each example included."""
+    """Run the machine; returns the number of events, the first of each example included."""
     machine.num_steps = 0
     run_state_machine_as_test(
         machine,
@@ -195,17 +195,17 @@ def test_pauses_flushes_and_aborts_in_any_order_for_long() -> None:
     assert count >= 50_000
 
 
-# What the machine must catch: each is put into the scheduler in turn.
+# Bugs that the machine must catch: each test puts one of them into the scheduler.
 
 _settle, _retract, _forget_kv = Resources.settle, Scheduler._retract, Request.forget_kv
 _pause, _try_flush = PauseControl.pause, PauseControl._try_flush
 
 
-def frees_under_a_step_in_flight(self: Resources, oldest: int) -> None:
+def frees_what_a_step_in_flight_uses(self: Resources, oldest: int) -> None:
     _settle(self, 1 << 60)
 
 
-def forgets_who_waited_before(self: Scheduler, request: Request) -> None:
+def drops_the_waiting_queue_at_a_retraction(self: Scheduler, request: Request) -> None:
     for other in list(self.waiting):
         self.waiting.remove(other)
     _retract(self, request)
@@ -217,12 +217,12 @@ def queues_retracted_requests_last(self: Scheduler, request: Request) -> None:
     _retract(self, request)
 
 
-def acknowledges_before_the_drain(self: PauseControl, message: Pause, now: float) -> None:
+def answers_a_pause_before_the_drain(self: PauseControl, message: Pause, now: float) -> None:
     _pause(self, message, now)
     self._answer_pauses(now)
 
 
-def flushes_under_live_requests(self: PauseControl, flush: Any, now: float) -> bool:
+def flushes_the_kv_of_running_requests(self: PauseControl, flush: Any, now: float) -> bool:
     scheduler = self._scheduler
     running, scheduler.running = scheduler.running, {}
     try:
@@ -231,24 +231,24 @@ def flushes_under_live_requests(self: PauseControl, flush: Any, now: float) -> b
         scheduler.running = running
 
 
-def loses_a_token(self: Request) -> None:
+def loses_a_token_at_a_retraction(self: Request) -> None:
     if self.num_outputs:
         self.tokens.pop()
     _forget_kv(self)
 
 
-def never_lets_go(self: PauseControl, message: Pause, now: float) -> None:
+def ignores_the_time_to_live(self: PauseControl, message: Pause, now: float) -> None:
     _pause(self, Pause(message.call, message.mode), now)
 
 
 SEEDED: list[tuple[type, str, Callable[..., Any]]] = [
-    (Resources, "settle", frees_under_a_step_in_flight),
-    (Scheduler, "_retract", forgets_who_waited_before),
+    (Resources, "settle", frees_what_a_step_in_flight_uses),
+    (Scheduler, "_retract", drops_the_waiting_queue_at_a_retraction),
     (Scheduler, "_retract", queues_retracted_requests_last),
-    (PauseControl, "pause", acknowledges_before_the_drain),
-    (PauseControl, "_try_flush", flushes_under_live_requests),
-    (Request, "forget_kv", loses_a_token),
-    (PauseControl, "pause", never_lets_go),
+    (PauseControl, "pause", answers_a_pause_before_the_drain),
+    (PauseControl, "_try_flush", flushes_the_kv_of_running_requests),
+    (Request, "forget_kv", loses_a_token_at_a_retraction),
+    (PauseControl, "pause", ignores_the_time_to_live),
 ]
 
 
@@ -257,7 +257,7 @@ SEEDED: list[tuple[type, str, Callable[..., Any]]] = [
     [
         pytest.param(
             *each,
-            id=each[2].__name__,  # one of them takes its time to be found
+            id=each[2].__name__,  # one of them takes long to be found
             marks=[pytest.mark.slow] if each[2] is queues_retracted_requests_last else [],
         )
         for each in SEEDED
@@ -268,5 +268,5 @@ def test_a_seeded_bug_is_caught(
 ) -> None:
     monkeypatch.setattr(cls, name, bug)
     with pytest.raises(AssertionError) as caught:
-        prove(PauseMachine, examples=2000, derandomize=True)  # until it is caught
+        prove(PauseMachine, examples=2000, derandomize=True)  # stops when the bug is caught
     print(PauseMachine.num_steps, caught.value)

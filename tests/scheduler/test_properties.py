@@ -1,4 +1,4 @@
-"""Stateful property test: whatever happens in whatever order, the invariants hold and outputs are right."""
+"""Stateful property test: with events in any order, the invariants hold and the outputs are right."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from segue.messages.requests import Abort, Finish
 from segue.messages.steps import NON_FINITE
 from tests.scheduler.simulation import VOCAB, Simulation
 
-# Prompts share prefixes, so that requests meet in the prefix cache.
+# The prompts share prefixes, so that requests share pages of the prefix cache.
 STEMS = [[7] * 40, list(range(30)), [1, 2, 3]]
 prompts = st.builds(
-    lambda stem, cut, tail: (stem[:cut] + tail) or [0],
+    lambda stem, cut, suffix: (stem[:cut] + suffix) or [0],
     st.sampled_from(STEMS),
     st.integers(0, 40),
     st.lists(st.integers(0, VOCAB - 1), max_size=6),
@@ -25,7 +25,7 @@ prompts = st.builds(
 
 
 class StepMachine(RuleBasedStateMachine):
-    """What every machine does: steps, with up to two in flight."""
+    """The base of every machine: it runs steps, with up to two in flight."""
 
     sim: Simulation
 
@@ -51,22 +51,22 @@ class StepMachine(RuleBasedStateMachine):
 
 
 class SchedulerMachine(StepMachine):
-    """Requests, steps, aborts, stop strings, new weights in any order, with up to two steps in flight."""
+    """Requests, steps, aborts, stop strings and new weights in any order, with up to two steps in flight."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4, 16]),
         spare=st.integers(0, 8),
-        rows=st.integers(1, 5),
+        slots=st.integers(1, 5),
         chunk=st.sampled_from([1, 5, 16, 64]),
         prefix=st.booleans(),
     )
-    def start(self, page_size: int, spare: int, rows: int, chunk: int, prefix: bool) -> None:
+    def start(self, page_size: int, spare: int, slots: int, chunk: int, prefix: bool) -> None:
         max_seq_len = 64
         self.sim = Simulation(
             num_pages=-(-max_seq_len // page_size) + spare,
             page_size=page_size,
             max_seq_len=max_seq_len,
-            max_running_requests=rows,
+            max_running_requests=slots,
             chunked_prefill_size=chunk,
             prefix_cache=prefix,
         )
@@ -102,8 +102,8 @@ class SchedulerMachine(StepMachine):
 
     @precondition(lambda self: any(result.tokens for result in self.sim.results))
     @rule(data=st.data())
-    def spoil(self, data: st.DataObject) -> None:
-        """The logits of a sequence in flight are not finite."""
+    def make_non_finite(self, data: st.DataObject) -> None:
+        """Make the logits of one sequence in flight non-finite."""
         at = data.draw(st.sampled_from([i for i, result in enumerate(self.sim.results) if result.tokens]))
         tokens = list(self.sim.results[at].tokens)
         tokens[data.draw(st.integers(0, len(tokens) - 1))] = NON_FINITE
@@ -144,9 +144,9 @@ class SchedulerMachine(StepMachine):
         for rid, finished in sim.finished.items():
             spans = finished.versions
             assert sum(end - start for _, start, end in spans) == finished.num_tokens
-            wanted = sim.params[rid].prompt_logprobs_start
-            if wanted >= 0 and finished.reason in ("length", "stop") and sim.outputs[rid]:
-                assert sim.prompt_logprobs[rid] == sim.prompts[rid][max(1, wanted) :]
+            first = sim.params[rid].prompt_logprobs_start
+            if first >= 0 and finished.reason in ("length", "stop") and sim.outputs[rid]:
+                assert sim.prompt_logprobs[rid] == sim.prompts[rid][max(1, first) :]
         free = sim.scheduler.resources.num_available
         assert free == sim.limits.num_pages, "all pages are free or can be evicted"
 
@@ -158,7 +158,7 @@ def _settings(steps: int) -> settings:
         stateful_step_count=per_example,
         deadline=None,
         suppress_health_check=list(HealthCheck),
-        phases=(Phase.explicit, Phase.reuse, Phase.generate),  # add Phase.shrink to hunt: it can take minutes
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),  # no Phase.shrink: it can take minutes
         print_blob=True,
     )
 
@@ -168,7 +168,7 @@ TestScheduler.settings = _settings(4_000)
 
 
 class LongSchedulerMachine(SchedulerMachine):
-    """The same for ``make soak``."""
+    """The same machine with more steps, for ``make soak``."""
 
 
 TestSchedulerLong = pytest.mark.slow(LongSchedulerMachine.TestCase)
@@ -176,8 +176,8 @@ TestSchedulerLong.settings = _settings(50_000)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_prompts_sent_again_while_the_cache_is_full_keep_their_pages(seed: int) -> None:
-    """Hypothesis seldom fills the cache and then meets a page that is about to be evicted; this does."""
+def test_repeated_prompts_keep_their_pages_while_the_cache_is_full(seed: int) -> None:
+    """Fills the cache and then matches pages that are about to be evicted, which Hypothesis seldom does."""
     random = Random(seed)
     size = random.choice([2, 4])
     sim = Simulation(num_pages=64 // size + 2, page_size=size, max_seq_len=64, max_running_requests=3)

@@ -1,4 +1,4 @@
-"""The pure scheduler, one behaviour a test; the simulation's device checks every KV read."""
+"""The pure scheduler, one behaviour per test; the simulation's device checks every KV read."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from tests.scheduler.simulation import Simulation, expected_output, next_token
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_outputs_do_not_depend_on_the_loop(overlap: bool) -> None:
+def test_outputs_do_not_depend_on_overlap(overlap: bool) -> None:
     sim = Simulation()
     for index in range(7):
         sim.add(f"r{index}", [index, 1, 2] * (index + 1), max_new_tokens=10 + index)
@@ -21,7 +21,7 @@ def test_outputs_do_not_depend_on_the_loop(overlap: bool) -> None:
     assert all(finished.reason == "length" for finished in sim.finished.values())
 
 
-def test_decode_and_prefill_share_a_step_decode_rows_first() -> None:
+def test_decode_and_prefill_share_a_step_with_decode_first() -> None:
     sim = Simulation()
     sim.add("old", [1, 2, 3])
     sim.step()
@@ -31,7 +31,7 @@ def test_decode_and_prefill_share_a_step_decode_rows_first() -> None:
     assert (plan.num_decode, plan.lens, plan.samples) == (1, [1, 4], [True, True])
 
 
-def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples() -> None:
+def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_chunk_samples() -> None:
     sim = Simulation(chunked_prefill_size=16)
     sim.add("r", list(range(40)))
     plans = []
@@ -45,7 +45,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples() -> None
     ]
 
 
-def test_chunks_of_one_request_leave_the_rest_of_the_budget_to_the_next() -> None:
+def test_the_budget_that_one_requests_last_chunk_leaves_goes_to_the_next_request() -> None:
     sim = Simulation(chunked_prefill_size=16)
     sim.add("a", [1] * 20)
     sim.add("b", [2] * 20)
@@ -63,7 +63,7 @@ def test_a_finished_request_leaves_its_pages_to_the_prefix_cache() -> None:
     assert (sim.finished["first"].cached_tokens, sim.finished["second"].cached_tokens) == (0, 8)
 
 
-def test_a_prompt_in_chunks_is_shared_before_it_is_complete() -> None:
+def test_the_pages_of_a_chunked_prompt_are_shared_before_it_is_complete() -> None:
     sim = Simulation(page_size=4, chunked_prefill_size=16)
     sim.add("first", list(range(40)))
     sim.step()
@@ -82,7 +82,7 @@ def test_equal_prompts_sent_together_are_computed_once() -> None:
     sim.run()
 
 
-def test_pages_computed_twice_become_one() -> None:
+def test_pages_that_two_requests_computed_are_merged() -> None:
     sim = Simulation(page_size=4, chunked_prefill_size=16)
     sim.add("first", list(range(30)), max_new_tokens=20)
     sim.step()
@@ -103,7 +103,7 @@ def test_the_last_token_of_a_cached_prompt_is_computed_again() -> None:
     assert plan is not None and (plan.starts, plan.lens) == ([4], [4])
 
 
-def test_steps_are_counted_by_how_they_ran() -> None:
+def test_steps_are_counted_as_graph_hits_or_eager_by_reason() -> None:
     sim = Simulation()
     sim.add("r", [1, 2, 3], max_new_tokens=4)
     for eager, padding in ((None, 5), ("tokens", 0), (None, 7), ("tokens", 0)):
@@ -125,7 +125,7 @@ def test_kv_of_old_weights_is_not_shared() -> None:
     assert sim.finished["second"].cached_tokens == 0
 
 
-def test_every_token_knows_the_weights_that_made_it() -> None:
+def test_every_token_is_attributed_to_the_weights_that_made_it() -> None:
     sim = Simulation()
     sim.add("r", [1, 2, 3], max_new_tokens=5)
     sim.step()
@@ -135,7 +135,7 @@ def test_every_token_knows_the_weights_that_made_it() -> None:
     assert sim.finished["r"].versions == [("0", 0, 2), ("7", 2, 5)]
 
 
-def test_when_pages_run_out_the_youngest_is_retracted_and_nobody_fails() -> None:
+def test_when_pages_run_out_requests_are_retracted_and_none_fails() -> None:
     sim = Simulation(num_pages=25, page_size=4, chunked_prefill_size=64)
     sim.scheduler.new_token_ratio.value = sim.scheduler.new_token_ratio.minimum = 0.0
     for index in range(4):
@@ -156,7 +156,7 @@ def test_a_lower_priority_is_retracted_first() -> None:
     assert internal_state(sim.scheduler)["waiting_queue_rids"] == ["low"]
 
 
-def test_a_surplus_step_retracts_nobody() -> None:
+def test_a_surplus_step_retracts_no_request() -> None:
     sim = Simulation(num_pages=25, page_size=4, chunked_prefill_size=64)
     sim.scheduler.new_token_ratio.value = sim.scheduler.new_token_ratio.minimum = 0.0
     for index in range(4):
@@ -167,7 +167,7 @@ def test_a_surplus_step_retracts_nobody() -> None:
     assert sim.results and internal_state(sim.scheduler)["num_preemptions"] == 0
 
 
-def test_higher_priority_is_admitted_first_then_the_earlier() -> None:
+def test_admission_is_by_priority_then_by_arrival() -> None:
     sim = Simulation(max_running_requests=1)
     for rid, priority in (("a", 0), ("b", 0), ("c", 5)):
         sim.add(rid, [1, 2, 3], priority=priority)
@@ -202,7 +202,7 @@ def test_a_stop_token_ends_the_request_and_its_surplus_token_is_dropped() -> Non
     assert sim.outputs["r"] == output[: output.index(stop) + 1]
 
 
-def test_a_stop_token_before_min_new_tokens_does_not_end_it() -> None:
+def test_a_stop_token_before_min_new_tokens_does_not_end_the_request() -> None:
     sim = Simulation()
     stop = next_token([1, 2, 3])
     sim.add("r", [1, 2, 3], max_new_tokens=3, min_new_tokens=3, stop_token_ids=(stop,))
@@ -220,7 +220,7 @@ def test_a_stop_string_cuts_the_output() -> None:
     assert sim.scheduler.finish(Finish("r", 3)) == []
 
 
-def test_abort_in_flight_frees_only_when_the_step_is_applied() -> None:
+def test_an_abort_in_flight_frees_pages_only_when_the_step_is_applied() -> None:
     sim = Simulation(prefix_cache=False)
     sim.add("r", [1, 2, 3])
     sim.launch()
@@ -238,30 +238,30 @@ def test_abort_of_a_waiting_request_says_it_never_ran() -> None:
     assert (finished.reason, finished.message) == ("abort", "Abort before prefill")
 
 
-def test_abort_all_and_abort_of_the_unknown() -> None:
+def test_abort_all_and_abort_of_an_unknown_request() -> None:
     sim = Simulation(max_running_requests=1)
     sim.add("a", [1, 2, 3])
     sim.add("b", [1, 2, 3])
     sim.step()
-    assert sim.scheduler.abort(Abort("nobody")) == sim.scheduler.abort(Abort()) == []
+    assert sim.scheduler.abort(Abort("unknown")) == sim.scheduler.abort(Abort()) == []
     assert {finished.rid for finished in sim.scheduler.abort(Abort(abort_all=True))} == {"a", "b"}
     assert sim.scheduler.check_invariants() == []
 
 
-def test_prompt_logprobs_cover_the_prompt_once_in_chunks_and_behind_a_cached_prefix() -> None:
+def test_prompt_logprobs_cover_the_prompt_once_with_chunks_and_with_a_cached_prefix() -> None:
     sim = Simulation(page_size=4, chunked_prefill_size=16)
     prompt = list(range(40))
     sim.add("warm", prompt)
     sim.run()
     sim.add("all", prompt, prompt_logprobs_start=0)
-    sim.add("sampling_mode", prompt, prompt_logprobs_start=30)
+    sim.add("end", prompt, prompt_logprobs_start=30)
     sim.run()
     assert sim.prompt_logprobs["all"] == prompt[1:]
-    assert sim.prompt_logprobs["tail"] == prompt[30:]
-    assert (sim.finished["all"].cached_tokens, sim.finished["tail"].cached_tokens) == (0, 28)
+    assert sim.prompt_logprobs["end"] == prompt[30:]
+    assert (sim.finished["all"].cached_tokens, sim.finished["end"].cached_tokens) == (0, 28)
 
 
-def test_a_retracted_request_that_has_its_prompt_logprobs_finds_its_output_in_the_cache() -> None:
+def test_a_retracted_request_with_complete_prompt_logprobs_finds_its_output_in_the_cache() -> None:
     sim = Simulation(num_pages=25, page_size=4, chunked_prefill_size=64)
     sim.add("r", list(range(8)), max_new_tokens=60, prompt_logprobs_start=0)
     while len(sim.outputs["r"]) < 20:
@@ -278,7 +278,7 @@ def test_a_retracted_request_that_has_its_prompt_logprobs_finds_its_output_in_th
     ("prompt_len", "queued", "kind"),
     [(0, 0, "ContextLengthError"), (100, 0, "ContextLengthError"), (3, 100, "OverloadedError")],
 )
-def test_what_cannot_run_is_rejected(prompt_len: int, queued: int, kind: str) -> None:
+def test_a_request_that_cannot_run_is_rejected(prompt_len: int, queued: int, kind: str) -> None:
     sim = Simulation(max_seq_len=100, max_queued_requests=100)
     for index in range(queued):
         sim.add(f"r{index}", [1])
@@ -287,7 +287,7 @@ def test_what_cannot_run_is_rejected(prompt_len: int, queued: int, kind: str) ->
     assert rejected is not None and rejected.kind == kind
 
 
-def test_a_rid_in_flight_is_rejected_and_free_again_after_its_end() -> None:
+def test_a_rid_in_flight_is_rejected_and_accepted_again_after_its_end() -> None:
     sim = Simulation()
     sim.add("r", [1])
     again = AddRequest(rid="r", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=1))
@@ -297,10 +297,10 @@ def test_a_rid_in_flight_is_rejected_and_free_again_after_its_end() -> None:
     assert sim.scheduler.add(again) is None
 
 
-def test_the_proof_sees_a_page_that_is_lost() -> None:
+def test_the_invariants_find_a_lost_page() -> None:
     sim = Simulation()
     sim.scheduler.resources.allocator.allocate(1)
-    assert sim.scheduler.check_invariants() == ["pages [0] belong to nobody"]
+    assert sim.scheduler.check_invariants() == ["pages [0] have no owner"]
 
 
 def test_the_scheduler_does_not_import_torch() -> None:
@@ -308,7 +308,7 @@ def test_the_scheduler_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_step_has_the_tail_that_its_most_demanding_request_needs():
+def test_a_step_has_the_sampling_mode_of_its_most_demanding_request():
     sim = Simulation()
     seen = []
     for rid, params in (
@@ -325,15 +325,15 @@ def test_a_step_has_the_tail_that_its_most_demanding_request_needs():
     assert seen == ["plain", "filtered", "full", "full"]
 
 
-def spoil(sim: Simulation, index: int = 0) -> None:
-    """Let the oldest step in flight have sampled no token for one of its sequences."""
+def make_non_finite(sim: Simulation, index: int = 0) -> None:
+    """Make the oldest step in flight sample ``NON_FINITE`` for one of its sequences."""
     tokens = list(sim.results[0].tokens)
     tokens[index] = NON_FINITE
     sim.results[0] = msgspec.structs.replace(sim.results[0], tokens=tokens)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_logits_that_are_not_finite_end_their_request_alone(overlap: bool) -> None:
+def test_non_finite_logits_end_only_their_own_request(overlap: bool) -> None:
     sim = Simulation()
     for index in range(3):
         sim.add(f"r{index}", [index, 1, 2], max_new_tokens=9)
@@ -341,7 +341,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(overlap: bool) -> No
         sim.overlapped_step() if overlap else sim.step()
     if not overlap:
         sim.launch()
-    spoil(sim, 1)
+    make_non_finite(sim, 1)
     output = sim.apply()
     (end,) = output.finished
     assert (end.rid, end.reason, end.error) == ("r1", "error", "NonFiniteLogitsError")
@@ -352,16 +352,16 @@ def test_logits_that_are_not_finite_end_their_request_alone(overlap: bool) -> No
     assert [sim.finished[rid].reason for rid in ("r0", "r2")] == ["length", "length"]
 
 
-def test_nothing_that_led_to_logits_that_are_not_finite_is_shared() -> None:
+def test_kv_that_led_to_non_finite_logits_is_not_shared() -> None:
     sim = Simulation(page_size=4, chunked_prefill_size=64)
-    sim.add("left", [1] * 12, max_new_tokens=9)  # computes a page, and is gone before it has sampled
+    sim.add("left", [1] * 12, max_new_tokens=9)  # computes pages, and is aborted before it has sampled
     sim.launch()
     sim.end(sim.scheduler.abort(Abort("left")))
     sim.apply()
-    sim.add("spoilt", [1] * 12)
+    sim.add("non-finite", [1] * 12)
     plan = sim.launch()
     assert plan is not None and plan.starts == [8]
-    spoil(sim)
+    make_non_finite(sim)
     sim.apply()
     sim.add("next", [1] * 12)
     sim.run()
@@ -371,13 +371,13 @@ def test_nothing_that_led_to_logits_that_are_not_finite_is_shared() -> None:
     assert sim.finished["last"].cached_tokens == 8
 
 
-def test_requests_that_read_the_same_pages_go_on() -> None:
+def test_requests_that_share_pages_with_a_non_finite_request_go_on() -> None:
     sim = Simulation(page_size=4, chunked_prefill_size=64)
     for rid in ("a", "b"):
         sim.add(rid, [1] * 13, max_new_tokens=20)
     sim.step()
     sim.launch()
-    spoil(sim, 0)
+    make_non_finite(sim, 0)
     sim.apply()
     assert "a" in sim.finished
     sim.run()
@@ -385,23 +385,23 @@ def test_requests_that_read_the_same_pages_go_on() -> None:
 
 
 @pytest.mark.parametrize("chunk", [4, 64])
-def test_prompt_logprobs_that_are_not_finite_end_their_request(chunk: int) -> None:
+def test_non_finite_prompt_logprobs_end_their_request(chunk: int) -> None:
     sim = Simulation(chunked_prefill_size=chunk)
     sim.add("r", [1] * 12, prompt_logprobs_start=0)
     sim.launch()
     entries = dict(sim.results[0].prompt_logprobs)
-    (row,) = entries
-    entries[row] = [*entries[row][:-1], TokenLogprob(1, float("nan"))]
+    (slot,) = entries
+    entries[slot] = [*entries[slot][:-1], TokenLogprob(1, float("nan"))]
     sim.results[0] = msgspec.structs.replace(sim.results[0], prompt_logprobs=entries)
     output = sim.apply()
     assert (output.finished[0].error, output.rids, output.prompt_logprobs) == ("NonFiniteLogitsError", [], {})
     sim.run()
 
 
-def test_a_prompt_token_that_cannot_be_is_no_fault_of_the_logits() -> None:
+def test_a_prompt_logprob_of_minus_infinity_does_not_end_the_request() -> None:
     sim = Simulation()
     sim.add("r", [1] * 3, prompt_logprobs_start=0)
     sim.launch()
-    entries = {row: [TokenLogprob(1, float("-inf"))] * 2 for row in sim.results[0].prompt_logprobs}
+    entries = {slot: [TokenLogprob(1, float("-inf"))] * 2 for slot in sim.results[0].prompt_logprobs}
     sim.results[0] = msgspec.structs.replace(sim.results[0], prompt_logprobs=entries)
     assert not sim.apply().finished

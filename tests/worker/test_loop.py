@@ -1,4 +1,4 @@
-"""The loop: real sockets, a fake runner."""
+"""The scheduler loop with real sockets and a fake runner."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Client:
         self.loop = SchedulerLoop(
             scheduler,
             self.runner,
-            FakeUpdater(self.tell),
+            FakeUpdater(self.send_event),
             inbox=inbox,
             outbox=outbox,
             followers=[followers][: ranks - 1],
@@ -109,8 +109,8 @@ class Client:
         self.thread = threading.Thread(target=self.loop.run)
         self.thread.start()
 
-    def tell(self, event: RankEvent) -> None:
-        """As a rank does."""
+    def send_event(self, event: RankEvent) -> None:
+        """Send an event to the loop, as a rank does."""
         self.events.send(msgspec.msgpack.encode(event))
 
     def send(self, message: FrontendMessage) -> None:
@@ -150,7 +150,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[Client]:
 
 @pytest.fixture(params=[False, True], ids=["normal", "overlap"])
 def leader(request: pytest.FixtureRequest) -> Iterator[Client]:
-    """A client of a loop with a second rank to lead."""
+    """A client of a loop that sends its plans to a second rank."""
     client = Client(overlap=request.param, ranks=2)
     yield client
     client.close()
@@ -160,7 +160,7 @@ def leader(request: pytest.FixtureRequest) -> Iterator[Client]:
 PARAMS = SamplingParams(max_new_tokens=9)
 
 
-def test_a_request_goes_through(client: Client) -> None:
+def test_a_request_gets_its_tokens(client: Client) -> None:
     client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
     assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
 
@@ -187,7 +187,7 @@ def test_followers_get_every_plan_in_order(leader: Client) -> None:
             return Done(StepResult(plan.step, [], 0.0))
 
     with pytest.raises(Stop):
-        follow(Recorder(), NO_UPDATER, leader.plans, leader.tell, depth=2)
+        follow(Recorder(), NO_UPDATER, leader.plans, leader.send_event, depth=2)
     assert ran == list(range(1, 10))
 
 
@@ -209,7 +209,7 @@ def test_an_abort_ends_the_request_with_its_tokens(client: Client) -> None:
     assert state.problems == []
 
 
-def test_state_names_what_waits_and_runs(client: Client) -> None:
+def test_the_state_has_the_waiting_requests_and_the_memory_usage(client: Client) -> None:
     client.send(GetState(7, check=True))
     state = client.receive()
     assert isinstance(state, State)
@@ -217,15 +217,15 @@ def test_state_names_what_waits_and_runs(client: Client) -> None:
     assert state.state["memory_usage"] == {"weights": 1}
 
 
-def test_logits_that_are_not_finite_are_logged_once(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_non_finite_logits_are_logged_once(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     launch = client.runner.forward_batch
 
-    def spoilt(plan: StepPlan) -> Done:
-        client.runner.device.unapplied.clear()  # each has been read before the next request comes
+    def launch_non_finite(plan: StepPlan) -> Done:
+        client.runner.device.unapplied.clear()  # each step's result was read before the next request comes
         done = launch(plan)
         return Done(msgspec.structs.replace(done.value, tokens=[NON_FINITE] * len(done.value.tokens)))
 
-    client.runner.forward_batch = spoilt  # type: ignore[method-assign]
+    client.runner.forward_batch = launch_non_finite  # type: ignore[method-assign]
     for rid in ("first", "second"):
         client.send(AddRequest(rid=rid, prompt=pack_ids([1, 2, 3]), params=PARAMS))
         assert client.collect(rid) == []
@@ -240,7 +240,7 @@ def test_a_rejection_is_answered(client: Client) -> None:
     assert isinstance(rejected, Rejected) and rejected.kind == "ContextLengthError"
 
 
-def test_throughput_is_of_the_last_window_and_fades() -> None:
+def test_throughput_is_that_of_the_last_window_and_becomes_zero() -> None:
     now = 0.0
     throughput = Throughput(lambda: now)
     now = 0.5
@@ -253,7 +253,7 @@ def test_throughput_is_of_the_last_window_and_fades() -> None:
 
 
 class Slow:
-    """A step that takes a while, after those before it."""
+    """A step that takes ``seconds`` from the end of the step before it."""
 
     ends = 0.0
 
@@ -270,13 +270,13 @@ class Slow:
 
 
 def slow_down(client: Client, seconds: float) -> None:
-    """Let every step take so long."""
+    """Make every step take ``seconds``."""
     launch = client.runner.forward_batch
     client.loop._runner.forward_batch = lambda plan: Slow(launch(plan).value, seconds)  # type: ignore[attr-defined]
 
 
 def ask(client: Client, message: FrontendMessage) -> SchedulerMessage:
-    """The answer to a call, behind whatever comes before it."""
+    """Send a call and return its answer; outputs that come before it are dropped."""
     client.send(message)
     while isinstance(answer := client.receive(), SchedulerOutput):
         pass
@@ -285,7 +285,7 @@ def ask(client: Client, message: FrontendMessage) -> SchedulerMessage:
 
 @pytest.fixture
 def follower(leader: Client) -> Iterator[list[int]]:
-    """A second rank behind the loop, on a thread: the steps it has finished."""
+    """A second rank on a thread; gives the list of the steps that it has finished."""
     finished: list[int] = []
 
     class Late(Done):
@@ -300,7 +300,7 @@ def follower(leader: Client) -> Iterator[list[int]]:
 
     def run() -> None:
         with suppress(msgspec.DecodeError):
-            follow(Runner(), NO_UPDATER, leader.plans, leader.tell, depth=2)
+            follow(Runner(), NO_UPDATER, leader.plans, leader.send_event, depth=2)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -324,19 +324,19 @@ def test_a_pause_is_answered_when_every_rank_has_drained(leader: Client, followe
     assert tokens == expected_output([1, 2, 3], SamplingParams(max_new_tokens=90), 100)[-len(tokens) :]
 
 
-def test_the_time_of_a_pause_counts_every_rank(leader: Client) -> None:
+def test_drained_ms_includes_the_drain_of_every_rank(leader: Client) -> None:
     leader.send(Pause(1, "in_place"))
     assert msgspec.msgpack.decode(leader.plans.recv(), type=RankMessage) == Drain()
     assert not leader.from_loop.poll(50)
-    leader.tell(Drained())
+    leader.send_event(Drained())
     while not isinstance(paused := leader.receive(), Paused):
         pass
     assert paused.drained_ms >= 50
 
 
-def test_a_pause_that_was_overtaken_waits_for_no_rank(leader: Client) -> None:
+def test_a_pause_that_is_continued_at_once_does_not_drain_the_ranks(leader: Client) -> None:
     if not leader.loop._overlap:
-        return  # no step is in flight when messages are taken, and no pause overtaken
+        return  # without overlap no step is in flight when messages come: a pause takes effect at once
     slow_down(leader, 0.01)
     leader.send(AddRequest(rid="r", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=90)))
     leader.receive()
@@ -348,21 +348,21 @@ def test_a_pause_that_was_overtaken_waits_for_no_rank(leader: Client) -> None:
         assert isinstance(msgspec.msgpack.decode(leader.plans.recv(), type=RankMessage), StepPlan)
 
 
-def test_a_pause_ends_by_itself_when_its_time_is_up(client: Client) -> None:
+def test_a_pause_ends_by_itself_when_its_ttl_is_over(client: Client) -> None:
     assert isinstance(ask(client, Pause(1, "retract", ttl_s=0.05)), Paused)
     client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
     assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
 
 
 def send_together(client: Client, *messages: FrontendMessage) -> None:
-    """The loop finds all of them when it looks."""
+    """Send messages so that the loop finds all of them in one turn."""
     decode, sent = client.loop._decode, threading.Event()
 
-    def held(frame: bytes) -> FrontendMessage:
+    def decode_late(frame: bytes) -> FrontendMessage:
         assert sent.wait(DEADLINE_MS / 1000)
         return decode(frame)
 
-    client.loop._decode = held  # type: ignore[method-assign]
+    client.loop._decode = decode_late  # type: ignore[method-assign]
     for message in messages:
         client.send(message)
     sent.set()
@@ -386,7 +386,7 @@ def test_an_idle_engine_is_paused_before_the_next_message(client: Client) -> Non
     assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
 
 
-def test_the_counters_tell_what_waits_while_paused(client: Client) -> None:
+def test_the_counters_report_waiting_requests_while_paused(client: Client) -> None:
     assert isinstance(ask(client, Pause(1, "in_place")), Paused)
     for count in (1, 2):
         client.send(AddRequest(rid=str(count), prompt=pack_ids([1, 2, 3]), params=PARAMS))
@@ -416,7 +416,7 @@ def test_a_pause_in_a_long_prefill_waits_for_one_chunk_at_most() -> None:
     slow_down(client, chunk_s)
     client.send(AddRequest(rid="r", prompt=pack_ids([1] * length), params=PARAMS))
     for _ in range(2):
-        client.receive()  # its pace is known from the first chunk on
+        client.receive()  # the loop can predict the next chunk once it has read the first
     drained = []
     for call in range(2):
         time.sleep(chunk_s / 3)  # in the middle of a chunk
@@ -430,10 +430,10 @@ def test_a_pause_in_a_long_prefill_waits_for_one_chunk_at_most() -> None:
     client.send(Abort("r"))
     client.close()
     client.close_sockets()
-    assert max(drained) <= 1.2 * chunk_s  # it would be up to two chunks
+    assert max(drained) <= 1.2 * chunk_s  # up to two chunks if the next one were launched early
 
 
-def test_the_end_of_a_long_step_is_foreseen_whatever_one_step_took() -> None:
+def test_one_slow_step_does_not_change_the_predicted_duration() -> None:
     speed, now = StepSpeed(), 10.0
 
     def run(num_tokens: int, seconds: float) -> None:
@@ -443,10 +443,10 @@ def test_the_end_of_a_long_step_is_foreseen_whatever_one_step_took() -> None:
         speed.note(launched, now)
 
     def expected(num_tokens: int) -> float:
-        return speed.foresee(Launched(Done(StepResult(1, [], 0.0)), num_tokens, now))[1]
+        return speed.predict(Launched(Done(StepResult(1, [], 0.0)), num_tokens, now))[1]
 
     assert expected(8192) == 0.0
-    for seconds in (0.2, 1.7, 0.001, 0.2, 0.2):  # the second compiled a kernel, and the third ran meanwhile
+    for seconds in (0.2, 1.7, 0.001, 0.2, 0.2):  # the second compiled a kernel, and meanwhile the third ran
         run(8192, seconds)
         run(1, 0.01)
     assert expected(8192) == pytest.approx(0.2)

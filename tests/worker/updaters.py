@@ -1,4 +1,4 @@
-"""Weight updaters without weights: they answer rank 0 as a rank would, at once."""
+"""A weight updater without weights: it answers rank 0 at once, as a rank would."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALUES = {"shape": [1], "parts": [{"place": [[0, 1]], "float32": bytes(4)}]}
 
 
 class FakeUpdater:
-    """Everything works, and what was announced is there as soon as it is to be received."""
+    """Every command succeeds, and a receive has all tensors of its manifest at once."""
 
     def __init__(self, send: Callable[[RankEvent], None], rank: int = 0) -> None:
         self._send = send
