@@ -69,7 +69,7 @@ class Scheduler:
         self.limits = limits
         self.weight_version = FIRST_WEIGHT_VERSION
         self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
-        self.refuses: str | None = None  # why every new request is rejected; None: it is not
+        self.refuses: str | None = None  # why every new request is rejected; None: requests are accepted
         self.resources = Resources(
             num_slots=limits.max_running_requests, num_pages=limits.num_pages, page_size=limits.page_size
         )

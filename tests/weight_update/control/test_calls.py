@@ -1,4 +1,4 @@
-"""Weight updates on the pure scheduler: ranks are lists of commands, answered by hand."""
+"""Weight updates on the pure scheduler; the ranks are lists of commands that the tests reply to."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PART = structs.replace(TWO, buckets=TWO.buckets[:1], partial=True)
 
 
 class Engine:
-    """A simulation with two ranks. By default they do at once what they are told."""
+    """A simulation with two ranks. By default they carry out each command at once."""
 
     def __init__(self, **limits: int) -> None:
         self.sim = Simulation(**limits)
@@ -71,13 +71,13 @@ class Engine:
         self.calls = 0
         self.answers: dict[int, list[WeightAnswer]] = {}
         self.others: list[Any] = []
-        self.told: list[tuple[int, WeightCommand]] = []  # in order, not yet answered
-        self.done: list[WeightCommand] = []  # of rank 0
-        self.silent: set[type] = set()  # kinds of commands that nobody answers
-        self.broken: dict[tuple[int, type], list[str]] = {}  # what a rank says of a kind of command
-        self.touched: set[int] = {0, 1}
-        self.dropped: list[str] = []  # groups that ranks found dead
-        self.arrives = True  # what was announced is there at once
+        self.pending: list[tuple[int, WeightCommand]] = []  # commands without a reply, in order
+        self.done: list[WeightCommand] = []  # rank 0's commands
+        self.silent: set[type] = set()  # kinds of commands that get no reply
+        self.broken: dict[tuple[int, type], list[str]] = {}  # (rank, kind of command) -> errors of the reply
+        self.touched: set[int] = {0, 1}  # ranks whose commit writes served weights
+        self.dropped: list[str] = []  # groups that the ranks found dead
+        self.arrives = True  # whether a receive has all tensors at once
 
     def ask(self, request: WeightOperation) -> int:
         self.calls += 1
@@ -94,7 +94,7 @@ class Engine:
         return self.answer(self.ask(request))
 
     def go(self) -> None:
-        """Until nobody has anything to say."""
+        """Deliver messages, commands and replies until there are none."""
         while True:
             pauses = self.scheduler.control.advance(self.now)
             messages, commands = self.weights.advance(self.now)
@@ -106,11 +106,11 @@ class Engine:
                     if isinstance(message, SchedulerOutput):
                         self.sim.end(message.finished)
             for pair in commands:
-                self.told += enumerate(pair)
+                self.pending += enumerate(pair)
                 if type(pair[0]) not in (Discard,):
                     self.done.append(pair[0])
-            ready = [each for each in self.told if type(each[1]) not in self.silent]
-            self.told = [each for each in self.told if type(each[1]) in self.silent]
+            ready = [each for each in self.pending if type(each[1]) not in self.silent]
+            self.pending = [each for each in self.pending if type(each[1]) in self.silent]
             for rank, command in ready:
                 self.carry_out(rank, command)
             if not messages and not commands and not ready:
@@ -149,7 +149,7 @@ class Engine:
         return self.weights.state
 
     def kinds(self) -> list[str]:
-        """What rank 0 was told since the last look."""
+        """Returns the kinds of rank 0's commands since the last call, and forgets them."""
         names = [type(command).__name__ for command in self.done]
         self.done.clear()
         return names
@@ -170,7 +170,7 @@ def prepare(manifest: Manifest = TWO, **fields: Any) -> Prepare:
     return prepared(manifest, **fields)
 
 
-def test_ready_and_status_say_whether_steps_are_run(engine: Engine) -> None:
+def test_prepare_and_status_report_whether_steps_are_run(engine: Engine) -> None:
     assert engine.reply(prepare()).fields["generating"] is False
     engine.reply(AbortSession())
     engine.sim.add("a", [1, 2, 3], max_new_tokens=5)
@@ -191,7 +191,7 @@ def test_prepare_receive_complete(engine: Engine) -> None:
     waiting = engine.ask(Complete(group_name="g"))
     engine.receive(0, 2, done=True)
     engine.go()
-    assert waiting not in engine.answers, "rank 1 is not through"
+    assert waiting not in engine.answers, "rank 1 has not received everything"
     assert engine.reply(GetUpdateStatus()).fields["num_buckets_received"] == 0, "the slowest rank counts"
     engine.receive(1, 2, done=True)
     engine.go()
@@ -213,23 +213,23 @@ def test_no_rank_receives_before_every_rank_has_checked(engine: Engine) -> None:
     assert engine.reply(prepare()).success
 
 
-def test_ready_means_that_every_rank_waits(engine: Engine) -> None:
+def test_prepare_is_answered_when_every_rank_has_posted_its_receive(engine: Engine) -> None:
     engine.silent.add(Receive)
     call = engine.ask(prepare())
-    rank, command = engine.told[0]
+    rank, command = engine.pending[0]
     engine.carry_out(rank, command)
     engine.go()
     assert call not in engine.answers
-    engine.carry_out(*engine.told[1])
+    engine.carry_out(*engine.pending[1])
     engine.go()
     assert engine.answer(call).success
 
 
-def test_a_rank_may_receive_before_another_is_ready(engine: Engine) -> None:
+def test_a_rank_may_receive_before_another_has_posted(engine: Engine) -> None:
     engine.silent.add(Receive)
     call = engine.ask(prepare())
-    engine.carry_out(*engine.told[0])
-    engine.carry_out(*engine.told[1])
+    engine.carry_out(*engine.pending[0])
+    engine.carry_out(*engine.pending[1])
     engine.go()
     assert engine.answer(call).success
     assert engine.state == "received"
@@ -243,16 +243,16 @@ def test_the_group_and_the_count_are_checked_first(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, 3), (2, 3), (1, 2), (-1, 9)])
-def test_ranks_that_do_not_fit_the_group(engine: Engine, offset: int, size: int) -> None:
+def test_a_rank_offset_that_does_not_fit_the_group_is_refused(engine: Engine, offset: int, size: int) -> None:
     group = structs.replace(GROUP, name="h", rank_offset=offset, world_size=size)
     answer = engine.reply(join(group))
     assert not answer.success and f"rank_offset={offset}" in answer.message
     assert engine.kinds() == []
 
 
-def test_a_group_that_only_some_ranks_have_joined_is_left(engine: Engine) -> None:
-    engine.broken[1, Join] = ["nobody there"]
-    answer = engine.reply(join(structs.replace(GROUP, name="h")))
+def test_a_group_that_only_some_ranks_could_join_is_left(engine: Engine) -> None:
+    engine.broken[1, Join] = ["no trainer"]
+    answer = engine.reply(JoinGroup(group=structs.replace(GROUP, name="h")))
     assert not answer.success
     assert engine.kinds() == ["Join", "Leave"]
     assert "h" not in engine.weights.groups
@@ -269,7 +269,7 @@ def test_a_group_joined_anew_ends_its_session(engine: Engine) -> None:
     assert not answer.success and "joined anew" in answer.message
 
 
-def test_groups_whose_trainers_have_gone_are_forgotten(engine: Engine) -> None:
+def test_groups_that_the_ranks_found_dead_are_forgotten(engine: Engine) -> None:
     engine.arrives = False
     engine.reply(prepare())
     engine.dropped = ["g"]
@@ -286,7 +286,7 @@ def test_a_group_joined_anew_does_not_disturb_a_commit(engine: Engine) -> None:
     assert engine.reply(join(GROUP)).success
     engine.reply(LeaveGroup(group_name="g"))
     assert engine.state == "committing"
-    for rank, command in engine.told:
+    for rank, command in engine.pending:
         engine.carry_out(rank, command)
     engine.go()
     assert engine.answer(waiting).success and engine.scheduler.weight_version == "1"
@@ -310,7 +310,7 @@ def test_a_repeated_prepare_gets_the_same_answer(engine: Engine) -> None:
     assert not engine.reply(prepare(other, session_id="one")).success
 
 
-def test_a_prepare_without_an_id_is_a_repeat_until_something_arrives(engine: Engine) -> None:
+def test_a_prepare_without_an_id_counts_as_repeated_until_a_bucket_arrives(engine: Engine) -> None:
     engine.arrives = False
     first = engine.reply(prepare())
     assert engine.reply(prepare()).fields == first.fields
@@ -318,27 +318,27 @@ def test_a_prepare_without_an_id_is_a_repeat_until_something_arrives(engine: Eng
     assert not engine.reply(prepare()).success
 
 
-def test_a_prepare_repeated_while_the_first_is_under_way(engine: Engine) -> None:
+def test_a_prepare_that_is_repeated_before_its_answer_gets_the_same_answer(engine: Engine) -> None:
     engine.silent.add(Receive)
     calls = [engine.ask(prepare()), engine.ask(prepare())]
-    for rank, command in engine.told:
+    for rank, command in engine.pending:
         engine.carry_out(rank, command)
     engine.go()
     assert all(engine.answer(call).success for call in calls)
 
 
-def test_a_complete_whose_reply_was_lost(engine: Engine) -> None:
+def test_a_complete_that_is_repeated_gets_the_same_answer(engine: Engine) -> None:
     engine.reply(prepare())
     first = engine.reply(Complete(group_name="g"))
     assert engine.reply(Complete(group_name="g")).fields == first.fields
     assert engine.reply(Complete(session_id="session-1")).fields == first.fields
     assert not engine.reply(Complete(session_id="another")).success
     assert engine.kinds() == ["Stage", "Receive", "Commit"]
-    assert not engine.reply(prepare(num_buckets=9)).success, "even a refused one"
+    assert not engine.reply(prepare(num_buckets=9)).success, "even a refused prepare forgets the answer"
     assert "no session is open" in engine.reply(Complete(group_name="g")).message
 
 
-def test_destroying_the_group_forgets_the_answer(engine: Engine) -> None:
+def test_leaving_the_group_forgets_the_answer(engine: Engine) -> None:
     engine.reply(prepare())
     engine.reply(Complete())
     assert engine.reply(LeaveGroup(group_name="g")).success
@@ -346,7 +346,7 @@ def test_destroying_the_group_forgets_the_answer(engine: Engine) -> None:
     assert "unknown group 'g'" in engine.reply(LeaveGroup(group_name="g")).message
 
 
-def test_destroying_the_group_ends_its_session(engine: Engine) -> None:
+def test_leaving_the_group_ends_its_session(engine: Engine) -> None:
     engine.arrives = False
     engine.reply(prepare())
     waiting = engine.ask(Complete())
@@ -355,7 +355,7 @@ def test_destroying_the_group_ends_its_session(engine: Engine) -> None:
     assert engine.state == "idle"
 
 
-def test_complete_without_prepare_and_for_another_session(engine: Engine) -> None:
+def test_complete_is_refused_without_a_session_and_for_another_session(engine: Engine) -> None:
     assert "no session is open" in engine.reply(Complete()).message
     engine.reply(prepare(session_id="one"))
     assert "session 'two' is not open; 'one' is" in engine.reply(Complete(session_id="two")).message
@@ -363,7 +363,7 @@ def test_complete_without_prepare_and_for_another_session(engine: Engine) -> Non
     assert engine.reply(Complete(session_id="one")).success
 
 
-def test_three_phases(engine: Engine) -> None:
+def test_complete_without_commit_leaves_the_commit_to_another_call(engine: Engine) -> None:
     engine.reply(prepare())
     assert not engine.reply(CommitSession(session_id="no")).success
     received = engine.reply(Complete(commit=False))
@@ -373,23 +373,23 @@ def test_three_phases(engine: Engine) -> None:
     assert done.success and done.fields["weight_version"] == "1"
 
 
-def test_what_was_received_and_never_completed_does_not_become_live(engine: Engine) -> None:
+def test_received_weights_that_are_never_committed_are_given_up(engine: Engine) -> None:
     engine.reply(prepare(arm_timeout_s=100.0))
     engine.tick(99)
     assert engine.state == "received"
     engine.tick(1)
     assert engine.state == "idle" and engine.scheduler.weight_version == "0"
-    assert "nobody committed it" in engine.reply(Complete()).message
+    assert "no commit came" in engine.reply(Complete()).message
 
 
-def test_a_commit_before_everything_is_there_is_refused(engine: Engine) -> None:
+def test_a_commit_before_everything_was_received_is_refused(engine: Engine) -> None:
     engine.arrives = False
     engine.reply(prepare())
     answer = engine.reply(CommitSession())
     assert not answer.success and "is prepared; complete it first" in answer.message
 
 
-def test_an_abort_leaves_the_weights(engine: Engine) -> None:
+def test_an_abort_leaves_the_served_weights(engine: Engine) -> None:
     engine.reply(prepare())
     assert engine.reply(AbortSession()).success
     assert engine.state == "idle" and engine.scheduler.weight_version == "0"
@@ -412,7 +412,7 @@ def test_a_rank_that_fails_ends_the_session(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("after", ["nothing", "a byte", "the call to complete"])
-def test_each_clock(engine: Engine, after: str) -> None:
+def test_each_timeout_of_a_session(engine: Engine, after: str) -> None:
     engine.arrives = False
     engine.reply(prepare(timeout_s=10.0, arm_timeout_s=50.0))
     engine.tick(5)
@@ -432,7 +432,7 @@ def test_each_clock(engine: Engine, after: str) -> None:
         assert "timeout_s=10" in engine.answer(waiting).message
 
 
-def test_every_bucket_starts_the_clock_anew(engine: Engine) -> None:
+def test_every_bucket_restarts_the_timeout(engine: Engine) -> None:
     engine.arrives = False
     engine.reply(prepare(timeout_s=10.0))
     for count in range(5):
@@ -471,7 +471,7 @@ def test_generation_goes_on_while_weights_arrive(engine: Engine) -> None:
 
 @pytest.mark.parametrize("mode", ["wait", "in_place", "retract", "abort"])
 @pytest.mark.parametrize("flush", [False, True])
-def test_a_pause_and_its_mode_stay(engine: Engine, mode: str, flush: bool) -> None:
+def test_a_commit_does_not_change_a_pause_or_its_mode(engine: Engine, mode: str, flush: bool) -> None:
     engine.sim.add("r", [1, 2, 3], max_new_tokens=6)
     engine.sim.launch()
     engine.sim.apply()
@@ -481,7 +481,7 @@ def test_a_pause_and_its_mode_stay(engine: Engine, mode: str, flush: bool) -> No
     control = engine.scheduler.control
     assert control.mode == mode and list(control.holders) == ["user"]
     if mode in ("in_place", "wait"):
-        assert bool(engine.scheduler.running) is not flush, "a flush takes its KV"
+        assert bool(engine.scheduler.running) is not flush, "a flush retracts the request"
     assert (engine.scheduler.resources.prefix.num_pages == 0) or not flush
     control.continue_(Continue(99))
     engine.go()
@@ -493,9 +493,9 @@ def test_a_pause_during_the_commit_outlasts_it(engine: Engine) -> None:
     engine.reply(prepare())
     engine.ask(Complete())
     engine.pause("in_place")
-    assert any(isinstance(other, Paused) for other in engine.others), "nothing runs"
+    assert any(isinstance(other, Paused) for other in engine.others), "no step is in flight"
     engine.scheduler.control.flush(Flush(77), engine.now)
-    for rank, command in engine.told:
+    for rank, command in engine.pending:
         engine.carry_out(rank, command)
     engine.go()
     assert engine.scheduler.weight_version == "1"
@@ -503,7 +503,7 @@ def test_a_pause_during_the_commit_outlasts_it(engine: Engine) -> None:
     assert any(isinstance(other, Flushed) for other in engine.others)
 
 
-def test_a_continue_during_the_commit_does_not_let_anything_run(engine: Engine) -> None:
+def test_no_step_runs_after_a_continue_during_the_commit(engine: Engine) -> None:
     engine.silent.add(Commit)
     engine.pause("in_place")
     engine.reply(prepare())
@@ -512,14 +512,14 @@ def test_a_continue_during_the_commit_does_not_let_anything_run(engine: Engine) 
     engine.sim.add("r", [1, 2, 3], max_new_tokens=2)
     engine.go()
     assert engine.sim.launch() is None
-    for rank, command in engine.told:
+    for rank, command in engine.pending:
         engine.carry_out(rank, command)
     engine.go()
     assert engine.answer(waiting).success
     engine.sim.run()
 
 
-def test_kv_of_old_weights_is_not_shared_even_under_the_same_name(engine: Engine) -> None:
+def test_kv_of_old_weights_is_not_shared_even_if_the_version_is_the_same(engine: Engine) -> None:
     def cached() -> int:
         engine.sim.add(f"r{engine.calls}", list(range(40)), max_new_tokens=2)
         engine.sim.run()
@@ -531,8 +531,8 @@ def test_kv_of_old_weights_is_not_shared_even_under_the_same_name(engine: Engine
     engine.reply(prepare(weight_version="0"))
     assert engine.reply(Complete()).success and engine.scheduler.weight_version == "0"
     assert cached() == 0
-    engine.reply(SetVersion(new_version="renamed"))
-    assert cached() > 0, "another name is not other weights"
+    engine.reply(SetVersion(version="renamed"))
+    assert cached() > 0, "a new version name does not change the weights"
 
 
 def test_a_request_that_spans_a_commit_shares_no_more_pages(engine: Engine) -> None:
@@ -554,13 +554,13 @@ def test_abort_all_ends_every_request(engine: Engine) -> None:
     assert engine.sim.finished["r"].reason == "abort"
 
 
-def test_receiving_may_require_a_pause() -> None:
+def test_receiving_requires_a_pause_with_receive_requires_pause() -> None:
     engine = Engine(receive_requires_pause=True)
     engine.reply(join(GROUP))
     for request in (prepare(), single(PART)):
         answer = engine.reply(request)
         assert not answer.success and "--weight-recv-requires-pause" in answer.message
-    assert engine.reply(UpdateFromDisk(model_path="p")).success, "nothing is received"
+    assert engine.reply(UpdateFromDisk(model_path="p")).success, "a checkpoint is not received"
     engine.pause("in_place")
     assert engine.reply(prepare()).success
     assert engine.reply(Complete()).success
@@ -569,7 +569,7 @@ def test_receiving_may_require_a_pause() -> None:
 # --- poisoned ---
 
 
-def test_a_commit_that_fails_half_way_poisons(engine: Engine) -> None:
+def test_a_commit_that_fails_after_a_rank_has_written_poisons_the_weights(engine: Engine) -> None:
     engine.sim.add("r", [1, 2, 3], max_new_tokens=6)
     engine.sim.launch()
     engine.sim.apply()
@@ -584,7 +584,7 @@ def test_a_commit_that_fails_half_way_poisons(engine: Engine) -> None:
     )
     assert rejected is not None and rejected.kind == "PoisonedError" and "out of memory" in rejected.message
     engine.broken = {}
-    assert "poisoned" in engine.reply(prepare(PART)).message, "a part does not heal it"
+    assert "poisoned" in engine.reply(prepare(PART)).message, "a partial update is refused"
     assert "poisoned" in engine.reply(BeginUpdate()).message
     engine.reply(prepare())
     assert engine.reply(Complete()).success
@@ -593,7 +593,7 @@ def test_a_commit_that_fails_half_way_poisons(engine: Engine) -> None:
     engine.sim.run()
 
 
-def test_a_checkpoint_heals_too(engine: Engine) -> None:
+def test_a_checkpoint_replaces_poisoned_weights(engine: Engine) -> None:
     engine.broken[0, Commit] = ["no"]
     engine.reply(prepare())
     engine.reply(Complete())
@@ -603,7 +603,7 @@ def test_a_checkpoint_heals_too(engine: Engine) -> None:
     assert engine.state == "idle"
 
 
-def test_a_commit_that_failed_before_it_wrote_leaves_the_weights(engine: Engine) -> None:
+def test_a_commit_that_fails_before_it_writes_leaves_the_served_weights(engine: Engine) -> None:
     engine.broken = {(0, Commit): ["no"], (1, Commit): ["no"]}
     engine.touched = set()
     engine.reply(prepare())
@@ -612,11 +612,11 @@ def test_a_commit_that_failed_before_it_wrote_leaves_the_weights(engine: Engine)
     assert engine.state == "idle" and engine.scheduler.weight_version == "0"
 
 
-# --- the older calls ---
+# --- single calls ---
 
 
-def test_the_old_single_call(engine: Engine) -> None:
-    answer = engine.reply(single(PART))
+def test_a_single_call_receives_and_commits(engine: Engine) -> None:
+    answer = engine.reply(UpdateFromDistributed(manifest=PART))
     assert answer.success and engine.kinds() == ["Stage", "Receive", "Commit"]
     assert engine.reply(single(PART, weight_version="9")).success
     assert engine.reply(single(PART, weight_version="9")).success
@@ -624,11 +624,11 @@ def test_the_old_single_call(engine: Engine) -> None:
     assert engine.reply(single(PART)).fields["weight_version"] == "10"
 
 
-def test_a_wrong_single_call_receives_all_the_same(engine: Engine) -> None:
+def test_a_wrong_single_call_receives_and_drops_the_tensors(engine: Engine) -> None:
     engine.broken[0, Stage] = ["unknown tensor 'a'"]
     engine.silent.add(Stage)
-    call = engine.ask(single(PART))
-    first, engine.told = engine.told, []
+    call = engine.ask(UpdateFromDistributed(manifest=PART))
+    first, engine.pending = engine.pending, []
     for rank, command in first:
         engine.carry_out(rank, command)
     engine.broken, engine.silent = {}, set()
@@ -637,17 +637,17 @@ def test_a_wrong_single_call_receives_all_the_same(engine: Engine) -> None:
     assert not answer.success and "unknown tensor 'a'" in answer.message
     stages = [command for command in engine.done if isinstance(command, Stage)]
     assert [stage.manifest.discard for stage in stages] == [False, True]
-    assert engine.kinds() == ["Stage", "Stage", "Receive"], "nothing becomes live"
+    assert engine.kinds() == ["Stage", "Stage", "Receive"], "nothing is committed"
 
 
-def test_a_single_call_that_cannot_even_be_received(engine: Engine) -> None:
+def test_a_single_call_that_cannot_be_received_is_refused_at_once(engine: Engine) -> None:
     engine.broken[0, Stage] = ["three names, two shapes"]
     answer = engine.reply(single(PART))
     assert not answer.success and "three names, two shapes" in answer.message
     assert engine.state == "idle"
 
 
-def test_calls_between_begin_and_end_become_live_together(engine: Engine) -> None:
+def test_calls_between_begin_and_end_are_committed_together(engine: Engine) -> None:
     assert engine.reply(BeginUpdate()).success
     assert engine.reply(single(PART)).success
     assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"], weight_version="5")).success
@@ -660,14 +660,14 @@ def test_calls_between_begin_and_end_become_live_together(engine: Engine) -> Non
     assert engine.weights.num_committed == 1
 
 
-def test_begin_and_end_with_nothing_between(engine: Engine) -> None:
+def test_begin_and_end_without_calls_in_between_change_nothing(engine: Engine) -> None:
     engine.reply(BeginUpdate())
     assert engine.reply(EndUpdate()).success
     assert engine.scheduler.weight_version == "0"
     assert not engine.reply(EndUpdate()).success
 
 
-def test_one_wrong_call_undoes_the_others_and_those_behind_it(engine: Engine) -> None:
+def test_one_wrong_call_fails_its_whole_group_of_calls(engine: Engine) -> None:
     engine.reply(BeginUpdate())
     assert engine.reply(single(PART)).success
     engine.broken[1, Take] = ["not a tensor"]
@@ -684,14 +684,14 @@ def test_one_wrong_call_undoes_the_others_and_those_behind_it(engine: Engine) ->
         assert (
             not answer.success and "not a tensor" in answer.message and "/end_weight_update" in answer.message
         )
-    assert not engine.reply(single(PART)).success
-    assert engine.kinds() == ["Stage", "Receive"], "the client that sends already is let finish"
+    assert not engine.reply(UpdateFromDistributed(manifest=PART)).success
+    assert engine.kinds() == ["Stage", "Receive"], "a client that may be sending already can finish"
     assert not engine.reply(EndUpdate()).success
     assert engine.scheduler.weight_version == "0"
     assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"])).success
 
 
-def test_a_group_of_calls_that_nobody_ends(engine: Engine) -> None:
+def test_a_group_of_calls_that_is_never_ended_is_given_up(engine: Engine) -> None:
     engine.reply(BeginUpdate())
     assert engine.reply(single(PART)).success
     engine.tick(3600)
@@ -700,7 +700,7 @@ def test_a_group_of_calls_that_nobody_ends(engine: Engine) -> None:
     assert engine.reply(single(PART)).success
 
 
-def test_figures_of_a_group_are_those_of_all_its_calls(engine: Engine) -> None:
+def test_the_figures_of_a_group_of_calls_cover_all_its_calls(engine: Engine) -> None:
     engine.reply(BeginUpdate())
     engine.tick(5)
     engine.reply(single(PART))
@@ -710,20 +710,20 @@ def test_figures_of_a_group_are_those_of_all_its_calls(engine: Engine) -> None:
     assert figures["timings"]["receive_s"] == 0
 
 
-def test_a_name_that_is_a_long_number(engine: Engine) -> None:
-    engine.reply(SetVersion(new_version="9" * 200))
-    assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"])).success
+def test_a_version_that_is_a_long_number_is_incremented(engine: Engine) -> None:
+    engine.reply(SetVersion(version="9" * 200))
+    assert engine.reply(UpdateFromTensor(payloads=[b"x"])).success
     assert engine.scheduler.weight_version == "1" + "0" * 200
 
 
-def test_a_commit_rejects_nobody() -> None:
+def test_requests_are_not_rejected_during_a_commit() -> None:
     engine = Engine(reject_while_paused=True)
     engine.reply(join(GROUP))
     engine.silent.add(Commit)
     engine.reply(prepare())
     engine.ask(Complete())
     assert engine.state == "committing"
-    engine.sim.add("r", [1, 2, 3], max_new_tokens=2)  # which asserts that it is accepted
+    engine.sim.add("r", [1, 2, 3], max_new_tokens=2)  # asserts that the request is accepted
     engine.pause("in_place")
     rejected = engine.scheduler.add(
         AddRequest(rid="s", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=1))
@@ -731,7 +731,7 @@ def test_a_commit_rejects_nobody() -> None:
     assert rejected is not None and rejected.kind == "PausedError"
 
 
-def test_poisoned_weights_let_a_sender_finish(engine: Engine) -> None:
+def test_a_partial_single_call_on_poisoned_weights_is_received_and_dropped(engine: Engine) -> None:
     engine.broken[0, Commit] = ["no"]
     engine.reply(prepare())
     engine.reply(Complete())
@@ -742,13 +742,13 @@ def test_poisoned_weights_let_a_sender_finish(engine: Engine) -> None:
     assert engine.kinds() == ["Stage", "Receive"]
 
 
-def test_a_checkpoint_is_read_before_anything_is_held(engine: Engine) -> None:
+def test_generation_goes_on_while_a_checkpoint_is_read(engine: Engine) -> None:
     engine.sim.add("r", [1, 2, 3], max_new_tokens=4)
     engine.silent.add(Load)
     call = engine.ask(UpdateFromDisk(model_path="new"))
     engine.sim.run()
     assert engine.sim.finished["r"].num_tokens == 4
-    for rank, command in engine.told:
+    for rank, command in engine.pending:
         engine.carry_out(rank, command)
     engine.go()
     assert engine.answer(call).success
@@ -756,7 +756,7 @@ def test_a_checkpoint_is_read_before_anything_is_held(engine: Engine) -> None:
     assert (notice.model_path, notice.version) == ("new", "1")
 
 
-def test_a_checkpoint_may_take_longer_to_read_than_a_client_to_send(engine: Engine) -> None:
+def test_reading_a_checkpoint_has_a_longer_timeout_than_receiving_a_single_call(engine: Engine) -> None:
     engine.silent = {Load, Receive}
     engine.ask(UpdateFromDisk(model_path="new"))
     engine.tick(1000)
@@ -774,21 +774,21 @@ def test_a_bad_checkpoint_changes_nothing(engine: Engine) -> None:
     assert engine.weights.notice().model_path is None
 
 
-def test_each_rank_gets_its_payload(engine: Engine) -> None:
-    engine.reply(UpdateFromTensor(serialized_named_tensors=["x", "y"]))
-    assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"])).success, "one for all"
-    answer = engine.reply(UpdateFromTensor(serialized_named_tensors=["x"] * 3))
+def test_each_rank_gets_its_payload_or_the_common_one(engine: Engine) -> None:
+    engine.reply(UpdateFromTensor(payloads=[b"x", b"y"]))
+    assert engine.reply(UpdateFromTensor(payloads=[b"x"])).success, "one payload for all ranks"
+    answer = engine.reply(UpdateFromTensor(payloads=[b"x"] * 3))
     assert not answer.success and "has 3 entries" in answer.message
 
 
-def test_looking_gathers_what_every_rank_says(engine: Engine) -> None:
+def test_an_inspection_merges_the_replies_of_all_ranks(engine: Engine) -> None:
     answer = engine.reply(CheckWeights(action="checksum"))
     assert answer.success and answer.fields == {"checksums": {"a": 3}, "total": 3, "ranks": [1, 2]}
     engine.broken[1, Inspect] = ["nothing was remembered"]
     assert not engine.reply(CheckWeights(action="compare")).success
 
 
-def test_the_frontend_hears_of_every_change(engine: Engine) -> None:
+def test_the_frontend_gets_a_notice_of_every_phase(engine: Engine) -> None:
     engine.others.clear()
     engine.reply(prepare())
     engine.reply(Complete())
@@ -804,14 +804,14 @@ def other(name: str, **fields: Any) -> JoinGroup:
 
 
 def give_up(engine: Engine) -> None:
-    """The ranks answer the joins that they are busy with, as they do when they are stopped."""
+    """Let the ranks reply to the pending joins with an error, as they do after a ``StopJoin``."""
     engine.broken = {(rank, Join): ["it was given up"] for rank in (0, 1)}
     engine.silent.clear()
     engine.tick(0.0)
     engine.broken = {}
 
 
-def test_calls_for_one_group_share_one_attempt(engine: Engine) -> None:
+def test_calls_for_the_same_group_share_one_join(engine: Engine) -> None:
     engine.silent = {Join}
     calls = [engine.ask(other("h")) for _ in range(400)]
     assert engine.kinds() == ["Join"]
@@ -822,7 +822,7 @@ def test_calls_for_one_group_share_one_attempt(engine: Engine) -> None:
     assert "h" in engine.weights.groups
 
 
-def test_a_few_groups_are_joined_at_a_time(engine: Engine) -> None:
+def test_the_number_of_joins_in_progress_is_limited(engine: Engine) -> None:
     engine.silent = {Join}
     for index in range(4):
         engine.ask(other(f"h{index}"))
@@ -831,14 +831,14 @@ def test_a_few_groups_are_joined_at_a_time(engine: Engine) -> None:
         assert not answer.success and "the limit is 4" in answer.message
         assert all(f"'h{index}' at localhost:1" in answer.message for index in range(4))
     assert engine.kinds() == ["Join"] * 4
-    engine.ask(other("h0"))  # shared
-    engine.ask(other("h1", master_port=7))  # given up by the ranks for this one
+    engine.ask(other("h0"))  # shares the join in progress
+    engine.ask(other("h1", master_port=7))  # the ranks give up the older join for this one
     assert engine.kinds() == ["Join"]
     give_up(engine)
     assert engine.reply(other("h4")).success
 
 
-def test_a_group_that_nobody_waits_for_any_more_is_not_joined(engine: Engine) -> None:
+def test_a_join_that_no_call_waits_for_is_stopped(engine: Engine) -> None:
     engine.silent = {Join}
     first, second = engine.ask(other("h")), engine.ask(other("h"))
     engine.weights.withdraw(first)
@@ -849,16 +849,16 @@ def test_a_group_that_nobody_waits_for_any_more_is_not_joined(engine: Engine) ->
     engine.tick(0.0)
     assert engine.kinds() == ["StopJoin"]
     engine.tick(0.0)
-    assert engine.kinds() == [], "once"
+    assert engine.kinds() == [], "a join is stopped only once"
     again = engine.ask(other("h"))
-    assert engine.kinds() == ["Join"], "an attempt of its own"
+    assert engine.kinds() == ["Join"], "a stopped join is not shared"
     give_up(engine)
     assert not engine.answer(again).success
     assert first not in engine.answers and second not in engine.answers
     assert "h" not in engine.weights.groups
 
 
-def test_a_call_ends_at_its_own_deadline(engine: Engine) -> None:
+def test_a_join_call_ends_at_its_own_deadline(engine: Engine) -> None:
     engine.silent = {Join}
     long, short = engine.ask(other("h")), engine.ask(structs.replace(other("h"), timeout_s=2.0))
     assert engine.weights.next_deadline is not None
@@ -872,7 +872,7 @@ def test_a_call_ends_at_its_own_deadline(engine: Engine) -> None:
     give_up(engine)
 
 
-def test_a_group_that_was_met_when_its_client_left_is_kept(engine: Engine) -> None:
+def test_a_group_that_was_joined_although_its_client_has_gone_is_kept(engine: Engine) -> None:
     engine.silent = {Join}
     engine.weights.withdraw(engine.ask(other("h")))
     engine.tick(0.0)

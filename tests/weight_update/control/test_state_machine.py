@@ -1,7 +1,7 @@
-"""Anything may happen to an update, in any order: the ranks never serve a mixture of weights.
+"""Stateful property test: with events in any order, the ranks never serve a mixture of weights.
 
-The ranks are modelled from the commands alone. Each takes its commands in order; what it is told to do may
-fail, and a commit may fail half-way. Calls, requests, pauses and time come in between.
+The ranks are modelled from the commands alone. Each takes its commands in order; a command may fail, and a
+commit may fail after it has written a part. Calls, requests, pauses and time come in between.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ WHOLE = Manifest(group_name="g", buckets=BUCKETS)
 
 
 class Rank:
-    """What a rank has: its weights, by the session that brought them; and what it keeps for sessions."""
+    """A model of one rank: its served weights, and its state for the sessions, which are given by number."""
 
     def __init__(self) -> None:
         self.commands: deque[WeightCommand] = deque()
-        self.weights = 0
-        self.torn = False
+        self.weights = 0  # the session that brought the served weights
+        self.torn = False  # whether a commit has failed after it wrote a part
         self.staged: set[int] = set()
-        self.complete: set[int] = set()  # sessions all of which has arrived
-        self.receiving: int | None = None  # session
+        self.complete: set[int] = set()  # sessions all of whose tensors have arrived
+        self.receiving: int | None = None
         self.buckets = 0
 
 
@@ -116,7 +116,7 @@ class WeightMachine(RuleBasedStateMachine):
                     rank.commands.append(command)
             if not messages and not more and not commands:
                 return
-        raise AssertionError("it never comes to rest")
+        raise AssertionError("the state machine sends messages without end")
 
     # --- clients ---
 
@@ -235,7 +235,7 @@ class WeightMachine(RuleBasedStateMachine):
                 rank.complete.add(command.session)
             case Commit():
                 assert not self.sim.results, "weights change under a step in flight"
-                assert command.session in rank.staged & rank.complete, "not everything is there"
+                assert command.session in rank.staged & rank.complete, "not everything has arrived"
                 if not errors:
                     rank.weights, rank.torn = command.session, False
                     rank.staged.discard(command.session)
@@ -254,7 +254,7 @@ class WeightMachine(RuleBasedStateMachine):
 
     @rule(receiving=st.sampled_from([(), (0,), (1,), (0, 1)]), commits=st.booleans())
     def hurry(self, receiving: tuple[int, ...], commits: bool) -> None:
-        """The ranks do what they are told, and some get all there is to receive."""
+        """The ranks carry out their commands, and some receive everything."""
         for _ in range(5):  # one reply leads to the next command
             for index, rank in enumerate(self.ranks):
                 while rank.commands and (commits or not isinstance(rank.commands[0], Commit)):
@@ -286,7 +286,7 @@ class WeightMachine(RuleBasedStateMachine):
         self.control.on_rank(event, self.now)
         self.go()
 
-    # --- what always holds ---
+    # --- invariants ---
 
     @invariant()
     def nothing_is_held_without_a_commit(self) -> None:
@@ -316,7 +316,7 @@ class WeightMachine(RuleBasedStateMachine):
         assert self.sim.scheduler.check_invariants() == []
 
     def teardown(self) -> None:
-        """Everything comes to an end: no call is left without an answer."""
+        """Run everything to its end; every call must get an answer."""
         self.sim.scheduler.control.continue_(Continue(0))
         self.go()
         for _ in range(2000):
@@ -332,30 +332,30 @@ class WeightMachine(RuleBasedStateMachine):
         self.nothing_is_left_staged()
 
 
-def test_anything_may_happen_to_an_update() -> None:
+def test_updates_with_events_in_any_order() -> None:
     print(f"{prove(WeightMachine, examples=60)} events without a violation")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_anything_may_happen_to_an_update_for_long() -> None:
+def test_updates_with_events_in_any_order_for_long() -> None:
     count = prove(WeightMachine, examples=1500)
     print(f"{count} events without a violation")
     assert count >= 50_000
 
 
-# What the machine must catch: each is put into the state machine in turn.
+# Bugs that the machine must catch: each test puts one of them into the state machine.
 
 _on_rank, _on_committed, _abort = WeightControl.on_rank, WeightControl._on_committed, WeightControl._abort
 
 
-def hears_one_rank_only(self: WeightControl, event: Any, now: float) -> None:
-    if isinstance(event, RankReply) and event.call in self._fan_out._asked:
-        self._fan_out._asked[event.call].missing = {event.rank}
+def waits_for_one_reply_only(self: WeightControl, event: Any, now: float) -> None:
+    if isinstance(event, RankReply) and event.call in self._fan_out._pending:
+        self._fan_out._pending[event.call].missing = {event.rank}
     _on_rank(self, event, now)
 
 
-def believes_in_any_rank(self: WeightControl, event: Any, now: float) -> None:
+def takes_one_done_rank_for_all(self: WeightControl, event: Any, now: float) -> None:
     if isinstance(event, Received) and event.done and self.session is not None:
         self.session.done.update(range(RANKS))
     _on_rank(self, event, now)
@@ -366,35 +366,35 @@ def never_poisons(self: WeightControl, why: str) -> None:
 
 
 def forgets_to_discard(self: WeightControl, session: Any, why: str, now: float) -> None:
-    calls, self._fan_out = self._fan_out, FanOut(RANKS)
+    fan_out, self._fan_out = self._fan_out, FanOut(RANKS)
     try:
         _abort(self, session, why, now)
     finally:
-        self._fan_out = calls
+        self._fan_out = fan_out
 
 
-def writes_at_once(self: WeightControl, session: Any, now: float) -> None:
+def commits_before_the_hold_takes_effect(self: WeightControl, session: Any, now: float) -> None:
     if "WRITING" not in session.times:
         session.times["WRITING"] = now
         self._fan_out.send(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
 
 
-def lets_go_before_the_ranks_have_written(self: WeightControl, session: Any, now: float) -> None:
-    writes_at_once(self, session, now)
+def releases_before_the_ranks_have_written(self: WeightControl, session: Any, now: float) -> None:
+    commits_before_the_hold_takes_effect(self, session, now)
     self._port.release()
 
 
 SEEDED: list[tuple[str, Callable[..., Any]]] = [
-    ("on_rank", hears_one_rank_only),
-    ("on_rank", believes_in_any_rank),
+    ("on_rank", waits_for_one_reply_only),
+    ("on_rank", takes_one_done_rank_for_all),
     ("_poison", never_poisons),
     ("_abort", forgets_to_discard),
-    ("_write", writes_at_once),
-    ("_write", lets_go_before_the_ranks_have_written),
+    ("_write", commits_before_the_hold_takes_effect),
+    ("_write", releases_before_the_ranks_have_written),
 ]
 
 
-QUICK = {hears_one_rank_only, forgets_to_discard, lets_go_before_the_ranks_have_written}
+QUICK = {waits_for_one_reply_only, forgets_to_discard, releases_before_the_ranks_have_written}
 
 
 @pytest.mark.parametrize(
@@ -407,5 +407,5 @@ QUICK = {hears_one_rank_only, forgets_to_discard, lets_go_before_the_ranks_have_
 def test_a_seeded_bug_is_caught(name: str, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightControl, name, bug)
     with pytest.raises((AssertionError, KeyError)) as caught:
-        prove(WeightMachine, examples=2000, derandomize=True)  # until it is caught
+        prove(WeightMachine, examples=2000, derandomize=True)  # stops when the bug is caught
     print(WeightMachine.num_steps, caught.value)
