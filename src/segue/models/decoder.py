@@ -57,7 +57,7 @@ class DecoderLayer(Layer):
         self,
         x: Tensor,
         residual: Tensor | None,
-        placement: KVStore,
+        placement: KVStoreInputs,
         ctx: Context,
         logits_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ class Decoder(Layer):
         ctx.backend.prepare(ctx)
         x = self.embed(ctx.input_ids)
         cos, sin = self.rotary.angles(ctx.positions, x.dtype)
-        placement = KVStore(cos=cos, sin=sin, positions=ctx.positions, rows=ctx.slot_mapping)
+        placement = KVStoreInputs(cos=cos, sin=sin, positions=ctx.positions, slot_mapping=ctx.slot_mapping)
         residual = None
         *layers, last = self.layers
         for layer in layers:

@@ -616,7 +616,7 @@ def test_a_commit_that_fails_before_it_writes_leaves_the_served_weights(engine: 
 
 
 def test_a_single_call_receives_and_commits(engine: Engine) -> None:
-    answer = engine.reply(UpdateFromDistributed(manifest=PART))
+    answer = engine.reply(single(PART))
     assert answer.success and engine.kinds() == ["Stage", "Receive", "Commit"]
     assert engine.reply(single(PART, weight_version="9")).success
     assert engine.reply(single(PART, weight_version="9")).success
@@ -627,7 +627,7 @@ def test_a_single_call_receives_and_commits(engine: Engine) -> None:
 def test_a_wrong_single_call_receives_and_drops_the_tensors(engine: Engine) -> None:
     engine.broken[0, Stage] = ["unknown tensor 'a'"]
     engine.silent.add(Stage)
-    call = engine.ask(UpdateFromDistributed(manifest=PART))
+    call = engine.ask(single(PART))
     first, engine.pending = engine.pending, []
     for rank, command in first:
         engine.carry_out(rank, command)
@@ -684,7 +684,7 @@ def test_one_wrong_call_fails_its_whole_group_of_calls(engine: Engine) -> None:
         assert (
             not answer.success and "not a tensor" in answer.message and "/end_weight_update" in answer.message
         )
-    assert not engine.reply(UpdateFromDistributed(manifest=PART)).success
+    assert not engine.reply(single(PART)).success
     assert engine.kinds() == ["Stage", "Receive"], "a client that may be sending already can finish"
     assert not engine.reply(EndUpdate()).success
     assert engine.scheduler.weight_version == "0"

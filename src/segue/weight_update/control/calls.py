@@ -37,7 +37,7 @@ class WeightControl(WeightMachine):
 
     def request(self, message: WeightCall, now: float) -> None:
         """Handle a call; :meth:`advance` returns its answer, now or later."""
-        call, request = message.call, message.request
+        call, request = message.call, message.operation
         match request:
             case JoinGroup():
                 self._join(call, request, now)
@@ -339,9 +339,11 @@ class WeightControl(WeightMachine):
     def _set_version(self, call: int, request: SetVersion) -> None:
         if request.abort_all_requests:
             self._answers.append(self._port.abort_all())
-        self._port.rename(request.version)
+        self._port.rename(request.new_version)
         self._notify()  # before the answer: its client may then ask the frontend for the version
-        self._answer([call], True, f"Weight version is {request.version!r}.", new_version=request.version)
+        self._answer(
+            [call], True, f"Weight version is {request.new_version!r}.", new_version=request.new_version
+        )
 
     def _inspect(self, call: int, request: GetWeights | CheckWeights) -> None:
         def inspected(replies: list[RankReply], now: float) -> None:
