@@ -1,4 +1,4 @@
-"""The conversation of the frontend (``FrontendMessage``) with the scheduler (``SchedulerMessage``)."""
+"""The messages from the frontend to the scheduler (``FrontendMessage``), and back (``SchedulerMessage``)."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejecte
 from segue.messages.steps import EagerReason
 from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice, WithdrawCall
 
-# What a pause does to requests: lets those that run end; leaves all where they are; takes rows and pages back
-# and has them wait; ends them. Each is stronger than the one before it.
+# What a pause does to running requests. wait: it lets them end. in_place: they keep their slots and pages.
+# retract: they give both back and wait. abort: it ends them. Each mode is stronger than the one before it.
 PauseMode = Literal["wait", "in_place", "retract", "abort"]
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Stop generating; answered by :class:`Paused` once no rank runs anything.
+    """Stops generation. The reply, :class:`Paused`, comes once no rank runs anything.
 
-    Paused already, it may make the mode stronger, not weaker, and its time to live replaces the one before.
+    While paused, another pause can make the mode stronger but not weaker; its ``ttl_s`` replaces the old one.
     """
 
     call: int
     mode: PauseMode
-    ttl_s: float | None = None  # continue by itself after so long; None: never
-    sent: float | None = None  # when, by the host's monotonic clock: the scheduler may be busy; None: now
+    ttl_s: float | None = None  # seconds until generation continues by itself; None: never
+    sent: float | None = None  # when, by the host's monotonic clock, as the scheduler may be busy; None: now
 
 
 class Continue(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Generate again; answered by :class:`Continued`, also if nothing was paused."""
+    """Continues generation. The reply is :class:`Continued`, also if nothing was paused."""
 
     call: int
 
 
 class Flush(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Forget all cached KV and reset the scheduler's measures; answered by :class:`Flushed`."""
+    """Empties the prefix cache and resets what is measured since a flush. The reply is :class:`Flushed`."""
 
     call: int
-    timeout_s: float = 0.0  # how long to wait until no live request owns KV
+    timeout_s: float = 0.0  # how long to wait until no request holds KV
 
 
 class GetState(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ask for the scheduler's state (``internal_states``); ``check`` also proves the invariants."""
+    """Asks for the scheduler's state (``internal_states``); ``check`` also checks its invariants."""
 
     call: int
     check: bool = False
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End the scheduler loop."""
+    """Ends the scheduler loop."""
 
 
 FrontendMessage = (
@@ -57,7 +57,7 @@ FrontendMessage = (
 
 
 class InitStep(msgspec.Struct, frozen=True, array_like=True):
-    """One step of the runner's initialisation: its seconds and the bytes it took."""
+    """One step of the runner's initialisation: the seconds that it took, and the bytes that it allocated."""
 
     name: str
     seconds: float
@@ -66,7 +66,7 @@ class InitStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """The engine can serve; what was decided at start."""
+    """Reports that the engine can serve, and the sizes chosen at start."""
 
     max_seq_len: int
     vocab_size: int
@@ -83,85 +83,85 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine cannot start; ``kind`` is the name of the error's class in ``segue.errors``."""
+    """Reports that the engine cannot start. ``kind`` is the name of the error's class in ``segue.errors``."""
 
     kind: str
     message: str
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A worker process lives; sent by each rank about once per second."""
+    """Shows that a worker process lives. Each rank sends one about once per second."""
 
     rank: int
-    turn_s: float  # seconds that its loop has been at one turn, such as a step; 0: it waits for messages
+    turn_s: float  # seconds that its loop has spent on the current turn, such as a step; 0: it waits
 
 
 class Counters(msgspec.Struct, array_like=True, kw_only=True):
-    """State and running totals that ride on every output, for metrics."""
+    """State and totals for metrics. Every scheduler output carries them."""
 
-    paused: PauseMode | None = None  # what a client has asked for; None: nothing, or to continue
-    is_paused: bool = False  # whether that has taken effect
+    paused: PauseMode | None = None  # the pause that a client asked for; None: none, or it was ended
+    is_paused: bool = False  # whether the pause has taken effect
     num_running: int = 0
     num_waiting: int = 0
-    used_pages: int = 0  # pages of live requests and of the prefix cache
+    used_pages: int = 0  # pages of requests and of the prefix cache
     cached_pages: int = 0  # pages of the prefix cache
-    num_preemptions: int = 0  # totals from here on
+    num_preemptions: int = 0  # from here on, totals since the start
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     num_steps: int = 0
     graph_hits: int = 0  # steps that replayed a graph
-    eager_steps: dict[EagerReason, int] = {}  # steps that did not, by reason
-    padded_tokens: int = 0  # computed to fill graphs
-    non_finite_logits: int = 0  # requests that ended because of them
-    num_accepted: int = 0  # requests taken in, whatever has become of them
+    eager_steps: dict[EagerReason, int] = {}  # steps that replayed none, by reason
+    padded_tokens: int = 0  # tokens computed only to fill a graph's bucket
+    non_finite_logits: int = 0  # requests that ended because of such logits
+    num_accepted: int = 0  # requests accepted, ended ones included
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """What one turn of the scheduler tells the frontend. ``rids`` and ``tokens`` are parallel."""
+    """The output of one turn of the scheduler. ``tokens[i]`` is the new token of request ``rids[i]``."""
 
     rids: list[str]
     tokens: list[int]
     finished: list[Finished]
     counters: Counters
-    step_seconds: float = 0.0  # 0: no step was applied
+    step_seconds: float = 0.0  # 0: no step ended in this turn
     logprobs: dict[str, TokenLogprob] = {}
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
 
 
 class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to :class:`GetState`."""
+    """The reply to :class:`GetState`."""
 
     call: int
     state: dict[str, Any]
-    problems: list[str] = []  # broken invariants
+    problems: list[str] = []  # violated invariants
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """The answer to :class:`Pause`: nothing runs on any rank."""
+    """The reply to :class:`Pause`: nothing runs on any rank."""
 
     call: int
-    mode: PauseMode | None  # the present one, perhaps stronger than what was asked for; None: continued since
+    mode: PauseMode | None  # the present mode, perhaps stronger than the one asked for; None: continued since
     num_running: int
     num_waiting: int
     num_retracted: int  # by this pause
     num_aborted: int
-    drained_ms: float  # from the sending of the message to the end of the last step
+    drained_ms: float  # from when the message was sent to the end of the last step
 
 
 class Continued(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to :class:`Continue`."""
+    """The reply to :class:`Continue`."""
 
     call: int
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to :class:`Flush`."""
+    """The reply to :class:`Flush`."""
 
     call: int
     success: bool
-    flushed_items: int  # tokens whose KV was cached
-    error_msg: str = ""  # why not, and the way out
+    flushed_items: int  # tokens whose KV was dropped
+    error_msg: str = ""  # why the cache was not emptied, and the remedy
 
 
 SchedulerMessage = (
@@ -180,19 +180,19 @@ SchedulerMessage = (
 
 
 class PauseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pause made of the requests; nothing runs any more."""
+    """The effect of a pause on the requests. Nothing runs any more."""
 
-    mode: PauseMode | None  # the present one, perhaps stronger than what was asked for; None: continued since
+    mode: PauseMode | None  # the present mode, perhaps stronger than the one asked for; None: continued since
     num_running: int
     num_waiting: int
     num_retracted: int  # by this pause
     num_aborted: int
-    drained_ms: float  # how long the steps in flight took to end
+    drained_ms: float  # from when the pause was sent to the end of the last step
 
 
 class FlushResult(msgspec.Struct, frozen=True):
-    """Whether the KV cache is empty now."""
+    """Whether the KV cache was emptied."""
 
     success: bool
-    flushed_items: int = 0  # tokens whose KV was cached
-    error_msg: str = ""  # why not, and the way out
+    flushed_items: int = 0  # tokens whose KV was dropped
+    error_msg: str = ""  # why the cache was not emptied, and the remedy

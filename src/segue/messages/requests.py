@@ -1,6 +1,6 @@
-"""A request, from its arrival in the scheduler to its end.
+"""The messages about one request, from its arrival in the scheduler to its end.
 
-Token ids travel as int32 little-endian bytes where a list could be long: msgpack spends an object per id.
+A list of token ids that could be long travels as int32 little-endian bytes: msgpack spends an object per id.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from typing import Literal
 import msgspec
 
 FIRST_WEIGHT_VERSION = "0"
-BEFORE_PREFILL = "Abort before prefill"  # what is said of a request that was aborted then
+BEFORE_PREFILL = "Abort before prefill"  # the abort message of a request that never ran
 FinishReason = Literal["stop", "length", "abort", "error"]
-SamplingMode = Literal["plain", "filtered", "full"]  # each does what the one before it does, and more
+SamplingMode = Literal["plain", "filtered", "full"]  # each mode includes the one before it
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as int32 bytes."""
+    """Return token ids as int32 bytes."""
     return array("i", ids).tobytes()
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """The inverse of :func:`pack_ids`."""
+    """Return the token ids of int32 bytes: the inverse of :func:`pack_ids`."""
     return array("i", data).tolist()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How one request is sampled; validated by the frontend, so the scheduler and the runner trust it."""
+    """How one request is sampled. The frontend validates the values; scheduler and runner trust them."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0  # random numbers are keyed by (seed, position), nothing else
+    seed: int = 0  # random numbers depend on (seed, position) and on nothing else
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     stop_token_ids: tuple[
         int, ...
-    ] = ()  # every id that ends the request: EOS (unless ignored) and the client's own
-    logprobs: int = -1  # -1: none; 0: of the chosen token; n: and of the n likeliest
-    prompt_logprobs_start: int = -1  # -1: none; else the first prompt position whose logprob is wanted
+    ] = ()  # all ids that end the request: EOS (unless ignored) and the client's
+    logprobs: int = -1  # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
+    prompt_logprobs_start: int = -1  # first prompt position whose logprob is returned; -1: none
 
     @property
     def sampling_mode(self) -> SamplingMode:
-        """What choosing a token takes.
+        """The cheapest sampling mode that can serve this request.
 
-        ``plain``: argmax, or temperature with keyed noise. ``filtered``: top-k, top-p or min-p too. Both give
-        the chosen token's log-probability, which RL asks for with every token. ``full``: anything else.
+        ``plain``: argmax, or temperature with keyed noise. ``filtered``: also top-k, top-p or min-p. Both
+        give the chosen token's log-probability, which RL asks for with every token. ``full``: anything else.
         """
         if (
             self.presence_penalty != 0.0
@@ -67,7 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """The natural-log probability of a token, and of the likeliest alternatives at its position."""
+    """The natural-log probability of a token, and those of the likeliest tokens at its position."""
 
     token: int
     logprob: float
@@ -75,7 +75,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """A new request. ``priority``: larger runs first."""
+    """Adds a request. Requests with a larger ``priority`` run first."""
 
     rid: str
     prompt: bytes  # int32 token ids
@@ -84,14 +84,14 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The detokenizer found a stop string: the request ends with its first ``num_tokens`` output tokens."""
+    """Ends a request after its first ``num_tokens`` output tokens, because they contain a stop string."""
 
     rid: str
     num_tokens: int
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End one request, or all, wherever it is; an unknown rid does nothing."""
+    """Ends one request, or all, whether waiting or running. An unknown ``rid`` has no effect."""
 
     rid: str = ""
     abort_all: bool = False
@@ -99,21 +99,21 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A request's end, sent exactly once."""
+    """Reports the end of a request. It is sent exactly once per request."""
 
     rid: str
     reason: FinishReason
-    num_tokens: int  # output tokens that count
+    num_tokens: int  # output tokens of the reply
     prompt_tokens: int
     cached_tokens: int
-    matched: int | None = None  # the stop token, where one ended it
+    matched: int | None = None  # the stop token that ended the request, if one did
     message: str | None = None
-    versions: list[tuple[str, int, int]] = []  # (weight version, start, end) over the output tokens
-    error: str | None = None  # the class in ``segue.errors`` of the error that ended it; None: it has a reply
+    versions: list[tuple[str, int, int]] = []  # (weight version, start, end) in output tokens
+    error: str | None = None  # class name in ``segue.errors`` of the error that ended it, if one did
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request that was never accepted; ``kind`` is the name of the error's class in ``segue.errors``."""
+    """Reports that a request was refused. ``kind`` is the name of the error's class in ``segue.errors``."""
 
     rid: str
     kind: str

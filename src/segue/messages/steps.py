@@ -1,4 +1,4 @@
-"""What rank 0 tells every tensor-parallel rank (``RankMessage``), and what a rank answers (``RankEvent``)."""
+"""The messages from rank 0 to every tensor-parallel rank (``RankMessage``), and back (``RankEvent``)."""
 
 from __future__ import annotations
 
@@ -9,52 +9,53 @@ import msgspec
 from segue.messages.requests import SamplingMode, SamplingParams, TokenLogprob
 from segue.messages.weight_update import RankReply, Received, WeightCommand
 
-NON_FINITE = -1  # in place of a sampled token: its logits were NaN, plus infinity, or only minus infinity
-# Why a step ran without a graph: there are none; no bucket holds its tokens, or it would be mostly padding;
-# more prompts than a bucket has room for; hidden states are wanted that graphs do not keep.
+NON_FINITE = -1  # replaces a sampled token whose logits had NaN or plus infinity, or were all minus infinity
+# Why a step ran without a graph. disabled: no graphs are captured. tokens: no bucket holds the step's tokens,
+# or most of the bucket would be padding. prompts: the step has more prompts than a bucket has room for.
+# prompt_logprobs: they need hidden states that graphs do not keep.
 EagerReason = Literal["disabled", "tokens", "prompts", "prompt_logprobs"]
 
 
 class NewSlot(msgspec.Struct, frozen=True, array_like=True):
-    """A request takes a slot of the device's batch state; its pages come in the same plan."""
+    """Puts a request into a slot of the device's batch state. The same plan assigns its pages."""
 
     slot: int
-    tokens: bytes  # all tokens known so far: the prompt, and after a retraction the output too
+    tokens: bytes  # int32 ids: the prompt, and after a retraction also the output so far
     prompt_len: int
     params: SamplingParams
 
 
 class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One step: deltas to the batch state, then the sequences to run, decode rows first.
+    """One step: changes of the batch state, then the sequences to run, those that decode first.
 
-    ``slots``, ``starts``, ``lens``, ``num_logits`` and ``samples`` are parallel, one entry a sequence.
+    ``slots``, ``starts``, ``lens``, ``num_logits`` and ``samples`` have one entry per sequence, in one order.
     """
 
-    step: int  # 1, 2, 3, …; a gap is fatal
+    step: int  # 1, 2, 3, …; a rank that finds a gap fails
     new_slots: list[NewSlot]
     pages: list[
         tuple[int, int, list[int]]
-    ]  # (slot, index of the first, page ids): appended to the page table
-    num_decode: int  # the first so many sequences run one token each, the one their slot sampled last
+    ]  # (slot, index of the first page, page ids) to append to the page table
+    num_decode: int  # so many sequences come first; each runs the token that its slot sampled last
     slots: list[int]
     starts: list[int]  # first position computed
     lens: list[int]  # positions computed
-    num_logits: list[int]  # trailing positions whose logits are needed: 0, 1, or more for prompt logprobs
-    samples: list[bool]  # whether the last position samples a token
+    num_logits: list[int]  # last positions whose logits are needed: 0, 1, or more for prompt logprobs
+    samples: list[bool]  # whether a token is sampled at the last position
     sampling_mode: SamplingMode
 
     @property
     def num_tokens(self) -> int:
-        """Positions computed by the step."""
+        """Positions that the step computes."""
         return sum(self.lens)
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Finish every step sent before, then answer with :class:`Drained`."""
+    """Asks for :class:`Drained` once every step sent before has ended."""
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to :class:`Drain`: this rank runs nothing."""
+    """The reply to :class:`Drain`: this rank runs nothing."""
 
 
 RankMessage = StepPlan | Drain | WeightCommand
@@ -62,14 +63,14 @@ RankEvent = Drained | RankReply | Received
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What a step made: one token, or ``NON_FINITE``, for each sampling sequence, in plan order."""
+    """The result of a step: one token, or ``NON_FINITE``, per sampling sequence, in the order of the plan."""
 
     step: int
     tokens: list[int]
-    seconds: float  # from launch to the tokens on the host
+    seconds: float  # from the launch until the tokens are on the host
     logprobs: list[TokenLogprob | None] | None = None  # parallel to tokens
     prompt_logprobs: dict[
         int, list[TokenLogprob]
-    ] = {}  # slot -> of the prompt tokens behind the chunk's logits
+    ] = {}  # slot -> logprobs of the prompt tokens that follow the chunk's logits
     eager: EagerReason | None = "disabled"  # None: a graph was replayed
     padded_tokens: int = 0
