@@ -1,4 +1,4 @@
-"""Errors a user can act on. Each message names the value, the rule and the remedy."""
+"""The errors that users see. Each message names the value, the rule and the remedy."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 def shown(value: Any) -> str:
-    """A value for an error message, shortened."""
+    """Return the value's ``repr``, shortened for an error message."""
     return _SHORT.repr(value)
 
 
 class SegueError(Exception):
-    """Base of all errors meant for users: message first, then what the server answers.
+    """The base class of all errors that are meant for users.
 
-    ``status`` is the HTTP status, ``type`` and ``code`` are the OpenAI error fields, ``param`` names the
-    offending request field where there is one.
+    ``status`` is the HTTP status of the server's answer. ``type``, ``code`` and ``param`` are the fields of
+    OpenAI's errors; ``param`` names the option or request field that is wrong, where there is one.
     """
 
     status: int = 500
@@ -32,23 +32,23 @@ class SegueError(Exception):
 
 
 class ConfigError(SegueError):
-    """An option, or a combination of options, that cannot work."""
+    """An option, or a combination of options, cannot work."""
 
 
 class UnsupportedModelError(ConfigError):
-    """A model architecture, activation or RoPE kind that Segue does not implement."""
+    """The model has an architecture, activation, RoPE kind or tokenizer that Segue does not implement."""
 
 
 class TensorParallelError(ConfigError):
-    """A tensor-parallel size that does not divide the model."""
+    """The tensor-parallel size does not fit the model, the devices or another option."""
 
 
 class ModelFileError(ConfigError):
-    """A model file that is missing, truncated, corrupt or does not fit its config."""
+    """A model file is missing, truncated or corrupt, or does not fit its config."""
 
 
 class CacheDirectoryError(ConfigError):
-    """The user's cache directory cannot be written, or read."""
+    """The cache directory (``--cache-dir``) cannot be read or written."""
 
 
 class OutOfMemoryError(ConfigError):
@@ -56,7 +56,7 @@ class OutOfMemoryError(ConfigError):
 
 
 class MemoryImbalanceError(ConfigError):
-    """Ranks see free memory that differs by more than the allowed amount."""
+    """The free memory of two ranks differs by more than is allowed."""
 
 
 class EngineStartError(SegueError):
@@ -67,7 +67,7 @@ class EngineStartError(SegueError):
 
 
 class InvalidRequestError(SegueError):
-    """A request whose fields are wrong in type, range or combination."""
+    """A field of the request is wrong in type or range, or does not go with another field."""
 
     status = 400
     type = "invalid_request_error"
@@ -75,19 +75,19 @@ class InvalidRequestError(SegueError):
 
 
 class UnsupportedFieldError(InvalidRequestError):
-    """A request field that Segue does not know or does not support."""
+    """The request has a field that Segue does not know or does not support."""
 
     code = "unsupported_parameter"
 
 
 class ContextLengthError(InvalidRequestError):
-    """A prompt, or a prompt and its ``max_tokens``, that does not fit the context."""
+    """The prompt, or the prompt with its ``max_tokens``, does not fit the context."""
 
     code = "context_length_exceeded"
 
 
 class ModelNotFoundError(SegueError):
-    """A model name this server does not serve."""
+    """The request names a model that this server does not serve."""
 
     status = 404
     type = "invalid_request_error"
@@ -95,7 +95,7 @@ class ModelNotFoundError(SegueError):
 
 
 class RequestTooLargeError(SegueError):
-    """A request body above the server's limit."""
+    """The request body is larger than the server allows."""
 
     status = 413
     type = "invalid_request_error"
@@ -103,7 +103,7 @@ class RequestTooLargeError(SegueError):
 
 
 class RequestTimeoutError(SegueError):
-    """A request that did not come whole in time."""
+    """The request did not arrive completely in time."""
 
     status = 408
     type = "invalid_request_error"
@@ -111,7 +111,7 @@ class RequestTimeoutError(SegueError):
 
 
 class AuthenticationError(SegueError):
-    """A missing or wrong API key."""
+    """The request has no API key, or a wrong one."""
 
     status = 401
     type = "invalid_request_error"
@@ -119,7 +119,7 @@ class AuthenticationError(SegueError):
 
 
 class ForbiddenError(SegueError):
-    """A request that a web page of another origin sent, or for a host that is not this server."""
+    """The request comes from a web page of another origin, or is for a host that is not this server."""
 
     status = 403
     type = "invalid_request_error"
@@ -127,7 +127,7 @@ class ForbiddenError(SegueError):
 
 
 class MediaTypeError(SegueError):
-    """A request body that is not declared as JSON."""
+    """The request body is not declared as JSON."""
 
     status = 415
     type = "invalid_request_error"
@@ -143,7 +143,7 @@ class OverloadedError(SegueError):
 
 
 class WeightSyncError(SegueError):
-    """A step of a weight update that cannot be done; the weights are as they were."""
+    """A step of a weight update cannot be done. The served weights did not change."""
 
     status = 400
     type = "invalid_request_error"
@@ -151,7 +151,7 @@ class WeightSyncError(SegueError):
 
 
 class PausedError(SegueError):
-    """Generation is paused, and what comes meanwhile is refused (``--paused-policy reject``)."""
+    """Generation is paused, and the server refuses new requests meanwhile (``--paused-policy reject``)."""
 
     status = 503
     type = "overloaded_error"
@@ -159,35 +159,35 @@ class PausedError(SegueError):
 
 
 class PoisonedError(SegueError):
-    """A commit of new weights failed half-way: nothing is generated until all weights have been replaced."""
+    """A commit of new weights failed half-way. Nothing is generated until all weights have been replaced."""
 
     status = 503
     code = "weights_poisoned"
 
 
 class NonFiniteLogitsError(SegueError):
-    """The model gave logits from which no token can be drawn: NaN, plus infinity, or only minus infinity."""
+    """No token can be sampled: the logits have NaN or plus infinity, or are all minus infinity."""
 
     type = "non_finite_logits"
     code = "non_finite_logits"
 
 
 class DrainingError(SegueError):
-    """The server is about to end: what runs ends, and nothing new begins."""
+    """The server is shutting down. Running requests may end; new ones are refused."""
 
     status = 503
     code = "draining"
 
 
 class EngineHungError(SegueError):
-    """The engine's worker does not answer; requests in flight go on if it recovers."""
+    """A worker does not answer. Requests in flight go on if it recovers."""
 
     status = 503
     code = "engine_hung"
 
 
 class EngineDeadError(SegueError):
-    """The engine's worker died; requests in flight are lost."""
+    """A worker has ended. Requests in flight are lost."""
 
     status = 503
     code = "engine_dead"

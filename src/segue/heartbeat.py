@@ -1,7 +1,7 @@
-"""Signs of life: each worker process sends a heartbeat about once per second, whatever its loop does.
+"""Heartbeats: each worker process sends one about once per second, whatever its loop does.
 
-A thread sends them, which needs nothing but the interpreter: a long step, in which torch releases the
-interpreter, does not silence it, while a process that was stopped falls silent.
+A thread of their own sends them, and needs only the GIL. A long step does not stop the heartbeats, because
+torch releases the GIL; a process that was stopped sends none.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import zmq
 from segue.messages.control import Heartbeat
 
 LONGEST_PERIOD_S = 1.0
-PERIODS_PER_PING = 5  # so that one heartbeat that comes late says nothing yet
+PERIODS_PER_PING = 5  # so that one late heartbeat does not yet count as silence
 
 
 def heartbeat_period(ping_s: float) -> float:
-    """Seconds between two heartbeats, where a silence of ``ping_s`` seconds is too long."""
+    """Return the seconds between two heartbeats, if ``ping_s`` seconds without one count as hung."""
     return min(LONGEST_PERIOD_S, ping_s / PERIODS_PER_PING)
 
 
 class AwakeClock:
-    """Seconds that this process has been awake for: of the time between two readings, ``most`` at most.
+    """Counts the seconds for which this process ran: each reading adds at most ``most`` seconds.
 
-    A process that was stopped, or kept from running, has seen nothing of what the others did meanwhile; it
-    must not take its own absence for theirs.
+    A process that was stopped, or got no CPU time, has read no messages meanwhile. It must not blame other
+    processes for that time.
     """
 
     def __init__(self, now: float, most: float) -> None:
@@ -38,14 +38,14 @@ class AwakeClock:
         self._seconds = 0.0
 
     def read(self, now: float) -> float:
-        """The seconds up to ``now``, a time of the monotonic clock."""
+        """Return the seconds counted up to ``now``, a time of the monotonic clock."""
         self._seconds += min(max(0.0, now - self._last), self._most)
         self._last = now
         return self._seconds
 
 
 class Turn:
-    """Since when a loop has been at its present turn, for another thread to read."""
+    """The start time of a loop's current turn. The loop writes it, and another thread reads it."""
 
     __slots__ = ("since",)
 
@@ -53,25 +53,25 @@ class Turn:
         self.since: float | None = None  # a time of the monotonic clock; None: the loop waits for messages
 
     def begin(self) -> None:
-        """A turn begins."""
+        """Start a turn."""
         self.since = time.monotonic()
 
     def rest(self) -> None:
-        """The loop begins to wait."""
+        """Note that the loop waits for messages."""
         self.since = None
 
 
 class TurnWatch:
-    """How long a loop has been at one turn; time in which this process did not run does not count."""
+    """Measures how long a loop's current turn takes, not counting time in which this process did not run."""
 
     def __init__(self, turn: Turn, now: float, most: float) -> None:
         self._turn = turn
         self._clock = AwakeClock(now, most)
         self._seen: float | None = None
-        self._began = 0.0  # of the turn that was seen last, by the clock
+        self._began = 0.0  # when the turn in `_seen` began, by the clock
 
     def seconds(self, now: float) -> float:
-        """Seconds of the present turn; 0 while the loop waits. To be called once per period."""
+        """Return the seconds of the current turn; 0 while the loop waits. Must be called once per period."""
         since, before = self._turn.since, self._clock.read(now)
         if since is None or since != self._seen:
             self._seen, self._began = since, before
@@ -79,10 +79,10 @@ class TurnWatch:
 
 
 class Pulse:
-    """The thread that sends one rank's heartbeats, while the ``with`` block runs."""
+    """Sends one rank's heartbeats from a thread, while the ``with`` block runs."""
 
     def __init__(self, context: zmq.Context[Any], address: str, rank: int, ping_s: float) -> None:
-        self.turn = Turn()  # of the rank's loop
+        self.turn = Turn()  # the current turn of the rank's loop
         self._context = context
         self._address = address
         self._rank = rank
@@ -106,7 +106,7 @@ class Pulse:
             socket.connect(self._address)
             while not self._stopped.wait(self._period):
                 beat = Heartbeat(self._rank, watch.seconds(time.monotonic()))
-                with suppress(zmq.Again):  # the frontend has not read the last thousand: one less
+                with suppress(zmq.Again):  # 1,000 heartbeats are unread: drop this one
                     socket.send(encode(beat), zmq.NOBLOCK)
         finally:
             socket.close(linger=0)

@@ -1,4 +1,4 @@
-"""The one logger: ``segue``, to standard error."""
+"""The logger of all of Segue, named ``segue``. It writes to standard error."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ logger = logging.getLogger("segue")
 
 
 def configure(level: str, *, rank: int | None = None) -> None:
-    """Set up the process's logging; ``rank`` names a worker in every line."""
-    who = "" if rank is None else f" rank {rank}"
+    """Set up this process's logging; with ``rank``, every line names that worker."""
+    label = "" if rank is None else f" rank {rank}"
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s segue{who}: %(message)s", "%H:%M:%S"))
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s %(levelname)s segue{label}: %(message)s", "%H:%M:%S")
+    )
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
