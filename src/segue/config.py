@@ -206,8 +206,8 @@ class EngineConfig:
     weights_root: str | None = _option(
         None,
         "Server",
-        f"Directories, separated by {os.pathsep!r}, that /update_weights_from_disk may read from; default: any on "
-        "a loopback address or with an admin key, else none.",
+        f"Directories, separated by {os.pathsep!r}, that /update_weights_from_disk may read from; default: "
+        "any on a loopback address or with an admin key, else none.",
     )
     weights_from_hub: bool = _option(
         False, "Server", "Allow /update_weights_from_disk to download models from the Hugging Face hub."

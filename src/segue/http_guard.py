@@ -1,7 +1,7 @@
-"""What keeps web pages away from a server on the user's machine or network.
+"""The checks that protect a server on the user's machine or network from web pages.
 
 A browser sends requests on behalf of any page that it shows, also to a server that only this machine can
-reach. The checks here look at what the browser says of the page: the host it believes to talk to, the page's
+reach. The checks use what the browser says about the page: the host that the page addresses, the page's
 origin, and the type of the body. The HTTP server and the training server share them.
 """
 
@@ -20,33 +20,37 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from segue.errors import ConfigError, ForbiddenError, InvalidRequestError, MediaTypeError, SegueError
 
 ANY = "*"
-READING = frozenset(("GET", "HEAD", "OPTIONS"))  # methods that change nothing, unless a route says otherwise
+READING = frozenset(
+    ("GET", "HEAD", "OPTIONS")
+)  # methods that change nothing, unless a route declares otherwise
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d*)?")  # of a Host header: name, perhaps a port
+_AUTHORITY = re.compile(
+    r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d*)?"
+)  # of a Host header: a name, with or without a port
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
-Headers = Mapping[bytes, bytes]  # names are in lower case; of a header that came twice, the last counts
+Headers = Mapping[bytes, bytes]  # names in lower case; of a repeated header, the last value
 
 
 @dataclass(frozen=True, slots=True)
 class HttpGuard:
-    """The hosts that a server answers for, and the web pages that may change something on it."""
+    """The host names that a server answers for, and the web pages that may change something on it."""
 
-    hosts: frozenset[str] | None  # names besides localhost and loopback addresses; None: any name passes
-    origins: frozenset[str]  # besides the server's own; with ``*`` any origin passes
+    hosts: frozenset[str] | None  # allowed besides localhost and loopback addresses; None: all are
+    origins: frozenset[str]  # allowed besides the server's own; ``*``: all are
 
     @classmethod
     def create(
         cls, host: str, *, allowed_hosts: str | None = None, cors_origin: str | None = None
     ) -> HttpGuard:
-        """The guard of a server that listens on ``host``, with the options of the same names.
+        """Make the guard of a server that listens on ``host``, from the options of the same names.
 
-        Hosts are checked where the server listens on a loopback address, or where names are given.
+        Hosts are checked if the server listens on a loopback address, or if ``allowed_hosts`` is given.
 
         Raises:
-            ConfigError: an entry that is no host name, or no origin.
+            ConfigError: an entry is not a host name, or not an origin.
         """
         names = _entries(allowed_hosts, "allowed_hosts", _is_host, "a host name without port, like gpu-1.lan")
         origins = _entries(cors_origin, "cors_origin", _is_origin, "an origin, like https://chat.example")
@@ -55,9 +59,9 @@ class HttpGuard:
         return cls(frozenset(name.strip("[]") for name in names | {host.lower()}), origins)
 
     def check_host(self, headers: Headers) -> None:
-        """Refuse a name that is not this server's: a page may have had its own name point to this address.
+        """Refuse a host name that is not this server's, as in DNS rebinding: a page's name with this address.
 
-        A request without a Host header passes, since every browser sends one.
+        A request without a Host header passes, because every browser sends one.
 
         Raises:
             ForbiddenError: the name is not allowed.
@@ -73,10 +77,10 @@ class HttpGuard:
             )
 
     def check_origin(self, headers: Headers, scheme: str) -> None:
-        """Refuse what a page of another origin sends; programs that are no browsers say no origin.
+        """Refuse a request from a page of another origin. Programs other than browsers declare no origin.
 
         Raises:
-            ForbiddenError: the origin is neither this server's nor allowed.
+            ForbiddenError: the origin is neither this server's nor an allowed one.
         """
         origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", b"none")
         if origin is None and site in (b"none", b"same-origin"):
@@ -86,17 +90,17 @@ class HttpGuard:
         own = b"%s://%s" % (scheme.encode(), headers.get(b"host", b""))
         if origin in (None, own) and site in (b"none", b"same-origin"):
             return
-        of = "another site" if origin is None else f"the origin {_shown(origin)}"
+        page = "another site" if origin is None else f"the origin {_shown(origin)}"
         raise ForbiddenError(
-            f"a web page of {of} may not send this request; if you trust that page, start the server with "
+            f"a web page of {page} may not send this request; if you trust that page, start the server with "
             "--cors-origin and its origin"
         )
 
     def check(self, scope: Scope) -> None:
-        """All checks, for a server of which every GET only reads.
+        """Make all checks, for a server on which no GET changes anything.
 
         Raises:
-            SegueError: one of them failed.
+            SegueError: a check failed.
         """
         check_path(scope)
         headers = dict(scope["headers"])
@@ -107,10 +111,10 @@ class HttpGuard:
 
 
 def check_path(scope: Scope) -> None:
-    """Refuse control characters, which the patterns of routes might read otherwise than the checks do.
+    """Refuse a path with control characters: route patterns could match it differently than the checks do.
 
     Raises:
-        InvalidRequestError: the path holds one, as it is or percent-encoded.
+        InvalidRequestError: the path has a control character, plain or percent-encoded.
     """
     if _CONTROL.search(scope["path"]):
         raise InvalidRequestError(
@@ -119,10 +123,10 @@ def check_path(scope: Scope) -> None:
 
 
 def check_type(headers: Headers) -> None:
-    """Refuse a body that is not declared as JSON: a page may send a few other types without asking first.
+    """Refuse a body that is not declared as JSON: a page may send some other types without a CORS preflight.
 
     Raises:
-        MediaTypeError: the type is not JSON's.
+        MediaTypeError: the type is not JSON.
     """
     given = headers.get(b"content-type")
     if not given or given == b"application/json":
@@ -131,7 +135,7 @@ def check_type(headers: Headers) -> None:
     if kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json")):
         return
     has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
-    if kind == b"application/octet-stream" and not has_body:  # aiohttp declares this where it sends nothing
+    if kind == b"application/octet-stream" and not has_body:  # aiohttp declares this type for an empty body
         return
     raise MediaTypeError(
         f"Content-Type {_shown(given)}: the body must be JSON; send 'Content-Type: application/json', or none"
@@ -139,7 +143,7 @@ def check_type(headers: Headers) -> None:
 
 
 class GuardMiddleware:
-    """Answers a request that fails a check, before the application sees it."""
+    """Middleware that answers a request which fails a check, before the application sees it."""
 
     def __init__(
         self,
@@ -149,10 +153,10 @@ class GuardMiddleware:
     ) -> None:
         self._app = app
         self._check = check
-        self._refuse = refuse  # the answer in the server's own form
+        self._refuse = refuse  # makes the answer, in the server's own format
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection."""
+        """Handle one request or connection."""
         answer = self._app
         if scope["type"] == "http":
             try:
@@ -168,7 +172,7 @@ def install(
     check: Callable[[Scope], None],
     refuse: Callable[[SegueError, Scope], ASGIApp],
 ) -> None:
-    """Put the check before everything else, and let pages of allowed origins read the answers."""
+    """Run the check before all else, and let pages of the allowed origins read the answers."""
     if guard.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -196,7 +200,7 @@ def _is_origin(origin: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the address that ``bind`` takes for a host can be reached from this machine only."""
+    """Whether only this machine can reach the address to which ``bind`` resolves ``host``."""
     try:
         address = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0]
     except (OSError, UnicodeError):

@@ -1,1 +1,1 @@
-"""Process groups, tensor-parallel collectives, rank information."""
+"""Tensor parallelism: ranks, process groups, collectives and symmetric memory."""

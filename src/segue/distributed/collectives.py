@@ -1,4 +1,4 @@
-"""The exchanges between tensor-parallel ranks that a model and a runner need."""
+"""The collectives between tensor-parallel ranks that a model and a runner need."""
 
 from __future__ import annotations
 
@@ -13,80 +13,77 @@ from segue.distributed.info import TPInfo
 
 
 class OneShot(Protocol):
-    """An all-reduce of few rows, in one kernel with what follows it; see `kernels.triton.all_reduce`."""
+    """An all-reduce of few rows, fused with the RMS norm behind it; see `kernels.triton.all_reduce`."""
 
     max_rows: int
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`kernels.norm.add_rms_norm` of the sum of all ranks' `x`, at most `max_rows` tokens."""
+        """Apply `kernels.norm.add_rms_norm` to the sum of all ranks' `x`, of at most `most_rows` rows."""
         ...
 
 
 class Collectives(Protocol):
-    """Exchanges of tensors during a forward pass. Every rank calls the same ones in the same order."""
+    """Collectives during a forward pass. Every rank calls the same ones in the same order."""
 
     @property
     def tp(self) -> TPInfo:
-        """This rank and the size of its group."""
+        """The rank of this process and the size of its group."""
         ...
 
     @property
     def one_shot(self) -> OneShot | None:
-        """What few rows are reduced by, where the devices can do that."""
+        """The fused all-reduce for few rows; None where the devices do not support it."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks; may overwrite `tensor`."""
+        """Return the sum over all ranks. May overwrite `tensor`."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor | None:
-        """On rank 0 all ranks' tensors, equal in shape, joined along the last dimension; None elsewhere."""
+        """Return all ranks' tensors, of equal shape, joined along the last dimension; None but on rank 0."""
         ...
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Overwrite `tensor` with rank 0's."""
+        """Overwrite `tensor` with rank 0's, and return it."""
         ...
 
 
 class SingleRank:
-    """The collectives of a group of one."""
+    """The collectives of a group of one: each returns its tensor unchanged."""
 
     tp = TPInfo(0, 1)
     one_shot = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
         return tensor
 
 
 class GroupCollectives:
-    """Collectives over a process group (gloo on CPU, NCCL on CUDA)."""
+    """Collectives over a process group: gloo on CPU, NCCL on CUDA."""
 
     def __init__(self, tp: TPInfo, group: ProcessGroup) -> None:
-        """Exchange over `group`, in which this process has rank `tp.rank`."""
+        """Use `group`, in which this process has rank `tp.rank`."""
         self.tp = tp
-        self.one_shot: OneShot | None = None  # the runner sets it: a kernel's room lies below this one
+        self.one_shot: OneShot | None = None  # set by the runner: this package may not import kernels
         self._group = group
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+        """Sum over all ranks, in place."""
         options = dist.AllreduceOptions()
-        options.asyncOp = False  # NCCL's kernel goes on the current stream, and nothing is left to wait for
+        options.asyncOp = False  # NCCL's kernel runs on the current stream, so there is no other to wait for
         _wait(self._group.allreduce([tensor], options))
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Overwrite `tensor` with rank 0's."""
+        """Overwrite `tensor` with rank 0's, and return it."""
         options = dist.BroadcastOptions()
         options.asyncOp = False
         options.rootRank = 0
@@ -95,7 +92,7 @@ class GroupCollectives:
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor | None:
-        """On rank 0 all ranks' tensors side by side along the last dimension; None elsewhere."""
+        """Return all ranks' tensors joined along the last dimension; None but on rank 0."""
         options = dist.GatherOptions()
         options.rootRank = 0
         if not self.tp.is_first:

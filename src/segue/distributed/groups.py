@@ -1,7 +1,7 @@
-"""Process groups of the tensor-parallel ranks.
+"""The process groups of the tensor-parallel ranks.
 
-They are made directly on a store and never registered as torch's default group, so an engine embedded in a
-training script leaves the script's own `torch.distributed` alone.
+They are made directly on a store and never registered as torch's default group, so an engine that is embedded
+in a training script does not disturb the script's own `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from segue.distributed.symmetric import SymmetricMemory
 
 
 class TPGroups:
-    """The groups of one rank: `control` for small host values, `collectives` for tensors on the device."""
+    """One rank's groups: `control` for small values on the host, `collectives` for tensors on the device."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class TPGroups:
         store: Store | None,
         name: str = "",
     ) -> None:
-        """Take groups made by `connect`; `control` and `store` are None in a group of one.
+        """Hold the groups that `connect` made. `control` and `store` are None in a group of one.
 
         `name` is unique in this process and the same on all ranks.
         """
@@ -43,7 +43,7 @@ class TPGroups:
         self._num_shared = 0
 
     def all_gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's integers, by rank; all ranks give equally many."""
+        """Return every rank's integers, by rank. All ranks pass the same number of integers."""
         if self._control is None:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.int64)
@@ -52,29 +52,29 @@ class TPGroups:
         return [part.tolist() for part in parts]
 
     def share(self, device: torch.device, num_bytes: int) -> SymmetricMemory:
-        """Memory of all ranks, on their CUDA devices."""
+        """Allocate symmetric memory of `num_bytes` on the CUDA device of every rank."""
         assert self._store is not None
         self._num_shared += 1
         name = f"{self._name} {self._num_shared}"
         return SymmetricMemory(self.tp, PrefixStore(name, self._store), name, device, num_bytes)
 
     def barrier(self) -> None:
-        """Return once every rank has come here."""
+        """Return once every rank has called this."""
         self.all_gather([0])
 
 
 def connect(
     tp: TPInfo, *, rendezvous: Path, device: torch.device, timeout: timedelta = timedelta(minutes=5)
 ) -> TPGroups:
-    """Meet the other ranks and make the groups.
+    """Make the groups together with the other ranks.
 
-    They meet in the file `rendezvous`, new for each start, in a directory all ranks see. A group of one
-    touches no file.
+    The ranks meet through the file `rendezvous`, which is new for each start and lies in a directory that all
+    ranks see. A group of one uses no file.
     """
     if tp.size == 1:
         return TPGroups(tp, None, SingleRank(), None)
     store = FileStore(str(rendezvous), tp.size)
-    # torch's stubs do not say so, but both have the methods of a ProcessGroup.
+    # Both backends have the methods of a ProcessGroup, though torch's stubs do not say so.
     gloo = dist.ProcessGroupGloo(PrefixStore("control", store), tp.rank, tp.size, timeout)
     control = cast(ProcessGroup, gloo)
     data = control if device.type == "cpu" else _nccl(PrefixStore("data", store), tp)
