@@ -1,1 +1,1 @@
-"""Slabs that hold weights, and the memory budget."""
+"""The arena of the weights, the memory budget, and operations on tensors beside the steps."""

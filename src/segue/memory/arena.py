@@ -1,4 +1,4 @@
-"""All weights of one rank in a few contiguous slabs; a parameter is a view of its place there."""
+"""The arena: all weights of one rank in a few contiguous slabs. Each parameter is a view of a slab."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ SLAB_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One tensor to find room for."""
+    """A tensor to allocate in an arena."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,13 +24,13 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor itself, without the gap to the next one."""
+        """Bytes of the tensor, without the gap behind it."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Where one tensor lives."""
+    """The position of one tensor in an arena."""
 
     slab: int  # index into `Arena.slabs`
     offset: int  # bytes from the slab's start, a multiple of ALIGNMENT
@@ -39,13 +39,13 @@ class Entry:
 
 
 class Arena:
-    """Slabs of raw bytes and the table of what lies where.
+    """Slabs of raw bytes, and a table with the position of each tensor.
 
-    The layout follows from the specs alone, so two arenas made from equal specs can be copied slab by slab.
+    The layout depends on the specs alone, so arenas made from equal specs can be copied slab by slab.
     """
 
     def __init__(self, slabs: list[Tensor], table: dict[str, Entry]) -> None:
-        """`slabs` are uint8 and 1-dimensional, their sizes multiples of ALIGNMENT; see `allocate`."""
+        """Hold `slabs`: 1-dimensional uint8 tensors, with sizes that are multiples of ALIGNMENT."""
         self.slabs = slabs
         self.table = table
 
@@ -57,10 +57,10 @@ class Arena:
         slab_bytes: int = SLAB_BYTES,
         empty: Callable[[int], Tensor] | None = None,
     ) -> "Arena":
-        """Take memory for all `specs`. The tensors' content is undefined, the gaps between them are zero.
+        """Allocate all `specs`. The tensors' contents are undefined; the gaps between them are zero.
 
-        A tensor larger than `slab_bytes` gets a slab of its own. `empty` gives a slab of so many bytes, if it
-        is to be of other memory than `device`'s usual.
+        A tensor larger than `slab_bytes` gets its own slab. `empty` allocates a slab of the given size; None:
+        torch's memory of `device`.
         """
         table: dict[str, Entry] = {}
         sizes: list[int] = []
@@ -82,23 +82,23 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slabs."""
+        """The bytes of all slabs together."""
         return sum(slab.numel() for slab in self.slabs)
 
     def view(self, name: str) -> Tensor:
-        """The tensor called `name`, sharing the arena's memory."""
+        """Return the tensor `name` as a view of the arena's memory."""
         entry = self.table[name]
         num_bytes = prod(entry.shape) * entry.dtype.itemsize
         raw = self.slabs[entry.slab][entry.offset : entry.offset + num_bytes]
         return raw.view(entry.dtype).view(entry.shape)
 
     def checksum(self) -> tuple[int, ...]:
-        """One 64-bit number a slab, sensitive to values and their places, and the same on every device."""
+        """Return one 64-bit number per slab: it depends on values and positions, and not on the device."""
         return tuple(int(digest(slab)) & MASK for slab in self.slabs)
 
 
 def bind(model: nn.Module, arena: Arena) -> None:
-    """Replace every parameter of `model`, meta as a rule, by its view of `arena`; tied ones share one."""
+    """Replace every parameter of `model`, usually on meta, by its view of `arena`. Tied ones share a view."""
     primary = {id(parameter): name for name, parameter in model.named_parameters()}
     views = {name: nn.Parameter(arena.view(name), requires_grad=False) for name in primary.values()}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -109,7 +109,7 @@ def bind(model: nn.Module, arena: Arena) -> None:
 
 
 def _aligned(size: int, device: torch.device) -> Tensor:
-    # The CPU allocator promises 64 bytes only.
+    # The CPU allocator guarantees an alignment of 64 bytes only.
     raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
     start = -raw.data_ptr() % ALIGNMENT
     return raw[start : start + size]

@@ -1,4 +1,4 @@
-"""Memory by kind."""
+"""Copies from NumPy arrays to a device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from torch import Tensor
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """The array as a tensor; on a CPU it is the same memory, to CUDA the copy is under way."""
+    """Return the array as a tensor: on a CPU in the same memory, on CUDA as an asynchronous copy."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""How many KV pages fit: free memory, the page-count formula, and the agreement of the ranks."""
+"""The number of KV pages: free memory, the page-count formula, and the ranks' agreement on one number."""
 
 from __future__ import annotations
 
@@ -24,62 +24,64 @@ class Reserve:
     batch_state: int
     derived: int = 0  # copies of weights in another layout, made for speed
     activations: int = 0  # peak of one eager step of the largest chunk
-    sampling: int = 0  # temporaries of the sampler, with every parameter in use and every row running
+    sampling: int = (
+        0  # the sampler's temporaries, with every sampling parameter in use and every slot running
+    )
     graphs: int = 0
-    staging: int = 0  # of weight updates, --weight-staging-gb
+    staging: int = 0  # for weight updates, --weight-staging-gb
 
     @property
     def total(self) -> int:
-        """All of it, in bytes."""
+        """The sum, in bytes."""
         parts = (self.batch_state, self.derived, self.activations, self.sampling, self.graphs, self.staging)
         return sum(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What the page count depends on. Sizes are bytes of one rank, unless said otherwise."""
+    """The inputs of the page count. Sizes are in bytes per rank, unless stated otherwise."""
 
-    free_before: int  # before the weights were loaded, the least of all ranks
-    memory_ratio: float  # share of free_before the engine may use
+    free_before: int  # free memory before the weights were loaded: the minimum of all ranks
+    memory_ratio: float  # share of free_before that the engine may use
     arena_bytes: int
     reserve: Reserve
     page_bytes: int
     page_size: int  # tokens
-    max_len: int  # tokens: the model's longest sequence, or --max-model-len where that is less
+    max_len: int  # tokens: the model's longest sequence, or --max-model-len if that is shorter
     max_running_requests: int
-    local_ranks: int = 1  # that share this memory: 1 on CUDA, all ranks of the host on CPU
-    # Bytes, CPU only: the pool takes no more, nor more than all requests at full length need.
+    local_ranks: int = 1  # ranks that share this memory: 1 on CUDA, all ranks of the host on CPU
+    # Largest pool in bytes, CPU only. A CPU pool is also limited to what all requests at full length need.
     pool_limit: int | None = None
 
     def without_graphs(self) -> Demand:
-        """The same, but nothing is kept for CUDA graphs."""
+        """Return the same demand without the reserve for CUDA graphs."""
         return replace(self, reserve=replace(self.reserve, graphs=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The outcome: the same on all ranks."""
+    """The size of the KV cache, the same on all ranks."""
 
     num_pages: int
-    max_seq_len: int  # tokens of the longest request
-    pool_bytes: int  # of one rank, the scratch page included
-    limited_by: str  # for the log: what set num_pages
+    max_seq_len: int  # tokens of the longest possible request
+    pool_bytes: int  # per rank, the scratch page included
+    limited_by: str  # what limited num_pages, for the log
 
 
 def page_bytes(
     *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, itemsize: int, tp_size: int
 ) -> int:
-    """Bytes that one page of `page_size` tokens takes on one of `tp_size` ranks, all layers together.
+    """Return the bytes of one page of `page_size` tokens on one of `tp_size` ranks, all layers together.
 
-    `num_kv_heads` counts the whole model's; with more ranks than KV heads each rank holds one.
+    `num_kv_heads` is the whole model's. With more ranks than KV heads, each rank holds one head.
     """
     return 2 * head_dim * max(1, num_kv_heads // tp_size) * page_size * itemsize * num_layers
 
 
 def formula_pages(demand: Demand) -> int:
-    """Pages that fit by the formula; may be negative. One page is taken off for the scratch page.
+    """Return the number of pages that fit, without the scratch page. It may be negative.
 
-    Where ranks share one memory, what they all hold is taken from it and the rest is split evenly.
+    If ranks share one memory, the weights and reserves of all are subtracted, and the rest is split evenly.
     """
     ranks = demand.local_ranks
     usable = int(demand.memory_ratio * demand.free_before)
@@ -92,10 +94,10 @@ def plan_pages(demand: Demand, num_kv_tokens: int | None = None) -> Budget:
 
     Args:
         demand: sizes and limits.
-        num_kv_tokens: the user's own number, which replaces formula and limits but not what is there.
+        num_kv_tokens: set by the user; it replaces the formula and its limits, but must fit in free memory.
 
     Raises:
-        OutOfMemoryError: fewer than two pages, or `num_kv_tokens` needs more memory than is free.
+        OutOfMemoryError: fewer than two pages fit, or `num_kv_tokens` needs more memory than is free.
     """
     if num_kv_tokens is None:
         num_pages, limited_by = _automatic_pages(demand)
@@ -113,9 +115,9 @@ def plan_pages(demand: Demand, num_kv_tokens: int | None = None) -> Budget:
 
 
 def afford_graphs(demand: Demand, num_kv_tokens: int | None = None) -> bool:
-    """Whether the reserve for graphs leaves enough KV: as many bytes as it takes itself.
+    """Whether there is memory for CUDA graphs: the KV cache must get at least as many bytes as they reserve.
 
-    Where the user has set the number of KV tokens, whether both fit.
+    If the user has set the number of KV tokens, both must fit.
     """
     if num_kv_tokens is None:
         return formula_pages(demand) * demand.page_bytes >= demand.reserve.graphs
@@ -123,20 +125,20 @@ def afford_graphs(demand: Demand, num_kv_tokens: int | None = None) -> bool:
 
 
 def _automatic_pages(demand: Demand) -> tuple[int, str]:
-    choices = [(formula_pages(demand), "free memory")]
+    limits = [(formula_pages(demand), "free memory")]
     if demand.pool_limit is not None:
         full_length = max(MIN_PAGES, demand.max_running_requests * -(-demand.max_len // demand.page_size))
-        choices.append((full_length, f"{demand.max_running_requests} requests of {demand.max_len} tokens"))
+        limits.append((full_length, f"{demand.max_running_requests} requests of {demand.max_len} tokens"))
         limit = demand.pool_limit // demand.page_bytes - 1
-        choices.append((limit, f"the limit of {gib(demand.pool_limit)} on CPU"))
-    return min(choices)
+        limits.append((limit, f"the limit of {gib(demand.pool_limit)} on CPU"))
+    return min(limits)
 
 
 def _check_explicit(demand: Demand, num_pages: int, num_kv_tokens: int) -> None:
     needed = _explicit_bytes(demand, num_pages)
     if needed > demand.free_before:
         raise OutOfMemoryError(
-            f"num_kv_tokens={num_kv_tokens} needs {gib(needed)} with weights and buffers, but only "
+            f"num_kv_tokens={num_kv_tokens} needs {gib(needed)}, with weights and buffers, but only "
             f"{gib(demand.free_before)} is free; lower --num-kv-tokens",
             param="num_kv_tokens",
         )
@@ -158,9 +160,9 @@ def _too_few(demand: Demand, num_pages: int, *, explicit: bool) -> OutOfMemoryEr
     ranks = f" for {demand.local_ranks} ranks" if demand.local_ranks > 1 else ""
     return OutOfMemoryError(
         f"the KV cache has room for {max(0, num_pages)} pages of {demand.page_size} tokens "
-        f"({demand.page_bytes} bytes each); at least {MIN_PAGES} are needed. Free before loading: "
-        f"{gib(demand.free_before)}{ranks}, usable at memory_ratio {demand.memory_ratio}; of that each rank "
-        f"takes {gib(demand.arena_bytes)} for weights and {gib(demand.reserve.total)} for activations and "
+        f"({demand.page_bytes} bytes each); at least {MIN_PAGES} are needed. Before loading, "
+        f"{gib(demand.free_before)} were free{ranks}, usable at memory_ratio {demand.memory_ratio}; each "
+        f"rank needs {gib(demand.arena_bytes)} for weights and {gib(demand.reserve.total)} for activations and "
         f"buffers. Raise --memory-ratio; lower --chunked-prefill-size, --max-running-requests or "
         f"--page-size; use a smaller model; or free memory",
         param="memory_ratio",
@@ -168,34 +170,34 @@ def _too_few(demand: Demand, num_pages: int, *, explicit: bool) -> OutOfMemoryEr
 
 
 def agree_on_free(free: Sequence[int], *, separate: bool) -> int:
-    """The least free memory of all ranks.
+    """Return the minimum of all ranks' free memory.
 
     Args:
         free: bytes free on each rank, by rank.
-        separate: whether each rank has a memory of its own (CUDA). Ranks on the CPU look at the same
-            memory at slightly different times, and that says nothing about imbalance.
+        separate: whether each rank has its own memory (CUDA). Ranks on the CPU measure the same memory at
+            slightly different times, so that differences between them mean nothing.
 
     Raises:
-        MemoryImbalanceError: separate memories, and two ranks are more than 2 GiB apart.
+        MemoryImbalanceError: the memories are separate, and those of two ranks differ by more than 2 GiB.
     """
     least, most = min(free), max(free)
     if separate and most - least > MAX_IMBALANCE:
         low, high = free.index(least), free.index(most)
         raise MemoryImbalanceError(
-            f"rank {low} has {least} bytes free and rank {high} has {most}: {gib(most - least)} apart, more "
-            f"than {gib(MAX_IMBALANCE)}. All ranks get the same number of KV pages, so the rest would lie "
-            f"idle: end what else runs on the device of rank {low}"
+            f"rank {low} has {least} bytes free and rank {high} has {most}: a difference of "
+            f"{gib(most - least)}, more than {gib(MAX_IMBALANCE)}. All ranks get the same number of KV pages, "
+            f"so memory would stay unused: end other processes on the device of rank {low}"
         )
     return least
 
 
 def free_cpu_memory(root: Path = Path("/")) -> int:
-    """Bytes this process can still use: the machine's, or what its control groups leave where that is less.
+    """Return the bytes that this process can still use: the machine's, or its cgroups' if those are fewer.
 
     Args:
-        root: where `proc` and `sys` are looked for.
+        root: directory that contains `proc` and `sys`.
     """
-    free = [_available_of_machine(root)]
+    free = [_free_on_machine(root)]
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2: one hierarchy for everything
@@ -206,11 +208,11 @@ def free_cpu_memory(root: Path = Path("/")) -> int:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        free += _left_in_groups(base, path, *names)
+        free += _free_in_cgroups(base, path, *names)
     return max(0, min(free))
 
 
-def _available_of_machine(root: Path) -> int:
+def _free_on_machine(root: Path) -> int:
     for line in _lines(root / "proc/meminfo"):
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -221,15 +223,15 @@ def _available_of_machine(root: Path) -> int:
     )
 
 
-def _left_in_groups(base: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
-    # The path is the host's; inside a container its own group is often mounted at the base, so every
-    # ancestor that exists counts, and the base always does.
+def _free_in_cgroups(base: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
+    # The path is as the host sees it. In a container, the container's own group is often mounted at the base.
+    # So every ancestor that exists counts, and the base always does.
     group = base / path.lstrip("/")
     found = []
     while True:
         limit, usage = _number(group / limit_name), _number(group / usage_name)
         if limit is not None and usage is not None:
-            # Clean file cache counts as used but is given back on demand.
+            # The kernel counts clean file cache as used, but frees it on demand.
             found.append(limit - usage + _statistic(group / "memory.stat", cache_name))
         if group == base:
             return found
@@ -257,5 +259,5 @@ def _lines(file: Path) -> list[str]:
 
 
 def gib(num_bytes: int) -> str:
-    """For people: `1.50 GiB`, or MiB below one GiB."""
+    """Return a size as text for logs and errors: `1.50 GiB`, or in MiB below one GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= GIB else f"{num_bytes / MIB:.1f} MiB"

@@ -1,8 +1,8 @@
-"""Device memory that is registered with NCCL, for buckets to be sent from and to land in.
+"""Device memory that is registered with NCCL, for the buckets that are sent and received.
 
-Between devices of one host a broadcast then goes from the sender's buffer straight into the receiver's. Else
-it goes through buffers of NCCL's own, from which kernels copy it: for as many bytes a second that takes twice
-the SMs, and three times the memory traffic.
+Between devices of one host, a broadcast then goes directly from the sender's buffer to the receiver's.
+Without registration it goes through NCCL's own buffers, and kernels copy it from there: at the same bytes per
+second this takes twice the SMs and three times the memory traffic.
 """
 
 from __future__ import annotations
@@ -12,55 +12,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GRANULARITY = 512 << 20  # bytes: at most what NCCL rounds up to, for devices that multicast to each other
+GRANULARITY = 512 << 20  # bytes: the most that NCCL rounds up to, for devices that multicast to each other
 _ALIGNMENT = 256  # bytes
 
 
 class RegisteredBuffers:
-    """Buffers of one communicator, `uint8[num_bytes]` each.
+    """The registered buffers of one communicator, each `uint8[num_bytes]`.
 
-    Peers write to them, until they know that the communicator has ended. So their memory is used for nothing
-    else, and is to be held for as long as the communicator; after that the driver keeps it until the last
-    peer has let go (not with ``NCCL_CUMEM_ENABLE=0``).
+    Peers may write to the buffers until they know that the communicator has ended. So the memory serves no
+    other purpose, and must be kept as long as the communicator. After that the driver keeps it until the last
+    peer has released it (not with ``NCCL_CUMEM_ENABLE=0``).
     """
 
     def __init__(self, nccl: Any, device: torch.device, num_bytes: int, count: int) -> None:
-        """Take `count` buffers; `nccl`: torch's `ProcessGroupNCCL`.
+        """Allocate `count` buffers. `nccl` is torch's `ProcessGroupNCCL`.
 
         Raises:
             torch.OutOfMemoryError: the device has too little memory.
         """
         self.num_bytes = num_bytes
-        self.buffers: list[Tensor] = []  # before the pool: so they go first, and it gives the memory back
+        self.buffers: list[
+            Tensor
+        ] = []  # before the pool, so that they are freed first and the pool can free its memory
         self._nccl = nccl
         self._is_registered = False
         with torch.cuda.device(device):
             self._pool = torch.cuda.MemPool(nccl.mem_allocator)
             size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
             try:
-                whole = self._take(size * count)
-            except RuntimeError:  # this memory comes from the driver alone, and torch's cache may have it
+                whole = self._allocate(size * count)
+            except RuntimeError:  # the memory comes from the driver only, and torch's cache may hold it
                 torch.cuda.empty_cache()
                 try:
-                    whole = self._take(size * count)
+                    whole = self._allocate(size * count)
                 except RuntimeError as error:
                     raise torch.OutOfMemoryError(
-                        f"{size * count} bytes of device memory for {count} buckets are not there: send "
+                        f"{size * count} bytes of device memory for {count} buckets are not free: send "
                         f"smaller buckets, or keep more memory free ({str(error).splitlines()[0]})"
                     ) from error
         self.buffers += [whole[i * size : i * size + num_bytes] for i in range(count)]
 
     def register(self) -> None:
-        """Tell the communicator, once; it has to be connected, and not aborted."""
+        """Register the buffers, once. The communicator must be connected and not aborted."""
         if not self._is_registered:
             self._nccl.register_mem_pool(self._pool)
             self._is_registered = True
 
-    def _take(self, num_bytes: int) -> Tensor:
+    def _allocate(self, num_bytes: int) -> Tensor:
         with torch.cuda.use_mem_pool(self._pool):
             return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
 
 def can_register(nccl: Any, device: torch.device) -> bool:
-    """Whether there is such memory: with a device that can multicast."""
+    """Whether memory of `device` can be registered: NCCL requires a device that can multicast."""
     return bool(nccl.supports_tensor_alloc(device))

@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes at its peak."""
+"""Measures the peak memory of a piece of work."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # proc_pid_clear_refs(5): the high-water mark falls to the resident size
+_RESET_PEAK = "5"  # proc_pid_clear_refs(5): resets the high-water mark to the resident size
 
 
 class PeakMeter:
-    """Bytes taken beyond what was held at `start`: of the device's allocator, or resident ones on a CPU."""
+    """Measures the bytes taken beyond those at `start`: of CUDA's allocator, or resident ones on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = 0
 
     def start(self) -> None:
-        """Forget earlier peaks."""
+        """Begin to measure, and forget earlier peaks."""
         if self._device.type == "cpu":
             self._before = _reset_resident_peak()
         else:
@@ -29,7 +29,7 @@ class PeakMeter:
             self._before = torch.cuda.memory_allocated(self._device)
 
     def stop(self) -> int:
-        """The peak since `start`, in bytes."""
+        """Return the peak since `start`, in bytes."""
         if self._device.type == "cpu":
             return max(0, _resident_peak() - self._before)
         torch.cuda.synchronize(self._device)
@@ -39,7 +39,7 @@ class PeakMeter:
 def _reset_resident_peak() -> int:
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK)
-    except OSError:  # not every sandbox has it: then only growth over the highest peak so far is seen
+    except OSError:  # some sandboxes lack it: then only growth beyond the highest peak so far is measured
         return _resident_peak()
     return _status("VmRSS") or _resident_peak()
 

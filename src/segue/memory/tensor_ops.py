@@ -1,6 +1,6 @@
-"""Copies and comparisons that leave the steps their threads, streams and memory.
+"""Copies and comparisons that run beside the steps without taking their threads, streams or memory.
 
-On a CPU all is done in blocks so small that torch uses one thread for them: the others are for the steps.
+On a CPU they work in blocks so small that torch uses one thread. The other threads stay free for the steps.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-BLOCK = 1 << 15  # elements taken at once
+BLOCK = 1 << 15  # elements per block
 BLOCK_CUDA = 1 << 22
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
-    """Copy and cast `source` to `target`, of the same shape; between a device and pinned memory no wait."""
+    """Copy and cast `source` to `target`, of equal shape; asynchronous between a device and pinned memory."""
     if target.is_cuda:
         target.copy_(source, non_blocking=True)
     elif source.is_cuda:
@@ -32,12 +32,12 @@ def copy_into(target: Tensor, source: Tensor) -> None:
 
 
 def as_sent(block: Tensor, dtype: torch.dtype) -> Tensor:
-    """What of a block goes from a device to the host: contiguous and cast."""
+    """Return a block as it is copied from a device to the host: contiguous, in `dtype`."""
     return block.to(dtype).contiguous()
 
 
 def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[bool]:
-    """Of each tensor whether it has, cast to `dtype`, neither infinities nor NaN."""
+    """Return for each tensor whether it has no infinity and no NaN once it is cast to `dtype`."""
     found = [True] * len(tensors)
     on_cuda = [index for index, tensor in enumerate(tensors) if tensor.is_cuda and tensor.numel()]
     if on_cuda:
@@ -53,7 +53,7 @@ def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[bool]:
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile what updates run on a CUDA device: not while a receive is open, nor in a commit's pause."""
+    """Compile the kernels of weight updates on a CUDA device, before a receive is open or a commit pauses."""
     from segue.kernels.triton.grouped_copy import GroupedCopy
 
     source, target = (torch.zeros(64, dtype=dtype, device=device) for _ in range(2))
@@ -62,23 +62,23 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _are_finite_on_cuda(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[bool]:
-    """The same for tensors that are not empty; waits twice for all."""
+    """As `are_finite`, for non-empty CUDA tensors. It waits for the device at most twice."""
     from segue.kernels.triton import grouped_copy
 
-    by_kernel = [grouped_copy.can_check_finite(tensor, dtype) for tensor in tensors]
-    searched = [tensor for tensor, here in zip(tensors, by_kernel, strict=True) if here]
+    by_kernel = [grouped_copy.is_searchable(tensor, dtype) for tensor in tensors]
+    searched = [tensor for tensor, supported in zip(tensors, by_kernel, strict=True) if supported]
     rest = [
         torch.stack(torch.aminmax(tensor)).to(dtype)
-        for tensor, here in zip(tensors, by_kernel, strict=True)
-        if not here
+        for tensor, supported in zip(tensors, by_kernel, strict=True)
+        if not supported
     ]
     found = iter(grouped_copy.are_finite(searched, dtype).tolist() if searched else ())
     others = iter(torch.isfinite(torch.stack(rest)).all(1).tolist() if rest else ())
-    return [next(found if here else others) for here in by_kernel]
+    return [next(found if supported else others) for supported in by_kernel]
 
 
 def equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two tensors of equal shape, cast to `dtype`, have equal bits; also on different devices."""
+    """Whether two tensors of equal shape have equal bits in `dtype`. They may be on different devices."""
     limit = BLOCK_CUDA if one.is_cuda else BLOCK
     return all(
         torch.equal(_bits(a, dtype), _bits(b.to(a.device), dtype))
@@ -103,7 +103,7 @@ def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def _blocks(one: Tensor, other: Tensor, *, limit: int = BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut two tensors of equal shape into blocks of whole rows, at most `limit` elements each."""
+    """Split two tensors of equal shape into blocks of whole rows, of at most `limit` elements each."""
     if one.numel() <= limit:
         yield one, other
         return
