@@ -114,5 +114,5 @@ def test_an_error_after_the_end_changes_nothing() -> None:
 
 def test_tokens_that_the_frontend_did_not_see_are_a_bug() -> None:
     state = make()
-    with pytest.raises(AssertionError, match="0 tokens came, 1 count"):
+    with pytest.raises(AssertionError, match="0 tokens came, not 1"):
         state.finish(ended(1))

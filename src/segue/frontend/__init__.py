@@ -1,1 +1,1 @@
-"""Tokenization, detokenization and the public Engine."""
+"""The frontend: requests and their streams, tokenization, detokenization, and the workers' health."""

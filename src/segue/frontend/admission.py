@@ -1,4 +1,4 @@
-"""Whether one more request has a place, decided before it is sent: the scheduler may be in a long step."""
+"""Refuses requests when the queue is full, before they are sent: the scheduler may be in a long step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from segue.messages.control import Counters
 
 
 class Admission:
-    """Counts requests that are on their way to the scheduler, which has the last word when they arrive.
+    """Counts the requests in transit to the scheduler, and refuses requests that would not fit its queue.
 
-    No request is refused here that an idle engine would take.
+    The scheduler makes the final decision. A request that an idle engine would accept is never refused here.
     """
 
     def __init__(self, max_queued_requests: int, max_running_requests: int) -> None:
@@ -19,22 +19,20 @@ class Admission:
         self._num_rejected = 0
 
     def sent(self) -> None:
-        """A request was sent to the scheduler."""
         self._num_sent += 1
 
     def rejected(self) -> None:
-        """The scheduler refused one."""
         self._num_rejected += 1
 
     def check(self, count: int, num_arriving: int, now: Counters) -> None:
-        """Refuse ``count`` more requests while ``num_arriving`` others are not sent yet.
+        """Check whether ``count`` more requests fit, while ``num_arriving`` others are not sent yet.
 
         Raises:
-            OverloadedError: more would wait than may.
+            OverloadedError: more requests would wait than ``max_queued_requests``.
         """
-        on_the_way = self._num_sent - self._num_rejected - now.num_accepted
-        waiting = now.num_waiting + max(0, on_the_way) + num_arriving
-        # What waits already could not be admitted: then a free slot is no place.
+        in_transit = self._num_sent - self._num_rejected - now.num_accepted
+        waiting = now.num_waiting + max(0, in_transit) + num_arriving
+        # If requests wait already, the scheduler could not admit them: then free slots do not count.
         is_open = now.num_waiting == 0 and now.paused is None
         free = max(0, self._max_running - now.num_running) if is_open else 0
         if waiting + count > self._max_queued + free:

@@ -1,4 +1,4 @@
-"""From token ids to text, a token at a time, by a table of bytes."""
+"""Turns token ids into text, one token at a time, with a table of each token's bytes."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ _SPACE = "\u2581"  # how SentencePiece writes a space
 
 
 class TokenTable:
-    """The bytes of each token.
+    """The bytes of each token of a vocabulary.
 
-    ``pieces[id]`` is the token's text, or None where its bytes are not characters by themselves, as when a
-    character is spread over several tokens.
+    ``pieces[id]`` is the token's text, or None if its bytes alone are not valid UTF-8, because a character is
+    spread over several tokens.
     """
 
     def __init__(self, tokens: list[bytes], special_ids: Collection[int] = ()) -> None:
         self.tokens = tokens
         self.pieces = [_piece(token) for token in tokens]
-        self.visible = list(self.pieces)  # the same, with special tokens empty
+        self.visible = list(self.pieces)  # as `pieces`, but with empty special tokens
         self.special_ids = frozenset(special_ids)
         for token in self.special_ids:
             self.visible[token] = ""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, special_ids: Collection[int], size: int) -> TokenTable:
-        """Read it out of a tokenizer; ids up to ``size`` that it does not know are empty.
+        """Make the table of a tokenizer. Ids below ``size`` that the tokenizer does not have are empty.
 
         Raises:
-            UnsupportedModelError: a tokenizer whose tokens are not pieces of text.
+            UnsupportedModelError: the tokenizer's decoder is neither byte-level nor SentencePiece.
         """
-        to_bytes = _rule(tokenizer)
+        to_bytes = _token_to_bytes(tokenizer)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         tokens = [b""] * max(size, max(vocabulary.values(), default=-1) + 1)
         for text, token in vocabulary.items():
@@ -43,12 +43,12 @@ class TokenTable:
         return cls(tokens, special_ids)
 
     def text(self, token: int) -> str:
-        """One token by itself, special ones too; bytes that are no character become U+FFFD."""
+        """Return one token as text, special ones included. Bytes that are not valid UTF-8 become U+FFFD."""
         return self.tokens[token].decode("utf-8", "replace") if token < len(self.tokens) else ""
 
 
 class Detokenizer:
-    """The text of one request. Never gives half a character: its bytes wait for the rest."""
+    """Makes the text of one request. The bytes of an incomplete character wait for the rest of it."""
 
     __slots__ = ("_pending", "_pieces", "_special", "_tokens")
 
@@ -59,7 +59,7 @@ class Detokenizer:
         self._pending = b""
 
     def push(self, token: int) -> str:
-        """The text that this token completes."""
+        """Take a token, and return the text that it completes."""
         if not self._pending:
             piece = self._pieces[token]
             if piece is not None:
@@ -72,7 +72,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is left when no more tokens come: U+FFFD for a character that was never completed."""
+        """Return the rest of the text after the last token: U+FFFD for an incomplete character."""
         text = self._pending.decode("utf-8", "replace")
         self._pending = b""
         return text
@@ -85,14 +85,14 @@ def _piece(token: bytes) -> str | None:
         return None
 
 
-def _rule(tokenizer: Tokenizer) -> Callable[[str], bytes]:
-    """How a token's name becomes bytes."""
+def _token_to_bytes(tokenizer: Tokenizer) -> Callable[[str], bytes]:
+    """Return the function that turns a token of the vocabulary into its bytes."""
     decoder = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
     parts = decoder.get("decoders", [decoder]) if decoder else []
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse", "ByteFallback", "Replace"}:
-        # The latter two are of SentencePiece; some versions of transformers add them to what GGUF files give.
-        # They find nothing to do in a vocabulary that writes every byte as a character of its own.
+        # ByteFallback and Replace belong to SentencePiece. Some versions of transformers add them to the
+        # decoder of a GGUF file. They have no effect if the vocabulary writes every byte as one character.
         alphabet = byte_alphabet()
         return lambda text: _from_alphabet(text, alphabet)
     if kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
@@ -106,7 +106,7 @@ def _rule(tokenizer: Tokenizer) -> Callable[[str], bytes]:
 def _from_alphabet(text: str, alphabet: dict[str, int]) -> bytes:
     try:
         return bytes([alphabet[char] for char in text])
-    except KeyError:  # an added token, written as itself
+    except KeyError:  # an added token is written as plain text
         return text.encode()
 
 
@@ -117,7 +117,7 @@ def _from_sentencepiece(text: str) -> bytes:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones of Latin-1 are themselves, the others U+0100 and up."""
+    """Return GPT-2's characters for bytes: printable ones of Latin-1 stay, the others are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}

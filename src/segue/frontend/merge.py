@@ -1,4 +1,4 @@
-"""Several streams read as one."""
+"""Reads several streams as one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from segue.frontend.thread_pool import TURN, turn
 
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, Output], None]:
-    """(index of the stream, its news), until all have ended; the first error ends it."""
+    """Yield (index of the stream, its output) until all streams have ended. The first error is raised."""
     if len(streams) == 1:
         while True:
             output = await streams[0].next()
@@ -25,7 +25,7 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, 
     ready: asyncio.Queue[int] = asyncio.Queue()
 
     async def watch(index: int) -> None:
-        with suppress(SegueError):  # raised when it is read
+        with suppress(SegueError):  # `next` raises it again below
             await streams[index].changed()
         ready.put_nowait(index)
 
@@ -46,11 +46,11 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, 
                 del watchers[index]
             yield index, output
     finally:
-        await _end(watchers.values())
+        await _cancel(watchers.values())
 
 
 async def results(streams: Sequence[RequestStream]) -> list[Output]:
-    """All of each, once every one has ended; the first error ends it, without waiting for the others."""
+    """Return the whole output of each stream, once all have ended. The first error is raised at once."""
     if len(streams) == 1:
         return [await streams[0].result()]
     tasks: list[asyncio.Task[Output]] = []
@@ -64,17 +64,17 @@ async def results(streams: Sequence[RequestStream]) -> list[Output]:
                 task.result()
         return [task.result() for task in tasks]
     finally:
-        await _end(tasks)
+        await _cancel(tasks)
 
 
 async def accepted(streams: Sequence[RequestStream], patience_s: float) -> None:
-    """Wait until a stream has news, at most ``patience_s``: the scheduler may refuse a request.
+    """Wait until a stream has output, at most ``patience_s`` seconds: the scheduler may refuse a request.
 
-    It does so before it runs any that came with it. Of many streams the first and the last are watched: those
-    run first, and these are refused first.
+    It refuses requests before it runs any of the same batch. Of many streams only the first and the last are
+    watched: the first ones run first, and the last ones are refused first.
 
     Raises:
-        SegueError: one was refused, or has failed.
+        SegueError: a request was refused, or has failed.
     """
     watched = streams if len(streams) <= 2 * TURN else [*streams[:TURN], *streams[-TURN:]]
     waits = [asyncio.create_task(stream.changed()) for stream in watched]
@@ -83,11 +83,11 @@ async def accepted(streams: Sequence[RequestStream], patience_s: float) -> None:
         for task in done:
             task.result()
     finally:
-        await _end(waits)
+        await _cancel(waits)
 
 
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel what still runs, and look at every outcome."""
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks that still run, and retrieve the exceptions of all."""
     tasks = list(tasks)
     running = [task for task in tasks if not task.done()]
     for task in running:

@@ -1,4 +1,4 @@
-"""A request on its way in, and what comes out of it."""
+"""A request to the frontend, its state while it is in flight, and its output."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ LOWEST_LOGPROB = -9999.0  # instead of minus infinity, which JSON cannot write
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One prompt and how to continue it."""
+    """One prompt, and the options for its continuation."""
 
     rid: str
     prompt: str | Sequence[int]
     options: SamplingOptions
     priority: int = 0
-    add_special_tokens: bool = True  # of a text prompt; a rendered chat template has its own
-    param: str = "prompt"  # the client's name of the prompt, for errors
-    names: Mapping[str, str] = field(default_factory=dict)  # OpenAI's field names to the client's
+    add_special_tokens: bool = True  # to a text prompt; a rendered chat template contains its own
+    param: str = "prompt"  # the client's field name of the prompt, for errors
+    names: Mapping[str, str] = field(default_factory=dict)  # OpenAI's field names -> the client's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How a request ended; the counts are those of the tokens that count."""
+    """The end of a request. ``num_tokens`` counts the output tokens of the reply, up to a stop string."""
 
     reason: str  # stop | length | abort
     matched: int | str | None
@@ -39,33 +39,33 @@ class End:
     num_tokens: int
     prompt_tokens: int
     cached_tokens: int
-    versions: list[tuple[str, int, int]]  # (weight version, start, end) over the output tokens
+    versions: list[tuple[str, int, int]]  # (weight version, start, end) in output tokens
 
 
 @dataclass(slots=True)
 class Output:
-    """What became known of a request since the last look."""
+    """The output of a request since the last :meth:`RequestState.take`."""
 
     text: str
     token_ids: list[int]
-    logprobs: list[TokenLogprob]  # parallel to token_ids, if they were asked for
-    offsets: list[int]  # where each token begins in the whole text, if logprobs were asked for
+    logprobs: list[TokenLogprob]  # one per token id, if they were requested
+    offsets: list[int]  # start of each token in the whole text, if logprobs were requested
     end: End | None
 
 
 class RequestState:
-    """One request in flight: takes tokens as they come, holds back what may not be shown yet, ends once."""
+    """One request in flight: collects tokens, holds back text that may begin a stop string, and ends once."""
 
     __slots__ = (
         "_cut",
         "_detokenizer",
-        "_done_ids",
         "_keep_stop",
         "_length",
         "_matched",
         "_matcher",
+        "_min_tokens",
+        "_num_read",
         "_parts",
-        "_stop_from",
         "batch_id",
         "changed",
         "created",
@@ -107,32 +107,32 @@ class RequestState:
         self.offsets: list[int] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.changed = asyncio.Event()
-        self.streaming = False  # wake the reader at every token, not only at the end
-        self.discarded = False  # the reader has gone; only the end is awaited
+        self.streaming = False  # whether every token wakes the reader, and not only the end
+        self.discarded = False  # whether the reader has left; only the end is awaited
         self.end: End | None = None
         self.error: SegueError | None = None
         self._detokenizer = Detokenizer(table, skip_special_tokens=options.skip_special_tokens)
         self._matcher = StopMatcher(options.stop, keep=options.keep_stop) if options.stop else None
-        self._stop_from = params.min_new_tokens  # stop strings count only behind so many tokens
+        self._min_tokens = params.min_new_tokens  # stop strings count only after this many tokens
         self._keep_stop = options.keep_stop
         self._parts: list[str] = []  # text not yet read
-        self._done_ids = 0  # ids already read
-        self._length = 0  # characters detokenized, those held back included
+        self._num_read = 0  # ids already read
+        self._length = 0  # characters detokenized, including those held back
         self._matched: str | None = None
-        self._cut = -1  # tokens that count, once a stop string is complete
+        self._cut = -1  # tokens up to the end of a complete stop string; -1: none is complete
 
     @property
     def has_unread(self) -> bool:
-        """Whether tokens came since the last :meth:`take`."""
-        return self._done_ids < len(self.ids)
+        """Whether tokens have arrived since the last :meth:`take`."""
+        return self._num_read < len(self.ids)
 
     @property
     def cut(self) -> int:
-        """The number of tokens that a completed stop string leaves; -1 if there is none."""
+        """The number of tokens up to the end of a complete stop string; -1 if there is none."""
         return self._cut
 
     def add(self, token: int, logprob: TokenLogprob | None, *, is_stop: bool) -> bool:
-        """Take a token; ``is_stop`` if it ended the request. True if it completed a stop string."""
+        """Take a token; ``is_stop``: it is a stop token. Return whether it completed a stop string."""
         if self._cut >= 0:
             return False
         self.ids.append(token)
@@ -143,18 +143,18 @@ class RequestState:
         if is_stop and not self._keep_stop:
             return False
         text = self._detokenizer.push(token)
-        return bool(text) and self._show(text)
+        return bool(text) and self._append_text(text)
 
     def finish(self, finished: Finished) -> End:
-        """The scheduler has ended it. Cuts at a stop string, which the scheduler may not have known of."""
+        """End the request as the scheduler did, or at a stop string, which the scheduler may not know of."""
         if self._cut < 0:
-            tail = self._detokenizer.flush()
-            if tail:
-                self._show(tail)
+            rest = self._detokenizer.flush()
+            if rest:
+                self._append_text(rest)
             if self._cut < 0 and self._matcher is not None:
                 self._parts.append(self._matcher.flush())
         count = finished.num_tokens if self._cut < 0 else self._cut
-        assert count == len(self.ids), f"request {self.rid}: {len(self.ids)} tokens came, {count} count"
+        assert count == len(self.ids), f"request {self.rid}: {len(self.ids)} tokens came, not {count}"
         self.end = End(
             reason=finished.reason if self._cut < 0 else "stop",
             matched=finished.matched if self._cut < 0 else self._matched,
@@ -168,22 +168,22 @@ class RequestState:
         return self.end
 
     def fail(self, error: SegueError) -> None:
-        """It ends with an error, unless it has ended already."""
+        """End the request with an error, unless it has ended already."""
         if self.end is None and self.error is None:
             self.error = error
             self.changed.set()
 
     def take(self) -> Output:
-        """What is new since the last call."""
+        """Return the output since the last call."""
         if self.error is None:
             self.changed.clear()
-        start, self._done_ids = self._done_ids, len(self.ids)
+        start, self._num_read = self._num_read, len(self.ids)
         parts, self._parts = self._parts, []
         return Output("".join(parts), self.ids[start:], self.logprobs[start:], self.offsets[start:], self.end)
 
-    def _show(self, text: str) -> bool:
+    def _append_text(self, text: str) -> bool:
         self._length += len(text)
-        if self._matcher is None or len(self.ids) <= self._stop_from:
+        if self._matcher is None or len(self.ids) <= self._min_tokens:
             self._parts.append(text)
             return False
         shown, self._matched = self._matcher.push(text)

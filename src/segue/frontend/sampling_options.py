@@ -1,4 +1,4 @@
-"""What clients ask for in sampling, and its translation into :class:`SamplingParams`."""
+"""The sampling options of clients, and their translation into :class:`SamplingParams`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from segue.errors import ContextLengthError, InvalidRequestError, shown
 from segue.messages.requests import SamplingParams
 
 MAX_STOPS = 64
-MAX_STOP_CHARS = 1 << 14  # of all stop strings of a request
+MAX_STOP_CHARS = 1 << 14  # of all stop strings of a request together
 MAX_LOGPROBS = 20
-# Far from what anybody uses (1 to 2), and near enough to 1 that no finite logit overflows.
+# Far outside the usual range (1 to 2), yet near enough to 1 that no finite logit overflows.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 SEED_LIMIT = 1 << 63
-NUMPY_IDS = 64  # token ids of an array from which numpy is faster
-MAX_ENTRIES = (
-    1 << 18
-)  # of `logit_bias` and `stop_token_ids` in one call, counted for each prompt they are for
+NUMPY_IDS = 64  # token ids of an array above which NumPy is faster
+# Entries of `logit_bias` and `stop_token_ids` in one call, counted once per prompt.
+MAX_ENTRIES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Sampling as the client asked for it, in OpenAI's names; defaults are OpenAI's.
+    """The sampling options of a request, with OpenAI's names and defaults.
 
-    A model's ``generation_config.json`` gives EOS ids only: the temperature and top-p it recommends are not
-    applied.
+    Only the EOS ids of a model's ``generation_config.json`` are used. The temperature and top-p that it
+    recommends are not applied.
     """
 
     max_tokens: int | None = None  # None: the rest of the context
@@ -41,7 +40,7 @@ class SamplingOptions:
     top_p: float = 1.0
     top_k: int = 0  # 0 and -1: off
     min_p: float = 0.0
-    seed: int | None = None  # None: drawn
+    seed: int | None = None  # None: random
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -49,16 +48,16 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int = -1  # -1: none; 0: of the chosen token; n: and of the n likeliest
-    prompt_logprobs_start: int = -1  # -1: none; else the first prompt position
-    skip_special_tokens: bool = True  # leave special tokens out of the text
-    keep_stop: bool = False  # leave a matched stop string or stop token in the text
-    must_fit: bool = True  # a max_tokens that does not fit behind the prompt is an error, not clamped
+    logprobs: int = -1  # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
+    prompt_logprobs_start: int = -1  # first prompt position with logprobs; -1: none
+    skip_special_tokens: bool = True  # whether special tokens are left out of the text
+    keep_stop: bool = False  # whether a matched stop string or stop token stays in the text
+    must_fit: bool = True  # whether a max_tokens that does not fit is an error; else it is clamped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What requests are checked against: ``max_seq_len`` and ``vocab_size`` in tokens, and the EOS ids."""
+    """The limits of a model: ``max_seq_len`` and ``vocab_size`` in tokens, and the EOS ids."""
 
     max_seq_len: int
     vocab_size: int
@@ -67,18 +66,18 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Checked options, for any number of prompts: what does not depend on the prompt is shared."""
+    """Checked options for any number of prompts, which share what does not depend on the prompt."""
 
     options: SamplingOptions
     limits: RequestLimits
     names: Mapping[str, str]
-    shared: SamplingParams  # complete but for the token limits, the seed and the start of prompt logprobs
+    shared: SamplingParams  # complete except for token limits, seed and start of prompt logprobs
 
     def params(self, prompt_len: int) -> SamplingParams:
-        """Work out the token limit and the seed of one prompt.
+        """Return the parameters for one prompt of ``prompt_len`` tokens.
 
         Raises:
-            ContextLengthError: the prompt, or the prompt and ``max_tokens``, do not fit the context.
+            ContextLengthError: the prompt with its ``max_tokens`` does not fit the context.
         """
         options = self.options
         max_new_tokens = _max_new_tokens(options, prompt_len, self.limits, self.names)
@@ -92,12 +91,12 @@ class Prepared:
 
 
 def prepare(options: SamplingOptions, limits: RequestLimits, names: Mapping[str, str]) -> Prepared:
-    """Validate options, and work out the stop ids.
+    """Check options, and collect the stop token ids.
 
     ``names`` maps OpenAI's field names to those of the API in use, for error messages.
 
     Raises:
-        InvalidRequestError: a value outside its rule.
+        InvalidRequestError: a value breaks its rule.
     """
     check_options(options, limits, names)
     stop_ids = set(options.stop_token_ids)
@@ -122,46 +121,46 @@ def prepare(options: SamplingOptions, limits: RequestLimits, names: Mapping[str,
 def build_params(
     options: SamplingOptions, prompt_len: int, limits: RequestLimits, names: Mapping[str, str]
 ) -> SamplingParams:
-    """Options for one prompt; raises what :func:`prepare` and :meth:`Prepared.params` do."""
+    """Return the parameters of one prompt. Raises as :func:`prepare` and :meth:`Prepared.params` do."""
     return prepare(options, limits, names).params(prompt_len)
 
 
 def check_options(options: SamplingOptions, limits: RequestLimits, names: Mapping[str, str]) -> None:
-    """Everything that does not depend on the prompt."""
-    fail = _Rules(names)
-    fail.outside("temperature", options.temperature, 0.0, None)
-    fail.outside("top_p", options.top_p, 0.0, 1.0, open_below=True)
-    fail.outside("min_p", options.min_p, 0.0, 1.0)
-    fail.outside("top_k", options.top_k, -1, None)
-    fail.outside("presence_penalty", options.presence_penalty, -2.0, 2.0)
-    fail.outside("frequency_penalty", options.frequency_penalty, -2.0, 2.0)
-    fail.outside(
+    """Check all options as far as they do not depend on the prompt. Raises as :func:`prepare` does."""
+    rules = _Rules(names)
+    rules.check_range("temperature", options.temperature, 0.0, None)
+    rules.check_range("top_p", options.top_p, 0.0, 1.0, open_below=True)
+    rules.check_range("min_p", options.min_p, 0.0, 1.0)
+    rules.check_range("top_k", options.top_k, -1, None)
+    rules.check_range("presence_penalty", options.presence_penalty, -2.0, 2.0)
+    rules.check_range("frequency_penalty", options.frequency_penalty, -2.0, 2.0)
+    rules.check_range(
         "repetition_penalty", options.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
     )
-    fail.outside("min_tokens", options.min_tokens, 0, None)
-    fail.outside("logprobs", options.logprobs, -1, MAX_LOGPROBS)
+    rules.check_range("min_tokens", options.min_tokens, 0, None)
+    rules.check_range("logprobs", options.logprobs, -1, MAX_LOGPROBS)
     if options.max_tokens is not None:
-        fail.outside("max_tokens", options.max_tokens, 1, None)
+        rules.check_range("max_tokens", options.max_tokens, 1, None)
         if options.min_tokens > options.max_tokens:
-            rule = f"must be at most {fail.name('max_tokens')}={shown(options.max_tokens)}"
-            fail.error("min_tokens", options.min_tokens, rule)
+            rule = f"must be at most {rules.name('max_tokens')}={shown(options.max_tokens)}"
+            rules.fail("min_tokens", options.min_tokens, rule)
     if options.seed is not None:
-        fail.outside("seed", options.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+        rules.check_range("seed", options.seed, -SEED_LIMIT, SEED_LIMIT - 1)
     if len(options.stop) > MAX_STOPS:
-        fail.error("stop", f"{len(options.stop)} strings", f"at most {MAX_STOPS} are allowed")
+        rules.fail("stop", f"{len(options.stop)} strings", f"at most {MAX_STOPS} are allowed")
     if (count := sum(map(len, options.stop))) > MAX_STOP_CHARS:
-        fail.error("stop", f"{count} characters", f"at most {MAX_STOP_CHARS} are allowed")
+        rules.fail("stop", f"{count} characters", f"at most {MAX_STOP_CHARS} are allowed")
     if "" in options.stop:
-        fail.error("stop", "", "an empty string cannot be a stop string; leave it out")
+        rules.fail("stop", "", "an empty string cannot be a stop string; leave it out")
     for token in options.stop_token_ids:
-        fail.outside("stop_token_ids", token, 0, limits.vocab_size - 1)
+        rules.check_range("stop_token_ids", token, 0, limits.vocab_size - 1)
     for token, bias in options.logit_bias.items():
-        fail.outside("logit_bias", token, 0, limits.vocab_size - 1)
-        fail.outside("logit_bias", bias, -100.0, 100.0)
+        rules.check_range("logit_bias", token, 0, limits.vocab_size - 1)
+        rules.check_range("logit_bias", bias, -100.0, 100.0)
 
 
 def check_batch(count: int, most: int, param: str) -> None:
-    """Raise InvalidRequestError for a batch that is empty, or too large to wait in the queue."""
+    """Raise InvalidRequestError for an empty batch, and for one with more prompts than may wait."""
     if count == 0:
         raise InvalidRequestError(f"{param} is an empty list; it must have at least one prompt", param=param)
     if count > most:
@@ -170,23 +169,23 @@ def check_batch(count: int, most: int, param: str) -> None:
 
 
 def num_entries(options: SamplingOptions) -> int:
-    """Entries of ``logit_bias`` and ``stop_token_ids``."""
+    """Return the number of entries of ``logit_bias`` and ``stop_token_ids``."""
     return len(options.logit_bias) + len(options.stop_token_ids)
 
 
 def check_num_entries(count: int, num_prompts: int = 1) -> None:
-    """Raise InvalidRequestError if so many entries of options, for so many prompts, are too many."""
+    """Raise InvalidRequestError for more than MAX_ENTRIES: ``count`` entries for each of ``num_prompts``."""
     if count * num_prompts > MAX_ENTRIES:
-        product = f" for {num_prompts} prompts, {count * num_prompts} in all" if num_prompts > 1 else ""
+        total = f" for {num_prompts} prompts, {count * num_prompts} in all" if num_prompts > 1 else ""
         raise InvalidRequestError(
-            f"logit_bias and stop_token_ids have {count} entries{product}; at most {MAX_ENTRIES} are "
+            f"logit_bias and stop_token_ids have {count} entries{total}; at most {MAX_ENTRIES} are "
             "allowed in one call: give fewer entries, or send the prompts in several calls",
             param="logit_bias",
         )
 
 
 def check_token_ids(ids: Collection[int], limits: RequestLimits, param: str) -> None:
-    """Raise InvalidRequestError for an id that the model does not have."""
+    """Raise InvalidRequestError for a token id that the model does not have."""
     lowest, highest = _extremes(ids) if ids else (0, 0)
     if lowest < 0 or highest >= limits.vocab_size:
         wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
@@ -204,7 +203,7 @@ def _extremes(ids: Collection[int]) -> tuple[int, int]:
 
 
 def check_prompt_len(prompt_len: int, limits: RequestLimits, param: str, *, at_least: bool = False) -> None:
-    """Raise if a prompt of so many tokens is empty, or leaves no room for one output token."""
+    """Raise if a prompt of ``prompt_len`` tokens is empty, or leaves no room for one output token."""
     if prompt_len == 0:
         raise InvalidRequestError(f"{param} is empty; it must have at least one token", param=param)
     if prompt_len >= limits.max_seq_len:
@@ -234,7 +233,7 @@ def _max_new_tokens(
 
 
 class _Rules:
-    """Checks that name the field as the client does."""
+    """Checks whose errors name a field as the client does."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
@@ -242,15 +241,15 @@ class _Rules:
     def name(self, field_: str) -> str:
         return self._names.get(field_, field_)
 
-    def error(self, field_: str, value: Any, rule: str) -> None:
+    def fail(self, field_: str, value: Any, rule: str) -> None:
         raise InvalidRequestError(f"{self.name(field_)}={shown(value)}: {rule}", param=self.name(field_))
 
-    def outside(
+    def check_range(
         self, field_: str, value: float, low: float, high: float | None, *, open_below: bool = False
     ) -> None:
-        above = value < math.inf if high is None else value <= high  # a comparison takes an int of any size
+        above = value < math.inf if high is None else value <= high  # comparisons work for ints of any size
         below = value > low if open_below else value >= low
         if not (above and below):
             least = f"above {low:g}" if open_below else f"at least {low:g}"
             most = "" if high is None else f" and at most {high:g}"
-            self.error(field_, value, f"must be {least}{most}")
+            self.fail(field_, value, f"must be {least}{most}")

@@ -1,4 +1,4 @@
-"""What the frontend counts, without a metrics library: bumped at every step, read when somebody asks."""
+"""The frontend's statistics, without a metrics library. Steps update them, and ``/metrics`` reads them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ STEP_S = (
 
 
 class Histogram:
-    """Counts by upper bound, in seconds."""
+    """Counts of values by upper bound, in seconds."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -100,22 +100,21 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """(upper bound, values up to it), the last bound infinite."""
+        """Return (upper bound, number of values up to it) for every bound; the last bound is infinite."""
         return list(zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts), strict=True))
 
 
 @dataclass(slots=True)
 class Stats:
-    """Totals since the start."""
+    """Statistics since the start."""
 
-    counters: Counters = field(default_factory=Counters)  # the scheduler's, of its last message
-    last_step_at: float = -math.inf  # when a step's result last came, by the monotonic clock
-    prompt_tokens: int = 0  # of requests that got a first token
+    counters: Counters = field(default_factory=Counters)  # those of the scheduler's last output
+    last_step_at: float = -math.inf  # when the last result of a step arrived, by the monotonic clock
+    prompt_tokens: int = 0  # of requests that have a first token
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_S))

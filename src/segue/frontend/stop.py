@@ -1,24 +1,23 @@
-"""Stop strings in a stream of text."""
+"""Finds stop strings in a stream of text."""
 
 from __future__ import annotations
 
 
-class _Beginning:
-    """How much of a stop string's beginning the text ends with.
+class _PrefixMatch:
+    """Tracks the longest prefix of a stop string that the text ends with. ``size`` is its length.
 
-    However often a long beginning turns out to be none, the time is proportional to the text (Knuth, Morris
-    and Pratt).
+    The time is proportional to the text, however often a long prefix fails to match (Knuth-Morris-Pratt).
     """
 
     __slots__ = ("_borders", "_stop", "size")
 
     def __init__(self, stop: str) -> None:
         self._stop = stop
-        self._borders = [0]  # of its first 1, 2, … characters: how many of them they also end with
+        self._borders = [0]  # for each prefix of the stop string: the length of its longest border
         self.size = 0
 
     def push(self, text: str) -> None:
-        """Take more text, which does not complete the stop string."""
+        """Take more text. It must not complete the stop string."""
         stop, size, at = self._stop, self.size, 0
         while at < len(text):
             if size == 0 and (at := text.find(stop[0], at)) < 0:
@@ -40,21 +39,21 @@ class _Beginning:
 
 
 class StopMatcher:
-    """Finds the stop string that ends first, and holds back text that may be the beginning of one.
+    """Finds the stop string that ends first, and holds back text that may be the beginning of a stop string.
 
-    Text is read as if character by character, so the result does not depend on how it was cut into tokens.
+    The result is as if text came character by character, so it does not depend on the cuts between tokens.
     """
 
-    __slots__ = ("_beginnings", "_held", "_keep", "_stops")
+    __slots__ = ("_held", "_keep", "_prefixes", "_stops")
 
     def __init__(self, stops: tuple[str, ...], *, keep: bool = False) -> None:
         self._stops = stops
-        self._beginnings = [_Beginning(stop) for stop in stops]
+        self._prefixes = [_PrefixMatch(stop) for stop in stops]
         self._keep = keep  # whether the stop string stays in the text
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Take more text; returns what may be shown, and the stop string that was completed."""
+        """Take more text. Return the text that may be shown, and the stop string that is complete, if any."""
         buffer = self._held + text
         found: str | None = None
         start, end = 0, len(buffer) + 1
@@ -65,13 +64,13 @@ class StopMatcher:
         if found is not None:
             self._held = ""
             return buffer[: end if self._keep else start], found
-        for beginning in self._beginnings:
-            beginning.push(text)
-        first = len(buffer) - max((beginning.size for beginning in self._beginnings), default=0)
+        for prefix in self._prefixes:
+            prefix.push(text)
+        first = len(buffer) - max((prefix.size for prefix in self._prefixes), default=0)
         self._held = buffer[first:]
         return buffer[:first], None
 
     def flush(self) -> str:
-        """The text held back, when no more will come."""
+        """Return the text that was held back, once no more text will come."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""The reader's end of a request."""
+"""The stream from which a client reads one request's output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from segue.messages.requests import TokenLogprob
 
 
 class RequestStream:
-    """The reader's end of one request. Leaving the ``with`` block before the end aborts the request."""
+    """The output of one request. Leaving the ``with`` block before its end aborts the request."""
 
     __slots__ = ("_discard", "_state")
 
@@ -26,35 +26,34 @@ class RequestStream:
 
     @property
     def rid(self) -> str:
-        """The request's id."""
         return self._state.rid
 
     @property
     def prompt_ids(self) -> Sequence[int]:
-        """The prompt, tokenized."""
+        """The token ids of the prompt."""
         return self._state.prompt_ids
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob]:
-        """Log-probabilities of prompt tokens, those known so far."""
+        """The log-probabilities of the prompt tokens, as far as they are known."""
         return self._state.prompt_logprobs
 
     @property
     def prompt_logprobs_start(self) -> int:
-        """The first prompt position whose logprob was asked for; -1: none."""
+        """The first prompt position whose logprob was requested; -1: none was."""
         return self._state.prompt_logprobs_start
 
     def age(self) -> float:
-        """Seconds since it was submitted."""
+        """Return the seconds since the request was submitted."""
         return time.monotonic() - self._state.created
 
     async def next(self) -> Output:
-        """Wait for news; all that came since the last call is one output. The last one has an ``end``."""
+        """Wait for output, and return all since the last call. The last output has an ``end``."""
         await self.changed()
         return self._state.take()
 
     async def result(self) -> Output:
-        """Wait for the end, and give all that was not read yet; raises the error that ended the request."""
+        """Wait for the end, and return all unread output. Raises the error that ended the request."""
         state = self._state
         state.streaming = False
         while state.end is None and state.error is None:
@@ -65,9 +64,9 @@ class RequestStream:
         return state.take()
 
     async def changed(self) -> None:
-        """Wait for news without taking them.
+        """Wait for output without taking it.
 
-        Raises the error that ended the request, once every token that came before it has been taken.
+        Raises the error that ended the request, once all tokens before the error have been taken.
         """
         self._state.streaming = True
         await self._state.changed.wait()

@@ -1,4 +1,4 @@
-"""How many characters of text one token can stand for: what is longer than the context is known uncounted."""
+"""An upper bound of the characters per token, to refuse a text that is too long without tokenizing it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from tokenizers import Tokenizer, models
 
 from segue.frontend.detokenizer import byte_alphabet
 
-# Most characters of text that become one, by the kind of normalizer. A composed character has at most four
-# parts: U+1F82 and its like. Kinds that are not here may drop any number of characters.
+# The most characters of a text that a kind of normalizer turns into one. A composed character has at most
+# four parts, like U+1F82. Kinds that are not listed may drop any number of characters.
 _SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
 # Pre-tokenizers that keep every character.
 _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Sequence"})
 
-_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of a character that are not its first
+_CONTINUATION = bytes(range(0x80, 0xC0))  # the bytes of a character after its first
 
 
 def max_chars_per_token(tokenizer: Tokenizer, tokens: Iterable[bytes]) -> int | None:
-    """At most so many characters of a text become one of ``tokens``, its vocabulary in bytes.
+    """Return the most characters of a text that can become one of ``tokens``, the vocabulary in bytes.
 
-    None: there is no such number, because something may drop or merge characters without bound: a normalizer
-    that strips, a special token that swallows the spaces beside it, or characters that the model does not
-    know.
+    None: there is no bound, because characters may be dropped or merged in any number: by a normalizer that
+    strips, by a special token that absorbs the spaces beside it, or because the vocabulary lacks them.
     """
     shrinks = _shrinks(_state(tokenizer.normalizer))
     if shrinks is None or not _keeps_all(_state(tokenizer.pre_tokenizer)) or not _knows_all(tokenizer):
@@ -35,7 +34,7 @@ def max_chars_per_token(tokenizer: Tokenizer, tokens: Iterable[bytes]) -> int | 
 
 
 def _num_chars(token: bytes) -> int:
-    """Characters that begin in it, one at least."""
+    """Return the number of characters that begin in the token, at least one."""
     return max(1, len(token.translate(None, _CONTINUATION)))
 
 
@@ -45,7 +44,7 @@ def _state(part: Any) -> Mapping[str, Any]:
 
 
 def _shrinks(normalizer: Mapping[str, Any]) -> int | None:
-    """Most characters that become one; None: any number."""
+    """Return the most characters that become one; None: there is no limit."""
     kind = normalizer.get("type")
     if kind is None:
         return 1
@@ -70,7 +69,7 @@ def _keeps_all(pre_tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _knows_all(tokenizer: Tokenizer) -> bool:
-    """Whether every byte can be a token by itself, so that no run of characters is one unknown token."""
+    """Whether every byte is a token, so that no run of characters becomes a single unknown token."""
     model = tokenizer.model
     if not isinstance(model, models.BPE):
         return False

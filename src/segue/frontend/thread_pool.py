@@ -1,4 +1,4 @@
-"""Work that would hold up the event loop: done in threads, or in turns with everything else."""
+"""Ways to keep long work from blocking the event loop: threads, and yielding between items."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import TypeVar
 from segue.errors import SegueError
 
 T = TypeVar("T")
-TURN = 128  # items
-INLINE_ENTRIES = 1024  # of a reply that is built and encoded on the event loop
-NUM_THREADS = 2  # they share one interpreter with the event loop, and more would have it wait longer
+TURN = 128  # items between two yields to the event loop
+INLINE_ENTRIES = 1024  # most entries of a reply that is built and encoded on the event loop
+NUM_THREADS = 2  # they share the GIL with the event loop: more threads would make it wait longer
 
 
 async def turn(number: int) -> None:
-    """Behind item ``number`` of many: after each ``TURN`` of them, let everything else have its turn."""
+    """Yield to the event loop after every ``TURN`` items; called after item ``number`` of a long loop."""
     if number % TURN == TURN - 1:
         await asyncio.sleep(0)
 
 
 class Workers:
-    """A queue of short pieces of work for a few threads, first come, first served: bodies, texts, templates.
+    """A few threads with a first-come, first-served queue of short pieces of work: bodies, texts, templates.
 
-    Long work comes as one piece after the other, each queued when the one before is done. Nobody has to wait
-    for the whole of another's work then, and what is cancelled ends with its present piece. asyncio's own
-    threads stay free for others.
+    Long work is split into pieces, and each piece is queued when the one before it is done. So no call waits
+    for the whole work of another, and cancelled work ends with its current piece. asyncio's own threads stay
+    free.
     """
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class Workers:
         self._end: SegueError | None = None
 
     async def run(self, piece: Callable[[], T]) -> T:
-        """Do a piece of work; cancelled before its turn, it is never begun.
+        """Run a piece of work in a thread. If it is cancelled while it is queued, it never begins.
 
         Raises:
-            SegueError: the one given to :meth:`close`.
+            SegueError: the error that was given to :meth:`close`.
         """
         if self._end is not None:
             raise self._end
@@ -50,6 +50,6 @@ class Workers:
             raise
 
     def close(self, error: SegueError) -> None:
-        """Begin nothing more: what is queued or comes ends with ``error``. Nobody waits for what runs."""
+        """Begin no more pieces: queued and later ones end with ``error``. Running ones are not waited for."""
         self._end = error
         self._executor.shutdown(wait=False, cancel_futures=True)

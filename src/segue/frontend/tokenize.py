@@ -1,4 +1,4 @@
-"""Requests on their way in: their prompts become token ids, and they may be aborted meanwhile."""
+"""Tokenizes the prompts of arriving requests, which may be aborted meanwhile."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from segue.frontend.sampling_options import (
 from segue.frontend.thread_pool import Workers
 from segue.frontend.tokenizer import Tokenizer
 
-INLINE_COST = 4096  # of a call's prompts, in characters of text, that are tokenized on the event loop
-IDS_PER_CHAR = 8  # token ids that are checked in the time in which one character is tokenized
-PIECE_COST = 1 << 16  # what a worker does in one piece, in characters of text: some 20 ms
-PIECE_REQUESTS = 256
-INLINE_REQUESTS = 64
-INLINE_ENTRIES = 1024  # of the options' `logit_bias` and `stop_token_ids`
-PROBE_CHARS_PER_TOKEN = 16  # texts longer than this per token of context are judged in parts before the whole
-PROBE_SLACK = 256  # tokens by which a part of a text may exceed its share of the whole
+INLINE_COST = 4096  # most characters of a call's prompts that are tokenized on the event loop
+IDS_PER_CHAR = 8  # token ids that are checked in the time that tokenizing one character takes
+PIECE_COST = 1 << 16  # characters that a thread tokenizes in one piece of work: about 20 ms
+PIECE_REQUESTS = 256  # most requests in one piece of work
+INLINE_REQUESTS = 64  # most requests that are handled on the event loop
+INLINE_ENTRIES = 1024  # most entries of `logit_bias`, `stop_token_ids` and `stop` that are checked there
+PROBE_CHARS_PER_TOKEN = 16  # texts longer than this times the context are first checked in parts
+PROBE_SLACK = 256  # tokens by which a part alone may exceed its share of the whole text
 NO_TOKENIZER = "this model has no tokenizer; give the prompt as token ids"
 
 
 class Arrival:
-    """The requests of one call, until they are sent."""
+    """The requests of one call, until they are sent to the scheduler."""
 
-    __slots__ = ("_num_requests", "_over", "aborted")
+    __slots__ = ("_ended", "_num_requests", "aborted")
 
     def __init__(self, num_requests: int) -> None:
         self.aborted: dict[str, str | None] = {}  # rid -> message
         self._num_requests = num_requests
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def abort(self, rid: str, message: str | None) -> bool:
-        """One of them is not to run; False: it was not before."""
+        """Mark one request as aborted. Return False if it was aborted already."""
         if rid in self.aborted:
             return False
         self.aborted[rid] = message
@@ -53,30 +53,30 @@ class Arrival:
         return True
 
     def end(self) -> None:
-        """None of them is to run."""
-        if not self._over.done():
-            self._over.set_result(None)
+        """End the tokenization: none of the requests will run."""
+        if not self._ended.done():
+            self._ended.set_result(None)
 
     async def tokenize(self, requests: Sequence[GenerateRequest], encoder: Encoder) -> list[Sequence[int]]:
-        """Their prompts; empty ones, at once, if none of them is to run any more.
+        """Return the token ids of the requests' prompts; empty ones, at once, if all requests are aborted.
 
         Raises:
-            InvalidRequestError: a token id outside the vocabulary, or a text without a tokenizer.
-            ContextLengthError: a prompt that does not fit.
+            InvalidRequestError: a token id is outside the vocabulary, or a text has no tokenizer.
+            ContextLengthError: a prompt does not fit the context.
         """
         if sum(map(_cost, requests)) <= INLINE_COST and len(requests) <= INLINE_REQUESTS:
             return encoder.encode_all(requests)
         work = asyncio.ensure_future(_encode_in_pieces(requests, encoder))
         try:
-            either: set[asyncio.Future[Any]] = {work, self._over}
+            either: set[asyncio.Future[Any]] = {work, self._ended}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            return [() for _ in requests] if self._over.done() else work.result()
+            return [() for _ in requests] if self._ended.done() else work.result()
         finally:
             work.cancel()
 
 
 class Encoder:
-    """Makes token ids of prompts, and refuses prompts that do not fit as early as possible."""
+    """Turns prompts into token ids, and refuses prompts that do not fit the context as early as possible."""
 
     def __init__(
         self,
@@ -85,32 +85,31 @@ class Encoder:
         chars_per_token: int | None,
         workers: Workers,
     ) -> None:
-        """``chars_per_token``: at most so many characters become one token; None: nobody knows."""
+        """``chars_per_token``: the most characters that become one token; None: there is no bound."""
         self.workers = workers
         self._tokenizer = tokenizer
         self._limits = limits
         self._chars_per_token = chars_per_token
 
     def encode(self, request: GenerateRequest) -> Sequence[int]:
-        """One prompt; raises what :meth:`Arrival.tokenize` does."""
+        """Return the token ids of one prompt. Raises as :meth:`Arrival.tokenize` does."""
         prompt = request.prompt
         if isinstance(prompt, str):
             prompt = self._ids(prompt, request, special=request.add_special_tokens)
         check_prompt_len(len(prompt), self._limits, request.param)
         try:
             ids = prompt if isinstance(prompt, array) else array("i", prompt)
-        except OverflowError:  # an id of more than 32 bits, which the check names
+        except OverflowError:  # an id of more than 32 bits, which the next check reports
             check_token_ids(prompt, self._limits, request.param)
             raise
         check_token_ids(ids, self._limits, request.param)
         return ids
 
     def encode_all(self, requests: Sequence[GenerateRequest]) -> list[Sequence[int]]:
-        """Several prompts."""
         return [self.encode(request) for request in requests]
 
     def check_num_chars(self, count: int, param: str) -> None:
-        """Raise ContextLengthError if a text of so many characters is too long, whichever they are."""
+        """Raise ContextLengthError if any text of ``count`` characters is too long for the context."""
         if self._chars_per_token is None:
             return
         least = -(-count // self._chars_per_token)
@@ -118,9 +117,9 @@ class Encoder:
             check_prompt_len(least, self._limits, param, at_least=True)
 
     async def check_parts(self, request: GenerateRequest) -> None:
-        """Raise ContextLengthError if parts of a long text alone are more than the context holds.
+        """Raise ContextLengthError if the parts of a long text already exceed the context.
 
-        The whole is tokenized in one go, which nothing can interrupt. Parts are soon done.
+        The whole text is tokenized in one call, which cannot be interrupted. A part takes little time.
         """
         text = request.prompt
         if not isinstance(text, str) or len(text) <= PROBE_CHARS_PER_TOKEN * self._limits.max_seq_len:
@@ -143,19 +142,19 @@ class Encoder:
 async def prepare_all(
     requests: Sequence[GenerateRequest], limits: RequestLimits, workers: Workers
 ) -> list[Prepared]:
-    """The checked options of requests; those that share one object are checked once.
+    """Return the checked options of the requests. Options that requests share are checked once.
 
     Raises:
-        InvalidRequestError: a value outside its rule.
+        InvalidRequestError: a value breaks its rule.
     """
-    different: dict[int, GenerateRequest] = {id(request.options): request for request in requests}
+    distinct: dict[int, GenerateRequest] = {id(request.options): request for request in requests}
     prepared: dict[int, Prepared] = {}
 
     def work(part: Sequence[GenerateRequest]) -> None:
         for request in part:
             prepared[id(request.options)] = prepare(request.options, limits, request.names)
 
-    owners = list(different.values())
+    owners = list(distinct.values())
     if len(owners) <= INLINE_REQUESTS and sum(_entries(owner.options) for owner in owners) <= INLINE_ENTRIES:
         work(owners)
     else:
@@ -171,15 +170,15 @@ def _entries(options: SamplingOptions) -> int:
 
 async def _encode_in_pieces(requests: Sequence[GenerateRequest], encoder: Encoder) -> list[Sequence[int]]:
     prompts: list[Sequence[int]] = []
-    for part in _parts(requests):
+    for part in _split(requests):
         if len(part) == 1:
             await encoder.check_parts(part[0])
         prompts += await encoder.workers.run(partial(encoder.encode_all, part))
     return prompts
 
 
-def _parts(requests: Sequence[GenerateRequest]) -> Iterator[list[GenerateRequest]]:
-    """Neighbours that together cost no more than one piece of work, and longer ones alone."""
+def _split(requests: Sequence[GenerateRequest]) -> Iterator[list[GenerateRequest]]:
+    """Split the requests into runs of neighbours that are one piece of work each; a longer one is alone."""
     part: list[GenerateRequest] = []
     cost = 0
     for request in requests:
@@ -192,6 +191,6 @@ def _parts(requests: Sequence[GenerateRequest]) -> Iterator[list[GenerateRequest
 
 
 def _cost(request: GenerateRequest) -> int:
-    """In characters of text."""
+    """Return the cost of a prompt, as a number of characters to tokenize."""
     prompt = request.prompt
     return len(prompt) if isinstance(prompt, str) else len(prompt) // IDS_PER_CHAR

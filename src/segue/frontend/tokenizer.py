@@ -1,4 +1,4 @@
-"""Text to token ids and back, and messages to text: transformers' results, without its import of torch."""
+"""Tokenizes, detokenizes and renders chat templates as transformers does, without its import of torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,13 +17,13 @@ _QWEN_MODEL_TYPES = frozenset({"qwen2", "qwen3", "qwen3_moe"})
 
 
 class Tokenizer:
-    """The tokenizer of one model. Safe to use from several threads; `encode` and `decode` release the GIL."""
+    """The tokenizer of one model. Several threads may use it; `encode` and `decode` release the GIL."""
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int] = ()) -> None:
         """Wrap a transformers tokenizer that is built on a `tokenizers.Tokenizer`; see `load`."""
         self._chat = tokenizer
         self.backend: Backend = tokenizer.backend_tokenizer
-        # A tokenizer.json may ask for these; transformers ignores it unless told otherwise.
+        # A tokenizer.json may enable both; transformers ignores that by default.
         self.backend.no_truncation()
         self.backend.no_padding()
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -36,10 +36,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
-        """Load the tokenizer files of `directory`; its configs say which tokens end a generation.
+        """Load the tokenizer of `directory`, and the EOS ids from the configs there.
 
         Raises:
-            ModelFileError: there are none, or they cannot be read.
+            ModelFileError: there are no tokenizer files, or they cannot be read.
         """
         import transformers
 
@@ -50,12 +50,12 @@ class Tokenizer:
         try:
             name = _class_name(directory, settings, config)
             tokenizer = getattr(transformers, name).from_pretrained(directory)
-        except Exception as error:  # whatever a Rust or Python parser makes of a broken file
+        except Exception as error:  # the Rust and Python parsers raise many types for a broken file
             why = f"cannot be loaded ({_first_line(error)})"
             remedy = (
                 "its files are tokenizer.json, tokenizer_config.json and, for older models, tokenizer.model"
             )
-            if _lacks_sentencepiece(directory):  # the error is about something else then, tried last
+            if _lacks_sentencepiece(directory):  # then the error is about a fallback that was tried last
                 why = "cannot be loaded: there is no tokenizer.json"
                 remedy = (
                     "install sentencepiece and protobuf to read its tokenizer.model, or save the tokenizer "
@@ -64,16 +64,16 @@ class Tokenizer:
             raise ModelFileError(f"the tokenizer in {directory} {why}; {remedy}") from error
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ModelFileError(
-                f"the tokenizer in {directory} is a {type(tokenizer).__name__}, without a fast "
+                f"the tokenizer in {directory} is a {type(tokenizer).__name__}, which has no fast "
                 "implementation; save it as a tokenizer.json"
             )
         return cls(tokenizer, eos_token_ids(config, generation))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`; `add_special_tokens` for a plain prompt, not for a rendered chat.
+        """Return the token ids of `text`. Use `add_special_tokens` for plain prompts, not for rendered chats.
 
         Raises:
-            InvalidRequestError: `text` has half of a surrogate pair, which is no character.
+            InvalidRequestError: `text` has a lone surrogate, which is not a character.
         """
         try:
             text.encode()
@@ -82,20 +82,20 @@ class Tokenizer:
                 f"the text has a lone surrogate, {text[error.start]!a}, at character {error.start}; it must "
                 "be valid Unicode"
             ) from error
-        # Only the batch call releases the GIL: a long prompt would otherwise hold up every stream.
+        # Only the batch call releases the GIL. Without it, a long prompt would block every stream.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`: U+FFFD for bytes that are no UTF-8, nothing for ids beyond the vocabulary."""
+        """Return the text of `ids`: U+FFFD for bytes that are not UTF-8, "" for ids beyond the vocabulary."""
         (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
-        """The prompt for `messages`; `kwargs`, such as `tools`, go to the template.
+        """Return the prompt for `messages`. `kwargs`, such as `tools`, are passed to the template.
 
         Raises:
             InvalidRequestError: the model has no chat template, or its template rejects the messages.
@@ -119,7 +119,7 @@ class Tokenizer:
 
 
 def _class_name(directory: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The class AutoTokenizer chooses, told without it where that is easy: it imports torch."""
+    """Return the class that AutoTokenizer would choose; itself, which imports torch, where that is hard."""
     declared = settings.get("tokenizer_class")
     if CONVERTED_KEY in settings:
         return _GENERIC
@@ -127,7 +127,7 @@ def _class_name(directory: Path, settings: Mapping[str, Any], config: Mapping[st
         return "AutoTokenizer"
     is_qwen = config.get("model_type") in _QWEN_MODEL_TYPES
     if declared in (_GENERIC, "TokenizersBackend"):
-        # What Qwen2 checkpoints declare is known to be wrong.
+        # The class that Qwen2 checkpoints declare is known to be wrong.
         return _QWEN if config.get("model_type") == "qwen2" else _GENERIC
     if is_qwen and declared in (None, _QWEN, f"{_QWEN}Fast"):
         return _QWEN
@@ -135,7 +135,7 @@ def _class_name(directory: Path, settings: Mapping[str, Any], config: Mapping[st
 
 
 def _lacks_sentencepiece(directory: Path) -> bool:
-    """Whether there is a tokenizer.model alone, and not what reads it."""
+    """Whether there is only a tokenizer.model, and a package that is needed to read it is missing."""
     from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
 
     alone = (directory / "tokenizer.model").exists() and not (directory / "tokenizer.json").exists()

@@ -1,4 +1,4 @@
-"""Between clients and the scheduler: text to tokens on the way in, tokens to text on the way out."""
+"""Connects clients with the scheduler: prompts become tokens, and output tokens become text."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice,
 
 Answer = TypeVar("Answer", State, Paused, Continued, Flushed, WeightAnswer)
 
-# Of a conversation that is rendered on the event loop; longer ones are in a thread.
+# The largest conversation that is rendered on the event loop. Larger ones are rendered in a thread.
 INLINE_MESSAGES = 64
 INLINE_CHARS = 1 << 16
 
 
 class TokenizerManager:
-    """One state a request. Lives on one event loop; :mod:`segue.launch.runtime` feeds it."""
+    """Holds one state per request. It lives on one event loop; :mod:`segue.launch.runtime` feeds it."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class TokenizerManager:
         else:
             self.table = TokenTable.of(tokenizer.backend, tokenizer.special_ids, ready.vocab_size)
             eos_ids = {*eos_ids, *tokenizer.eos_ids}
-        # A small test model may come with a real tokenizer: ids that it has no logit for cannot end anything.
+        # A small test model may have the tokenizer of a real one. Ids without a logit cannot end a request.
         eos_ids = {token for token in eos_ids if token < ready.vocab_size}
         self.limits = RequestLimits(
             max_seq_len=ready.max_seq_len, vocab_size=ready.vocab_size, eos_ids=eos_ids
@@ -101,12 +101,12 @@ class TokenizerManager:
         self._send = send
         self._admission = Admission(max_queued_requests, ready.max_running_requests)
         self._states: dict[str, RequestState] = {}
-        self._arriving: dict[str, Arrival] = {}  # rid -> the call it came with, until it has a state
-        self._batches: dict[str, set[str]] = {}  # a batch's id -> those of its requests in flight
+        self._arriving: dict[str, Arrival] = {}  # rid -> its call, until the request has a state
+        self._batches: dict[str, set[str]] = {}  # batch id -> rids of its requests in flight
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._dead: SegueError | None = None
-        self._hung: str | None = None  # why
+        self._hung: str | None = None  # the reason
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -120,15 +120,16 @@ class TokenizerManager:
     async def submit_batch(
         self, requests: Sequence[GenerateRequest], batch_id: str | None = None
     ) -> list[RequestStream]:
-        """Check requests and send all of them, or none. Aborting ``batch_id`` aborts each.
+        """Check requests, and send all of them or none. Aborting ``batch_id`` aborts each of them.
 
         Raises:
-            InvalidRequestError: a value outside its rule, or a rid that is in flight.
-            ContextLengthError: a prompt that does not fit.
-            OverloadedError: more requests would wait than may.
-            EngineDeadError: there is no engine any more.
-            EngineHungError: it does not answer.
-            DrainingError: nothing new begins.
+            InvalidRequestError: a value breaks its rule, or a rid is in flight.
+            ContextLengthError: a prompt does not fit the context.
+            OverloadedError: more requests would wait than allowed.
+            EngineDeadError: the engine has ended.
+            EngineHungError: the engine does not answer.
+            DrainingError: the server is shutting down.
+            PoisonedError: a commit of weights failed half-way.
         """
         created = time.monotonic()
         self._check_rids(requests, batch_id)
@@ -145,12 +146,12 @@ class TokenizerManager:
             prompts = await arrival.tokenize(requests, self._encoder)
             added: list[tuple[RequestState, AddRequest]] = []
             for number, parts in enumerate(zip(requests, prompts, options, strict=True)):
-                added.append(self._make(*parts, batch_id, created, arrival))
+                added.append(self._make_state(*parts, batch_id, created, arrival))
                 await turn(number)
             for number, (state, message) in enumerate(added):
                 if self._dead is not None:
                     raise self._dead
-                self._begin(state, message, arrival)
+                self._send_request(state, message, arrival)
                 begun.append(state)
                 await turn(number)
         except BaseException:
@@ -162,16 +163,16 @@ class TokenizerManager:
             raise
         finally:
             for rid in rids:
-                if self._arriving.get(rid) is arrival:  # else it was sent, and may even have come again
+                if self._arriving.get(rid) is arrival:  # else it was sent, and its rid may be in use again
                     del self._arriving[rid]
-            self._settle()
+            self._update_idle()
         return [RequestStream(state, self.discard) for state in begun]
 
     @property
     def _encoder(self) -> Encoder:
         return Encoder(self.tokenizer, self.limits, self._chars_per_token, self.workers)
 
-    def _make(
+    def _make_state(
         self,
         request: GenerateRequest,
         ids: Sequence[int],
@@ -180,7 +181,7 @@ class TokenizerManager:
         created: float,
         arrival: Arrival,
     ) -> tuple[RequestState, AddRequest]:
-        """A request's state, and the message that has it run."""
+        """Make a request's state, and the message that adds it to the scheduler."""
         if request.rid in arrival.aborted:
             params = SamplingParams(max_new_tokens=0)
         else:
@@ -190,8 +191,8 @@ class TokenizerManager:
         message = AddRequest(rid=request.rid, prompt=pack_ids(ids), params=params, priority=request.priority)
         return state, message
 
-    def _begin(self, state: RequestState, message: AddRequest, arrival: Arrival) -> None:
-        """Send a request, or end it if it was aborted on its way."""
+    def _send_request(self, state: RequestState, message: AddRequest, arrival: Arrival) -> None:
+        """Send a request, or end it if it was aborted before."""
         del self._arriving[state.rid]
         self._states[state.rid] = state
         if state.rid not in arrival.aborted:
@@ -210,7 +211,7 @@ class TokenizerManager:
         self._finish(end, time.monotonic())
 
     def abort(self, rid: str = "", *, abort_all: bool = False, message: str | None = None) -> None:
-        """End one request, a batch's, or all; readers get what there is. An unknown rid does nothing."""
+        """End one request, a batch, or all; readers get the output so far. An unknown rid has no effect."""
         if self._dead is not None:
             return
         if abort_all:
@@ -224,18 +225,18 @@ class TokenizerManager:
                 self._send(Abort(rid=each, message=message))
 
     def _abort_arriving(self, rids: Iterable[str], message: str | None) -> int:
-        """How many of them there were."""
+        """Abort requests that are not sent yet. Return how many were not aborted before."""
         arriving = [(rid, self._arriving[rid]) for rid in rids if rid in self._arriving]
         return sum(arrival.abort(rid, message) for rid, arrival in arriving)
 
     def discard(self, state: RequestState) -> None:
-        """The reader has gone: abort the request unless it has ended."""
+        """Abort a request whose reader has left, unless it has ended."""
         if state.end is None and state.error is None and not state.discarded:
             state.discarded = True
             self.abort(state.rid)
 
     async def pause_generation(self, mode: PauseMode, ttl_s: float | None = None) -> PauseResult:
-        """Stop generating; returns once nothing runs. After ``ttl_s`` seconds it continues by itself."""
+        """Stop generation, and return once nothing runs. After ``ttl_s`` seconds it continues by itself."""
         arriving = self._abort_arriving(self._arriving, None) if mode == "abort" else 0
         sent = time.monotonic()
         answer = await self._ask(lambda call: Pause(call, mode, ttl_s, sent), Paused)
@@ -243,36 +244,34 @@ class TokenizerManager:
         return structs.replace(result, num_aborted=result.num_aborted + arriving)
 
     async def continue_generation(self) -> None:
-        """Generate again; nothing happens if it was not paused."""
+        """Continue generation. No effect if it is not paused."""
         await self._ask(Continue, Continued)
 
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushResult:
-        """Forget all cached KV, if no live request owns any within ``timeout_s`` seconds."""
+        """Drop all cached KV, unless a request still holds KV after ``timeout_s`` seconds."""
         answer = await self._ask(lambda call: Flush(call, timeout_s), Flushed)
         return convert(answer, FlushResult, from_attributes=True)
 
-    async def ask_weights(
-        self, operation: WeightOperation, roots: list[str] | None = None, from_hub: bool = True
-    ) -> WeightAnswer:
-        """Have the weights updated, or looked at; see :class:`WeightCall`."""
+    async def ask_weights(self, request: WeightRequest) -> WeightAnswer:
+        """Send a request about the weights, and return the answer."""
         sent = time.monotonic()
         return await self._ask(lambda call: WeightCall(call, operation, sent, roots, from_hub), WeightAnswer)
 
     @property
     def weight_version(self) -> str:
-        """The name of the served weights."""
+        """The version of the served weights."""
         return self.weights.version
 
     async def get_state(self, *, check: bool = False) -> State:
-        """The scheduler's state; with ``check`` also the invariants that are broken."""
+        """Return the scheduler's state; with ``check`` also the violated invariants."""
         return await self._ask(lambda call: GetState(call, check), State)
 
     async def _ask(self, message: Callable[[int], FrontendMessage], kind: type[Answer]) -> Answer:
-        """Send the message of a call's number, and wait for the answer that bears it.
+        """Send the message for a new call number, and wait for the answer with that number.
 
         Raises:
-            EngineDeadError: there is no engine any more.
-            EngineHungError: it does not answer; it may yet do what was asked when it recovers.
+            EngineDeadError: the engine has ended.
+            EngineHungError: the engine does not answer. It may still carry out the call when it recovers.
         """
         if self._dead is not None:
             raise self._dead
@@ -295,26 +294,28 @@ class TokenizerManager:
 
     @property
     def num_requests(self) -> int:
-        """Requests in flight."""
+        """The number of requests in flight."""
         return len(self._states) + len(self._arriving)
 
     async def wait_idle(self) -> None:
-        """Until nothing is in flight."""
+        """Wait until no request is in flight."""
         await self._idle.wait()
 
     async def render(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt that the model's chat template makes of messages.
+        """Return the prompt that the model's chat template makes of messages.
 
         Raises:
-            InvalidRequestError: there is no template, or it refuses them.
-            ContextLengthError: they are more than the context holds, however they are rendered.
+            InvalidRequestError: the model has no chat template, or the template rejects the messages.
+            ContextLengthError: the messages cannot fit the context, whatever the template makes of them.
         """
         if self.tokenizer is None:
             raise InvalidRequestError(NO_TOKENIZER, param="messages")
-        most = self.limits.max_seq_len
-        if len(messages) >= most:
-            text = f"messages has {len(messages)} messages, but this model's context has {most} tokens"
-            raise ContextLengthError(f"{text}; each takes at least one: send fewer", param="messages")
+        max_len = self.limits.max_seq_len
+        if len(messages) >= max_len:
+            text = f"messages has {len(messages)} messages, but this model's context has {max_len} tokens"
+            raise ContextLengthError(
+                f"{text}; each message takes at least one token: send fewer messages", param="messages"
+            )
         num_chars = sum(len(message["content"]) for message in messages)
         self._encoder.check_num_chars(num_chars, "messages")
         if len(messages) <= INLINE_MESSAGES and num_chars <= INLINE_CHARS:
@@ -324,7 +325,7 @@ class TokenizerManager:
 
     @property
     def trouble(self) -> SegueError | None:
-        """Why no request can be served now; None: requests can be."""
+        """Why no request can be served now; None: requests can be served."""
         if self._dead is not None:
             return self._dead
         if self._draining:
@@ -333,11 +334,13 @@ class TokenizerManager:
             return EngineHungError(self._hung)
         if self.weights.poisoned is not None:
             why = self.weights.poisoned
-            return PoisonedError(f"the weights are poisoned ({why}); update all of them, or start again")
+            return PoisonedError(
+                f"the weights are poisoned ({why}); update all of them, or restart the engine"
+            )
         return None
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those in flight go on."""
+        """Refuse new requests from now on. Requests in flight go on."""
         self._draining = True
 
     @property
@@ -346,14 +349,14 @@ class TokenizerManager:
         return self._hung is not None
 
     def hang(self, reason: str) -> None:
-        """The engine does not answer: new requests and all questions fail, requests in flight wait."""
+        """Mark the engine as hung: new requests and all calls fail, and requests in flight wait."""
         self._hung = reason
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineHungError(reason))
 
     def recover(self) -> None:
-        """The engine answers again."""
+        """Mark the engine as answering again."""
         self._hung = None
 
     def _check_rids(self, requests: Sequence[GenerateRequest], batch_id: str | None) -> None:
@@ -363,16 +366,16 @@ class TokenizerManager:
         for rid in (request.rid for request in requests):
             if rid in self._states or rid in self._arriving or rid in self._batches or rid in seen:
                 raise InvalidRequestError(
-                    f"rid={rid!r} is in flight; use another, or wait for its reply", param="rid"
+                    f"rid={rid!r} is in flight; use another rid, or wait for its reply", param="rid"
                 )
             seen.add(rid)
         if batch_id in self._batches or batch_id in self._states or batch_id in self._arriving:
-            raise InvalidRequestError(f"rid={batch_id!r} is in flight; use another", param="rid")
+            raise InvalidRequestError(f"rid={batch_id!r} is in flight; use another rid", param="rid")
 
     # --- the scheduler ---
 
     def receive(self, message: SchedulerMessage) -> None:
-        """Take a message of the running scheduler."""
+        """Take a message from the running scheduler."""
         match message:
             case SchedulerOutput():
                 self._on_step(message)
@@ -381,7 +384,7 @@ class TokenizerManager:
                 state = self._states.pop(message.rid, None)
                 if state is not None:
                     state.fail(error_of(message.kind, message.message))
-                    self._ended(state)
+                    self._forget(state)
             case WeightNotice():
                 self.weights = message
             case State() | Paused() | Continued() | Flushed() | WeightAnswer():
@@ -392,7 +395,7 @@ class TokenizerManager:
                 raise TypeError(f"unexpected {type(message).__name__} from a running scheduler")
 
     def die(self, error: SegueError) -> None:
-        """The engine is gone: everything in flight ends with the error, and so does everything that comes."""
+        """Mark the engine as ended: all requests and calls, now and later, end with ``error``."""
         if self._dead is not None:
             return
         self._dead = error
@@ -450,23 +453,23 @@ class TokenizerManager:
         else:
             self.stats.finished[state.finish(finished).reason] += 1
         self.stats.request.observe(now - state.created)
-        self._ended(state)
+        self._forget(state)
 
-    def _ended(self, state: RequestState) -> None:
+    def _forget(self, state: RequestState) -> None:
         if state.batch_id is not None:
             rids = self._batches[state.batch_id]
             rids.remove(state.rid)
             if not rids:
                 del self._batches[state.batch_id]
-        self._settle()
+        self._update_idle()
 
-    def _settle(self) -> None:
+    def _update_idle(self) -> None:
         if not self.num_requests:
             self._idle.set()
 
 
 def error_of(kind: str, message: str) -> SegueError:
-    """An error that another process named."""
+    """Return the error whose class another process has named."""
     cls = getattr(errors, kind, None)
     if isinstance(cls, type) and issubclass(cls, SegueError):
         return cls(message)

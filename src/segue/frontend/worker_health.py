@@ -1,4 +1,4 @@
-"""Whether the workers live, judged by their heartbeats."""
+"""Judges by their heartbeats whether the workers live."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from segue.messages.control import Heartbeat
 
 
 class Vitals:
-    """The last heartbeat of each rank, and what follows from it. Times are monotonic, in seconds.
+    """Keeps the last heartbeat of each rank, and judges by them. Times are monotonic, in seconds.
 
-    Ages are measured while this process is awake: whoever was stopped, or busy for long, has read no
-    heartbeats meanwhile, and must first hear the next ones before it may judge.
+    Ages count only time in which this process ran. If it was stopped or busy for long, it has read no
+    heartbeats meanwhile, and must receive the next ones before it can judge.
     """
 
     def __init__(self, num_ranks: int, *, ping_s: float, stall_s: float, now: float) -> None:
@@ -18,21 +18,21 @@ class Vitals:
         self._ping_s = ping_s
         self._stall_s = stall_s
         self._clock = AwakeClock(now, 2 * self.period)
-        self._heard = [0.0] * num_ranks  # when, by the clock
-        self._turns = [0.0] * num_ranks  # seconds that each loop has been at its present turn
+        self._last_beats = [0.0] * num_ranks  # when each rank's last one came, by the clock
+        self._turns = [0.0] * num_ranks  # seconds of each rank's current turn
 
     def note(self, beat: Heartbeat, now: float) -> None:
-        """A heartbeat has come."""
-        self._heard[beat.rank] = self._clock.read(now)
+        """Take a heartbeat."""
+        self._last_beats[beat.rank] = self._clock.read(now)
         self._turns[beat.rank] = beat.turn_s
 
     def ages(self, now: float) -> list[float]:
-        """Seconds since the last heartbeat, by rank."""
+        """Return the seconds since each rank's last heartbeat."""
         awake = self._clock.read(now)
-        return [awake - heard for heard in self._heard]
+        return [awake - last for last in self._last_beats]
 
     def verdict(self, now: float) -> str | None:
-        """Why the engine hangs, as a sentence; None: it does not. To be asked at least once per period."""
+        """Return why the engine is hung, or None if it is not. Must be called at least once per period."""
         for rank, age in enumerate(self.ages(now)):
             if age > self._ping_s:
                 return f"worker rank {rank} has sent no heartbeat for more than {self._ping_s:g} s (--ping-s)"
