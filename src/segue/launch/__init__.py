@@ -1,1 +1,1 @@
-"""The start and the end of the worker processes, and the way to them."""
+"""Starts and stops the worker processes, and connects the frontend with them."""

@@ -14,21 +14,21 @@ import zmq
 from segue.messages.control import FrontendMessage, SchedulerMessage
 
 RETRY_S = 0.01
-TURN_S = 0.005  # for which messages are taken before everything else on the event loop has its turn
+TURN_S = 0.005  # time for which messages are received before the event loop runs other tasks
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the scheduler listens and where it answers; the frontend binds both."""
+    """The addresses of the messages to the scheduler and to the frontend. The frontend binds both."""
 
     to_scheduler: str
     to_frontend: str
 
 
 class Channel:
-    """Sends ``FrontendMessage`` and calls back with each ``SchedulerMessage``, on one event loop.
+    """Sends each ``FrontendMessage``, and calls ``receive`` for each ``SchedulerMessage``, on one event loop.
 
-    The socket's own file descriptor is watched: a tenth of the cost of zmq's asyncio sockets.
+    It watches the socket's file descriptor, at a tenth of the cost of zmq's asyncio sockets.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class Channel:
         self._pull = _bind(context, zmq.PULL, addresses.to_frontend)
         self._descriptor = int(self._pull.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._drain)
-        self._loop.call_soon(self._drain)  # the descriptor only tells of changes
+        self._loop.call_soon(self._drain)  # the descriptor signals only changes
 
     def send(self, message: FrontendMessage) -> None:
-        """Never blocks: without a peer the message waits here."""
+        """Send a message, or queue it here while no peer is connected. Never blocks."""
         self._unsent.append(self._encoder.encode(message))
         self._flush()
 
     def close(self) -> None:
-        """Close both sockets; messages not yet taken are dropped."""
+        """Close both sockets, and drop messages that are not yet received."""
         if self._push.closed:
             return
         self._loop.remove_reader(self._descriptor)

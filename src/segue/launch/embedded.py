@@ -1,4 +1,4 @@
-"""The scheduler in a thread of this process: no worker, sockets over ``inproc://``."""
+"""The embedded scheduler: a thread of this process instead of workers, with ``inproc://`` sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from segue.logs import logger
 
 
 class EmbeddedScheduler:
-    """Runs what a worker process would; there is no other rank."""
+    """Runs rank 0's scheduler and model runner in a thread. There is no other rank."""
 
     addresses = Addresses("inproc://to_scheduler", "inproc://to_frontend")
 
@@ -30,18 +30,18 @@ class EmbeddedScheduler:
 
     @property
     def pids(self) -> list[int]:
-        """No processes."""
+        """Empty: there are no worker processes."""
         return []
 
     def start(self, on_exit: Callable[[str], None]) -> None:
-        """Start the thread. ``on_exit`` gets a sentence, on that thread, when it ends."""
+        """Start the thread. When it ends, it calls ``on_exit`` with the reason, a sentence."""
         self._thread = threading.Thread(
             target=self._run, args=(on_exit,), name="segue-scheduler", daemon=True
         )
         self._thread.start()
 
     async def stop(self, polite_s: float, patience_s: float) -> bool:
-        """Wait for the thread to see ``Shutdown``; it cannot be killed. True: it has ended."""
+        """Wait until the thread has taken ``Shutdown``. It cannot be killed. Return whether it has ended."""
         deadline = time.monotonic() + max(polite_s, patience_s)
         while self._is_alive and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)

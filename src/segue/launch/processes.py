@@ -1,4 +1,4 @@
-"""The worker processes: start, watch, stop."""
+"""Starts, watches and stops the worker processes."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from segue.config import EngineConfig
 from segue.launch.channel import Addresses
 from segue.logs import logger
 
-# -P: a file named like a module of the standard library in the user's directory must not shadow it.
+# -P: files in the user's directory must not shadow modules of the standard library.
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "segue.worker.main")
 POLL_S = 0.005
-KILL_S = 5.0  # for a killed process to be gone
-# A step's temporaries are freed and taken again at once: malloc keeps them, in huge pages. A decode step of
-# one row gets 6 to 9 % faster, and prefill takes no page faults any more.
+KILL_S = 5.0  # for a killed process to end
+# A step's temporaries are freed and soon allocated again, so malloc keeps their memory, in huge pages. A
+# decode step of one request gets 6 to 9 % faster, and prefill no longer has page faults.
 MALLOC = ":".join(
     f"glibc.malloc.{tunable}"
     for tunable in ("hugetlb=1", "mmap_threshold=1073741824", "trim_threshold=1073741824")
 )
-SOCKET_PATH_MAX = 100  # of 107 bytes that the kernel allows, some for the socket's own name
+SOCKET_PATH_MAX = 100  # of the 107 bytes that the kernel allows for a path; the rest is a margin
 
 
 def make_run_dir() -> Path:
-    """A private directory for the sockets of one engine, with a path short enough for them."""
+    """Make a private directory for the sockets of one engine. Its path is short enough for sockets."""
     directory = tempfile.mkdtemp(prefix="segue-")
     if len(os.fsencode(directory)) > SOCKET_PATH_MAX - len("/to_scheduler"):
         os.rmdir(directory)
@@ -43,38 +43,38 @@ def make_run_dir() -> Path:
 
 
 def socket_addresses(run_dir: Path) -> Addresses:
-    """The frontend's sockets in a run directory."""
+    """Return the addresses of the frontend's sockets in a run directory."""
     return Addresses(f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
 
 
 def worker_environment(num_workers: int) -> dict[str, str]:
-    """The environment of each of ``num_workers`` processes of one host."""
+    """Return the environment of a worker, if ``num_workers`` share this host."""
     environment = dict(os.environ)
-    # Waiting OpenMP threads may spin over the gap between two operations: if every operation has to wake
-    # them, a step takes twice as long. But not over the gap between steps, as GNU's default has them: beside
-    # one busy core that makes a step four times slower.
+    # Waiting OpenMP threads may spin during the gap between two operations: if every operation has to wake
+    # them, a step takes twice as long. They must not spin during the gap between two steps, as they do by
+    # GNU's default: beside one busy core that makes a step four times slower.
     environment.setdefault("GOMP_SPINCOUNT", "10000")
     environment.setdefault("GLIBC_TUNABLES", MALLOC)
-    # NVLink multicast is of use for nothing here, and where it is broken, communication hangs on it.
+    # Nothing here profits from NVLink multicast, and where it is broken, communication hangs.
     environment.setdefault("NCCL_NVLS_ENABLE", "0")
     environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_workers)))
     root = Path(__file__).resolve().parents[2]
-    if root.name not in ("site-packages", "dist-packages"):  # found by a path that the child may not have
+    if root.name not in ("site-packages", "dist-packages"):  # the child may lack the path to this package
         rest = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = f"{root}{os.pathsep}{rest}" if rest else str(root)
     return environment
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, cut to the cgroup's quota."""
+    """Return the number of cores that this process may use: its affinity, at most its cgroup's quota."""
     cores = len(os.sched_getaffinity(0))
     quota = cgroup_cores(Path("/sys/fs/cgroup"))
     return max(1, min(cores, int(quota))) if quota else cores
 
 
 def cgroup_cores(root: Path) -> float | None:
-    """The CPU quota in cores of a cgroup (version 2, then 1), or None if there is none."""
+    """Return the CPU quota of a cgroup (version 2, else 1) in cores, or None if there is none."""
     try:
         quota, period = (root / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -87,7 +87,7 @@ def cgroup_cores(root: Path) -> float | None:
 
 
 class WorkerProcesses:
-    """One process a rank. They end when their standard input closes, so when we die, they do."""
+    """One process per rank. A worker ends when its standard input closes, so also when this process dies."""
 
     def __init__(self, config: EngineConfig, run_dir: Path, command: Sequence[str] = WORKER_COMMAND) -> None:
         self._config = config
@@ -102,14 +102,14 @@ class WorkerProcesses:
         return [process.pid for process in self._processes]
 
     def start(self, on_exit: Callable[[str], None]) -> None:
-        """Start every rank. ``on_exit`` gets a sentence, on another thread, for each that ends by itself."""
+        """Start every rank. If one ends by itself, a thread calls ``on_exit`` with the reason, a sentence."""
         environment = worker_environment(self._config.tp)
         for rank in range(self._config.tp):
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
                 env=environment,
-                start_new_session=True,  # Ctrl-C in the terminal is for us; we tell the workers
+                start_new_session=True,  # Ctrl-C in the terminal reaches only this process, which stops them
             )
             self._processes.append(process)
             self._send_config(process, rank)
@@ -118,9 +118,11 @@ class WorkerProcesses:
             ).start()
 
     async def stop(self, polite_s: float, patience_s: float) -> bool:
-        """Give rank 0 ``polite_s`` to end by itself, close the lifelines, kill the rest after ``patience_s``.
+        """Stop all workers, and return True.
 
-        True: all have ended. May be called again. Needs no thread: at the interpreter's exit there are none.
+        Rank 0 has ``polite_s`` seconds to end by itself. Then the lifelines are closed. Workers that run
+        after ``patience_s`` seconds are killed. May be called again. Starts no thread, because none can start
+        at the interpreter's exit.
         """
         self._stopping = True
         deadline = time.monotonic() + patience_s
@@ -151,7 +153,8 @@ class WorkerProcesses:
             process.stdin.write(json.dumps(line).encode() + b"\n")
             process.stdin.flush()
         except BrokenPipeError:
-            logger.debug("worker rank %d ended before it read its configuration", rank)  # its watcher tells
+            # Its watcher reports the exit.
+            logger.debug("worker rank %d ended before it read its configuration", rank)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], on_exit: Callable[[str], None]) -> None:
         code = process.wait()
@@ -160,10 +163,10 @@ class WorkerProcesses:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words."""
+    """Return an exit code in words."""
     if code >= 0:
         return f"with exit code {code}"
-    hint = ", perhaps for want of memory" if -code == signal.SIGKILL else ""
+    hint = ", perhaps because memory ran out" if -code == signal.SIGKILL else ""
     return f"by signal {signal.Signals(-code).name}{hint}"
 
 

@@ -1,4 +1,4 @@
-"""One running engine as the frontend sees it: workers, sockets, tokenizer manager; from start to shutdown."""
+"""One running engine, from start to shutdown: its workers, sockets and tokenizer manager."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from segue.version import __version__
 
 T = TypeVar("T")
 SECRETS = ("api_key", "admin_api_key")
-# Fields of ``internal_states`` that clients read, of features that this engine does not have.
-NOT_HERE: dict[str, Any] = {
+# Fields of ``internal_states`` that clients read, for features that this engine does not have.
+ABSENT_STATE: dict[str, Any] = {
     "pending_dp_reqs_size": 0,
     "prefill_decode_size": 0,
     "disagg_prefill_bootstrap_queue_size": 0,
@@ -38,13 +38,13 @@ NOT_HERE: dict[str, Any] = {
     "disagg_decode_prealloc_queue_size": 0,
     "disagg_decode_transfer_queue_size": 0,
 }
-ABORT_S = 0.7  # for requests that were aborted to end at a shutdown
-STOP_S = 0.8  # for workers to end, before they are killed
-LAST_WORDS_S = 0.3  # between a worker's exit and the arrival of its last message, at most
+ABORT_S = 0.7  # that aborted requests have to end at a shutdown
+STOP_S = 0.8  # that workers have to end before they are killed
+LAST_MESSAGE_S = 0.3  # most time between a worker's exit and the arrival of its last message
 
 
 class Runtime:
-    """Made by :meth:`start`; lives on the event loop that made it."""
+    """One running engine, made by :meth:`start`. It lives on the event loop that made it."""
 
     def __init__(
         self, config: EngineConfig, source: ModelSource, *, embedded: bool, command: Sequence[str]
@@ -52,7 +52,7 @@ class Runtime:
         loop = asyncio.get_running_loop()
         self.config = config
         self.source = source
-        self.died: asyncio.Future[SegueError] = loop.create_future()  # the reason, once the engine is gone
+        self.died: asyncio.Future[SegueError] = loop.create_future()  # the reason, once the engine has ended
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._manager: TokenizerManager | None = None
         self._embedded = embedded
@@ -76,11 +76,11 @@ class Runtime:
     async def start(
         cls, config: EngineConfig, *, embedded: bool = False, command: Sequence[str] = WORKER_COMMAND
     ) -> Runtime:
-        """Resolve the model, start the workers, wait until they are ready.
+        """Resolve the model, start the workers, and wait until they are ready.
 
         Raises:
-            SegueError: what the workers, or the model's files, complained of.
-            TensorParallelError: the model cannot be cut into as many parts; no worker is started.
+            SegueError: the model's files are wrong, or a worker could not start.
+            TensorParallelError: the model cannot be split into ``tp`` shards; no worker is started.
             EngineStartError: a worker ended before it was ready.
         """
         if embedded and config.tp != 1:
@@ -103,7 +103,7 @@ class Runtime:
             )
             if runtime.died.done():
                 raise EngineStartError(runtime.died.result().message)
-            runtime._watch()
+            runtime._start_watching()
         except BaseException:
             await runtime.shutdown()
             raise
@@ -111,39 +111,39 @@ class Runtime:
 
     @property
     def manager(self) -> TokenizerManager:
-        """Where requests go."""
+        """The tokenizer manager, which takes requests. Available once the engine is ready."""
         assert self._manager is not None, "the engine is not ready"
         return self._manager
 
     @property
     def trouble(self) -> SegueError | None:
-        """Why no request can be served now; None: requests can be. Asks no worker."""
-        self._look()
+        """Why no request can be served now; None: requests can be served. Sends no message to a worker."""
+        self._check_workers()
         return self.manager.trouble
 
     @property
     def is_hung(self) -> bool:
-        """Whether the workers do not answer."""
-        self._look()
+        """Whether the engine counts as hung."""
+        self._check_workers()
         return self.manager.is_hung
 
     @property
     def heartbeat_ages(self) -> list[float]:
-        """Seconds since the last heartbeat of each worker, by rank; none if embedded."""
+        """The seconds since each worker's last heartbeat, by rank; empty if embedded."""
         return self._vitals.ages(time.monotonic()) if self._vitals is not None else []
 
     @property
     def name(self) -> str:
-        """The model's name for clients."""
+        """The model name that clients use."""
         return self.config.served_model_name or self.source.name
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers, by rank; none if embedded."""
+        """The process ids of the workers, by rank; empty if embedded."""
         return self._workers.pids
 
     async def server_info(self) -> dict[str, Any]:
-        """Options, version, what was decided at start, and the scheduler's state."""
+        """Return the options, the version, the sizes chosen at start, and the scheduler's state."""
         state = await self.manager.get_state()
         kv_tokens = state.state.get("available_kv_tokens", 0)
         ready = self.manager.ready
@@ -158,16 +158,16 @@ class Runtime:
             "status": "ready",
             "max_total_num_tokens": ready.num_pages * ready.page_size,
             "decided": asdict(ready) | {"init_steps": [asdict(step) for step in ready.init_steps]},
-            "internal_states": [NOT_HERE | {"available_kv_tokens_per_dp": [kv_tokens]} | state.state],
+            "internal_states": [ABSENT_STATE | {"available_kv_tokens_per_dp": [kv_tokens]} | state.state],
         }
 
     @property
     def model_path(self) -> str:
-        """Where the served weights were loaded from; what a trainer sent since is not told by it."""
+        """The path that the served weights were loaded from. Later updates by a trainer do not change it."""
         return self.manager.weights.model_path or self.config.model or self.source.name
 
     def model_info(self) -> dict[str, Any]:
-        """What is served, and which weights are live."""
+        """Return the served model and the version of its weights."""
         return {
             "model_path": self.model_path,
             "served_model_name": self.name,
@@ -178,7 +178,7 @@ class Runtime:
         }
 
     async def shutdown(self) -> None:
-        """End requests in flight with what they have, then the workers. May be called again."""
+        """End the requests in flight with their output so far, then the workers. May be called again."""
         if self._stopping:
             return
         self._stopping = True
@@ -188,37 +188,39 @@ class Runtime:
             await self._abort_all(self._manager)
             self._manager.die(EngineDeadError("the engine was shut down"))
         if not self._ready.cancel() and not self._ready.cancelled():
-            self._ready.exception()  # seen, or not needed any more
+            self._ready.exception()  # mark the exception as retrieved: asyncio would log it
         self._channel.send(Shutdown())
         polite_s = STOP_S / 2 if self._manager is not None and not self.died.done() else 0.0
         ended = await self._workers.stop(polite_s, STOP_S)
         self._channel.close()
-        if ended:  # else a scheduler's thread holds sockets, and this would wait for it
+        if ended:  # else a scheduler thread holds sockets, and this call would wait for it
             self._context.term()
 
-    def _watch(self) -> None:
-        """Judge the workers from now on. An embedded scheduler is of this process, and lives with it."""
+    def _start_watching(self) -> None:
+        """Watch the workers from now on. An embedded scheduler, part of this process, is not watched."""
         if self._embedded:
             return
         config = self.config
         self._vitals = Vitals(config.tp, ping_s=config.ping_s, stall_s=config.stall_s, now=time.monotonic())
-        self._watching = self._loop.create_task(self._look_again(self._vitals.period / 2))
+        self._watching = self._loop.create_task(self._check_workers_forever(self._vitals.period / 2))
 
-    async def _look_again(self, seconds: float) -> None:
+    async def _check_workers_forever(self, seconds: float) -> None:
         while True:
-            self._look()
+            self._check_workers()
             await asyncio.sleep(seconds)
 
-    def _look(self) -> None:
-        """Have the manager know whether the engine hangs."""
+    def _check_workers(self) -> None:
+        """Mark the engine as hung, or as answering again, by the workers' heartbeats."""
         if self._vitals is None or self.died.done():
             return
         reason = self._vitals.verdict(time.monotonic())
         if reason is not None and not self.manager.is_hung:
             logger.error("the engine hangs: %s", reason)
-            self.manager.hang(f"the engine hangs: {reason}; retry later, and if it stays so, restart it")
+            self.manager.hang(
+                f"the engine hangs: {reason}; retry later, and restart the engine if this persists"
+            )
         elif reason is None and self.manager.is_hung:
-            logger.warning("the engine goes on")
+            logger.warning("the engine answers again")
             self.manager.recover()
 
     async def _abort_all(self, manager: TokenizerManager) -> None:
@@ -249,18 +251,18 @@ class Runtime:
             self._die(EngineDeadError(f"the frontend failed: {type(error).__name__}: {error}"))
 
     def _on_exit(self, reason: str) -> None:
-        """From a watcher's thread: a worker has ended by itself."""
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        """Take the exit of a worker. Called by the thread that watches the worker."""
+        with suppress(RuntimeError):  # the event loop is closed, so the exit does not matter any more
             self._loop.call_soon_threadsafe(self._on_worker_exit, reason)
 
     def _on_worker_exit(self, reason: str) -> None:
         if self._stopping or self.died.done():
             return
-        if not self._ready.done():  # a message that says why may be on its way
-            error = EngineStartError(f"{reason} before it was ready; its log is above")
-            self._loop.call_later(LAST_WORDS_S, self._fail_start, error)
-        elif self._ready.exception() is None:  # else the start has failed, and it says why
-            self._die(EngineDeadError(f"{reason}; the engine is gone, start it again"))
+        if not self._ready.done():  # a message with the reason may be in transit
+            error = EngineStartError(f"{reason} before it was ready; see its log above")
+            self._loop.call_later(LAST_MESSAGE_S, self._fail_start, error)
+        elif self._ready.exception() is None:  # else the start has failed already, with a reason
+            self._die(EngineDeadError(f"{reason}; the engine has ended, start it again"))
 
     def _fail_start(self, error: SegueError) -> None:
         if not self._ready.done():
@@ -280,7 +282,7 @@ def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Like ``asyncio.to_thread``, but once its caller is cancelled nothing waits for it."""
+    """Do as ``asyncio.to_thread``, except that nothing waits for the thread if the caller is cancelled."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -24,9 +24,7 @@ class Reserve:
     batch_state: int
     derived: int = 0  # copies of weights in another layout, made for speed
     activations: int = 0  # peak of one eager step of the largest chunk
-    sampling: int = (
-        0  # the sampler's temporaries, with every sampling parameter in use and every slot running
-    )
+    sampling: int = 0  # temporaries of the sampler, with every parameter in use and every slot running
     graphs: int = 0
     staging: int = 0  # for weight updates, --weight-staging-gb
 
@@ -162,8 +160,8 @@ def _too_few(demand: Demand, num_pages: int, *, explicit: bool) -> OutOfMemoryEr
         f"the KV cache has room for {max(0, num_pages)} pages of {demand.page_size} tokens "
         f"({demand.page_bytes} bytes each); at least {MIN_PAGES} are needed. Before loading, "
         f"{gib(demand.free_before)} were free{ranks}, usable at memory_ratio {demand.memory_ratio}; each "
-        f"rank needs {gib(demand.arena_bytes)} for weights and {gib(demand.reserve.total)} for activations and "
-        f"buffers. Raise --memory-ratio; lower --chunked-prefill-size, --max-running-requests or "
+        f"rank needs {gib(demand.arena_bytes)} for weights and {gib(demand.reserve.total)} for activations "
+        f"and buffers. Raise --memory-ratio; lower --chunked-prefill-size, --max-running-requests or "
         f"--page-size; use a smaller model; or free memory",
         param="memory_ratio",
     )
@@ -185,8 +183,8 @@ def agree_on_free(free: Sequence[int], *, separate: bool) -> int:
         low, high = free.index(least), free.index(most)
         raise MemoryImbalanceError(
             f"rank {low} has {least} bytes free and rank {high} has {most}: a difference of "
-            f"{gib(most - least)}, more than {gib(MAX_IMBALANCE)}. All ranks get the same number of KV pages, "
-            f"so memory would stay unused: end other processes on the device of rank {low}"
+            f"{gib(most - least)}, more than {gib(MAX_IMBALANCE)}. All ranks get as many KV pages, so "
+            f"memory would stay unused: end other processes on the device of rank {low}"
         )
     return least
 
