@@ -1,4 +1,4 @@
-"""What all tests share. The environment is set before anything imports torch."""
+"""The environment and the fixtures of all tests. The environment is set before torch is imported."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Protocol
 
 import pytest
 
-# A user's own settings, or a hub that answers today and not tomorrow, must not decide a test.
+# The result of a test must not depend on a user's settings or on the hub.
 for _name in [name for name in os.environ if name.startswith("SEGUE_") and name != "SEGUE_CACHE_DIR"]:
     del os.environ[_name]
-for _name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):  # the servers of the tests are here
+for _name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):  # the tests' servers are local
     os.environ.pop(_name, None)
     os.environ.pop(_name.upper(), None)
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Subprocesses find this tree, and their packages where we found ours.
+# Subprocesses import this source tree, and the same packages as this process.
 _ROOT = Path(__file__).resolve().parents[1]
 _paths = [str(_ROOT / "src"), str(_ROOT), os.environ.get("PYTHONPATH")]
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _paths if path)
 
 
 def take_default_signals() -> None:
-    """Ends what a caller left behind that ignores or blocks signals, as a shell does for a background job.
+    """Restore the default signal handling, if the caller ignores or blocks signals, as shells do for jobs.
 
-    The processes that tests start would inherit it, and some tests interrupt them.
+    The processes that tests start would inherit the caller's settings, and some tests interrupt them.
     """
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -45,7 +45,7 @@ take_default_signals()
 
 @pytest.fixture(scope="session")
 def transformers_imports_torch() -> bool:
-    """Whether the installed transformers imports torch with a tokenizer, as 5.17 does; then so must we."""
+    """Whether the installed transformers imports torch with a tokenizer, as 5.17 does; Segue does then too."""
     program = "import sys, transformers as t; t.PreTrainedTokenizerFast; print('torch' in sys.modules)"
     return subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "True"
 
@@ -64,7 +64,7 @@ class WaitUntil(Protocol):
 
 @pytest.fixture(scope="session")
 def wait_until() -> WaitUntil:
-    """Waits for a condition, or fails saying what it waited for."""
+    """Waits for a condition, or fails with its name."""
 
     def wait(condition: Callable[[], object], timeout: float = 10.0, what: str = "") -> None:
         deadline = time.monotonic() + timeout

@@ -1,4 +1,4 @@
-"""Heartbeats of a process: what they say, and what they do not count."""
+"""Tests of heartbeats: their contents, and the time that does not count."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_period_leaves_room_for_heartbeats_that_come_late() -> None:
     assert [heartbeat_period(ping_s) for ping_s in (0.5, 5.0, 60.0)] == [0.1, 1.0, 1.0]
 
 
-def test_an_absence_counts_as_a_short_time_only() -> None:
+def test_a_long_gap_between_two_readings_counts_as_a_short_time() -> None:
     clock = AwakeClock(100.0, most=2.0)
     assert [clock.read(now) for now in (101.0, 101.5, 4000.0, 4001.0)] == [1.0, 1.5, 3.5, 4.5]
 
@@ -28,7 +28,7 @@ def test_a_clock_does_not_go_back() -> None:
     assert [clock.read(now) for now in (101.0, 99.0, 99.5)] == [1.0, 1.0, 1.5]
 
 
-def test_a_turn_is_measured_from_its_first_sight_on() -> None:
+def test_a_turn_is_measured_from_when_it_is_first_seen() -> None:
     turn = Turn()
     watch = TurnWatch(turn, 10.0, most=2.0)
     assert watch.seconds(11.0) == 0.0
@@ -58,7 +58,7 @@ def socket() -> Iterator[zmq.Socket[bytes]]:
 
 
 def beats(socket: zmq.Socket[bytes], pulse: Pulse, until: Any) -> Heartbeat:
-    """The first heartbeat of which something holds."""
+    """Return the first heartbeat for which ``until`` is true."""
     deadline = time.monotonic() + 10
     while True:
         beat = msgspec.msgpack.decode(socket.recv(), type=SchedulerMessage)
@@ -68,7 +68,7 @@ def beats(socket: zmq.Socket[bytes], pulse: Pulse, until: Any) -> Heartbeat:
         assert time.monotonic() < deadline, f"the last heartbeat was {beat}"
 
 
-def test_a_loop_that_is_busy_is_told_and_so_is_its_rest(socket: zmq.Socket[bytes]) -> None:
+def test_heartbeats_report_a_busy_loop_and_a_waiting_one(socket: zmq.Socket[bytes]) -> None:
     with Pulse(socket.context, "inproc://frontend", 3, ping_s=0.05) as pulse:
         assert beats(socket, pulse, lambda _: True).rank == 3
         pulse.turn.begin()

@@ -1,4 +1,4 @@
-"""The checks of host, origin and type, without a server; the routes' tests have them on real sockets."""
+"""Tests of the checks of host, origin and type, without a server. The routes' tests use real sockets."""
 
 from __future__ import annotations
 
@@ -123,7 +123,9 @@ OWN = "http://localhost:30000"
         (f"{OWN}.evil.example", None, False),
     ],
 )
-def test_what_another_page_sends_is_told_apart(origin: str | None, site: str | None, expected: bool) -> None:
+def test_requests_of_pages_of_other_origins_are_refused(
+    origin: str | None, site: str | None, expected: bool
+) -> None:
     assert origin_passes(HttpGuard.create("127.0.0.1"), origin, site) is expected
     assert origin_passes(HttpGuard.create("127.0.0.1", cors_origin="*"), origin, site)
 
@@ -165,7 +167,7 @@ def test_a_body_is_json_or_has_no_type(kind: str | None, expected: bool) -> None
     assert type_passes(kind, transfer_encoding="chunked") is expected
 
 
-def test_no_body_may_have_the_type_that_aiohttp_sends_with_it() -> None:
+def test_an_empty_body_may_have_the_type_that_aiohttp_declares() -> None:
     assert type_passes("application/octet-stream") and type_passes(
         "application/octet-stream", content_length="0"
     )

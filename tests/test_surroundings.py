@@ -1,4 +1,4 @@
-"""What the caller of the tests ignores, blocks or sets does not reach the processes that tests start."""
+"""The signal settings and proxies of the tests' caller do not reach the processes that tests start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ print([name for name in os.environ if name.lower().endswith("_proxy")])
 """
 
 
-def test_a_background_job_behind_a_proxy_starts_its_children_as_any_other_does() -> None:
+def test_a_background_job_behind_a_proxy_starts_children_with_default_settings() -> None:
     program = f"""
         import signal, subprocess, sys
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for a job in the background

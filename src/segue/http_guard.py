@@ -59,7 +59,7 @@ class HttpGuard:
         return cls(frozenset(name.strip("[]") for name in names | {host.lower()}), origins)
 
     def check_host(self, headers: Headers) -> None:
-        """Refuse a host name that is not this server's, as in DNS rebinding: a page's name with this address.
+        """Refuse other servers' host names: in DNS rebinding, a page's own name points to this address.
 
         A request without a Host header passes, because every browser sends one.
 

@@ -1,4 +1,4 @@
-"""Which requests have no place, as the frontend can tell."""
+"""Tests of the frontend's admission of requests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ IDLE = Counters()
 
 
 def admission(num_sent: int = 0) -> Admission:
-    """Ten may wait, four may run."""
+    """Make an admission with which ten requests may wait and four may run."""
     made = Admission(10, 4)
     for _ in range(num_sent):
         made.sent()
     return made
 
 
-def has_place(made: Admission, count: int, now: Counters = IDLE, *, arriving: int = 0) -> bool:
+def is_admitted(made: Admission, count: int, now: Counters = IDLE, *, arriving: int = 0) -> bool:
     try:
         made.check(count, arriving, now)
     except OverloadedError:
@@ -33,38 +33,38 @@ def has_place(made: Admission, count: int, now: Counters = IDLE, *, arriving: in
     return True
 
 
-def test_an_idle_engine_takes_as_many_as_may_wait_and_run() -> None:
-    assert has_place(admission(), 14)
-    assert not has_place(admission(), 15)
+def test_an_idle_engine_takes_as_many_requests_as_may_wait_and_run() -> None:
+    assert is_admitted(admission(), 14)
+    assert not is_admitted(admission(), 15)
 
 
-def test_those_on_their_way_and_those_being_tokenized_count() -> None:
-    assert has_place(admission(8), 4, arriving=2)
-    assert not has_place(admission(8), 5, arriving=2)
+def test_requests_in_transit_and_in_tokenization_count() -> None:
+    assert is_admitted(admission(8), 4, arriving=2)
+    assert not is_admitted(admission(8), 5, arriving=2)
 
 
-def test_those_that_the_scheduler_has_taken_count_where_they_are() -> None:
+def test_accepted_requests_count_as_waiting_or_running() -> None:
     now = Counters(num_accepted=8, num_running=3)
-    assert has_place(admission(8), 11, now)
-    assert not has_place(admission(8), 12, now)
+    assert is_admitted(admission(8), 11, now)
+    assert not is_admitted(admission(8), 12, now)
 
 
-def test_what_the_scheduler_refused_is_no_longer_on_its_way() -> None:
+def test_a_refused_request_is_no_longer_in_transit() -> None:
     made = admission(14)
     made.rejected()
-    assert has_place(made, 1)
-    assert not has_place(made, 2)
+    assert is_admitted(made, 1)
+    assert not is_admitted(made, 2)
 
 
-def test_a_free_slot_is_no_place_while_others_wait_for_it() -> None:
+def test_free_slots_do_not_count_while_requests_wait() -> None:
     now = Counters(num_accepted=9, num_waiting=8, num_running=1)
-    assert has_place(admission(9), 2, now)
-    assert not has_place(admission(9), 3, now)
+    assert is_admitted(admission(9), 2, now)
+    assert not is_admitted(admission(9), 3, now)
 
 
-def test_a_free_slot_is_no_place_during_a_pause() -> None:
-    assert has_place(admission(), 10, Counters(paused="in_place"))
-    assert not has_place(admission(), 11, Counters(paused="in_place"))
+def test_free_slots_do_not_count_during_a_pause() -> None:
+    assert is_admitted(admission(), 10, Counters(paused="in_place"))
+    assert not is_admitted(admission(), 11, Counters(paused="in_place"))
 
 
 def test_the_refusal_names_the_numbers_and_the_option() -> None:
@@ -90,7 +90,7 @@ def test_the_manager_refuses_without_sending_anything(tiny_model: Any) -> None:
     run(work())
 
 
-def test_a_request_that_is_being_tokenized_has_its_place(
+def test_a_request_that_is_being_tokenized_takes_a_place(
     tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:

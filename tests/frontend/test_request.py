@@ -28,7 +28,7 @@ def push(state: RequestState, *tokens: int) -> list[bool]:
     return [state.add(token, None, is_stop=False) for token in tokens]
 
 
-def test_text_comes_as_tokens_do() -> None:
+def test_text_arrives_with_its_tokens() -> None:
     state = make()
     push(state, 1, 2)
     assert state.take().text == "one two "
@@ -82,7 +82,7 @@ def test_keep_stop_leaves_stop_tokens_and_strings_in_the_text() -> None:
     assert string.take().text == "two"
 
 
-def test_stop_strings_count_only_behind_min_tokens() -> None:
+def test_stop_strings_count_only_after_min_tokens() -> None:
     state = make(stop=("one",), min_tokens=2)
     assert push(state, 1, 1, 1) == [False, False, True]
     assert state.take().text == "one one "
@@ -96,7 +96,7 @@ def test_a_character_that_was_never_completed_is_replaced_at_the_end() -> None:
     assert state.take().text == "\ufffd"
 
 
-def test_logprobs_come_with_the_place_of_their_token_in_the_text() -> None:
+def test_logprobs_have_the_offset_of_their_token_in_the_text() -> None:
     state = make(logprobs=0)
     for token in (1, 4, 5, 6, 2):
         state.add(token, TokenLogprob(token, -1.0), is_stop=False)
@@ -112,7 +112,7 @@ def test_an_error_after_the_end_changes_nothing() -> None:
     assert state.error is None
 
 
-def test_tokens_that_the_frontend_did_not_see_are_a_bug() -> None:
+def test_counted_tokens_that_never_arrived_are_a_bug() -> None:
     state = make()
     with pytest.raises(AssertionError, match="0 tokens came, not 1"):
         state.finish(ended(1))

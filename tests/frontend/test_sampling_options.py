@@ -140,9 +140,7 @@ def test_top_k_that_excludes_nothing_is_off(top_k: int) -> None:
         ({"top_p": 0.9, "presence_penalty": 0.5}, "full"),
     ],
 )
-def test_a_request_takes_the_least_tail_that_does_what_it_asks_for(
-    options: dict[str, Any], mode: str
-) -> None:
+def test_a_request_has_the_cheapest_sampling_mode_that_serves_it(options: dict[str, Any], mode: str) -> None:
     assert build(**options).sampling_mode == mode
 
 

@@ -23,7 +23,7 @@ def run(stops: tuple[str, ...], pieces: list[str], *, keep: bool = False) -> tup
 
 
 def first_end(stops: tuple[str, ...], text: str) -> tuple[int, str] | None:
-    """Character by character: the shortest beginning that ends with a stop string, and the longest such."""
+    """Return the end of the shortest prefix that ends with a stop string, and its longest such string."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -66,10 +66,10 @@ def test_a_long_stop_string_over_many_pieces_is_found() -> None:
     assert run(("<end of it>",), ["say <end", " of", " it", "> more"]) == ("say ", "<end of it>")
 
 
-def test_a_long_beginning_that_turns_out_to_be_none_costs_little() -> None:
+def test_a_long_prefix_that_does_not_match_costs_little() -> None:
     length = 200_000
     matcher = StopMatcher(("=" * length + "end",))
     matcher.push("=" * length)
     begin = time.perf_counter()
     assert matcher.push("x") == ("=" * length + "x", None)
-    assert time.perf_counter() - begin < 1.0  # trying each place anew takes several seconds
+    assert time.perf_counter() - begin < 1.0  # trying every position anew takes several seconds

@@ -1,4 +1,4 @@
-"""How many characters one token can stand for: never fewer than it does."""
+"""Tests of the bound of characters per token: no text exceeds it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_no_text_has_more_characters_per_token(make: Callable[[], Tokenizer]) ->
 
 
 def test_composition_counts() -> None:
-    """Four characters become one, which a plain count of the vocabulary would not allow."""
+    """Four characters become one, which a bound from the vocabulary alone would miss."""
     backend = byte_level()
     longest = max(len(token.decode("utf-8", "ignore")) for token in TokenTable.of(backend, (), 0).tokens)
     assert bound_of(backend) == 4 * longest
@@ -79,13 +79,13 @@ def test_composition_counts() -> None:
         ("model", models.WordLevel(vocab={"a": 0}, unk_token="a")),
     ],
 )
-def test_where_characters_may_vanish_there_is_no_bound(part: str, value: Any) -> None:
+def test_there_is_no_bound_where_characters_may_vanish(part: str, value: Any) -> None:
     backend = byte_level()
     setattr(backend, part, value)
     assert bound_of(backend) is None
 
 
-def test_a_token_that_swallows_the_spaces_beside_it_leaves_no_bound() -> None:
+def test_there_is_no_bound_with_a_token_that_absorbs_spaces() -> None:
     backend = byte_level()
     assert bound_of(backend) is not None
     backend.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True)])

@@ -9,7 +9,7 @@ from segue.errors import EngineDeadError
 from segue.frontend.thread_pool import NUM_THREADS, TURN, Workers, turn
 
 
-def test_what_is_cancelled_before_its_turn_is_never_begun() -> None:
+def test_work_that_is_cancelled_in_the_queue_never_begins() -> None:
     begun: list[int] = []
     go_on = threading.Event()
 
@@ -33,7 +33,7 @@ def test_what_is_cancelled_before_its_turn_is_never_begun() -> None:
     asyncio.run(work())
 
 
-def test_long_work_takes_turns_with_that_of_others() -> None:
+def test_the_pieces_of_several_calls_alternate() -> None:
     order: list[str] = []
 
     async def in_pieces(workers: Workers, name: str) -> None:
@@ -48,7 +48,7 @@ def test_long_work_takes_turns_with_that_of_others() -> None:
     assert {*order[:12]} == {*"abcd"}
 
 
-def test_the_end_of_the_engine_ends_what_waits_and_what_comes() -> None:
+def test_closing_ends_queued_and_later_work() -> None:
     go_on = threading.Event()
 
     async def work() -> None:
@@ -65,7 +65,7 @@ def test_the_end_of_the_engine_ends_what_waits_and_what_comes() -> None:
     asyncio.run(work())
 
 
-def test_everything_else_has_its_turn() -> None:
+def test_turn_lets_other_tasks_run() -> None:
     async def work() -> None:
         others = 0
 

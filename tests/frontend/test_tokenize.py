@@ -1,4 +1,4 @@
-"""Prompts and options on their way in: bounded work, taking turns, and an end when nobody waits any more."""
+"""Tests of tokenization and option checks: bounded work, in turns, that ends when its caller has left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPACES = " " * 15_000_000
 
 
 class SpaceTokenizer:
-    """Knows tokens of up to 64 spaces, as tokenizers for code do: a text may be long and yet fit."""
+    """Has tokens of up to 64 spaces, as tokenizers for code do: a long text may fit the context."""
 
     def __init__(self) -> None:
         self.backend = Backend(models.BPE())
@@ -51,7 +51,7 @@ class SpaceTokenizer:
 
 @pytest.fixture(params=[64, None], ids=["bounded", "unbounded"])
 def spaces(request: pytest.FixtureRequest, bench: Bench) -> SpaceTokenizer:
-    """A manager whose tokenizer is this one, with a bound on a token's characters and without."""
+    """Give the manager a SpaceTokenizer, with and without a bound of characters per token."""
     tokenizer = SpaceTokenizer()
     manager = bench.manager
     manager.tokenizer = cast(Any, tokenizer)
@@ -65,7 +65,7 @@ def bench(tiny_model: Path) -> Bench:
     return Bench(tiny_model)
 
 
-def test_abandoned_texts_do_not_hold_up_the_next(bench: Bench, spaces: SpaceTokenizer) -> None:
+def test_abandoned_texts_do_not_delay_the_next(bench: Bench, spaces: SpaceTokenizer) -> None:
     async def work() -> None:
         tasks = [asyncio.create_task(bench.manager.submit(request(f"r{n}", SPACES))) for n in range(12)]
         await asyncio.wait(tasks, timeout=1)
@@ -113,7 +113,7 @@ def test_a_long_text_is_judged_by_its_parts_and_the_whole_decides(
 
 
 class HeldTokenizer:
-    """Waits in each piece until it is let go."""
+    """Waits for ``go_on`` in each piece."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -131,7 +131,7 @@ def encoder_of(tokenizer: Any, workers: Workers, context: int = 1 << 16) -> Enco
     return Encoder(tokenizer, RequestLimits(max_seq_len=context, vocab_size=320, eos_ids=()), None, workers)
 
 
-def test_a_call_that_is_left_ends_with_its_present_piece() -> None:
+def test_a_cancelled_call_ends_with_its_current_piece() -> None:
     tokenizer = HeldTokenizer()
 
     async def work() -> None:
@@ -232,7 +232,7 @@ def batch(count: int) -> list[GenerateRequest]:
 
 
 def on_sent(bench: Bench, count: int, then: Callable[[], object]) -> None:
-    """Have something happen on the event loop once so many requests were sent."""
+    """Call ``then`` on the event loop once ``count`` messages have been sent."""
 
     def send(message: Any) -> None:
         bench.sent.append(message)
@@ -246,7 +246,7 @@ def sent(bench: Bench, kind: type[Any]) -> list[str]:
     return [message.rid for message in bench.sent if isinstance(message, kind)]
 
 
-def test_a_client_that_leaves_while_its_batch_is_sent_has_nothing_left(bench: Bench) -> None:
+def test_the_requests_of_a_client_that_leaves_while_its_batch_is_sent_are_aborted(bench: Bench) -> None:
     async def work() -> None:
         task = asyncio.create_task(bench.manager.submit_batch(batch(5 * TURN), "batch"))
         on_sent(bench, TURN, task.cancel)

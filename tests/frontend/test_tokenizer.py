@@ -50,7 +50,7 @@ MESSAGES = [
 def assert_same(
     directory: Path, theirs: Any, texts: Sequence[str], chats: Sequence[list[dict[str, str]]] = ()
 ) -> None:
-    """Our tokenizer of `directory` and transformers' `theirs` agree on everything."""
+    """Assert that Segue's tokenizer of `directory` and transformers' tokenizer `theirs` agree."""
     ours = Tokenizer.load(directory)
     assert ours.vocab_size == len(theirs)
     assert ours.bos_id == theirs.bos_token_id
@@ -63,7 +63,7 @@ def assert_same(
                 ids, skip_special_tokens=special
             )
     pick = random.Random(0)
-    for _ in range(50):  # cuts characters in two
+    for _ in range(50):  # random ids cut characters in two
         ids = [pick.randrange(len(theirs)) for _ in range(pick.randrange(1, 9))]
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     for chat in chats:
@@ -139,7 +139,7 @@ def save(tmp_path: Path) -> Save:
     "declared",
     ["PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast", "GPT2Tokenizer"],
 )
-def test_any_declared_class_is_what_transformers_makes_of_it(
+def test_every_declared_class_gives_the_results_of_transformers(
     save: Save, model_type: str, declared: str
 ) -> None:
     directory = save(model_type=model_type, tokenizer_class=declared)
@@ -147,7 +147,7 @@ def test_any_declared_class_is_what_transformers_makes_of_it(
 
 
 @pytest.mark.parametrize("declared", ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"])
-def test_sentencepiece_is_what_transformers_makes_of_it(save: Save, declared: str) -> None:
+def test_sentencepiece_gives_the_results_of_transformers(save: Save, declared: str) -> None:
     directory = save(
         sentencepiece(), tokenizer_class=declared, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
@@ -164,7 +164,7 @@ def test_truncation_and_padding_in_the_file_are_ignored(save: Save) -> None:
     ).encode("hello world, hello")
 
 
-def test_end_of_generation_is_that_of_configs_and_tokenizer(save: Save) -> None:
+def test_eos_ids_come_from_configs_and_tokenizer(save: Save) -> None:
     directory = save(tokenizer_class="PreTrainedTokenizerFast")
     end = Tokenizer.load(directory).encode("<|end|>")[0]
     assert Tokenizer.load(directory).eos_ids == (5, end)
@@ -187,13 +187,13 @@ def test_ids_beyond_the_vocabulary_decode_to_nothing(save: Save) -> None:
     assert tokenizer.decode([tokenizer.vocab_size + 9, *tokenizer.encode("hi")]) == "hi"
 
 
-def test_half_a_surrogate_pair_is_an_error(save: Save) -> None:
+def test_a_lone_surrogate_is_an_error(save: Save) -> None:
     tokenizer = Tokenizer.load(save(tokenizer_class="PreTrainedTokenizerFast"))
     with pytest.raises(InvalidRequestError, match=r"lone surrogate, '\\ud800', at character 2"):
         tokenizer.encode("ab\ud800")
 
 
-def test_no_chat_template_is_an_error_that_names_the_way_out(save: Save) -> None:
+def test_no_chat_template_is_an_error_that_names_the_remedy(save: Save) -> None:
     tokenizer = Tokenizer.load(save(tokenizer_class="PreTrainedTokenizerFast", chat_template=None))
     assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequestError, match="/v1/completions") as caught:
@@ -216,7 +216,7 @@ def test_no_chat_template_is_an_error_that_names_the_way_out(save: Save) -> None
         ("{{ 1 }}", [], "empty conversation"),
     ],
 )
-def test_what_the_template_rejects_is_an_error_with_its_reason(
+def test_messages_that_the_template_rejects_are_an_error_with_its_reason(
     save: Save, template: str, messages: list[dict[str, Any]], reason: str
 ) -> None:
     tokenizer = Tokenizer.load(save(tokenizer_class="PreTrainedTokenizerFast", chat_template=template))
@@ -245,19 +245,19 @@ def test_no_tokenizer_is_an_error_that_names_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["sentencepiece", "protobuf"])
-def test_a_sentencepiece_file_alone_says_what_reads_it(
+def test_a_sentencepiece_file_alone_is_an_error_that_names_the_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"pieces")
     monkeypatch.setattr(f"transformers.utils.import_utils.is_{missing}_available", lambda: False)
-    wanted = "there is no tokenizer.json; install sentencepiece and protobuf .* or save .* tokenizer.json"
-    with pytest.raises(ModelFileError, match=wanted):
+    expected = "there is no tokenizer.json; install sentencepiece and protobuf .* or save .* tokenizer.json"
+    with pytest.raises(ModelFileError, match=expected):
         Tokenizer.load(tmp_path)
 
 
 def test_threads_get_the_same_ids(save: Save) -> None:
     tokenizer = Tokenizer.load(save(tokenizer_class="PreTrainedTokenizerFast"))
-    wanted = [tokenizer.encode(text) for text in TEXTS]
+    expected = [tokenizer.encode(text) for text in TEXTS]
     found: list[list[list[int]]] = []
 
     def work() -> None:
@@ -268,10 +268,10 @@ def test_threads_get_the_same_ids(save: Save) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [wanted] * 80
+    assert found == [expected] * 80
 
 
-def test_a_long_prompt_does_not_hold_up_other_threads(save: Save) -> None:
+def test_a_long_prompt_does_not_block_other_threads(save: Save) -> None:
     tokenizer = Tokenizer.load(save(tokenizer_class="PreTrainedTokenizerFast"))
     text = "hello world 12 " * 40_000
     started, done = threading.Event(), threading.Event()
@@ -287,7 +287,7 @@ def test_a_long_prompt_does_not_hold_up_other_threads(save: Save) -> None:
     turns = 0
     while not done.is_set():
         turns += 1
-        time.sleep(0)  # give the GIL away, should the other thread want it
+        time.sleep(0)  # release the GIL, in case the other thread waits for it
     thread.join()
     assert turns > 100
 

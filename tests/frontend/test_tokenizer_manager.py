@@ -1,4 +1,4 @@
-"""The manager without sockets: what it sends, and what it makes of answers."""
+"""Tests of the tokenizer manager without sockets: its messages, and the effect of answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from segue.messages.weight_update import WeightCall, WithdrawCall
 
 
 class Bench:
-    """A manager whose messages are kept."""
+    """A manager, and the messages that it has sent."""
 
     def __init__(
         self, model: Path | None, max_seq_len: int = 512, *, max_queued_requests: int = 4096
@@ -123,9 +123,9 @@ def test_a_rid_in_flight_is_refused_and_free_again_after_its_end(bench: Bench) -
     run(work())
 
 
-def test_of_two_calls_with_one_rid_that_are_tokenized_at_once_one_is_refused(bench: Bench) -> None:
+def test_one_of_two_concurrent_calls_with_one_rid_is_refused(bench: Bench) -> None:
     async def work() -> None:
-        text = "Hello " * 1000  # long enough for a thread
+        text = "Hello " * 1000  # long enough to be tokenized in a thread
         bench.manager.limits = RequestLimits(max_seq_len=10_000, vocab_size=320, eos_ids=())
         calls = [bench.manager.submit(request("r", text)) for _ in range(2)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -138,7 +138,7 @@ def test_of_two_calls_with_one_rid_that_are_tokenized_at_once_one_is_refused(ben
     run(work())
 
 
-def test_an_aborted_rid_is_in_flight_until_the_scheduler_says_so(bench: Bench) -> None:
+def test_an_aborted_rid_is_in_flight_until_the_scheduler_ends_it(bench: Bench) -> None:
     async def work() -> None:
         with await bench.manager.submit(request("r")):
             pass
@@ -150,7 +150,7 @@ def test_an_aborted_rid_is_in_flight_until_the_scheduler_says_so(bench: Bench) -
 
 
 class HeldTokenizer:
-    """Each character is a token; encoding waits until it is let go."""
+    """Has one token per character. ``encode`` waits for ``go_on``."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -168,13 +168,13 @@ def held(bench: Bench) -> HeldTokenizer:
     return tokenizer
 
 
-TEXT = "a" * 5000  # long enough for a thread
+TEXT = "a" * 5000  # long enough to be tokenized in a thread
 
 
 async def arriving(
     bench: Bench, *requests: GenerateRequest, batch_id: str | None = None
 ) -> asyncio.Task[list[RequestStream]]:
-    """A call whose prompts are being tokenized."""
+    """Start a call, and return while its prompts are being tokenized."""
     task = asyncio.create_task(bench.manager.submit_batch(requests, batch_id))
     while bench.manager.num_requests < len(requests):
         await asyncio.sleep(0)
@@ -184,7 +184,7 @@ async def arriving(
 @pytest.mark.parametrize(
     "abort", [{"rid": "a"}, {"rid": "batch"}, {"abort_all": True}, {"rid": "a", "message": "enough"}]
 )
-def test_what_is_aborted_while_it_is_tokenized_ends_at_once(
+def test_a_request_that_is_aborted_during_tokenization_ends_at_once(
     bench: Bench, held: HeldTokenizer, abort: dict[str, Any]
 ) -> None:
     async def work() -> None:
@@ -209,7 +209,7 @@ def test_what_is_aborted_while_it_is_tokenized_ends_at_once(
     run(work())
 
 
-def test_of_a_batch_that_is_tokenized_one_may_be_aborted(bench: Bench, held: HeldTokenizer) -> None:
+def test_one_request_of_a_batch_may_be_aborted_during_tokenization(bench: Bench, held: HeldTokenizer) -> None:
     async def work() -> None:
         task = await arriving(bench, request("a", TEXT), request("b", TEXT), batch_id="batch")
         bench.manager.abort("a")
@@ -223,9 +223,7 @@ def test_of_a_batch_that_is_tokenized_one_may_be_aborted(bench: Bench, held: Hel
     run(work())
 
 
-def test_a_call_whose_client_leaves_while_it_is_tokenized_is_forgotten(
-    bench: Bench, held: HeldTokenizer
-) -> None:
+def test_a_call_whose_client_leaves_during_tokenization_is_dropped(bench: Bench, held: HeldTokenizer) -> None:
     async def work() -> None:
         task = await arriving(bench, request("a", TEXT), batch_id="batch")
         task.cancel()
@@ -238,7 +236,7 @@ def test_a_call_whose_client_leaves_while_it_is_tokenized_is_forgotten(
     run(work())
 
 
-def test_a_pause_that_aborts_ends_what_is_tokenized_too(bench: Bench, held: HeldTokenizer) -> None:
+def test_a_pause_with_mode_abort_ends_requests_in_tokenization(bench: Bench, held: HeldTokenizer) -> None:
     async def work() -> None:
         task = await arriving(bench, request("a", TEXT))
         pause = asyncio.create_task(bench.manager.pause_generation("abort"))
@@ -251,7 +249,7 @@ def test_a_pause_that_aborts_ends_what_is_tokenized_too(bench: Bench, held: Held
     run(work())
 
 
-def test_other_pauses_leave_alone_what_is_tokenized(bench: Bench, held: HeldTokenizer) -> None:
+def test_other_pauses_keep_requests_in_tokenization(bench: Bench, held: HeldTokenizer) -> None:
     async def work() -> None:
         task = await arriving(bench, request("a", TEXT))
         pause = asyncio.create_task(bench.manager.pause_generation("retract"))
@@ -315,7 +313,7 @@ def test_a_stop_string_is_reported_to_the_scheduler_once(bench: Bench) -> None:
     run(work())
 
 
-def test_tokens_that_came_while_nobody_read_are_one_output(bench: Bench) -> None:
+def test_tokens_that_arrive_before_a_read_are_one_output(bench: Bench) -> None:
     async def work() -> None:
         stream = await bench.manager.submit(request("r"))
         for token in (65, 66, 67):
@@ -381,7 +379,7 @@ def test_a_stream_gives_the_tokens_that_came_before_an_error(bench: Bench, count
     run(work())
 
 
-def test_death_ends_everything_and_refuses_what_comes(bench: Bench) -> None:
+def test_the_engines_death_ends_everything_and_refuses_later_calls(bench: Bench) -> None:
     async def work() -> None:
         stream = await bench.manager.submit(request("r"))
         state = asyncio.create_task(bench.manager.get_state())
@@ -405,7 +403,7 @@ PAUSED = Paused(
 
 
 async def answer(bench: Bench, message: Paused | Continued | Flushed) -> None:
-    """Answer the last call, once it is made."""
+    """Answer the last call, once it is sent."""
     await asyncio.sleep(0)
     call = cast(Pause, bench.sent[-1]).call
     bench.manager.receive(structs.replace(message, call=call))
@@ -452,7 +450,7 @@ def test_control_calls_fail_with_the_engine(bench: Bench, call: Any, _: Any, __:
     run(work())
 
 
-def test_the_engines_death_ends_what_is_tokenized(bench: Bench, held: HeldTokenizer) -> None:
+def test_the_engines_death_ends_requests_in_tokenization(bench: Bench, held: HeldTokenizer) -> None:
     async def work() -> None:
         task = await arriving(bench, request("a", TEXT))
         bench.manager.die(EngineDeadError("gone"))
@@ -481,12 +479,12 @@ def test_a_prompt_of_megabytes_is_refused_by_its_beginning(bench: Bench) -> None
         start = time.perf_counter()
         with pytest.raises(ContextLengthError, match="at least"):
             await bench.manager.submit(request(prompt="Hello world, how are you? " * 500_000))
-        assert time.perf_counter() - start < 1.0  # tokenizing it all takes several
+        assert time.perf_counter() - start < 1.0  # tokenizing all of it takes several seconds
 
     run(work())
 
 
-def test_a_long_text_of_few_tokens_is_not_judged_by_its_length(tiny_model: Path) -> None:
+def test_a_text_is_judged_by_its_tokens_and_not_by_its_length(tiny_model: Path) -> None:
     bench = Bench(tiny_model, max_seq_len=2000)
 
     async def work() -> None:
@@ -533,6 +531,6 @@ def test_a_weight_call_that_is_cancelled_is_withdrawn(bench: Bench) -> None:
         pausing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pausing
-        assert len(bench.sent) == 3, "no other call is"
+        assert len(bench.sent) == 3, "no other kind of call is withdrawn"
 
     run(work())

@@ -17,7 +17,7 @@ from segue.messages.requests import Abort
 
 @pytest.fixture
 def addresses() -> Iterator[Addresses]:
-    """In a directory whose path is short enough for sockets, wherever temporary files are."""
+    """Addresses in a directory whose path is short enough for sockets, wherever temporary files are."""
     run_dir = make_run_dir()
     yield socket_addresses(run_dir)
     shutil.rmtree(run_dir)
@@ -68,7 +68,7 @@ def test_every_message_of_a_burst_is_received(addresses: Addresses) -> None:
     asyncio.run(work())
 
 
-def test_a_closed_channel_drops_what_is_sent(addresses: Addresses) -> None:
+def test_a_closed_channel_drops_messages(addresses: Addresses) -> None:
     async def work() -> None:
         context: zmq.Context[Any] = zmq.Context()
         channel = Channel(context, addresses, lambda _: None)

@@ -1,4 +1,4 @@
-"""The scheduler in a thread, with the real runner: no worker process."""
+"""Tests of the embedded scheduler, in a thread, with the real runner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from segue.errors import ConfigError, EngineStartError, OutOfMemoryError
 OPTIONS = {"load_format": "dummy", "dtype": "float32", "embedded": True, "log_level": "error"}
 
 
-def test_an_embedded_engine_gives_what_a_process_gives(tiny_model: Path) -> None:
+def test_an_embedded_engine_gives_the_same_tokens_as_a_process(tiny_model: Path) -> None:
     params = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
     with segue.Engine(str(tiny_model), num_kv_tokens=2048, **OPTIONS) as engine:
         assert engine._runtime.worker_pids == []
@@ -25,7 +25,7 @@ def test_an_embedded_engine_gives_what_a_process_gives(tiny_model: Path) -> None
     assert ids[0] == ids[1] == ids[2]
 
 
-def test_tiny_chunks_pages_and_buckets_are_taken_as_lists_too(tiny_model: Path) -> None:
+def test_tiny_chunks_pages_and_buckets_do_not_change_the_tokens(tiny_model: Path) -> None:
     params = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
     tiny = {"chunked_prefill_size": 4, "page_size": 4, "max_running_requests": 4}
     lists = {"precompile_token_paddings": [4], "precompile_bs_paddings": [4]}
@@ -44,7 +44,7 @@ def test_two_embedded_engines_live_side_by_side(tiny_model: Path) -> None:
         assert one.generate("a", params)["meta_info"]["completion_tokens"] == 4
 
 
-def test_what_fails_at_the_start_is_raised(tiny_model: Path) -> None:
+def test_a_failure_at_start_is_raised(tiny_model: Path) -> None:
     with pytest.raises((OutOfMemoryError, ConfigError), match="page"):
         segue.Engine(str(tiny_model), num_kv_tokens=1, **OPTIONS)
 

@@ -49,11 +49,11 @@ def test_workers_end_when_their_lifeline_closes(tmp_path: Path) -> None:
     assert all(is_alive(pid) for pid in pids)
     assert asyncio.run(group.stop(0.0, 10.0))
     assert not any(is_alive(pid) for pid in pids)
-    assert exits == []  # it was asked for
+    assert exits == []  # the exit was requested
     assert not (tmp_path / "run").exists()
 
 
-def test_a_worker_that_does_not_listen_is_killed(tmp_path: Path) -> None:
+def test_a_worker_that_does_not_end_is_killed(tmp_path: Path) -> None:
     group = workers(tmp_path, STUBBORN)
     group.start(lambda _: None)
     (pid,) = group.pids
@@ -68,7 +68,7 @@ def test_stopping_twice_is_harmless(tmp_path: Path) -> None:
     asyncio.run(group.stop(0.0, 10.0))
 
 
-def test_a_workers_death_is_told_with_its_reason(tmp_path: Path, wait_until: Any) -> None:
+def test_a_workers_death_is_reported_with_its_reason(tmp_path: Path, wait_until: Any) -> None:
     group = workers(tmp_path, SLEEPER)
     exits: list[str] = []
     group.start(exits.append)
@@ -78,7 +78,7 @@ def test_a_workers_death_is_told_with_its_reason(tmp_path: Path, wait_until: Any
     asyncio.run(group.stop(0.0, 1.0))
 
 
-def test_a_worker_that_never_reads_its_configuration_is_told_of_too(tmp_path: Path, wait_until: Any) -> None:
+def test_a_worker_that_never_reads_its_configuration_is_reported_too(tmp_path: Path, wait_until: Any) -> None:
     group = workers(tmp_path, ("/bin/false",))
     exits: list[str] = []
     group.start(exits.append)
@@ -101,7 +101,7 @@ def test_a_worker_finds_the_package_that_its_parent_uses(
     monkeypatch.delenv("PYTHONPATH")
     environment = worker_environment(1)
     del environment["OMP_NUM_THREADS"]
-    # -S: not by way of an installed package either
+    # -S: an installed package must not be found either
     command = [sys.executable, "-S", "-P", "-c", "import segue; print(segue.__path__[0])"]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     import segue
@@ -141,7 +141,7 @@ def test_cgroup_quotas(tmp_path: Path, files: dict[str, str], cores: float | Non
 
 @pytest.mark.parametrize(
     "name", [b"x" * 75, "\N{SNOWMAN}".encode() * 25]
-)  # as long in bytes, not in characters
+)  # of the same length in bytes, not in characters
 def test_the_run_directory_is_private_and_its_sockets_fit(
     name: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,8 +168,8 @@ def test_exit_codes_in_words(code: int, words: str) -> None:
     assert words in describe_exit(code)
 
 
-def test_a_worker_that_starts_after_its_run_directory_went_ends_without_a_word(tmp_path: Path) -> None:
-    # Another rank removes it once the frontend has given up.
+def test_a_worker_that_starts_after_its_run_directory_was_removed_ends_silently(tmp_path: Path) -> None:
+    # Another rank removes the directory once the frontend has given up.
     group = WorkerProcesses(EngineConfig(tp=2), tmp_path / "gone", ())
     with subprocess.Popen(WORKER_COMMAND, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         group._send_config(process, 0)

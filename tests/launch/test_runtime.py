@@ -15,7 +15,7 @@ from tests.launch.test_processes import SLEEPER
 
 
 def run(model: Path, work: Callable[[Runtime], Awaitable[None]]) -> None:
-    """With a runtime whose workers are not started."""
+    """Run ``work`` with a runtime whose workers are not started."""
 
     async def whole() -> None:
         config = EngineConfig(model=str(model), load_format="dummy")
@@ -29,7 +29,7 @@ def run(model: Path, work: Callable[[Runtime], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(whole(), 10))
 
 
-def test_a_workers_last_words_that_come_after_its_exit_are_the_reason(tiny_model: Path) -> None:
+def test_a_workers_last_message_is_the_reason_even_after_its_exit(tiny_model: Path) -> None:
     async def work(runtime: Runtime) -> None:
         runtime._on_worker_exit("worker rank 0 ended with exit code 0")
         runtime._receive(StartFailed("OutOfMemoryError", "only 1 page fits"))
@@ -39,7 +39,7 @@ def test_a_workers_last_words_that_come_after_its_exit_are_the_reason(tiny_model
     run(tiny_model, work)
 
 
-def test_an_exit_after_the_last_words_is_no_second_failure(
+def test_an_exit_after_the_last_message_is_not_a_second_failure(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(runtime: Runtime) -> None:
@@ -51,7 +51,7 @@ def test_an_exit_after_the_last_words_is_no_second_failure(
     assert caplog.text == ""
 
 
-def test_without_last_words_the_exit_is_the_reason(tiny_model: Path) -> None:
+def test_without_a_last_message_the_exit_is_the_reason(tiny_model: Path) -> None:
     async def work(runtime: Runtime) -> None:
         runtime._on_worker_exit("worker rank 0 ended with exit code 5")
         with pytest.raises(EngineStartError, match="exit code 5 before it was ready"):
@@ -60,7 +60,7 @@ def test_without_last_words_the_exit_is_the_reason(tiny_model: Path) -> None:
     run(tiny_model, work)
 
 
-def test_a_model_that_cannot_be_cut_is_refused_before_a_worker_is_started(
+def test_a_model_that_cannot_be_sharded_is_refused_before_a_worker_is_started(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Runtime, "__init__", lambda *_, **__: pytest.fail("an engine was made"))

@@ -74,7 +74,7 @@ def test_gaps_are_zero() -> None:
     assert not arena.slabs[0][~used].any()
 
 
-def test_checksum_is_one_number_a_slab_and_repeatable() -> None:
+def test_checksum_is_one_number_per_slab_and_repeatable() -> None:
     arenas = [filled(SPECS, slab_bytes=256) for _ in range(2)]
     assert arenas[0].checksum() == arenas[1].checksum()
     assert len(arenas[0].checksum()) == len(arenas[0].slabs)

@@ -1,4 +1,4 @@
-"""The page-count formula, the ranks' agreement and free memory, with numbers worked out by hand."""
+"""Tests of the page-count formula, the ranks' agreement and free memory, with figures calculated by hand."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ CPU = replace(CUDA, page_size=16, max_len=1000, max_running_requests=4, pool_lim
 
 
 def test_page_bytes_of_smollm2():
-    # 30 layers, 3 KV heads of 64, bfloat16: 23,040 bytes a token
+    # 30 layers, 3 KV heads of 64, bfloat16: 23,040 bytes per token
     sizes = dict(num_layers=30, num_kv_heads=3, head_dim=64, itemsize=2)
     assert page_bytes(**sizes, page_size=1, tp_size=1) == 23_040
     assert page_bytes(**sizes, page_size=16, tp_size=1) == 368_640
@@ -57,15 +57,15 @@ def test_formula_splits_a_shared_memory_over_local_ranks():
     assert formula_pages(replace(CUDA, local_ranks=2)) == 599
 
 
-def test_graphs_may_leave_no_less_to_kv_than_they_take():
-    # 5,000,000 bytes are left for KV beside 400,000 for graphs; of 4,600,000 more weights 400,000
+def test_graphs_must_leave_at_least_as_much_to_kv_as_they_take():
+    # 5,000,000 bytes are left for KV, beside 400,000 for graphs; 4,600,000 more of weights leave 400,000
     assert afford_graphs(CUDA)
     assert afford_graphs(replace(CUDA, arena_bytes=7_599_000))
     assert not afford_graphs(replace(CUDA, arena_bytes=7_601_000))
 
 
 def test_graphs_give_way_to_kv_that_the_user_asked_for():
-    # 5000 pages with the scratch page, 3,800,000 bytes of weights and reserve
+    # 5,000 pages with the scratch page, and 3,800,000 bytes of weights and reserve
     needed = 8_800_000
     assert afford_graphs(replace(CUDA, free_before=needed), 4999 * 64)
     assert not afford_graphs(replace(CUDA, free_before=needed - 1), 4999 * 64)
@@ -107,7 +107,7 @@ def test_num_kv_tokens_replaces_the_formula_and_rounds_up_to_pages():
 
 
 def test_num_kv_tokens_may_use_more_than_the_ratio_but_not_more_than_is_free():
-    assert plan_pages(CUDA, num_kv_tokens=64 * 6199).num_pages == 6199  # 6,200,000 bytes: all that is left
+    assert plan_pages(CUDA, num_kv_tokens=64 * 6199).num_pages == 6199  # 6,200,000 bytes: all that are free
     with pytest.raises(OutOfMemoryError, match=r"num_kv_tokens=396800 .*lower --num-kv-tokens"):
         plan_pages(CUDA, num_kv_tokens=64 * 6200)
 

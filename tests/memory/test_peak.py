@@ -1,4 +1,4 @@
-"""The peak of a piece of work, after it is over."""
+"""Tests of the peak meter."""
 
 import mmap
 
@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 def _touch(num_bytes: int) -> None:
-    # Not from malloc, which may have as much at hand.
+    # Not with malloc, which may reuse memory that it holds.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for offset in range(0, num_bytes, mmap.PAGESIZE):
         memory[offset] = 1

@@ -1,4 +1,4 @@
-"""An engine over the fake worker, and what must hold when a test has used it."""
+"""An engine with the fake worker, and the checks for the end of a test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 
 
 class FakeEngine(Engine):
-    """The real engine over the fake worker."""
+    """The real engine with the fake worker."""
 
     _worker_command = FAKE_WORKER
 

@@ -1,7 +1,7 @@
-"""A worker process without a model: the real scheduler and loop over a runner that repeats the prompt.
+"""A worker process without a model: the real scheduler and loop, with a runner that repeats the prompt.
 
-Run as the worker command of an engine. Variables of the environment make it slow or let it fail:
-``FAKE_STEP_S`` seconds a step, ``FAKE_START`` one of ``fail``, ``exit``, ``hang``, ``FAKE_EXIT_AT_STEP`` n.
+It is the worker command of an engine. Environment variables make it slow or make it fail: ``FAKE_STEP_S`` is
+the seconds per step, ``FAKE_START`` is ``fail``, ``exit`` or ``hang``, ``FAKE_EXIT_AT_STEP`` is a step.
 """
 
 from __future__ import annotations
@@ -45,13 +45,11 @@ class Done:
 
 
 class EchoRunner:
-    """Output token k of a request is prompt token k, again from the start when the prompt is through."""
+    """Output token k of a request is prompt token k. After the end of the prompt it begins again."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._slots: dict[
-            int, tuple[list[int], int, int]
-        ] = {}  # slot -> prompt, logprobs, prompt logprobs start
+        self._slots: dict[int, tuple[list[int], int]] = {}  # slot -> prompt, logprobs
         self._step_s = float(os.environ.get("FAKE_STEP_S", "0"))
         self._exit_at = int(os.environ.get("FAKE_EXIT_AT_STEP", "0"))
 
@@ -60,26 +58,25 @@ class EchoRunner:
         if plan.step == self._exit_at:
             os._exit(3)
         for new in plan.new_slots:
-            prompt = unpack_ids(new.tokens)[: new.prompt_len]
-            self._slots[new.slot] = (prompt, new.params.logprobs, new.params.prompt_logprobs_start)
+            self._slots[new.slot] = (unpack_ids(new.tokens)[: new.prompt_len], new.params.logprobs)
         tokens: list[int] = []
         logprobs: list[TokenLogprob | None] = []
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         for index, slot in enumerate(plan.slots):
-            prompt, wanted, _ = self._slots[slot]
+            prompt, num_logprobs = self._slots[slot]
             end = plan.starts[index] + plan.lens[index]
-            behind = range(end - plan.num_logits[index] + 1, min(end + 1, len(prompt)))
+            following = range(end - plan.num_logits[index] + 1, min(end + 1, len(prompt)))
             if plan.num_logits[index] > plan.samples[index]:
-                prompt_logprobs[slot] = [self._logprob(prompt[p], wanted) for p in behind]
+                prompt_logprobs[slot] = [self._logprob(prompt[p], num_logprobs) for p in following]
             if plan.samples[index]:
                 token = prompt[(end - len(prompt)) % len(prompt)]
                 tokens.append(token)
-                logprobs.append(self._logprob(token, wanted) if wanted >= 0 else None)
+                logprobs.append(self._logprob(token, num_logprobs) if num_logprobs >= 0 else None)
         return Done(StepResult(plan.step, tokens, max(self._step_s, 1e-4), logprobs, prompt_logprobs))
 
-    def _logprob(self, token: int, wanted: int) -> TokenLogprob:
+    def _logprob(self, token: int, num_logprobs: int) -> TokenLogprob:
         top = [(token, LOGPROB), ((token + 1) % self._vocab_size, RUNNER_UP_LOGPROB)]
-        return TokenLogprob(token, LOGPROB, top[: max(wanted, 0)])
+        return TokenLogprob(token, LOGPROB, top[: max(num_logprobs, 0)])
 
 
 def watch_lifeline(run_dir: str) -> None:
@@ -135,13 +132,13 @@ def serve(
         init_steps=[],
     )
     outbox.send(msgspec.msgpack.encode(ready))
-    events, teller = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    events, replies = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     events.bind("inproc://events")
-    teller.connect("inproc://events")
+    replies.connect("inproc://events")
     SchedulerLoop(
         Scheduler(limits),
         EchoRunner(ready.vocab_size),
-        FakeUpdater(lambda event: teller.send(msgspec.msgpack.encode(event))),
+        FakeUpdater(lambda event: replies.send(msgspec.msgpack.encode(event))),
         inbox=inbox,
         outbox=outbox,
         events=events,
@@ -150,7 +147,7 @@ def serve(
         turn=turn,
     ).run()
     outbox.close(linger=500)
-    for socket in (inbox, events, teller):
+    for socket in (inbox, events, replies):
         socket.close(linger=0)
 
 

@@ -37,7 +37,7 @@ CONFIG = {
 
 
 def make_tokenizer() -> Tokenizer:
-    """About 320 tokens; characters beyond ASCII take several."""
+    """Make a tokenizer of about 320 tokens. A character beyond ASCII takes several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,7 +53,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def write_model(directory: Path) -> Path:
-    """Everything but weights, for ``load_format="dummy"``."""
+    """Write a model without weights, for ``load_format="dummy"``."""
     tokenizer = make_tokenizer()
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
