@@ -45,7 +45,7 @@ take_default_signals()
 
 @pytest.fixture(scope="session")
 def transformers_imports_torch() -> bool:
-    """Whether the installed transformers imports torch with a tokenizer, as 5.17 does; Segue does then too."""
+    """Whether the installed transformers imports torch with a tokenizer, as 5.17 does, and so Segue does."""
     program = "import sys, transformers as t; t.PreTrainedTokenizerFast; print('torch' in sys.modules)"
     return subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "True"
 
