@@ -105,8 +105,8 @@ class EngineConfig:
     weight_staging_gb: float = _option(
         0.0,
         "Memory",
-        "GB (1e9 bytes) per rank that are kept free for weight updates. From the size of a rank's weights "
-        "on, new weights are staged in device memory.",
+        "GB (1e9 bytes) per rank that are kept free for weight updates. If this is at least the size of a "
+        "rank's weights, new weights are staged in device memory.",
         minimum=0.0,
         maximum=1e6,
     )
@@ -177,7 +177,7 @@ class EngineConfig:
     precompile_bs_paddings: str | None = _option(
         None,
         "Hardware",
-        "Numbers of requests for which decode is captured, like '1,2,4'; default: small intervals.",
+        "Numbers of requests for which decode is captured, like '1,2,4'; default: a dense set.",
     )
     precompile_token_paddings: str | None = _option(
         None, "Hardware", "Numbers of tokens for which mixed steps are captured, in the same form."
