@@ -19,8 +19,7 @@ from segue.api.openai.bodies import CHAT_NOT_YET, HARMLESS, ChatCompletionReques
 from segue.api.validation import Decoded, parse
 from segue.errors import ContextLengthError, InvalidRequestError, SegueError, UnsupportedFieldError
 from segue.frontend.sampling_options import MAX_ENTRIES, RequestLimits
-from segue.messages.weight_operations import OPERATIONS
-from segue.server import cutting, large_body, pieces
+from segue.server import json_pieces, json_slices, large_body
 from segue.server.large_body import Bounds, Shape, chat, completion, control, decode, generate
 from segue.server.openai_routes import _parse_chat, _parse_completion
 
@@ -138,10 +137,10 @@ NAMES_OF_FAMILIES = ["chat", "completion", "generate", "prepare", "distributed",
 def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     small, at_once = request.param
     monkeypatch.setattr(large_body, "SMALL", small)
-    monkeypatch.setattr(pieces, "AT_ONCE", at_once)
-    monkeypatch.setattr(pieces, "PIECE", 100)
-    monkeypatch.setattr(cutting, "SLICE", 50)
-    monkeypatch.setattr(cutting, "GROUP", 40)
+    monkeypatch.setattr(json_pieces, "AT_ONCE", at_once)
+    monkeypatch.setattr(json_pieces, "PIECE", 100)
+    monkeypatch.setattr(json_slices, "SLICE", 50)
+    monkeypatch.setattr(json_slices, "GROUP", 40)
 
 
 REFUSED = "refused"
@@ -344,29 +343,29 @@ def test_many_colons_that_are_not_of_fields_are_fine() -> None:
 def test_items_are_found_in_slices_of_any_size(value: Any, size: int, indent: int | None) -> None:
     items = value if isinstance(value, list) else [value, value]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "SLICE", size)
-        patch.setattr(cutting, "GROUP", 2 * size)
+        patch.setattr(json_slices, "SLICE", size)
+        patch.setattr(json_slices, "GROUP", 2 * size)
         data = json.dumps(items, indent=indent).encode()
-        ranges = cutting.cut(data, 100)
+        ranges = json_slices.cut(data, 100)
         assert [json.loads(data[start:end]) for start, end in ranges] == items
-        together = list(cutting.groups(data, ranges))
+        together = list(json_slices.groups(data, ranges))
         assert [item for _, group in together for item in json.loads(group)] == items
         assert all(json.loads(group)[0] == items[first] for first, group in together)
         if len(items) > 1:
-            with pytest.raises(cutting.TooManyItemsError):
-                cutting.cut(data, len(items) - 1)
+            with pytest.raises(json_slices.TooManyItemsError):
+                json_slices.cut(data, len(items) - 1)
 
 
 @pytest.mark.parametrize("data", [b"", b"[", b'["]', b"[1]]", b"[1],", b"[[1]", rb'["\\', b"]"])
 def test_brackets_and_quotes_that_do_not_match_are_refused(data: bytes) -> None:
-    with pytest.raises(cutting.MisfitError):
-        cutting.cut(data, 100)
+    with pytest.raises(json_slices.MisfitError):
+        json_slices.cut(data, 100)
 
 
 @settings(max_examples=300, deadline=None)
 @given(texts=st.lists(st.text(st.sampled_from('a\\"'), max_size=6), max_size=30))
 def test_strings_are_counted_to_within_one_half(texts: list[str]) -> None:
-    count = pieces.count_strings(json.dumps(texts).encode())
+    count = json_pieces.count_strings(json.dumps(texts).encode())
     assert count <= len(texts) <= 2 * count + 1
 
 

@@ -27,16 +27,16 @@ from segue.frontend.sampling_options import (
     check_num_entries,
     check_prompt_len,
 )
-from segue.messages.weight_operations import MAX_PAYLOADS, MAX_TENSORS, Bucket
-from segue.server import pieces
-from segue.server.cutting import MisfitError, Range, TooManyItemsError, cut, groups
+from segue.messages.weight_update import Bucket
+from segue.server import json_pieces
+from segue.server.json_slices import MisfitError, Range, TooManyItemsError, cut, groups
 
 MAX_STRINGS = 1 << 18  # of a conversation, the names of its messages' fields included
 MAX_BUCKETS = 1 << 15
-MAX_MEMBERS = 1 << 12  # of an object of more than `pieces.AT_ONCE` bytes
+MAX_MEMBERS = 1 << 12  # of an object of more than `json_pieces.AT_ONCE` bytes
 MAX_MESSAGES = MAX_STRINGS // 4
-SMALL = pieces.PIECE  # bytes of a value that is decoded at once, whatever it is
-MAX_OTHER = pieces.PIECE  # bytes of a value of any field that is not made for large ones
+SMALL = json_pieces.PIECE  # bytes of a value that is decoded at once, whatever it is
+MAX_OTHER = json_pieces.PIECE  # bytes of a value of any field that is not made for large ones
 NOTHING_ELSE = object()  # in place of a large value of a field that takes none
 
 Decode = Callable[[bytes], Any]
@@ -159,7 +159,7 @@ def control(kind: type[msgspec.Struct], _: Bounds) -> Shape:
 
 def _members(data: bytes, kind: type[msgspec.Struct]) -> dict[str, bytes]:
     """The fields of an object that ``kind`` knows, undecoded."""
-    if len(data) <= pieces.AT_ONCE:
+    if len(data) <= json_pieces.AT_ONCE:
         return _known(msgspec.json.decode(data, type=kind))
     strict = kind.__struct_config__.forbid_unknown_fields
     if not data.startswith(b"{"):
@@ -230,8 +230,8 @@ def _sampling(bounds: Bounds, most_biases: int | None) -> dict[str, Decode]:
             raise InvalidRequestError(text, param="logit_bias")
 
     return {
-        "logit_bias": lambda data: pieces.members(data, _biases, check_biases),
-        "stop_token_ids": lambda data: Decoded(pieces.token_ids(data, check_num_entries).tolist()),
+        "logit_bias": lambda data: json_pieces.members(data, _biases, check_biases),
+        "stop_token_ids": lambda data: Decoded(json_pieces.token_ids(data, check_num_entries).tolist()),
         "stop": partial(_strings, "stop", MAX_STOPS),
     }
 
@@ -248,23 +248,23 @@ def _prompt(param: str, bounds: Bounds, data: bytes) -> Any:
     if param != "input_ids":
         if data.startswith(b'"'):
             return _plain.decode(data)
-        if pieces.first_byte(data) == b'"':
-            return pieces.strings(data, check_count)
+        if json_pieces.first_byte(data) == b'"':
+            return json_pieces.strings(data, check_count)
         if param == "text":
             raise MisfitError
-    if pieces.first_byte(data) == b"[":
-        return Decoded(pieces.id_lists(data, check_count, check_len))
-    return Decoded(pieces.token_ids(data, check_len))
+    if json_pieces.first_byte(data) == b"[":
+        return Decoded(json_pieces.id_lists(data, check_count, check_len))
+    return Decoded(json_pieces.token_ids(data, check_len))
 
 
 def _strings(param: str, most: int, data: bytes) -> Any:
     if data.startswith(b'"'):
         return _plain.decode(data)
-    return pieces.strings(data, partial(_check_count, param, most))
+    return json_pieces.strings(data, partial(_check_count, param, most))
 
 
 def _conversation(data: bytes) -> Decoded:
-    if (count := pieces.count_strings(data)) > MAX_STRINGS:
+    if (count := json_pieces.count_strings(data)) > MAX_STRINGS:
         raise _too_many("messages", count, MAX_STRINGS, "strings, the names of fields included")
     messages: list[openai.ChatMessage] = []
     for first, group in _groups(data, "messages", MAX_MESSAGES, "messages"):
@@ -277,7 +277,7 @@ def _conversation(data: bytes) -> Decoded:
 
 def _groups(data: bytes, param: str, most: int, what: str) -> Iterable[tuple[int, bytes]]:
     """Arrays of neighbouring items of an array, each with the index of its first item."""
-    if len(data) <= pieces.AT_ONCE:
+    if len(data) <= json_pieces.AT_ONCE:
         return [(0, data)]
     return groups(data, _cut(data, param, most, what))
 
@@ -297,7 +297,7 @@ def _params(shape: Shape, most: int, data: bytes) -> dict[str, Any] | list[dict[
             return _fields(_members(data, shape.kind), shape)
         except TooManyItemsError as error:
             raise _too_many("sampling_params", error.args[0], MAX_MEMBERS, "fields") from None
-    if len(data) > pieces.AT_ONCE:
+    if len(data) > json_pieces.AT_ONCE:
         ranges = _cut(data, "sampling_params", most, "objects")
         return [_fields(_members(data[start:end].strip(), shape.kind), shape) for start, end in ranges]
     try:
@@ -318,7 +318,7 @@ class _Bucket(msgspec.Struct):
 
 def _buckets(data: bytes) -> Decoded:
     most = 2 * MAX_TENSORS + 3 * MAX_BUCKETS
-    if (count := pieces.count(data, b'"') // 2) > most:
+    if (count := json_pieces.count(data, b'"') // 2) > most:
         raise _too_many("buckets", count, most, "strings, the names of fields included")
     found: list[_Bucket] = []
     for first, group in _groups(data, "buckets", MAX_BUCKETS, "buckets"):
@@ -337,16 +337,16 @@ def _bucket(bucket: _Bucket) -> Bucket:
 
 
 def _names(data: bytes) -> Decoded:
-    return Decoded(pieces.strings(data, partial(_check_count, "a list of names", MAX_TENSORS)))
+    return Decoded(json_pieces.strings(data, partial(_check_count, "a list of names", MAX_TENSORS)))
 
 
 def _all_shapes(data: bytes) -> Decoded:
     check = partial(_check_count, "a list of shapes", MAX_TENSORS)
-    return Decoded(pieces.small_arrays(data, _shapes, check))
+    return Decoded(json_pieces.small_arrays(data, _shapes, check))
 
 
 def _all_checksums(data: bytes) -> Decoded:
-    found = pieces.members(data, _checksums, partial(_check_count, "checksums", MAX_TENSORS))
+    found = json_pieces.members(data, _checksums, partial(_check_count, "checksums", MAX_TENSORS))
     if any(not 0 <= checksum < 1 << 64 for checksum in found.values()):
         raise MisfitError
     return Decoded(found)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from segue.server.cutting import SLICE, MisfitError, TooManyItemsError, cut, groups
+from segue.server.json_slices import SLICE, MisfitError, TooManyItemsError, cut, groups
 
 PIECE = 1 << 14  # bytes; the slowest, of floats that need exact arithmetic, take 25 ms
 AT_ONCE = 1 << 20  # bytes that are scanned in one call
