@@ -455,7 +455,7 @@ def test_a_body_behind_another_protocol_is_not_taken_for_a_request(fast: LiveSer
         client.send(b"ade: h2c" + end + get)
         data = client.all()
     assert (data.count(b"content-length"), parse(data)[0]) == (1, 400)
-    assert b"send HTTP/1.1 without it" in data
+    assert b"send plain HTTP/1.1" in data
 
 
 # --- HTTP/1.0 and half-closed connections ---

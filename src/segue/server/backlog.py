@@ -1,4 +1,4 @@
-"""New connections that wait behind the one which the event loop has just accepted."""
+"""Accepts several waiting connections per turn of the event loop."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-ACCEPTED_AT_ONCE = 128  # connections per turn of the event loop
-# uvloop accepts one: where a turn takes 0.2 s, since many requests are answered in it, a health check behind
-# a thousand new connections would wait minutes.
+# Connections accepted per turn of the event loop. uvloop accepts one per turn: where many requests are
+# answered in a turn of 0.2 s, a health check behind 1,000 new connections would wait for minutes.
+ACCEPTED_AT_ONCE = 128
 
 
 class Backlog:
-    """Takes what waits at a listening socket, to be called whenever the event loop has accepted from it."""
+    """A protocol factory that also accepts the connections behind the one that the event loop accepted."""
 
     def __init__(self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol]) -> None:
         self._listener = listener
@@ -21,11 +21,11 @@ class Backlog:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def first(self) -> asyncio.Protocol:
-        """The protocol of the connection that was accepted; those behind it get theirs."""
+        """Returns the protocol of the accepted connection, after accepting those behind it."""
         for _ in range(ACCEPTED_AT_ONCE - 1):
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # none waits, or it has gone; the event loop deals with want of descriptors
+            except OSError:  # none waits or it is gone; the event loop handles a lack of descriptors
                 break
             task = self._loop.create_task(self._connect(connection))
             self._tasks.add(task)
@@ -35,5 +35,5 @@ class Backlog:
     async def _connect(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._protocol, connection)
-        except OSError:  # the client has gone already
+        except OSError:  # the client is gone already
             connection.close()

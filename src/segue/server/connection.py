@@ -1,4 +1,4 @@
-"""One client's connection: uvicorn's protocol with deadlines, bounds, and HTTP/1.0."""
+"""One client's connection: uvicorn's HTTP protocol with deadlines, size limits and HTTP/1.0 replies."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from segue.server.errors import error_response
 from segue.server.http10 import Http10Application
 
 _UPGRADE = re.compile(rb"^upgrade(?=:)", re.IGNORECASE | re.MULTILINE)
-# Answered also where there is room for nothing else.
+# Paths that are answered even when every ordinary connection is taken.
 HEALTH_TARGETS = frozenset((b"/health", b"/health_generate", b"/ready", b"/ping", b"/metrics"))
 NO_ROOM = "the server has no room for more connections; retry later"
 UNREADABLE = (
-    "this is not an HTTP/1.1 request that the server can read; check the client, or the proxy between"
+    "the server cannot read this as an HTTP/1.1 request; check the client, and any proxy between it and the "
+    "server"
 )
-
-
 UPGRADE = (
-    "the request asks for another protocol, by CONNECT or by an Upgrade header in pieces or behind another "
-    "request; send HTTP/1.1 without it"
+    "the request asks for another protocol, by CONNECT or by an Upgrade header that was split or pipelined; "
+    "send plain HTTP/1.1, without CONNECT and without that header"
 )
 
 
 class Awaited(Enum):
-    """Which part of a request the client has to send next."""
+    """The part of a request that the client has to send next."""
 
     IDLE = "the first byte of a head"
     HEAD = "the rest of a head"
@@ -41,39 +40,39 @@ class Awaited(Enum):
 
 
 class Backpressure(FlowControl):
-    """Knows for how long the server did not read: that does not count against the client."""
+    """Pauses reading and measures the pauses, so that paused time does not count against the client."""
 
     def __init__(self, transport: asyncio.Transport, connections: Connections) -> None:
         super().__init__(transport)
         self._connections = connections
-        self._is_full = False  # uvicorn wants no more: the application has not taken what there is
-        self._is_held = False  # others come first
+        self._is_full = False  # uvicorn paused reading: the application has not yet read the buffered body
+        self._is_held = False  # `Connections` paused reading: other bodies come first
         self._paused_at = 0.0
-        self._paused_s = 0.0  # in all, without the present pause
+        self._paused_s = 0.0  # total of all pauses that have ended
         self.resumed_at = 0.0
 
     def pause_reading(self) -> None:
-        """Stop reading until the application wants more."""
+        """Stop reading until the application has room for more; uvicorn calls this."""
         self._is_full = True
         self._pause()
 
     def resume_reading(self) -> None:
-        """Read on, unless held."""
+        """Resume reading, unless :meth:`hold` is in force; uvicorn calls this."""
         self._is_full = False
         self._resume()
 
     def hold(self) -> None:
-        """Stop reading until :meth:`let_go`, whatever the application wants."""
+        """Stop reading until :meth:`let_go`, even if the application has room for more."""
         self._is_held = True
         self._pause()
 
     def let_go(self) -> None:
-        """Read on, if the application wants more."""
+        """End :meth:`hold`: resume reading if the application has room for more."""
         self._is_held = False
         self._resume()
 
     def paused_s(self, now: float) -> float:
-        """Seconds for which nothing was read, in all."""
+        """Returns the total seconds for which reading was paused, the present pause included."""
         return self._paused_s + (now - self._paused_at if self.read_paused else 0.0)
 
     def _pause(self) -> None:
@@ -89,12 +88,12 @@ class Backpressure(FlowControl):
 
 
 class Connection(HttpToolsProtocol):
-    """Reads requests and sends replies; :class:`Connections` looks at it regularly.
+    """Reads requests and sends replies; :class:`Connections` checks its deadlines regularly.
 
-    A client that closes its sending side counts as gone, as one that closes the connection does.
+    A client that closes only its sending side counts as disconnected, as one that closes the connection does.
 
-    Java's client offers HTTP/2 with every first request. A server may ignore that, but httptools takes what
-    follows the headers for another protocol, and the body would be lost: the header is renamed.
+    Java's HTTP client offers HTTP/2 in an ``Upgrade`` header of every first request. A server may ignore
+    that offer, but httptools would read the body as another protocol and lose it. So the header is renamed.
     """
 
     flow: Backpressure
@@ -107,71 +106,75 @@ class Connection(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None
         self._room = Room.ORDINARY
         self._awaited = Awaited.IDLE
-        self._since = 0.0  # since when that is awaited
-        self._paused_before = 0.0  # seconds for which reading had been paused by then
-        self._heard_at = 0.0  # when the last bytes came
-        self._num_received = 0  # bytes since the head's begin
-        self._num_kept = 0  # bytes of requests that are not complete, or not yet taken
-        self._num_behind = 0  # bytes behind the last head, body or end
+        self._since = 0.0  # when waiting for `_awaited` began
+        self._paused_before = 0.0  # total seconds of paused reading at `_since`
+        self._received_at = 0.0  # when the last bytes were received
+        self._num_received = 0  # bytes since the head began
+        self._num_kept = 0  # bytes of requests that are incomplete, or not yet read by the application
+        self._num_unparsed = 0  # bytes since the last complete head, body part or request
         self._num_requests = 0
-        self._unsent: tuple[float, int] | None = None  # since when, how many bytes then
+        self._unsent: tuple[float, int] | None = None  # start of a measurement, unsent bytes at that time
 
     # --- transport ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, or refuse it."""
+        """Accept the connection, or answer 503 and close it."""
         super().connection_made(transport)
         self.flow = Backpressure(transport, self._connections)
         self._room = self._connections.admit(self)
-        self._since = self._heard_at = self._connections.now
+        self._since = self._received_at = self._connections.now
         if self._room is Room.NONE:
             self.refuse(OverloadedError(NO_ROOM))
         else:
             self._connections.waiting[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it; a request in flight ends."""
-        self._give_back()
+        """Leave :class:`Connections`; the request that is being answered learns that its client is gone."""
+        self._release_bytes()
         self._connections.leave(self)
-        self._tell_application()
+        self._mark_disconnected()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse."""
+        """Parse bytes, after renaming an ``Upgrade`` header, and count those that stay in memory."""
         if self._awaited is not Awaited.BODY:
             head, blank, rest = data.partition(b"\r\n\r\n")
-            if b"upgrade:" in head.lower():  # 20 µs of 64 KiB, where the pattern takes 100 µs
+            if b"upgrade:" in head.lower():  # takes 20 µs for 64 KiB, the pattern alone 100 µs
                 data = _UPGRADE.sub(b"X-Upgrade", head) + blank + rest
         size = len(data)
-        self._num_behind += size
+        self._num_unparsed += size
         self._num_received += size
-        self._heard_at = self._connections.now
+        self._received_at = self._connections.now
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._num_behind > self._limits.head_bytes:
-            self._complain(f"the request line and headers exceed {self._limits.head_bytes} bytes; send less")
+        if self._num_unparsed > self._limits.head_bytes:
+            self._refuse_invalid(
+                f"the request line and headers exceed {self._limits.head_bytes} bytes; shorten them"
+            )
         elif self._keeps_bytes:
             self._num_kept += size
             self._connections.took(self, size)
 
     def resume_writing(self) -> None:
-        """The client has taken most of what waited for it."""
+        """The client has read most of the bytes that were written."""
         self._unsent = None
         super().resume_writing()
 
     # --- parser ---
 
     def on_message_begin(self) -> None:
-        """The first byte of a head."""
+        """A head begins."""
         if len(self.pipeline) >= self._limits.pipelined_requests:
-            self._stop_parsing(f"more than {self._limits.pipelined_requests} requests wait behind one")
+            self._stop_parsing(
+                f"more than {self._limits.pipelined_requests} requests wait on this connection; await replies"
+            )
         super().on_message_begin()
         self._num_received = 0
         self._enter(Awaited.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header; trailers are dropped, since headers are what is checked."""
+        """Store a header. A trailer is dropped, as uvicorn would add it to the checked headers."""
         if self._awaited is Awaited.BODY:
             return
         if len(self.headers) >= self._limits.head_fields:
@@ -179,12 +182,12 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is complete: the application is called."""
-        if self.parser.should_upgrade():  # the body would be taken for a request
+        """Call the application, now that the head is complete."""
+        if self.parser.should_upgrade():  # else the body would be parsed as the next request
             self._stop_parsing(UPGRADE)
-        self._num_behind = 0
+        self._num_unparsed = 0
         if self.parser.get_http_version() == "1.0":
-            self.expect_100_continue = False  # such a client knows no status before the last
+            self.expect_100_continue = False  # an HTTP/1.0 client does not expect an interim status
         self._num_requests += 1
         self.app = cast(Any, self._choose_application())
         super().on_headers_complete()
@@ -193,29 +196,29 @@ class Connection(HttpToolsProtocol):
         self._enter(Awaited.BODY)
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
-        self._num_behind = 0
+        """Store a part of the body."""
+        self._num_unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
-        self._num_behind = 0
+        """The request is complete; the next one may begin."""
+        self._num_unparsed = 0
         super().on_message_complete()
         self._connections.body_ended(self)
         self._enter(Awaited.IDLE)
 
     def on_response_complete(self) -> None:
-        """The reply is complete; the rest of a body that nobody read is dropped."""
+        """Go on to the next pipelined request; the rest of an unread body is dropped."""
         if self.pipeline:
             self._answering = self.pipeline[-1][0]
         super().on_response_complete()
-        self._give_back()
+        self._release_bytes()
         self._enter(self._awaited)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser cannot read."""
+        """Answer 400 to bytes that the parser cannot read, in place of uvicorn's own text."""
         if not self.transport.is_closing():
-            self._complain(UNREADABLE)
+            self._refuse_invalid(UNREADABLE)
 
     def _enter(self, awaited: Awaited) -> None:
         connections = self._connections
@@ -234,7 +237,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _keeps_bytes(self) -> bool:
-        """Whether what comes is kept; the rest of a body whose answer has begun is not."""
+        """Whether received bytes stay in memory; the rest of a body does not once its answer has begun."""
         if self._awaited is Awaited.BODY:
             return self._owes_answer and not self.cycle.response_started
         return self._owes_answer or self._awaited is Awaited.HEAD
@@ -246,39 +249,39 @@ class Connection(HttpToolsProtocol):
             return Http10Application(self._application, self.parser.should_keep_alive())
         return self._application
 
-    def _give_back(self) -> None:
+    def _release_bytes(self) -> None:
         count, self._num_kept = self._num_kept, 0
         self._connections.gave(count)
 
     # --- refusals ---
 
     def refuse(self, error: SegueError) -> None:
-        """Answer with the error, unless an answer has begun, and close."""
+        """Answer with the error unless an answer has begun, and close the connection."""
         if self._may_answer:
             response = error_response(error, self.scope["path"] if self._owes_answer else "/v1/")
             content = [STATUS_LINE[response.status_code]]
             headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
             content += [b"%s: %s\r\n" % header for header in headers]
             self.transport.write(b"".join([*content, b"\r\n", bytes(response.body)]))
-        self._tell_application()
-        self._give_back()
+        self._mark_disconnected()
+        self._release_bytes()
         self.transport.close()
 
-    def _tell_application(self) -> None:
-        """The request that is being answered, not always the last that came, has lost its client."""
+    def _mark_disconnected(self) -> None:
+        """Mark the request being answered as disconnected; with pipelining it may not be the latest."""
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
 
     @property
     def _may_answer(self) -> bool:
-        """Whether an error would be taken for the answer to the request that it is about."""
+        """Whether the client would relate an error written now to the request that the error is about."""
         if self._awaited is Awaited.BODY:
             return self._owes_answer and not (self.cycle.response_started or self.pipeline)
         return not self._owes_answer
 
     def evict(self) -> None:
-        """Close it at once; whoever had begun to send something is told why."""
+        """Close the connection at once; a client that has begun to send a request is answered 503 first."""
         if self._awaited is not Awaited.IDLE or self._owes_answer:
             self.refuse(OverloadedError(NO_ROOM))
         if self.transport.get_write_buffer_size():
@@ -286,17 +289,17 @@ class Connection(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _complain(self, message: str) -> None:
+    def _refuse_invalid(self, message: str) -> None:
         self.refuse(InvalidRequestError(message))
 
     def _stop_parsing(self, message: str) -> None:
-        self._complain(message)
+        self._refuse_invalid(message)
         raise ValueError(message)
 
     # --- deadlines ---
 
     def check(self, now: float) -> None:
-        """Refuse or close it if its client is late."""
+        """Answer 408, close or abort the connection if its client has missed a deadline."""
         if unsent := self.transport.get_write_buffer_size():
             self._check_unsent(now, unsent)
         else:
@@ -311,12 +314,12 @@ class Connection(HttpToolsProtocol):
     def _check_head(self, now: float) -> None:
         limits, waited = self._limits, self.waited(now)
         if self._awaited is Awaited.HEAD and waited > limits.head_s:
-            text = f"the request's line and headers took more than {limits.head_s:g} s; send them in one go"
+            text = f"the request's line and headers took more than {limits.head_s:g} s; send them at once"
             self.refuse(RequestTimeoutError(text))
         elif self._awaited is Awaited.IDLE and waited > (
             limits.idle_s if self._num_requests else limits.head_s
         ):
-            self.transport.close()  # a client would take an answer for that to its next request
+            self.transport.close()  # a client would take a 408 for the answer to its next request
 
     def _check_body(self, now: float) -> None:
         limits, waited = self._limits, self.waited(now)
@@ -324,14 +327,14 @@ class Connection(HttpToolsProtocol):
             if waited > limits.drain_s:
                 self.transport.close()
         elif self.silence(now) > limits.body_silence_s:
-            text = f"no byte of the body came for {limits.body_silence_s:g} s; send it in one go"
+            text = f"no byte of the body arrived for {limits.body_silence_s:g} s; send it without pauses"
             self.refuse(RequestTimeoutError(text))
         elif self._num_received < limits.body_rate * (waited - limits.body_grace_s):
-            text = f"the body came at less than {limits.body_rate:g} bytes per second; send it faster"
+            text = f"the body arrived at less than {limits.body_rate:g} bytes per second; send it faster"
             self.refuse(RequestTimeoutError(text))
 
     def _check_unsent(self, now: float, unsent: int) -> None:
-        """Abort if the client takes next to nothing of what waits for it."""
+        """Abort if the client reads its reply more slowly than ``reply_rate``."""
         limits = self._limits
         is_finished = not self._owes_answer or self.transport.is_closing()
         if self._unsent is None or not (is_finished or self.flow.write_paused):
@@ -345,13 +348,13 @@ class Connection(HttpToolsProtocol):
             self._unsent = now, unsent
 
     def waited(self, now: float) -> float:
-        """Seconds since the client has to send what it has to send next, while the server read."""
+        """Returns the seconds spent waiting for the next part of a request, without pauses of reading."""
         return now - self._since - (self.flow.paused_s(now) - self._paused_before)
 
     def silence(self, now: float) -> float:
-        """Seconds for which the client has sent, or taken, nothing of what it owes; 0 if it owes nothing."""
+        """Returns the seconds without a byte of a body, or with a finished reply unread; else 0."""
         if self._awaited is Awaited.BODY and not self.flow.read_paused:
-            return now - max(self._heard_at, self.flow.resumed_at)
+            return now - max(self._received_at, self.flow.resumed_at)
         if self._unsent is not None and not self._owes_answer:
             return now - self._unsent[0]
         return 0.0
@@ -360,33 +363,33 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_served(self) -> bool:
-        """Whether the body that comes is that of the request which is being answered."""
+        """Whether the body being received belongs to the request that is being answered."""
         return self._answering is self.cycle
 
     def rate(self, now: float) -> float:
-        """Bytes per second of what the client is sending; infinite if it sends nothing, or began just now."""
+        """Returns the bytes per second of the request being received; infinite if none is, or if new."""
         waited = self.waited(now)
         if self._awaited is Awaited.IDLE or waited <= 0.0 or not self._num_kept or not self.is_served:
             return math.inf
         return self._num_received / waited
 
     def settle(self) -> None:
-        """Forget the bytes of a body that the application has taken whole."""
+        """Stop counting the bytes of a complete body that the application has read."""
         if self._num_kept and self._awaited is Awaited.IDLE and not (self.cycle.body or self.pipeline):
-            self._give_back()
+            self._release_bytes()
 
     def hold(self) -> None:
-        """Read no more of its body."""
+        """Stop reading the body until :meth:`let_go`."""
         self.flow.hold()
 
     def let_go(self) -> None:
-        """Read on."""
+        """End :meth:`hold`."""
         if not self.transport.is_closing():
             self.flow.let_go()
 
 
 async def _no_room(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer in the place of the application."""
+    """Answer 503 in place of the application."""
     response = error_response(OverloadedError(NO_ROOM), scope["path"])
     response.headers["connection"] = "close"
     await response(scope, receive, send)

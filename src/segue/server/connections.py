@@ -1,4 +1,4 @@
-"""All connections of a server: their number, the bytes of their bodies, a regular look at their clocks."""
+"""All connections of a server: bounds on their number and their bytes, and regular deadline checks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from segue.errors import OverloadedError, SegueError
 from segue.logs import logger
 from segue.server.connection_limits import ConnectionLimits
 
-MAX_TICK_S = 0.5  # by which the clock advances: while the server itself stands still, no client is late
+MAX_TICK_S = 0.5  # largest step of the clock, so that no client is late while the server stands still
 LOG_EVERY_S = 60.0
-READ_BYTES = 1 << 18  # by which the event loop reads at most from a connection at a time
-CROWDED = "too many request bodies are on their way, and this one comes slowly or came last; retry later"
+READ_BYTES = 1 << 18  # the most that the event loop reads from a connection at a time
+CROWDED = "too many request bodies are being received, and this one is slow or came last; retry later"
 
 
 class Room(Enum):
-    """What becomes of a new connection."""
+    """How a new connection is treated."""
 
     ORDINARY = "served"
     SPARE = "only health routes are answered"
@@ -26,64 +26,64 @@ class Room(Enum):
 
 
 class Peer(Protocol):
-    """One connection as the others' keeper sees it."""
+    """One connection, as :class:`Connections` sees it."""
 
     def check(self, now: float) -> None:
-        """Refuse or close it if its client is late."""
+        """Answer 408, close or abort the connection if its client has missed a deadline."""
         ...
 
     def evict(self) -> None:
-        """Close it at once: another needs its descriptor."""
+        """Close the connection at once, because another one needs its descriptor."""
         ...
 
     def refuse(self, error: SegueError) -> None:
-        """Answer with the error and close."""
+        """Answer with the error and close the connection."""
         ...
 
     def settle(self) -> None:
-        """Forget the bytes of a body that the application has taken whole."""
+        """Stop counting the bytes of a complete body that the application has read."""
         ...
 
     def waited(self, now: float) -> float:
-        """Seconds since the client has to send what it has to send next."""
+        """Returns the seconds spent waiting for the next part of a request, without pauses of reading."""
         ...
 
     def silence(self, now: float) -> float:
-        """Seconds for which the client has sent, or taken, nothing of what it owes; 0 if it owes nothing."""
+        """Returns the seconds without a byte of a body, or with a finished reply unread; else 0."""
         ...
 
     def rate(self, now: float) -> float:
-        """Bytes per second of what the client is sending; infinite if it sends nothing, or began just now."""
+        """Returns the bytes per second of the request being received; infinite if none is, or if new."""
         ...
 
     def hold(self) -> None:
-        """Read no more of its body."""
+        """Stop reading the body until :meth:`let_go`."""
         ...
 
     def let_go(self) -> None:
-        """Read on."""
+        """End :meth:`hold`."""
         ...
 
     @property
     def is_served(self) -> bool:
-        """Whether the body that comes is that of the request which is being answered."""
+        """Whether the body being received belongs to the request that is being answered."""
         ...
 
 
 class Connections:
     """The connections of one server.
 
-    ``now`` is the clock of all deadlines, in seconds. It advances with :meth:`tick`.
+    ``now`` is the clock of all deadlines, in seconds. :meth:`tick` advances it.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.now = 0.0
-        self.num_bytes = 0  # of requests that are not complete, or not yet taken by the application
-        self.waiting: dict[Peer, None] = {}  # those without a complete head, the longest waiting first
-        self.bodies: dict[Peer, None] = {}  # those whose body is not complete, the oldest first
+        self.num_bytes = 0  # of requests that are incomplete, or not yet read by the application
+        self.waiting: dict[Peer, None] = {}  # connections without a complete head, the longest waiting first
+        self.bodies: dict[Peer, None] = {}  # connections whose body is not complete, the oldest first
         self._all: dict[Peer, None] = {}
-        self._held: dict[Peer, None] = {}  # those that are not read, since bodies take too much
+        self._held: dict[Peer, None] = {}  # connections not read, because bodies exceed `body_bytes`
         self._stalled: deque[Peer] = deque()  # those that give way to new ones, the longest silent first
         self._ticked_at: float | None = None
         self._next_sweep = limits.sweep_s
@@ -92,10 +92,10 @@ class Connections:
     def __len__(self) -> int:
         return len(self._all)
 
-    # --- come and go ---
+    # --- opening and closing ---
 
     def admit(self, peer: Peer) -> Room:
-        """Take a new connection; where there is no room, the one that waits longest gives way."""
+        """Add a new connection; where there is no room, the one that waits longest is closed."""
         room, surplus = Room.ORDINARY, len(self._all) - self.limits.max_connections
         if surplus >= 0:
             self._log_full()
@@ -106,14 +106,14 @@ class Connections:
         return room
 
     def leave(self, peer: Peer) -> None:
-        """Forget a connection."""
+        """Remove a connection."""
         self._all.pop(peer, None)
         self.waiting.pop(peer, None)
         self._held.pop(peer, None)
         self.body_ended(peer)
 
     def _make_room(self, patience_s: float) -> bool:
-        """Close the connection whose client has kept the server waiting longest; False if there is none."""
+        """Close the connection that has kept the server waiting longest; returns whether there was one."""
         victim = next(iter(self.waiting), None)
         if victim is None or victim.waited(self.now) < patience_s:
             victim = self._next_stalled()
@@ -134,15 +134,15 @@ class Connections:
         if self.now - self._logged_at >= LOG_EVERY_S:
             self._logged_at = self.now
             logger.warning(
-                "%d connections are open, the most that the limit of open files allows; those that wait for "
-                "their clients are closed, further ones are answered 503",
+                "%d connections are open, the maximum; those that keep the server waiting are closed, "
+                "further ones are answered 503; a higher limit of open files may allow more",
                 len(self._all),
             )
 
     # --- the clock ---
 
     def tick(self, time: float) -> None:
-        """Advance the clock, and look at every connection once per ``sweep_s``."""
+        """Advance the clock, and check every connection once per ``sweep_s``; ``time`` is in seconds."""
         if self._ticked_at is not None:
             self.now += min(time - self._ticked_at, MAX_TICK_S)
         self._ticked_at = time
@@ -155,8 +155,8 @@ class Connections:
         for peer in list(self._all):
             peer.check(now)
         if self._held:
-            self._relieve()
-            self._read_on()
+            self._refuse_slow()
+            self._resume_held()
         self._stalled.clear()
         if len(self._all) >= self.limits.max_connections:
             silent = [(peer.silence(now), peer) for peer in self._all]
@@ -166,28 +166,28 @@ class Connections:
     # --- the bytes of bodies ---
 
     def took(self, peer: Peer, count: int) -> None:
-        """So many bytes of an unfinished request came."""
+        """Count received bytes of an unfinished request; above ``body_bytes``, hold or refuse bodies."""
         self.num_bytes += count
         if self.num_bytes > self.limits.body_bytes:
-            self._relieve()
+            self._refuse_slow()
             if self.num_bytes > self.limits.body_bytes and peer in self.bodies and peer is not self._leader():
-                self._hold_back(peer)
-            self._read_on()
+                self._hold_or_refuse(peer)
+            self._resume_held()
 
     def gave(self, count: int) -> None:
-        """So many bytes are no longer kept."""
+        """Subtract bytes that are no longer in memory."""
         self.num_bytes -= count
         if self._held:
-            self._read_on()
+            self._resume_held()
 
     def body_ended(self, peer: Peer) -> None:
-        """Its body is complete, or never will be."""
+        """Note that a body is complete, or that its connection is lost."""
         self.bodies.pop(peer, None)
         if self._held:
-            self._read_on()
+            self._resume_held()
 
-    def _relieve(self) -> None:
-        """Refuse bodies that come too slowly to keep others waiting, the slowest first, to make room."""
+    def _refuse_slow(self) -> None:
+        """Refuse bodies below ``crowded_rate``, the slowest first, until 3/4 of ``body_bytes`` are in use."""
         for peer in self._all:
             peer.settle()
         now, limits = self.now, self.limits
@@ -201,8 +201,8 @@ class Connections:
                 return
             peer.refuse(OverloadedError(CROWDED))
 
-    def _hold_back(self, peer: Peer) -> None:
-        """Have a body wait for others; beyond twice the bound, refuse it."""
+    def _hold_or_refuse(self, peer: Peer) -> None:
+        """Hold a body while others are read; beyond twice ``body_bytes``, refuse it."""
         if self.num_bytes > 2 * self.limits.body_bytes:
             peer.refuse(OverloadedError(CROWDED))
         else:
@@ -210,13 +210,13 @@ class Connections:
             peer.hold()
 
     def _leader(self) -> Peer | None:
-        """The oldest body; it is always read, so that one after the other gets through."""
+        """Returns the connection of the oldest body: always read, so that bodies complete one by one."""
         return next((peer for peer in self.bodies if peer.is_served), None)
 
-    def _read_on(self) -> None:
+    def _resume_held(self) -> None:
         leader = self._leader()
-        going = [leader] if leader in self._held and leader is not None else []
+        resumed = [leader] if leader in self._held and leader is not None else []
         room = (self.limits.body_bytes - self.num_bytes) // READ_BYTES
-        for peer in going or list(islice(self._held, max(0, room))):
+        for peer in resumed or list(islice(self._held, max(0, room))):
             del self._held[peer]
             peer.let_go()

@@ -1,4 +1,4 @@
-"""Replies to clients of HTTP/1.0, which know no chunks: the end of the connection can end a reply."""
+"""Replies to HTTP/1.0 clients: without chunked encoding, the end of the connection can end a reply."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class Http10Application:
-    """An application that answers one request of HTTP/1.0."""
+    """Wraps the application for one HTTP/1.0 request."""
 
     def __init__(self, application: ASGIApp, keep_alive: bool) -> None:
         self._application = application
         self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; the connection stays only if the client asked for it and the reply's length is known."""
+        """Answer; the connection is kept only if the client asked for it and the reply's length is known."""
         cycle = cast(RequestResponseCycle, cast(Any, send).__self__)
 
-        async def unchunked(message: Message) -> None:
+        async def send_unchunked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 names = {name.lower() for name, _ in message["headers"]}
                 cycle.keep_alive = self._keep_alive and b"content-length" in names
@@ -32,4 +32,4 @@ class Http10Application:
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 
-        await self._application(scope, receive, unchunked)
+        await self._application(scope, receive, send_unchunked)
