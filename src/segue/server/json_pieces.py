@@ -1,9 +1,9 @@
-"""Large JSON values, decoded in pieces.
+"""Decodes large JSON values in pieces.
 
-A call into C keeps the interpreter to itself. Decoding an array of millions of numbers in one call holds up
-every other request, from whichever thread it is made. Here each call works on a bounded amount: the values of
-``PIECE`` bytes, or a number of strings that was counted before. The functions raise ``MisfitError`` or
-``msgspec.DecodeError`` for values of other types, and for what is no JSON.
+A call into C keeps the interpreter lock. Decoding an array of millions of numbers in one call would hold up
+every other request, even from another thread. So each call here decodes a bounded amount: ``PIECE`` bytes of
+values, or a number of strings that was counted before. The functions raise ``MisfitError`` or
+``msgspec.DecodeError`` for values of other types and for bytes that are not JSON.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import msgspec
 
 from segue.server.json_slices import SLICE, MisfitError, TooManyItemsError, cut, groups
 
-PIECE = 1 << 14  # bytes; the slowest, of floats that need exact arithmetic, take 25 ms
-AT_ONCE = 1 << 20  # bytes that are scanned in one call
-MAX_ITEMS = 1 << 18  # of an array of strings
+PIECE = 1 << 14  # bytes; the slowest pieces, floats that need exact arithmetic, take 25 ms
+AT_ONCE = 1 << 20  # bytes that may be scanned in one call
+MAX_ITEMS = 1 << 18  # in an array of strings
 _OPEN = re.compile(rb"[\[{]\s*")
 _CLOSE = re.compile(rb"\s*[\]}]")
 _BETWEEN = re.compile(rb"\s*,?\s*")
@@ -27,25 +27,25 @@ _BETWEEN = re.compile(rb"\s*,?\s*")
 _ids = msgspec.json.Decoder(list[int])
 _strings = msgspec.json.Decoder(list[str])
 
-TooMany = Callable[[int], None]  # raises an error if a count is above its bound
+TooMany = Callable[[int], None]  # raises an error if the given count is above its bound
 
 
 def count_strings(data: bytes) -> int:
-    """At least half as many as there are strings in a JSON value, and never more than there are.
+    """Returns a lower bound of the number of strings in a JSON value: at least half of the number.
 
-    Every string has two quotes. A backslash before a quote makes it a part of the string, or it is the end of
-    an escaped backslash, once per string at most.
+    Every string has two quotes. A quote behind a backslash either is escaped and part of the string, or it
+    ends a string whose last character is an escaped backslash; the latter occurs at most once per string.
     """
     return (count(data, b'"') - count(data, b'\\"')) // 2
 
 
 def count(data: bytes, item: bytes) -> int:
-    """``data.count(item)`` for one byte, or two that differ, a slice at a time."""
+    """Returns ``data.count(item)``, counted slice by slice; ``item`` is one byte, or two that differ."""
     return sum(data.count(item, start, start + SLICE + len(item) - 1) for start in range(0, len(data), SLICE))
 
 
 def strings(data: bytes, check: TooMany) -> list[str]:
-    """An array of strings; ``check`` is given their number, or less, before they are decoded."""
+    """Decodes an array of strings; ``check`` is first called with a lower bound of their number."""
     check(count_strings(data))
     if len(data) <= AT_ONCE:
         return _strings.decode(data)
@@ -53,16 +53,16 @@ def strings(data: bytes, check: TooMany) -> list[str]:
         raise MisfitError
     try:
         ranges = cut(data, MAX_ITEMS)
-    except TooManyItemsError:  # they are not all strings
+    except TooManyItemsError:  # `check` allowed the strings, so other items are among them
         raise MisfitError from None
     return [text for _, group in groups(data, ranges) for text in _strings.decode(group)]
 
 
 def token_ids(data: bytes, check: TooMany) -> array[int]:
-    """An array of integers; ``check`` is given their number before they are decoded.
+    """Decodes an array of integers; ``check`` is first called with their number.
 
     Raises:
-        OverflowError: one that needs more than 32 bits.
+        OverflowError: an integer needs more than 32 bits.
     """
     ids = array("i")
     if not data.startswith(b"["):
@@ -78,13 +78,13 @@ def token_ids(data: bytes, check: TooMany) -> array[int]:
 
 
 def id_lists(data: bytes, check: TooMany, check_each: TooMany) -> list[array[int]]:
-    """An array of arrays of integers, as :func:`token_ids`; ``check`` is given the number of arrays."""
+    """Decodes an array of arrays as :func:`token_ids` does; ``check`` is called with the number of arrays."""
     check(count(data, b"[") - 1)
     return [token_ids(data[start:end], check_each) for start, end in _arrays(data)]
 
 
 def small_arrays(data: bytes, decoder: msgspec.json.Decoder[list[Any]], check: TooMany) -> list[Any]:
-    """An array of arrays of at most ``PIECE`` bytes each; ``decoder`` takes several of them."""
+    """Decodes an array of arrays of at most ``PIECE`` bytes each; ``decoder`` decodes lists of them."""
     check(count(data, b"[") - 1)
     found: list[Any] = []
     first = last = -1
@@ -99,9 +99,9 @@ def small_arrays(data: bytes, decoder: msgspec.json.Decoder[list[Any]], check: T
 
 
 def members(data: bytes, decoder: msgspec.json.Decoder[dict[str, Any]], check: TooMany) -> dict[str, Any]:
-    """An object of small values whose names have neither commas nor colons.
+    """Decodes an object of small values whose names contain neither commas nor colons.
 
-    ``check`` is given the number of members before they are decoded, those of equal names included.
+    ``check`` is first called with the number of members, repeated names included.
     """
     if not data.startswith(b"{"):
         raise MisfitError
@@ -114,7 +114,7 @@ def members(data: bytes, decoder: msgspec.json.Decoder[dict[str, Any]], check: T
 
 
 def first_byte(data: bytes) -> bytes:
-    """The first byte of the first item of an array, or that of its end."""
+    """Returns the first byte of an array's first item, or its closing bracket if the array is empty."""
     opening = _OPEN.match(data)
     if opening is None or not data.startswith(b"["):
         raise MisfitError
@@ -122,7 +122,7 @@ def first_byte(data: bytes) -> bytes:
 
 
 def _inner(data: bytes) -> bytes:
-    """What is between the brackets."""
+    """Returns the bytes between the outer brackets, without white space around them."""
     opening = _OPEN.match(data)
     if opening is None or data[:1] + data[-1:] not in (b"[]", b"{}"):
         raise MisfitError
@@ -130,7 +130,7 @@ def _inner(data: bytes) -> bytes:
 
 
 def _split(inner: bytes) -> Iterator[bytes]:
-    """Cut behind a comma about every ``PIECE`` bytes; an item that is longer is no number."""
+    """Yields parts cut at a comma after about ``PIECE`` bytes; an item that is longer is not a number."""
     start = 0
     while start < len(inner):
         end = inner.find(b",", start + PIECE)
@@ -142,7 +142,7 @@ def _split(inner: bytes) -> Iterator[bytes]:
 
 
 def _arrays(data: bytes) -> Iterator[tuple[int, int]]:
-    """Where each inner array begins and ends."""
+    """Yields the begin and end of each inner array."""
     opening = _OPEN.match(data)
     if opening is None or not data.startswith(b"["):
         raise MisfitError

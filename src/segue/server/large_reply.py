@@ -1,4 +1,4 @@
-"""Replies that are too large to be encoded at once."""
+"""Encodes replies that are too large to be encoded in one call."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from starlette.responses import Response
 from segue.frontend.thread_pool import INLINE_ENTRIES, Workers
 from segue.server.errors import json_response
 
-ITEMS = 256  # of a list, encoded in one call
+ITEMS = 256  # items of a list that are encoded in one call
 _encode = msgspec.json.Encoder().encode
 
 
 async def reply_response(content: Any, num_entries: int, workers: Workers) -> Response:
-    """JSON of a reply; ``num_entries``: how much it has. A large one is encoded in a thread, in pieces."""
+    """Returns a JSON reply. With more than ``INLINE_ENTRIES`` entries, a thread encodes it in pieces."""
     if num_entries <= INLINE_ENTRIES:
         return json_response(content)
     data = await workers.run(lambda: b"".join(json_pieces(content)))
@@ -24,7 +24,7 @@ async def reply_response(content: Any, num_entries: int, workers: Workers) -> Re
 
 
 def json_pieces(content: Any) -> Iterator[bytes]:
-    """JSON, each piece of which took one call into C that encodes a bounded number of values."""
+    """Yields JSON in pieces; each takes one call into C, which encodes a bounded number of values."""
     if isinstance(content, dict) and content:
         yield b"{"
         for index, (name, value) in enumerate(content.items()):
