@@ -1,4 +1,4 @@
-"""Request bodies: read up to a limit, decoded from JSON, checked."""
+"""Reads request bodies up to a limit, decodes their JSON and checks them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from segue.server.large_body import Bounds, Shape, decode, not_json
 from segue.server.service import service_of
 
 T = TypeVar("T")
-INLINE_BYTES = 1 << 14  # of a body that is decoded at once, on the event loop
+INLINE_BYTES = 1 << 14  # largest body that is decoded in one call, on the event loop
 
 
 async def read_json(request: Request, check: Callable[[Any], T], shape: Callable[[Bounds], Shape]) -> T:
-    """What ``check`` makes of the decoded body; an empty one is ``{}``.
+    """Returns the result of ``check`` for the decoded body; an empty body decodes to ``{}``.
 
-    A body of more than ``INLINE_BYTES`` is decoded by its ``shape``, and checked, in a thread.
+    A body of more than ``INLINE_BYTES`` is decoded by its ``shape`` and checked in a thread.
 
     Raises:
-        EngineStartError: the engine is still starting; nothing was read.
-        RequestTooLargeError: more than the limit, found out without reading it.
-        InvalidRequestError: not JSON, or more than ``shape`` allows.
+        EngineStartError: the engine is still starting; the body was not read.
+        RequestTooLargeError: the body exceeds the limit; no more than the limit was kept.
+        InvalidRequestError: the body is not JSON, or has more than ``shape`` allows.
     """
     service = service_of(request)
     manager, bounds = service.manager, service.bounds
@@ -45,7 +45,7 @@ def _parse(data: bytes) -> Any:
 
 
 async def read_bytes(request: Request, limit_mib: int) -> bytes:
-    """The body, if it is within the limit."""
+    """Returns the body; raises RequestTooLargeError above ``limit_mib`` MiB."""
     limit = limit_mib * MIB
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
@@ -61,4 +61,6 @@ async def read_bytes(request: Request, limit_mib: int) -> bytes:
 
 
 def _too_large(limit_mib: int) -> RequestTooLargeError:
-    return RequestTooLargeError(f"the body is larger than {limit_mib} MiB, the limit set by --max-body-mib")
+    return RequestTooLargeError(
+        f"the body is larger than {limit_mib} MiB; send less, or raise --max-body-mib"
+    )

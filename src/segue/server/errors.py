@@ -1,4 +1,4 @@
-"""From typed errors to HTTP: :mod:`segue.errors` has the status, type and code; here are the shapes."""
+"""Turns errors into HTTP replies: :mod:`segue.errors` has status, type and code, this module the bodies."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from segue.config import MIB
 from segue.errors import RequestTooLargeError, SegueError
 
 RETRY_AFTER_S = 1
-DRAINED_MIB = 64  # of a body that is too large, read and dropped so that the client gets to read the answer
+DRAINED_MIB = 64  # of a too large body, read and dropped so that the client reads the answer
 DRAIN_S = 3.0
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Any JSON-able content."""
+    """Returns a reply with ``content`` as JSON; msgspec must be able to encode it."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
 def openai_body(error: SegueError) -> dict[str, Any]:
-    """The error on OpenAI routes."""
+    """Returns the body of an error on OpenAI routes."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
 def native_body(error: SegueError) -> dict[str, Any]:
-    """The error on control and native routes."""
+    """Returns the body of an error on control and native routes."""
     return {"object": "error", "message": error.message, "type": error.type, "code": error.status}
 
 
 def is_openai(path: str) -> bool:
-    """Whether a route speaks OpenAI's dialect."""
+    """Whether a path belongs to the OpenAI API, whose errors have a form of their own."""
     return path.startswith("/v1/")
 
 
 def error_response(error: SegueError, path: str, body: dict[str, Any] | None = None) -> Response:
-    """The answer to a request that failed before its reply began; ``body``: else it is the path's."""
+    """Returns the answer to a request that failed before its reply began; ``path`` decides its form."""
     if body is None:
         body = openai_body(error) if is_openai(path) else native_body(error)
     headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 503 else {}
@@ -54,28 +54,28 @@ def error_response(error: SegueError, path: str, body: dict[str, Any] | None = N
 
 
 class RouteError(SegueError):
-    """A route or method that does not exist."""
+    """The route does not exist, or not with this method."""
 
     type = "invalid_request_error"
 
     def __init__(self, status: int, request: Request) -> None:
         super().__init__(
-            f"{request.method} {request.url.path}: {'no such route' if status == 404 else 'wrong method'}"
+            f"{request.method} {request.url.path}: {'no such route' if status == 404 else 'not a method of this route'}"
         )
         self.status = status
         self.code = "not_found" if status == 404 else "method_not_allowed"
 
 
 class InternalError(SegueError):
-    """A bug of ours; the log has the traceback, the client does not."""
+    """A bug in the server; its traceback goes to the log, not to the client."""
 
     code = "internal_error"
 
 
 class _LingeringResponse(Response):
-    """Answers at once, then drops what the client is still sending, within bounds.
+    """Answers at once, then reads and drops the rest of the body, within bounds.
 
-    A socket closed with unread data is reset, and the client might never see the answer.
+    A socket that is closed with unread data is reset, and the client might never see the answer.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""The server's life: bind the port, load the model, serve, stop."""
+"""Runs the server process: bind the port, load the model, serve, drain and stop."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from segue.server.connection import Connection
 from segue.server.connection_limits import ConnectionLimits, raise_descriptor_limit
 from segue.server.connections import Connections
 
-GRACE_S = 1  # for replies to end at a shutdown
+GRACE_S = 1  # time for replies to end when uvicorn shuts down
 POLL_S = 0.02
 BACKLOG = 2048
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the port before anything slow happens.
+    """Returns a listening socket; called before the model loads, so that a port in use is reported at once.
 
     Raises:
-        ConfigError: it is in use, or the address is not ours.
+        ConfigError: the port is in use or needs privileges, or the address is not one of this machine.
     """
     listener: socket.socket | None = None
     try:
@@ -46,12 +46,12 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
-    except (OSError, UnicodeError) as error:  # the latter: a name that cannot be one
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a possible host name
         if listener is not None:
             listener.close()
         number = getattr(error, "errno", None)
         if number == errno.EADDRINUSE:
-            remedy = "stop what listens there, or choose another with --port (0 picks a free one)"
+            remedy = "stop the process that listens there, or choose another with --port (0 picks a free one)"
             raise ConfigError(f"port {port} on {host} is in use; {remedy}", param="port") from None
         if number == errno.EACCES:
             raise ConfigError(
@@ -64,7 +64,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where clients reach it."""
+    """Returns the base URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -77,9 +77,9 @@ async def serve(
 ) -> int:
     """Serve until a signal or the engine's death; returns the exit code.
 
-    While the model loads, requests are answered 503. SIGTERM lets running requests end first, for at most
-    ``--drain-s``; SIGINT, and any second signal, ends them at once. The soft limit of open files is raised
-    for this process and its workers.
+    While the model loads, requests are answered 503. SIGTERM first lets running requests end, for at most
+    ``--drain-s`` seconds; SIGINT and any second signal abort them at once. The soft limit of open files is
+    raised for this process and its workers.
 
     Raises:
         SegueError: the engine cannot start.
@@ -126,7 +126,7 @@ async def _serve_until_the_end(
 
 
 class _Signals:
-    """What signals ask for: ``stop`` to end, ``at_once`` not to wait for running requests."""
+    """The effect of signals: ``stop`` ends the server, ``at_once`` skips waiting for running requests."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
@@ -147,10 +147,10 @@ async def _drain(
     at_once: asyncio.Event,
     seconds: float,
 ) -> None:
-    """Take no new requests, and wait until those that there are have ended, or must."""
+    """Refuse new requests; return when the running ones have ended, or must be aborted."""
     runtime.manager.drain()
     for connection in list(server.server_state.connections):
-        connection.shutdown()  # idle ones now, the others behind their reply
+        connection.shutdown()  # closes an idle connection now, others after their reply
     if runtime.manager.num_requests and seconds and not at_once.is_set():
         logger.info(
             "%d requests have %g s to end; another signal ends them at once",
@@ -159,23 +159,21 @@ async def _drain(
         )
     ends: list[asyncio.Future[Any]] = [
         asyncio.create_task(at_once.wait()),
-        asyncio.create_task(_idle(runtime, server)),
+        asyncio.create_task(_wait_idle(runtime, server)),
     ]
     await asyncio.wait([*ends, http, runtime.died], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for each in ends:
         each.cancel()
 
 
-async def _idle(runtime: Runtime, server: uvicorn.Server) -> None:
-    """Until no request is in flight and every reply is written."""
+async def _wait_idle(runtime: Runtime, server: uvicorn.Server) -> None:
+    """Return when no request is in flight and every reply is written."""
     while runtime.manager.num_requests or server.server_state.tasks:
         await asyncio.sleep(POLL_S)
 
 
-def make_server(
-    app: Starlette, config: EngineConfig, limits: ConnectionLimits | None = None
-) -> uvicorn.Server:
-    """The HTTP server of an application; ``limits``: by default those of this process."""
+def make_server(app: FastAPI, config: EngineConfig, limits: ConnectionLimits | None = None) -> uvicorn.Server:
+    """Returns the HTTP server of an application; ``limits`` defaults to those of this process."""
     limits = limits or ConnectionLimits.of_this_process(config.max_body_mib)
     return _EngineServer(
         uvicorn.Config(
@@ -193,14 +191,14 @@ def make_server(
 
 
 class _EngineServer(uvicorn.Server):
-    """Leaves signals to us, and looks after its connections."""
+    """A uvicorn server that leaves signals to :func:`serve` and checks the deadlines of its connections."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
         self._connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
+        """Listen with :class:`Connection` as the protocol and :class:`Backlog` as its factory."""
         await super().startup(sockets=[])
         protocol = partial(
             Connection,
@@ -215,7 +213,7 @@ class _EngineServer(uvicorn.Server):
             self.servers.append(await loop.create_server(first, sock=listener, backlog=BACKLOG))
 
     async def on_tick(self, counter: int) -> bool:
-        """Every 0.1 s."""
+        """Check the connections; uvicorn calls this every 0.1 s."""
         self._connections.tick(time.monotonic())
         return await super().on_tick(counter)
 

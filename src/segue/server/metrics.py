@@ -1,4 +1,4 @@
-"""``/metrics`` for Prometheus: what the frontend counted, read when it is scraped."""
+"""``/metrics`` for Prometheus, from the frontend's counters at the time of the scrape."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ routes = Routes(Access.METRICS, "Health")
 
 
 class EngineCollector(Collector):
-    """Every metric of one server, labelled with its model."""
+    """Collects every metric of one server, labelled with its model."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics; none while the engine starts."""
+        """Yields the metrics; none while the engine starts."""
         if self._service.runtime is None:
             return
         label = self._service.runtime.name
@@ -42,8 +42,8 @@ class EngineCollector(Collector):
             n / manager.ready.num_pages for n in (now.used_pages, now.used_pages - now.cached_pages)
         )
         for name, text, gauge in (
-            ("num_requests_running", "Requests that run.", now.num_running),
-            ("num_requests_waiting", "Requests that wait.", now.num_waiting),
+            ("num_requests_running", "Running requests.", now.num_running),
+            ("num_requests_waiting", "Waiting requests.", now.num_waiting),
             ("kv_cache_usage_perc", "KV pages of live requests and the prefix cache; 1 is full.", used),
             ("kv_cache_live_perc", "KV pages of live requests alone, not shared; 1 is full.", live),
         ):
@@ -82,20 +82,22 @@ class EngineCollector(Collector):
                 by_reason.add_metric([label, reason], count)
             yield by_reason
         for name, text, histogram in (
-            ("time_to_first_token_seconds", "From the request to its first token.", stats.first_token),
-            ("inter_token_latency_seconds", "Between tokens of a request.", stats.between_tokens),
-            ("e2e_request_latency_seconds", "From the request to its end.", stats.request),
-            ("step_time_seconds", "From a step's launch to its tokens on the host.", stats.step),
+            ("time_to_first_token_seconds", "Seconds from a request to its first token.", stats.first_token),
+            ("inter_token_latency_seconds", "Seconds between tokens of a request.", stats.between_tokens),
+            ("e2e_request_latency_seconds", "Seconds from a request to its end.", stats.request),
+            ("step_time_seconds", "Seconds from a step's launch to its tokens on the host.", stats.step),
         ):
             yield _histogram(name, text, label, histogram)
 
 
 def _vital_metrics(runtime: Runtime, label: str) -> Iterator[Metric]:
-    """Whether the workers answer."""
+    """Yields whether the workers answer, and the age of their last heartbeat."""
     hung = GaugeMetricFamily("segue:engine_hung", "Whether the engine does not answer.", labels=LABELS)
     yield _filled(hung, label, runtime.is_hung)
     ages = GaugeMetricFamily(
-        "segue:heartbeat_age_seconds", "Since the last heartbeat of a worker.", labels=[*LABELS, "rank"]
+        "segue:heartbeat_age_seconds",
+        "Seconds since the last heartbeat of a worker.",
+        labels=[*LABELS, "rank"],
     )
     for rank, age in enumerate(runtime.heartbeat_ages):
         ages.add_metric([label, str(rank)], age)
@@ -103,26 +105,30 @@ def _vital_metrics(runtime: Runtime, label: str) -> Iterator[Metric]:
 
 
 def _weight_metrics(weights: WeightNotice, label: str) -> Iterator[Metric]:
-    """Totals, and figures of the last update that became live."""
+    """Yields totals of weight updates, and figures of the last update that took effect."""
     for name, text, total in (
-        ("weight_updates", "Weight updates that became live.", weights.num_committed),
-        ("weight_update_failures", "Weight updates that did not.", weights.num_failed),
+        ("weight_updates", "Weight updates that took effect.", weights.num_committed),
+        ("weight_update_failures", "Weight updates that failed.", weights.num_failed),
     ):
         yield _filled(CounterMetricFamily(f"segue:{name}", text, labels=LABELS), label, total)
     last = weights.last
     for name, text, value in (
-        ("weight_update_bytes", "Bytes a rank received in the last update.", last.get("num_bytes", 0)),
-        ("weight_update_gb_per_second", "How fast they came.", last.get("gb_per_s", 0.0)),
+        ("weight_update_bytes", "Bytes that a rank received in the last update.", last.get("num_bytes", 0)),
+        (
+            "weight_update_gb_per_second",
+            "Receive rate of the last update, GB per second.",
+            last.get("gb_per_s", 0.0),
+        ),
         (
             "weight_staging_bytes",
-            "Memory it took until it was live.",
+            "Bytes of staging memory of the last update.",
             last.get("staging", {}).get("num_bytes", 0),
         ),
-        ("weights_poisoned", "Whether a failed commit keeps from generating.", weights.poisoned is not None),
+        ("weights_poisoned", "Whether a failed commit prevents generation.", weights.poisoned is not None),
     ):
         yield _filled(GaugeMetricFamily(f"segue:{name}", text, labels=LABELS), label, value)
     seconds = GaugeMetricFamily(
-        "segue:weight_update_seconds", "Of the last update, by phase.", labels=[*LABELS, "phase"]
+        "segue:weight_update_seconds", "Seconds of the last update, by phase.", labels=[*LABELS, "phase"]
     )
     for phase, value in last.get("timings", {}).items():
         seconds.add_metric([label, phase.removesuffix("_s")], value)
@@ -136,7 +142,7 @@ def _weight_metrics(weights: WeightNotice, label: str) -> Iterator[Metric]:
 
 @routes.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Metrics in Prometheus' text format."""
+    """Returns the metrics in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineCollector(service_of(request)))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""Server-sent events: bytes from a generator, ended early when the client goes away."""
+"""Server-sent events: a reply that sends a generator's bytes and ends early when the client disconnects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from segue.server.errors import InternalError
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE_S = 15.0  # of silence, as during a pause, before a comment tells proxies and clients to stay
+KEEP_ALIVE_S = 15.0  # of silence, such as in a pause, after which a comment keeps the connection open
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -30,20 +30,20 @@ encode = msgspec.json.Encoder().encode
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; nobody reads the answer."""
+    """The client closed its connection, so no answer can be read."""
 
 
 def event(content: Any) -> bytes:
-    """One event of JSON."""
+    """Returns one event with JSON data."""
     return b"data: " + encode(content) + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends what ``events`` yields.
+    """Sends the events that ``events`` yields.
 
-    While the client is slow, ``send`` waits, and what is generated meanwhile comes as one event. While there
-    is nothing to send, comments are. An error becomes a last event of ``error_body``. However it ends,
-    ``close`` is called: it aborts what is not done.
+    While the client is slow, ``send`` waits, and the output generated meanwhile is sent as one event. While
+    there is nothing to send, comments are sent. An error becomes a last event of ``error_body``. ``close`` is
+    called in every case: it aborts the requests that have not ended.
     """
 
     def __init__(
@@ -56,32 +56,32 @@ class EventStream(Response):
         self._close = close
         self._events = events
         self._error_body = error_body
-        self._sending = asyncio.Lock()  # a comment never comes behind the end
+        self._sending = asyncio.Lock()  # so that no comment is sent after the end
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Send the reply; return when it is complete or the client has disconnected."""
         self._sent_at = time.monotonic()
         sender = asyncio.create_task(self._send_all(send))
         watcher = asyncio.create_task(_disconnected(receive))
         try:
-            await self._until_over(send, {sender, watcher})
+            await self._send_comments_until(send, {sender, watcher})
         finally:
             watcher.cancel()
             sender.cancel()
-            self._close()  # first: what follows may raise
+            self._close()  # first, because the next statements may raise
             with suppress(asyncio.CancelledError, OSError):
                 await sender
             await self._events.aclose()
 
-    async def _until_over(self, send: Send, tasks: set[asyncio.Task[None]]) -> None:
-        """Wait for one of the tasks, with comments into the silence."""
+    async def _send_comments_until(self, send: Send, tasks: set[asyncio.Task[None]]) -> None:
+        """Wait until one of the tasks is done; send comments while there is silence."""
         patience = KEEP_ALIVE_S
         while not (await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
             patience = self._sent_at + KEEP_ALIVE_S - time.monotonic()
             if patience <= 0:
                 patience = KEEP_ALIVE_S
-                if not self._sending.locked():  # else the client is slow
+                if not self._sending.locked():  # if it is locked, the client is slow
                     await self._send(send, KEEP_ALIVE)
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
@@ -107,10 +107,12 @@ class EventStream(Response):
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Do the work, but cancel it when the client goes away. The body must have been read.
+    """Returns the result of ``work``, which is cancelled if the client disconnects.
+
+    The request's body must have been read before.
 
     Raises:
-        ClientGoneError: it did.
+        ClientGoneError: the client disconnected.
     """
     worker = asyncio.ensure_future(work)
     watcher = asyncio.create_task(_disconnected(request.receive))
