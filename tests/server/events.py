@@ -1,4 +1,4 @@
-"""Reading server-sent events as a client does."""
+"""Reads server-sent events as a client does."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import httpx
 
 
 def parse_events(lines: Iterator[str]) -> Iterator[Any]:
-    """The JSON of each event; the string "[DONE]" for the last."""
+    """Yields the decoded JSON of each event; the last is the string "[DONE]"."""
     for line in lines:
-        if not line or line.startswith(":"):  # the latter: a comment
+        if not line or line.startswith(":"):  # a line that begins with a colon is a comment
             continue
         name, _, data = line.partition(": ")
         assert name == "data", line
@@ -20,7 +20,7 @@ def parse_events(lines: Iterator[str]) -> Iterator[Any]:
 
 
 def read_stream(client: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
-    """All events of a streamed answer."""
+    """Returns all events of a streamed answer."""
     with client.stream("POST", path, json=body | {"stream": True}) as response:
         assert response.status_code == 200, response.read()
         assert response.headers["content-type"].startswith("text/event-stream")

@@ -1,4 +1,4 @@
-"""The real application on a real socket, in a thread of the test process, over the fake worker."""
+"""The real HTTP server on a real socket, in a thread of the test process, with the fake worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.fake_engine import FAKE_WORKER
 
 
 class LiveServer:
-    """Serves until the ``with`` block is left."""
+    """A running server; it stops when the ``with`` block is left."""
 
     def __init__(
         self, model: Path, *, started: bool = True, limits: ConnectionLimits | None = None, **options: Any
@@ -59,7 +59,7 @@ class LiveServer:
         return runtime
 
     def assert_nothing_left(self) -> None:
-        """No request in flight, every row and page accounted for."""
+        """Waits until no request is in flight; asserts that every slot and page is accounted for."""
         manager = self.runtime.manager
 
         async def settle() -> State:

@@ -1,4 +1,4 @@
-"""Requests as bytes on a socket: what well-behaved clients would not send."""
+"""Requests as bytes on a socket, such as no HTTP client library would send."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.server.live import LiveServer
 
 
 def ask(server: LiveServer, method: str, target: str, *headers: str, version: str = "1.1") -> tuple[int, str]:
-    """Status and body of the answer to a request without a body, on a connection of its own."""
+    """Sends a request without a body on a new connection; returns status and body of the answer."""
     host, port = server.url.removeprefix("http://").split(":")
     lines = [f"{method} {target} HTTP/{version}", *headers, "content-length: 0", "connection: close"]
     with socket.create_connection((host, int(port)), timeout=20) as connection:

@@ -48,7 +48,7 @@ def test_an_empty_body_is_an_empty_object() -> None:
     assert read(request(b""))[0] == {}
 
 
-def test_an_announced_size_above_the_limit_is_refused_unread() -> None:
+def test_a_content_length_above_the_limit_is_refused_without_reading() -> None:
     with pytest.raises(RequestTooLargeError, match="1 MiB"):
         read(request(length=MIB + 1))
 

@@ -1,4 +1,4 @@
-"""Clients that hold a connection without finishing what they began, over real sockets."""
+"""Deadlines and limits for clients that hold connections, do not finish requests or do not read replies."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def request(more: bytes = b"", *, version: str = "1.1", **fields: Any) -> bytes:
     return head(body, more, version=version) + body
 
 
-class Client:
-    """One connection that sends what it is told to."""
+class RawClient:
+    """One client connection, for requests as raw bytes."""
 
     def __init__(self, server: LiveServer, *sent: bytes, receive_buffer: int | None = None) -> None:
         host, port = server.url.removeprefix("http://").split(":")
@@ -65,7 +65,7 @@ class Client:
         for data in sent:
             self.socket.sendall(data)
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> RawClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,7 +75,7 @@ class Client:
         self.socket.sendall(data)
 
     def all(self) -> bytes:
-        """What comes until the server closes the connection."""
+        """Returns the bytes received until the server closes the connection."""
         parts = []
         try:
             while part := self.socket.recv(1 << 16):
@@ -85,7 +85,7 @@ class Client:
         return b"".join(parts)
 
     def until(self, end: bytes) -> bytes:
-        """What comes up to the given end."""
+        """Returns the bytes received, up to and including ``end``."""
         data = b""
         while not data.endswith(end):
             part = self.socket.recv(1 << 16)
@@ -94,11 +94,11 @@ class Client:
         return data
 
     def is_readable(self, seconds: float) -> bool:
-        """Whether something comes, or the end, within so long."""
+        """Whether bytes, or the end of the connection, arrive within ``seconds``."""
         return bool(select.select([self.socket], [], [], seconds)[0])
 
     def reply(self) -> tuple[int, dict[bytes, bytes], bytes]:
-        """Status, headers and body of the last answer before the connection's end."""
+        """Returns status, headers and body of the answer; the server must close the connection after it."""
         return parse(self.all())
 
 
@@ -110,7 +110,7 @@ def parse(data: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
 
 
 def limits(**changes: Any) -> ConnectionLimits:
-    """Those of this process, with changes."""
+    """Returns limits with 100 connections and the given changes, the defaults otherwise."""
     return ConnectionLimits(**({"max_connections": 100} | changes))
 
 
@@ -128,7 +128,7 @@ def fast(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
 
 
 def total(server: LiveServer) -> int:
-    """Requests answered so far."""
+    """Returns the number of requests answered so far."""
     return server._http.server_state.total_requests
 
 
@@ -139,15 +139,15 @@ def num_connections(server: LiveServer) -> int:
 # --- deadlines ---
 
 
-def test_a_head_that_is_not_completed_is_answered_408(fast: LiveServer) -> None:
-    with Client(fast, HEAD) as client:
+def test_an_incomplete_head_is_answered_408(fast: LiveServer) -> None:
+    with RawClient(fast, HEAD) as client:
         status, headers, body = client.reply()
     assert (status, headers[b"connection"]) == (408, b"close")
     assert json.loads(body)["error"]["code"] == "request_timeout"
 
 
-def test_a_head_that_comes_header_by_header_has_no_more_time(fast: LiveServer) -> None:
-    with Client(fast, HEAD) as client:
+def test_sending_header_by_header_does_not_extend_the_deadline_of_the_head(fast: LiveServer) -> None:
+    with RawClient(fast, HEAD) as client:
         began = time.monotonic()
         while not client.is_readable(0.02):
             client.send(b"X-Drip: 1\r\n")
@@ -155,13 +155,13 @@ def test_a_head_that_comes_header_by_header_has_no_more_time(fast: LiveServer) -
         assert client.reply()[0] == 408
 
 
-def test_a_connection_without_a_byte_is_closed_unanswered(fast: LiveServer) -> None:
-    with Client(fast) as client:
+def test_a_new_connection_without_a_byte_is_closed_without_an_answer(fast: LiveServer) -> None:
+    with RawClient(fast) as client:
         assert client.all() == b""
 
 
-def test_a_connection_between_two_requests_is_kept_longer_than_a_new_one(fast: LiveServer) -> None:
-    with Client(fast, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
+def test_a_connection_between_two_requests_is_kept_longer_than_a_silent_new_one(fast: LiveServer) -> None:
+    with RawClient(fast, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
         client.until(b'"ok"}')
         answered = time.monotonic()
         assert client.all() == b""
@@ -169,8 +169,8 @@ def test_a_connection_between_two_requests_is_kept_longer_than_a_new_one(fast: L
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
-def test_a_body_that_falls_silent_is_answered_408(fast: LiveServer, path: str) -> None:
-    with Client(fast, head(b"x" * 100_000, path=path), b"{" * 2000) as client:
+def test_a_body_that_stops_arriving_is_answered_408(fast: LiveServer, path: str) -> None:
+    with RawClient(fast, head(b"x" * 100_000, path=path), b"{" * 2000) as client:
         status, headers, body = client.reply()
     assert (status, headers[b"connection"]) == (408, b"close")
     error = json.loads(body)
@@ -178,8 +178,8 @@ def test_a_body_that_falls_silent_is_answered_408(fast: LiveServer, path: str) -
     assert b"0.3 s" in body
 
 
-def test_a_body_that_drips_is_answered_408(fast: LiveServer) -> None:
-    with Client(fast, head(b"x" * 100_000)) as client:
+def test_a_body_that_arrives_too_slowly_is_answered_408(fast: LiveServer) -> None:
+    with RawClient(fast, head(b"x" * 100_000)) as client:
         began = time.monotonic()
         while not client.is_readable(0.02):
             client.send(b" ")
@@ -188,33 +188,35 @@ def test_a_body_that_drips_is_answered_408(fast: LiveServer) -> None:
     assert (status, b"1000 bytes per second" in body) == (408, True)
 
 
-def test_a_slow_body_above_the_rate_gets_through(fast: LiveServer) -> None:
+def test_a_slow_body_above_the_minimum_rate_is_accepted(fast: LiveServer) -> None:
     body = json.dumps(COMPLETION | {"user": "x" * 30_000}).encode()
-    with Client(fast, head(body, b"Connection: close\r\n")) as client:
+    with RawClient(fast, head(body, b"Connection: close\r\n")) as client:
         for start in range(0, len(body), 1000):
             assert not client.is_readable(0.02)
             client.send(body[start : start + 1000])
         assert client.reply()[0] == 200
 
 
-def test_a_request_that_the_engine_takes_long_to_answer_is_not_late(
+def test_a_slow_engine_does_not_make_a_client_miss_a_deadline(
     start: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_STEP_S", "0.3")
     server = start(FAST)
-    with Client(server, request(b"Connection: close\r\n", max_tokens=5)) as client:
+    with RawClient(server, request(b"Connection: close\r\n", max_tokens=5)) as client:
         assert client.reply()[0] == 200
 
 
-def test_the_rest_of_a_body_that_was_answered_unread_has_its_time(start: Callable[..., LiveServer]) -> None:
+def test_the_rest_of_an_unread_body_is_read_so_that_the_client_sees_the_answer(
+    start: Callable[..., LiveServer],
+) -> None:
     server = start(FAST, api_key="secret")
-    with Client(server, head(b"x" * 10_000_000), b"{" * 2000) as client:
+    with RawClient(server, head(b"x" * 10_000_000), b"{" * 2000) as client:
         data = client.all()
     assert data.startswith(b"HTTP/1.1 401")
     assert data.count(b"HTTP/1.1") == 1
 
 
-def test_a_server_that_stands_still_makes_no_client_late() -> None:
+def test_a_stalled_server_does_not_make_clients_miss_deadlines() -> None:
     connections = Connections(FAST)
     connections.tick(100.0)
     connections.tick(100.1)
@@ -222,13 +224,13 @@ def test_a_server_that_stands_still_makes_no_client_late() -> None:
     assert connections.now == pytest.approx(0.1 + MAX_TICK_S)
 
 
-# --- replies that nobody reads ---
+# --- replies that the client does not read ---
 
 
-def test_a_finished_reply_that_nobody_takes_is_given_up(fast: LiveServer, wait_until: Any) -> None:
+def test_a_finished_reply_that_the_client_does_not_read_is_dropped(fast: LiveServer, wait_until: Any) -> None:
     get = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
     before = total(fast)
-    with Client(fast, receive_buffer=4096) as client:
+    with RawClient(fast, receive_buffer=4096) as client:
         wait_until(lambda: num_connections(fast) == 1)
         (connection,) = fast._http.server_state.connections
         for count in range(1, 20_000):
@@ -241,13 +243,13 @@ def test_a_finished_reply_that_nobody_takes_is_given_up(fast: LiveServer, wait_u
         assert time.monotonic() - began >= FAST.reply_silence_s
 
 
-def test_a_stream_that_nobody_takes_is_given_up_and_its_request_aborted(
+def test_a_stream_that_the_client_does_not_read_is_dropped_and_its_request_aborted(
     start: Callable[..., LiveServer], wait_until: Any
 ) -> None:
     server = start(FAST, max_model_len=100_000, num_kv_tokens=200_000)
     params = {"max_new_tokens": 90_000, "ignore_eos": True}
     body = json.dumps({"text": "abc", "sampling_params": params, "stream": True}).encode()
-    with Client(server, head(body, path="/generate") + body, receive_buffer=4096):
+    with RawClient(server, head(body, path="/generate") + body, receive_buffer=4096):
         wait_until(lambda: server.runtime.manager.num_requests == 1)
         wait_until(lambda: server.runtime.manager.num_requests == 0, 20)
     assert server.runtime.manager.stats.finished["abort"] == 1
@@ -257,19 +259,19 @@ def test_a_stream_that_nobody_takes_is_given_up_and_its_request_aborted(
 # --- bounds ---
 
 
-def test_the_connection_that_waits_longest_gives_way(
+def test_the_connection_that_waits_longest_is_closed_for_a_new_one(
     start: Callable[..., LiveServer], wait_until: Any
 ) -> None:
     server = start(limits(max_connections=10, evict_after_s=0.0))
     with ExitStack() as stack:
-        silent = [stack.enter_context(Client(server)) for _ in range(10)]
+        silent = [stack.enter_context(RawClient(server)) for _ in range(10)]
         half = []
         for _ in range(10):
-            half.append(stack.enter_context(Client(server)))
+            half.append(stack.enter_context(RawClient(server)))
             wait_until(lambda: num_connections(server) == 10)
             half[-1].send(HEAD)
         assert all(client.all() == b"" for client in silent)
-        last = [stack.enter_context(Client(server)) for _ in range(10)]
+        last = [stack.enter_context(RawClient(server)) for _ in range(10)]
         refused = [client.reply() for client in half]
         assert {status for status, _, _ in refused} == {503}
         assert refused[0][1][b"retry-after"] == b"1"
@@ -277,26 +279,26 @@ def test_the_connection_that_waits_longest_gives_way(
         assert sum(client.is_readable(0.0) for client in last) == 1
 
 
-def test_half_bodies_give_way_to_new_connections(start: Callable[..., LiveServer]) -> None:
+def test_connections_with_incomplete_bodies_are_closed_for_new_ones(start: Callable[..., LiveServer]) -> None:
     few = limits(max_connections=10, spare_connections=2, stalled_after_s=0.0, sweep_s=0.1, body_grace_s=60.0)
     server = start(few)
     with ExitStack() as stack:
         for _ in range(3):
             for _ in range(12):
-                stack.enter_context(Client(server, head(b"x" * 100_000), b"{"))
+                stack.enter_context(RawClient(server, head(b"x" * 100_000), b"{"))
             deadline = time.monotonic() + SLOW
             while httpx.post(f"{server.url}/v1/completions", json=COMPLETION).status_code != 200:
                 assert time.monotonic() < deadline
 
 
-def test_where_every_connection_is_at_work_only_health_is_answered(
+def test_when_every_connection_is_busy_only_health_routes_are_answered(
     start: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch, wait_until: Any
 ) -> None:
     monkeypatch.setenv("FAKE_STEP_S", "0.02")
     server = start(limits(max_connections=5, spare_connections=2))
     with ExitStack() as stack:
         for _ in range(5):
-            stack.enter_context(Client(server, request(stream=True, max_tokens=400)))
+            stack.enter_context(RawClient(server, request(stream=True, max_tokens=400)))
         wait_until(lambda: server.runtime.manager.num_requests == 5)
         assert httpx.get(f"{server.url}/health").status_code == 200
         refused = httpx.post(f"{server.url}/v1/completions", json=COMPLETION)
@@ -325,7 +327,7 @@ def test_the_number_of_connections_follows_from_the_limit_of_open_files(
         (20_000, 1 << 20, None),
     ],
 )
-def test_the_soft_limit_is_raised_as_far_as_needed(
+def test_the_soft_limit_of_open_files_is_raised_as_far_as_needed(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None
 ) -> None:
     was_set = []
@@ -335,12 +337,12 @@ def test_the_soft_limit_is_raised_as_far_as_needed(
     assert was_set == ([] if raised is None else [(raised, hard)])
 
 
-def test_the_bytes_of_bodies_follow_from_the_largest_body() -> None:
+def test_the_limit_of_body_bytes_follows_from_the_largest_body() -> None:
     assert ConnectionLimits.of_this_process(16).body_bytes == 64 * MIB
     assert ConnectionLimits.of_this_process(100).body_bytes == 400 * MIB
 
 
-def test_half_bodies_are_bounded_in_all_and_fast_ones_get_through(
+def test_incomplete_bodies_are_bounded_in_total_and_fast_ones_are_accepted(
     start: Callable[..., LiveServer], wait_until: Any
 ) -> None:
     bound = limits(body_bytes=4 * MIB, crowded_grace_s=0.2, crowded_rate=float(MIB), sweep_s=0.1)
@@ -348,7 +350,7 @@ def test_half_bodies_are_bounded_in_all_and_fast_ones_get_through(
     connections = server._http._connections
     half = head(b" " * 900_000), b" " * 800_000
     with ExitStack() as stack:
-        halves = [stack.enter_context(Client(server, *half)) for _ in range(8)]
+        halves = [stack.enter_context(RawClient(server, *half)) for _ in range(8)]
         body = json.dumps(COMPLETION | {"user": "x" * 2 * MIB}).encode()
         answer = httpx.post(f"{server.url}/v1/completions", content=body, timeout=SLOW)
         assert answer.status_code == 200
@@ -359,12 +361,12 @@ def test_half_bodies_are_bounded_in_all_and_fast_ones_get_through(
     wait_until(lambda: connections.num_bytes == 0)
 
 
-def test_many_large_bodies_at_once_wait_for_one_another(start: Callable[..., LiveServer]) -> None:
+def test_many_large_bodies_at_once_are_read_one_after_the_other(start: Callable[..., LiveServer]) -> None:
     server = start(limits(body_bytes=4 * MIB, crowded_rate=1000.0))
     body = json.dumps(COMPLETION | {"user": "x" * 3_000_000}).encode()
     sent = head(body, b"Connection: close\r\n") + body
     with ExitStack() as stack:
-        clients = [stack.enter_context(Client(server)) for _ in range(8)]
+        clients = [stack.enter_context(RawClient(server)) for _ in range(8)]
         threads = [Thread(target=client.send, args=(sent,)) for client in clients]
         for thread in threads:
             thread.start()
@@ -374,7 +376,7 @@ def test_many_large_bodies_at_once_wait_for_one_another(start: Callable[..., Liv
     assert server._http._connections.num_bytes == 0
 
 
-def test_what_is_held_is_read_on_only_when_the_application_wants_more_too() -> None:
+def test_a_held_body_is_read_only_when_the_application_has_room_too() -> None:
     class Transport(asyncio.Transport):
         is_reading_now = True
 
@@ -399,59 +401,61 @@ def test_what_is_held_is_read_on_only_when_the_application_wants_more_too() -> N
     assert (flow.resumed_at, flow.paused_s(9.0)) == (5.0, 5.0)
 
 
-def test_without_a_key_the_body_is_not_kept(start: Callable[..., LiveServer], wait_until: Any) -> None:
+def test_the_body_of_a_request_without_a_key_is_not_kept(
+    start: Callable[..., LiveServer], wait_until: Any
+) -> None:
     server = start(limits(), api_key="secret")
     with ExitStack() as stack:
         for _ in range(20):
-            client = stack.enter_context(Client(server, head(b"x" * 10_000_000), b"x" * 200_000))
+            client = stack.enter_context(RawClient(server, head(b"x" * 10_000_000), b"x" * 200_000))
             assert client.socket.recv(1 << 16).startswith(b"HTTP/1.1 401")
         wait_until(lambda: server._http._connections.num_bytes == 0)
 
 
-def test_a_request_of_countless_headers_is_refused(fast: LiveServer) -> None:
-    with Client(fast, HEAD + b"a:\r\n" * 200) as client:
+def test_a_request_with_too_many_headers_is_refused(fast: LiveServer) -> None:
+    with RawClient(fast, HEAD + b"a:\r\n" * 200) as client:
         status, _, body = client.reply()
     assert (status, b"more than 128 headers" in body) == (400, True)
 
 
-def test_countless_requests_behind_one_another_are_refused(
+def test_too_many_pipelined_requests_are_refused(
     start: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch, wait_until: Any
 ) -> None:
     monkeypatch.setenv("FAKE_STEP_S", "0.02")
     server = start(limits())
-    with Client(server, request(max_tokens=400)) as client:
+    with RawClient(server, request(max_tokens=400)) as client:
         wait_until(lambda: server.runtime.manager.num_requests == 1)
         client.send(b"GET / HTTP/1.1\r\n\r\n" * 10_000)
         assert client.all() == b""
     wait_until(lambda: server.runtime.manager.num_requests == 0, 2.0)
 
 
-def test_requests_behind_one_another_are_answered_in_order(fast: LiveServer) -> None:
+def test_pipelined_requests_are_answered_in_order(fast: LiveServer) -> None:
     get = b"GET %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
     paths = [b"/version", b"/health", b"/v1/models"] * 4
     last = get % (b"/health", b"Connection: close\r\n")
-    with Client(fast, *(get % (path, b"") for path in paths), last) as client:
+    with RawClient(fast, *(get % (path, b"") for path in paths), last) as client:
         data = client.all()
     assert data.count(b"HTTP/1.1 200") == 13
     assert data.index(b'"version"') < data.index(b'"status"') < data.index(b'"object":"list"')
 
 
-# --- requests that mean one thing to us and another to a proxy ---
+# --- requests that a proxy may understand in another way than the server ---
 
 
-def test_trailers_are_not_taken_for_headers(fast: LiveServer) -> None:
+def test_a_trailer_does_not_count_as_a_header(fast: LiveServer) -> None:
     top = b"GET /v1/models HTTP/1.1\r\nHost: attacker.example\r\nConnection: close\r\n"
-    with Client(fast, top + b"Transfer-Encoding: chunked\r\n\r\n0\r\nHost: localhost\r\n\r\n") as client:
+    with RawClient(fast, top + b"Transfer-Encoding: chunked\r\n\r\n0\r\nHost: localhost\r\n\r\n") as client:
         status, _, body = client.reply()
     assert (status, b"attacker.example" in body) == (403, True)
 
 
-def test_a_body_behind_another_protocol_is_not_taken_for_a_request(fast: LiveServer) -> None:
+def test_a_body_after_a_split_upgrade_header_is_not_parsed_as_a_request(fast: LiveServer) -> None:
     get = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     upgrade = head(get, b"Connection: Upgrade\r\nUpgrade: h2c\r\n")
     begin, end = upgrade.split(b"ade: h2c")
-    with Client(fast, begin) as client:
-        httpx.get(fast.url + "/health")  # by then the first piece has been read
+    with RawClient(fast, begin) as client:
+        httpx.get(fast.url + "/health")  # when this is answered, the first part has been read
         client.send(b"ade: h2c" + end + get)
         data = client.all()
     assert (data.count(b"content-length"), parse(data)[0]) == (1, 400)
@@ -461,13 +465,13 @@ def test_a_body_behind_another_protocol_is_not_taken_for_a_request(fast: LiveSer
 # --- HTTP/1.0 and half-closed connections ---
 
 
-def test_http_1_0_is_not_told_to_continue(fast: LiveServer) -> None:
-    with Client(fast, request(b"Expect: 100-continue\r\n", version="1.0")) as client:
+def test_an_http_1_0_client_gets_no_100_continue(fast: LiveServer) -> None:
+    with RawClient(fast, request(b"Expect: 100-continue\r\n", version="1.0")) as client:
         assert client.reply()[0] == 200
 
 
 def test_a_stream_to_http_1_0_has_no_chunks_and_ends_with_the_connection(fast: LiveServer) -> None:
-    with Client(fast, request(version="1.0", stream=True)) as client:
+    with RawClient(fast, request(version="1.0", stream=True)) as client:
         status, headers, body = client.reply()
     assert (status, headers[b"connection"]) == (200, b"close")
     assert b"transfer-encoding" not in headers
@@ -476,29 +480,29 @@ def test_a_stream_to_http_1_0_has_no_chunks_and_ends_with_the_connection(fast: L
 
 
 def test_http_1_0_is_closed_unless_it_asks_to_be_kept(fast: LiveServer) -> None:
-    with Client(fast, request(version="1.0")) as client:
+    with RawClient(fast, request(version="1.0")) as client:
         status, headers, body = client.reply()
         assert (status, headers[b"connection"], len(body)) == (200, b"close", int(headers[b"content-length"]))
-    with Client(fast) as client:
+    with RawClient(fast) as client:
         for _ in range(2):
             client.send(request(b"Connection: keep-alive\r\n", version="1.0"))
             status, headers, _ = parse(client.until(b"}}"))
             assert (status, headers[b"connection"]) == (200, b"keep-alive")
 
 
-def test_a_stream_to_http_1_0_is_not_kept_though_asked_to(fast: LiveServer) -> None:
-    with Client(fast, request(b"Connection: keep-alive\r\n", version="1.0", stream=True)) as client:
+def test_a_stream_to_http_1_0_ends_the_connection_despite_keep_alive(fast: LiveServer) -> None:
+    with RawClient(fast, request(b"Connection: keep-alive\r\n", version="1.0", stream=True)) as client:
         status, headers, body = client.reply()
     assert (status, headers[b"connection"], body[-8:]) == (200, b"close", b"[DONE]\n\n")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_closes_its_sending_side_counts_as_gone(
+def test_a_client_that_closes_its_sending_side_counts_as_disconnected(
     start: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch, wait_until: Any, stream: bool
 ) -> None:
     monkeypatch.setenv("FAKE_STEP_S", "0.01")
     server = start(limits())
-    with Client(server, request(stream=stream, max_tokens=400)) as client:
+    with RawClient(server, request(stream=stream, max_tokens=400)) as client:
         wait_until(lambda: server.runtime.manager.num_requests == 1)
         client.socket.shutdown(socket.SHUT_WR)
         wait_until(lambda: server.runtime.manager.num_requests == 0, 2.0)

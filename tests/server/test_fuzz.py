@@ -1,4 +1,4 @@
-"""Bodies that no client would send: never a 5xx, never a hang, nothing left behind."""
+"""Random bodies: no answer is a 5xx, no request hangs, and no request is left in the engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ GOOD: dict[str, Any] = {
 
 
 def bodies(names: list[str], required: list[str]) -> st.SearchStrategy[dict[str, Any]]:
-    """Mostly with what is needed, and one or more other fields of any value; sometimes any fields at all."""
+    """Draws bodies: mostly the required fields and other fields of any value, sometimes any fields."""
     fields = {name: GOOD.get(name, VALUES) | VALUES for name in names}
     usual = {name: GOOD[name] for name in required}
     rest = {name: value for name, value in fields.items() if name not in usual}

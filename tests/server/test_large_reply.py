@@ -19,18 +19,18 @@ CONTENT = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(content=CONTENT)
-def test_pieces_make_the_same_json(content: Any) -> None:
+def test_the_joined_pieces_are_the_same_json(content: Any) -> None:
     assert b"".join(json_pieces(content)) == msgspec.json.encode(content)
 
 
-def test_long_lists_are_cut() -> None:
+def test_long_lists_are_encoded_in_several_pieces() -> None:
     content = {"ids": list(range(3 * ITEMS + 1)), "top": [[[-0.5, 1, "a"]]] * (2 * ITEMS)}
     pieces = list(json_pieces(content))
     assert b"".join(pieces) == msgspec.json.encode(content)
     assert max(map(len, pieces)) < 20 * ITEMS
 
 
-def test_a_large_reply_is_encoded_as_a_small_one() -> None:
+def test_a_large_reply_has_the_same_bytes_as_a_small_one() -> None:
     content = [{"text": "é", "output_ids": [1, 2]}] * 3
 
     async def work() -> None:

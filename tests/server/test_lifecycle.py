@@ -1,4 +1,4 @@
-"""A whole server process: start, ready, signals, death."""
+"""A whole server process: start, readiness, signals and the death of its workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STREAM = {"model": MODEL, "prompt": "abc", "max_tokens": 400, "ignore_eos": True
 
 
 class ServerProcess:
-    """The server in a process of its own; killed, at the latest, when the ``with`` block is left."""
+    """The server in a process of its own; leaving the ``with`` block kills it if it still runs."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ServerProcess:
         return self.process.stdout.readline().strip()
 
     def ready(self) -> str:
-        """Its URL, once it serves."""
+        """Waits until the server serves; returns its URL."""
         assert self.line().startswith("bound ")
         word, url = self.line().split()
         assert word == "ready"
@@ -75,7 +75,7 @@ class ServerProcess:
 
 
 @pytest.mark.parametrize(("number", "options"), [(signal.SIGINT, {}), (signal.SIGTERM, {"drain_s": 0.0})])
-def test_a_signal_ends_it_within_two_seconds_and_streams_with_it(
+def test_a_signal_ends_the_server_and_its_streams_within_two_seconds(
     tiny_model: Path, number: int, options: dict[str, Any]
 ) -> None:
     with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}, **options) as server:
@@ -94,8 +94,8 @@ def test_a_signal_ends_it_within_two_seconds_and_streams_with_it(
         assert not any(is_alive(child) for child in children)
 
 
-class Asked:
-    """A request in a thread of its own, and another that is streamed; both run when this returns."""
+class RunningRequests:
+    """One plain and one streamed request, each in a thread of its own; the stream has begun."""
 
     def __init__(self, url: str, **fields: Any) -> None:
         self._pool = ThreadPoolExecutor()
@@ -108,7 +108,7 @@ class Asked:
         assert self._started.wait(10)
 
     def reasons(self) -> list[str]:
-        """Why they ended."""
+        """Returns the finish reasons of the two requests."""
         reply, (last, done) = self.whole.result(20), self._stream.result(20)
         assert (reply.status_code, done) == (200, "[DONE]")
         return [each["choices"][0]["finish_reason"] for each in (reply.json(), last)]
@@ -122,7 +122,7 @@ class Asked:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the server has not closed it; waits up to ten seconds for that."""
+    """Whether the server still has not closed the connection after up to ten seconds."""
     connection.settimeout(10)
     try:
         return bool(connection.recv(1))
@@ -130,14 +130,14 @@ def is_open(connection: socket.socket) -> bool:
         return True
 
 
-def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(tiny_model: Path) -> None:
+def test_sigterm_lets_running_requests_end_and_refuses_new_ones(tiny_model: Path) -> None:
     with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}) as server:
         url = server.ready()
         with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as idle:
             idle.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
             while b"version" not in idle.recv(4096):
                 pass
-            asked = Asked(url, max_tokens=100)
+            requests = RunningRequests(url, max_tokens=100)
             os.kill(server.process.pid, signal.SIGTERM)
             assert not is_open(idle), "an idle connection keeps clients from going elsewhere"
         for path in ("/ready", "/health"):
@@ -146,63 +146,63 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(tiny_model: Pat
         refused = httpx.post(f"{url}/v1/completions", json=STREAM)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["code"] == "draining"
-        assert not asked.whole.done()
-        assert asked.reasons() == ["length", "length"]
+        assert not requests.whole.done()
+        assert requests.reasons() == ["length", "length"]
         assert server.process.wait(5) == 0
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_aborts_what_still_runs(tiny_model: Path, second: int) -> None:
+def test_a_second_signal_aborts_running_requests(tiny_model: Path, second: int) -> None:
     with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}) as server:
         url = server.ready()
-        asked = Asked(url)
+        requests = RunningRequests(url)
         os.kill(server.process.pid, signal.SIGTERM)
         while httpx.get(f"{url}/ready").status_code != 503:
             pass
         began = time.monotonic()
         os.kill(server.process.pid, second)
-        assert asked.reasons() == ["abort", "abort"]
+        assert requests.reasons() == ["abort", "abort"]
         assert server.process.wait(5) == 0
         assert time.monotonic() - began < 2.0
 
 
-def test_a_drain_ends_in_time_and_aborts_the_rest(tiny_model: Path) -> None:
+def test_a_drain_ends_after_drain_s_and_aborts_the_rest(tiny_model: Path) -> None:
     with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}, drain_s=0.5) as server:
-        asked = Asked(server.ready())
+        requests = RunningRequests(server.ready())
         began = time.monotonic()
         os.kill(server.process.pid, signal.SIGTERM)
-        assert asked.reasons() == ["abort", "abort"]
+        assert requests.reasons() == ["abort", "abort"]
         assert server.process.wait(5) == 0
         assert 0.5 <= time.monotonic() - began < 3.0
 
 
-def test_a_drain_waits_for_a_paused_engine_to_be_continued(tiny_model: Path) -> None:
+def test_a_drain_waits_until_a_paused_engine_continues(tiny_model: Path) -> None:
     with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}) as server:
         url = server.ready()
-        asked = Asked(url, max_tokens=50)
+        requests = RunningRequests(url, max_tokens=50)
         assert httpx.post(f"{url}/pause_generation", json={"mode": "retract"}).status_code == 200
         os.kill(server.process.pid, signal.SIGTERM)
         while httpx.get(f"{url}/ready").status_code != 503:
             pass
         assert httpx.get(f"{url}/is_paused").json() == {"is_paused": True}
         assert httpx.post(f"{url}/continue_generation").status_code == 200
-        assert asked.reasons() == ["length", "length"]
+        assert requests.reasons() == ["length", "length"]
         assert server.process.wait(5) == 0
 
 
-def test_a_worker_that_dies_during_a_drain_is_a_failure(tiny_model: Path) -> None:
+def test_a_worker_that_dies_during_a_drain_makes_the_exit_code_1(tiny_model: Path) -> None:
     with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}) as server:
         url = server.ready()
-        asked = Asked(url)
+        requests = RunningRequests(url)
         os.kill(server.process.pid, signal.SIGTERM)
         while httpx.get(f"{url}/ready").status_code != 503:
             pass
         os.kill(server.children()[0], signal.SIGKILL)
-        assert asked.whole.result(5).status_code == 503
+        assert requests.whole.result(5).status_code == 503
         assert server.process.wait(5) == 1
 
 
-def test_a_server_that_was_stopped_itself_does_not_blame_its_worker(tiny_model: Path) -> None:
+def test_a_server_that_was_suspended_does_not_report_its_worker_as_hung(tiny_model: Path) -> None:
     with ServerProcess(tiny_model, ping_s=0.5) as server:
         url = server.ready()
         assert httpx.get(f"{url}/health").status_code == 200
@@ -214,7 +214,7 @@ def test_a_server_that_was_stopped_itself_does_not_blame_its_worker(tiny_model: 
             assert {client.get("/health").status_code for _ in range(200)} == {200}
 
 
-def test_it_answers_503_while_the_model_loads_and_can_be_stopped(tiny_model: Path) -> None:
+def test_while_the_model_loads_requests_get_503_and_sigterm_ends_the_server(tiny_model: Path) -> None:
     with ServerProcess(tiny_model, {"FAKE_START": "hang"}) as server:
         port = server.line().split()[1]
         deadline = time.monotonic() + 10
@@ -231,14 +231,16 @@ def test_it_answers_503_while_the_model_loads_and_can_be_stopped(tiny_model: Pat
         assert time.monotonic() - began < 2.0
 
 
-def test_a_worker_that_cannot_start_ends_the_server_with_its_reason(tiny_model: Path) -> None:
+def test_a_worker_that_cannot_start_ends_the_server_with_its_error_text(tiny_model: Path) -> None:
     with ServerProcess(tiny_model, {"FAKE_START": "fail"}) as server:
         server.line()
         assert server.line() == "failed only 1 page fits; use more memory"
         assert server.process.wait(5) == 1
 
 
-def test_a_dead_engine_is_503_for_the_grace_period_and_then_exit_code_1(tiny_model: Path) -> None:
+def test_with_a_dead_engine_health_is_503_for_the_grace_period_then_the_exit_code_is_1(
+    tiny_model: Path,
+) -> None:
     with ServerProcess(tiny_model, exit_grace=0.7) as server:
         url = server.ready()
         assert httpx.get(f"{url}/health").status_code == 200
@@ -264,7 +266,7 @@ def test_killing_the_server_ends_its_workers_within_a_second(tiny_model: Path, w
         wait_until(lambda: not any(is_alive(child) for child in children), 1.0)
 
 
-def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
+def test_the_error_for_a_port_in_use_names_it() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -274,7 +276,7 @@ def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no..name", "x" * 70])
-def test_an_address_that_is_not_ours_is_named(host: str) -> None:
+def test_the_error_for_an_address_of_another_machine_names_it(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"{re.escape(host)}.*--host"):
         bind(host, 0)
 

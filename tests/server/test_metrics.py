@@ -20,7 +20,7 @@ def scrape(server: LiveServer) -> dict[str, float]:
     return values
 
 
-def test_counts_and_histograms_of_what_was_served(tiny_model: Path) -> None:
+def test_counters_and_histograms_match_the_served_requests(tiny_model: Path) -> None:
     with LiveServer(tiny_model) as server:
         api = Api(server.client)
         api.complete([70] * 40, max_tokens=5)

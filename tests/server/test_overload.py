@@ -1,4 +1,4 @@
-"""More requests than may wait, while the engine is in long steps."""
+"""More requests than may wait, while the engine runs long steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NATIVE = {"text": "abc", "sampling_params": {"max_new_tokens": 100, "ignore_eos"
 
 @pytest.fixture
 def full(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any) -> Iterator[LiveServer]:
-    """A server of which two requests run and three wait, the most that may."""
+    """A server with two running and three waiting requests, the maximum of both."""
     monkeypatch.setenv("FAKE_STEP_S", str(STEP_S))
     with (
         ThreadPoolExecutor(5) as pool,
@@ -65,7 +65,7 @@ def test_refusals_do_not_wait_for_the_step_in_flight(
     assert full.runtime.manager.num_requests == 5
 
 
-def test_a_burst_at_an_idle_engine_is_taken_whole(tiny_model: Path) -> None:
+def test_a_burst_at_an_idle_engine_is_accepted_completely(tiny_model: Path) -> None:
     with (
         LiveServer(tiny_model, max_queued_requests=20, max_running_requests=4) as server,
         ThreadPoolExecutor(20) as pool,

@@ -1,4 +1,4 @@
-"""Clients that go away, that are slow, and engines that die under them."""
+"""Streams and replies to clients that disconnect or are slow, and replies when the engine dies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def slow(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServ
         yield server
 
 
-def test_silence_is_filled_with_comments_that_change_nothing(
+def test_comments_fill_silence_and_do_not_change_the_events(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_STEP_S", "0.1")
@@ -62,8 +62,8 @@ def test_silence_is_filled_with_comments_that_change_nothing(
         server.assert_nothing_left()
 
 
-class Wire:
-    """The far end of one answer; it may stop taking what is sent."""
+class AsgiClient:
+    """The server's ASGI channels to one client; a test may block them."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -87,61 +87,63 @@ class Wire:
         return {"type": "http.disconnect"}
 
 
-def stream_to(wire: Wire, events: AsyncGenerator[bytes, None], closed: list[bool]) -> asyncio.Task[None]:
+def stream_to(
+    client: AsgiClient, events: AsyncGenerator[bytes, None], closed: list[bool]
+) -> asyncio.Task[None]:
     stream = EventStream(events, lambda error: {}, lambda: closed.append(True))
-    return asyncio.create_task(stream({"type": "http"}, wire.receive, wire.send))
+    return asyncio.create_task(stream({"type": "http"}, client.receive, client.send))
 
 
-def test_comments_come_only_when_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comments_are_sent_only_when_no_event_is_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.02)
 
     async def work() -> None:
-        wire, more, closed = Wire(), asyncio.Event(), list[bool]()
+        client, more, closed = AsgiClient(), asyncio.Event(), list[bool]()
 
         async def events() -> AsyncGenerator[bytes, None]:
             yield b"a"
             await more.wait()
-            wire.writable.clear()
+            client.writable.clear()
             yield b"b"
             yield b"c"
 
-        task = stream_to(wire, events(), closed)
-        while wire.bodies.count(KEEP_ALIVE) < 2:
+        task = stream_to(client, events(), closed)
+        while client.bodies.count(KEEP_ALIVE) < 2:
             await asyncio.sleep(0.001)
         more.set()
-        while not wire.pending:
+        while not client.pending:
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.1)  # five times what would be silence
-        assert wire.pending == 1
-        count = wire.bodies.count(KEEP_ALIVE)
-        wire.writable.set()
+        await asyncio.sleep(0.1)  # five times KEEP_ALIVE_S
+        assert client.pending == 1
+        count = client.bodies.count(KEEP_ALIVE)
+        client.writable.set()
         await task
-        assert wire.bodies == [b"a", *[KEEP_ALIVE] * count, b"b", b"c", b""]
+        assert client.bodies == [b"a", *[KEEP_ALIVE] * count, b"b", b"c", b""]
         assert closed == [True]
 
     asyncio.run(asyncio.wait_for(work(), 10))
 
 
-def test_a_comment_that_cannot_be_sent_holds_back_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_stream_waits_for_a_blocked_comment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.02)
 
     async def work() -> None:
-        wire, more = Wire(), asyncio.Event()
+        client, more = AsgiClient(), asyncio.Event()
 
         async def events() -> AsyncGenerator[bytes, None]:
-            wire.takes_comments.clear()
+            client.takes_comments.clear()
             await more.wait()
             yield b"a"
 
-        task = stream_to(wire, events(), [])
-        while not wire.pending:
+        task = stream_to(client, events(), [])
+        while not client.pending:
             await asyncio.sleep(0.001)
         more.set()
         for _ in range(10):
             await asyncio.sleep(0)
-        wire.takes_comments.set()
+        client.takes_comments.set()
         await task
-        assert wire.bodies == [KEEP_ALIVE, b"a", b""]
+        assert client.bodies == [KEEP_ALIVE, b"a", b""]
 
     asyncio.run(asyncio.wait_for(work(), 10))
 
@@ -150,25 +152,25 @@ def test_a_disconnect_during_silence_is_noticed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
 
     async def work() -> None:
-        wire, closed = Wire(), list[bool]()
+        client, closed = AsgiClient(), list[bool]()
 
         async def events() -> AsyncGenerator[bytes, None]:
             await asyncio.Event().wait()
             yield b""
 
-        task = stream_to(wire, events(), closed)
-        while not wire.bodies:
+        task = stream_to(client, events(), closed)
+        while not client.bodies:
             await asyncio.sleep(0.001)
-        wire.gone.set()
+        client.gone.set()
         await task
         assert closed == [True]
 
     asyncio.run(asyncio.wait_for(work(), 10))
 
 
-def test_a_stream_that_cannot_be_sent_is_closed_in_any_case() -> None:
+def test_a_stream_whose_sending_fails_is_closed() -> None:
     async def work() -> None:
-        wire, closed = Wire(), list[bool]()
+        client, closed = AsgiClient(), list[bool]()
 
         async def events() -> AsyncGenerator[bytes, None]:
             yield b"a"
@@ -177,9 +179,9 @@ def test_a_stream_that_cannot_be_sent_is_closed_in_any_case() -> None:
             if message["type"] == "http.response.body":
                 raise RuntimeError("the transport has failed")
 
-        wire.send = send  # type: ignore[method-assign]
+        client.send = send  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="transport"):
-            await stream_to(wire, events(), closed)
+            await stream_to(client, events(), closed)
         assert closed == [True]
 
     asyncio.run(asyncio.wait_for(work(), 10))
@@ -195,7 +197,7 @@ def test_a_disconnect_aborts_a_stream(slow: LiveServer, wait_until: Any) -> None
 
 
 @pytest.mark.parametrize("prompt", ["abc", ["abc", "def", "ghi"]])
-def test_a_disconnect_aborts_a_reply_that_is_awaited(
+def test_a_disconnect_aborts_a_request_that_is_not_streamed(
     slow: LiveServer, wait_until: Any, caplog: pytest.LogCaptureFixture, prompt: Any
 ) -> None:
     with pytest.raises(httpx.ReadTimeout):
@@ -213,7 +215,7 @@ def test_a_disconnect_aborts_a_native_call(slow: LiveServer, wait_until: Any) ->
     slow.assert_nothing_left()
 
 
-def test_a_client_that_vanishes_while_sending_its_body_is_forgotten(
+def test_a_disconnect_within_a_body_leaves_nothing_behind(
     server: LiveServer, wait_until: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = server._http.server_state.tasks
@@ -233,7 +235,7 @@ def test_a_client_that_does_not_read_gets_fewer_and_larger_events(tiny_model: Pa
     with LiveServer(tiny_model, max_model_len=8192) as server:
         host, port = server.url.removeprefix("http://").split(":")
         params = {"max_new_tokens": count, "ignore_eos": True}
-        # The native API repeats the text so far in each event: without coalescing tens of megabytes.
+        # Each native event repeats the text so far: without coalescing this would be tens of megabytes.
         body = json.dumps({"text": "abc", "sampling_params": params, "stream": True}).encode()
         head = "POST /generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         head += f"content-length: {len(body)}\r\n\r\n"
@@ -252,14 +254,14 @@ def test_a_client_that_does_not_read_gets_fewer_and_larger_events(tiny_model: Pa
         server.assert_nothing_left()
 
 
-def test_one_slow_client_does_not_hold_up_another(slow: LiveServer) -> None:
+def test_a_slow_client_does_not_delay_another(slow: LiveServer) -> None:
     with slow.client.stream("POST", "/v1/completions", json=BODY | {"stream": True}):
         start = time.monotonic()
         assert Api(slow.client).complete("abc", max_tokens=5).is_success
         assert time.monotonic() - start < 1.0
 
 
-def test_the_engines_death_is_an_event_in_the_stream(slow: LiveServer) -> None:
+def test_the_death_of_the_engine_is_an_event_in_the_stream(slow: LiveServer) -> None:
     with slow.client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
         events = parse_events(response.iter_lines())
         next(events)
@@ -271,7 +273,7 @@ def test_the_engines_death_is_an_event_in_the_stream(slow: LiveServer) -> None:
     assert "SIGKILL" in last["error"]["message"]
 
 
-def test_the_engines_death_is_503_for_those_who_wait_and_those_who_come(
+def test_the_death_of_the_engine_is_503_for_waiting_and_for_new_requests(
     slow: LiveServer, wait_until: Any
 ) -> None:
     answers: list[httpx.Response] = []
@@ -311,14 +313,14 @@ def test_too_many_requests_are_503_with_retry_after(
         wait_until(lambda: now.counters.num_running == 1)
         holders[1].start()
         wait_until(lambda: now.counters.num_waiting == 1)
-        assert api.complete("abc", stream=True).status_code == 503  # not 200, and then an error
+        assert api.complete("abc", stream=True).status_code == 503  # rather than 200 and an error event
         for holder in holders:
             holder.join()
         server.assert_nothing_left()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
-def test_a_batch_of_which_a_part_is_refused_does_not_wait_for_the_rest(
+def test_a_partly_refused_batch_is_answered_without_waiting_for_the_rest(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any, path: str
 ) -> None:
     monkeypatch.setenv("FAKE_STEP_S", "0.01")

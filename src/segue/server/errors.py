@@ -60,7 +60,7 @@ class RouteError(SegueError):
 
     def __init__(self, status: int, request: Request) -> None:
         super().__init__(
-            f"{request.method} {request.url.path}: {'no such route' if status == 404 else 'not a method of this route'}"
+            f"{request.method} {request.url.path}: {'no such route' if status == 404 else 'wrong method'}"
         )
         self.status = status
         self.code = "not_found" if status == 404 else "method_not_allowed"
