@@ -1,6 +1,6 @@
-"""A standing attack: ``python -m tests.attack [URL] --seconds 120 --seed 0``; exit code 1 after a violation.
+"""Attacks a server: ``python -m tests.attack [URL] --seconds 120 --seed 0``; exit code 1 after a finding.
 
-It lives beside the tests because it uses their server and their clients, and is no part of what is installed.
+The attack is a part of the tests, whose server and clients it uses, and is not installed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.attack", description="Attack a server of this machine."
     )
-    parser.add_argument("url", nargs="?", help="a server on a loopback address; without it one is started")
+    parser.add_argument(
+        "url", nargs="?", help="a server on a loopback address; without a URL a server is started"
+    )
     parser.add_argument("--key", help="the server's API key or admin key")
     parser.add_argument("--seconds", type=float, default=120.0, help="for all groups together")
     parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same attacks")
     parser.add_argument("--health-s", type=float, default=HEALTH_S, help="the longest that /health may take")
     parser.add_argument(
-        "--group", action="append", choices=sorted(runner.GROUPS), help="only this one; repeatable"
+        "--group",
+        action="append",
+        choices=sorted(runner.GROUPS),
+        help="attack only with this group; repeatable",
     )
     given = parser.parse_args(arguments)
     names = given.group or list(runner.GROUPS)
@@ -46,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(target: Target, outcomes: Sequence[runner.Outcome]) -> None:
-    """Print what was tried, what it cost the server, and what was found."""
+    """Print the attacks, the server's resource usage and the findings."""
     report.show(
         "What was tried", ["what", "times"], [[what, f"{n:,}"] for what, n in sorted(target.tried.items())]
     )

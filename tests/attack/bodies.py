@@ -1,4 +1,4 @@
-"""The worst request bodies we know: at most 16 MiB each, as valid as can be, against any server and model."""
+"""The worst known request bodies: at most 16 MiB each, as valid as possible, for any server and model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 LIMIT = 16 << 20
-ROOM = 4096  # of the limit, for the other fields
-SLOW_FLOAT = b"9e307"  # 5 bytes that take 10 µs
-SLOW_BIAS = b"3e-324"  # and such a number that is a valid bias
+ROOM = 4096  # bytes of the limit that are left for the other fields
+SLOW_FLOAT = b"9e307"  # 5 bytes that take 10 µs to decode
+SLOW_BIAS = b"3e-324"  # a number as slow, and a valid bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSizes:
-    """What a body has to know of the server."""
+    """The properties of the server that bodies depend on."""
 
     model: str
     context: int  # tokens
@@ -31,18 +31,18 @@ CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/gener
 
 
 def worst(build: Builder) -> Builder:
-    """Add to the list, under the function's name."""
+    """Decorator: registers a builder in ``BODIES`` under its name."""
     BODIES[build.__name__] = build
     return build
 
 
 def fill(item: bytes, size: int = LIMIT - ROOM) -> bytes:
-    """An item again and again, as often as fits."""
+    """Returns an item repeated as often as it fits in ``size`` bytes."""
     return item * (size // len(item))
 
 
 def array(item: bytes, size: int = LIMIT - ROOM) -> bytes:
-    """An array of one item, again and again."""
+    """Returns a JSON array of one repeated item, of up to ``size`` bytes."""
     return b"[" + fill(item + b",", size)[:-1] + b"]"
 
 
@@ -51,7 +51,7 @@ def mapping(names: Iterable[int], value: bytes) -> bytes:
 
 
 def with_fields(fields: dict[str, Any], **raw: bytes) -> bytes:
-    """An object: some fields to be encoded, some encoded already."""
+    """Returns a JSON object of ``fields``, which are encoded here, and ``raw``, which are JSON already."""
     parts = [json.dumps({name: value}).encode()[1:-1] for name, value in fields.items()]
     parts += [b'"%b":%b' % (name.encode(), value) for name, value in raw.items()]
     return b"{" + b",".join(parts) + b"}"
@@ -83,7 +83,7 @@ def message(content: bytes) -> bytes:
 
 
 def id_lists(sizes: ServerSizes, num_prompts: int, size: int) -> bytes:
-    """Prompts of so many bytes in all, as long as the context allows."""
+    """Returns a JSON array of prompts, ``size`` bytes in total, each within the context length."""
     count = max(1, min(size // num_prompts // 2 - 2, sizes.context // 2))
     return array(array(b"1", 2 * count), num_prompts * (2 * count + 2))
 

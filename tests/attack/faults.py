@@ -1,4 +1,4 @@
-"""Processes of a server that are stopped, continued and killed amid requests; a server for each fault."""
+"""Stops, continues and kills processes of a server that has requests in flight; one server per fault."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.e2e.served import Served, greedy, serve
 
 NUM_REQUESTS = 6
 TOKENS = 40
-PING_S = 1.0  # without an answer of the scheduler's process for so long, the server says that it hangs
-NOTICE_S = PING_S + 3.0  # by then /health says what happened
-GRACE_S = 1.0  # /health of a server whose engine is dead answers so long
+PING_S = 1.0  # --ping-s: after this time without an answer of the scheduler's process, /health reports a hang
+NOTICE_S = PING_S + 3.0  # time in which /health has to report the fault
+GRACE_S = 1.0  # --exit-grace: /health is still answered for this time after the engine's death
 OPTIONS = ("--num-kv-tokens", "4096", "--exit-grace", str(GRACE_S), "--ping-s", str(PING_S))
 Fault = Callable[["Victim", Random], Iterator[str]]
 
@@ -43,16 +43,16 @@ class Victim:
         return httpx.post(f"{self.served.url}/generate", json=body, timeout=60, trust_env=False)
 
     def health(self) -> int:
-        """The status of ``/health``; 0: nobody answers."""
+        """Returns the status of ``/health``; 0 means no answer."""
         host, port = self.served.url.removeprefix("http://").split(":")
         return ask(host, int(port)).status
 
     def becomes(self, status: int, within_s: float = NOTICE_S) -> bool:
-        """Whether ``/health`` gets this status in time."""
+        """Waits until ``/health`` has this status; returns whether it did in time."""
         return reached(lambda: self.health() == status, within_s)
 
     def ends(self, within_s: float) -> bool:
-        """Whether the server's process ends in time."""
+        """Waits until the server's process ends; returns whether it did in time."""
         try:
             self.served.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -60,7 +60,7 @@ class Victim:
         return True
 
     def answered(self, *statuses: int) -> Iterator[str]:
-        """What is wrong with the answers to the requests in flight, which have to come now."""
+        """Waits for the answers to the requests in flight; yields a text for each with a wrong status."""
         for reply in self.replies:
             try:
                 status = reply.result(30).status_code
@@ -69,12 +69,12 @@ class Victim:
             except TimeoutError:
                 status = -1
             if status not in statuses:
-                allowed = " or ".join(map(_named, statuses))
-                yield f"a request in flight got {_named(status)}; it has to get {allowed}"
+                allowed = " or ".join(map(_status_text, statuses))
+                yield f"a request in flight got {_status_text(status)}; it has to get {allowed}"
 
 
 def reached(condition: Callable[[], Any], within_s: float) -> bool:
-    """Whether a condition holds in time."""
+    """Waits until a condition holds; returns whether it did in time."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
@@ -83,12 +83,12 @@ def reached(condition: Callable[[], Any], within_s: float) -> bool:
     return True
 
 
-def _named(status: int) -> str:
+def _status_text(status: int) -> str:
     return {0: "a closed connection", -1: "no answer"}.get(status, str(status))
 
 
 def killed_worker(victim: Victim, rng: Random) -> Iterator[str]:
-    """The worker is killed: every request ends, the server says so and ends."""
+    """Kill the worker: every request has to end, ``/health`` has to be 503, and the server has to end."""
     os.kill(victim.worker, signal.SIGKILL)
     if not victim.becomes(503):
         yield f"/health is {victim.health()} {NOTICE_S:g} s after the worker was killed; it has to be 503"
@@ -100,7 +100,7 @@ def killed_worker(victim: Victim, rng: Random) -> Iterator[str]:
 
 
 def killed_frontend(victim: Victim, rng: Random) -> Iterator[str]:
-    """The front end is killed: the worker ends with it."""
+    """Kill the front end: the worker has to end too."""
     os.kill(victim.frontend, signal.SIGKILL)
     victim.ends(5)
     if not reached(lambda: not is_alive(victim.worker), 5):
@@ -110,7 +110,7 @@ def killed_frontend(victim: Victim, rng: Random) -> Iterator[str]:
 
 
 def stopped_worker(victim: Victim, rng: Random) -> Iterator[str]:
-    """The worker is stopped: the server says that it hangs, and goes on when the worker does."""
+    """Stop the worker: ``/health`` has to report the hang, and recover when the worker continues."""
     os.kill(victim.worker, signal.SIGSTOP)
     try:
         if not victim.becomes(503):
@@ -124,15 +124,15 @@ def stopped_worker(victim: Victim, rng: Random) -> Iterator[str]:
 
 
 def stopped_frontend(victim: Victim, rng: Random) -> Iterator[str]:
-    """The front end is stopped for a while: nobody notices but by the time."""
+    """Stop the front end for a while: every request has to succeed, only later."""
     os.kill(victim.frontend, signal.SIGSTOP)
-    time.sleep(rng.uniform(0.2, 1.5))  # the fault itself, not something that is waited for
+    time.sleep(rng.uniform(0.2, 1.5))  # the fault itself, not waiting for a condition
     os.kill(victim.frontend, signal.SIGCONT)
     yield from victim.answered(200)
 
 
 def stuttering_worker(victim: Victim, rng: Random) -> Iterator[str]:
-    """The worker is stopped and continued at random: nobody notices but by the time."""
+    """Stop and continue the worker at random: every request has to succeed, only later."""
     until = time.monotonic() + 3
     while time.monotonic() < until:
         os.kill(victim.worker, signal.SIGSTOP)
@@ -152,8 +152,8 @@ FAULTS: tuple[Fault, ...] = (
 
 
 def run(target: Target, budget_s: float, rng: Random) -> list[Finding]:
-    """One fault after the other, from a random one on, until the budget is spent; at least one of them."""
-    if not target.owned:  # a server that somebody else started is left alone
+    """Run the faults in order, beginning at a random one, until the budget is spent; at least one."""
+    if not target.owned:  # a server that this attack did not start is left alone
         return []
     findings, until, first = [], time.monotonic() + budget_s, rng.randrange(len(FAULTS))
     for fault in FAULTS[first:] + FAULTS[:first]:
@@ -168,10 +168,10 @@ def run(target: Target, budget_s: float, rng: Random) -> list[Finding]:
 @contextmanager
 def _victim() -> Iterator[Victim]:
     with ThreadPoolExecutor(NUM_REQUESTS) as threads, serve(*OPTIONS) as served:
-        everybody = list(processes(served.process.pid))
+        pids = list(processes(served.process.pid))
         try:
             yield Victim(served, threads)
         finally:
-            for pid in everybody:
+            for pid in pids:
                 if is_alive(pid):
                     os.kill(pid, signal.SIGCONT)

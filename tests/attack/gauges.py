@@ -1,4 +1,4 @@
-"""What a server holds: memory, descriptors and threads of its processes, requests and pages of its engine."""
+"""Measures a server: memory, files and threads of its processes, requests and pages of its engine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.attack.target import Target
 
 MIB = 1 << 20
 SETTLE_S = 20.0
-# Descriptors and threads that a server may keep beyond those of before: pools that grow to their size once,
-# and the connection of the watch.
+# Descriptors, and threads, that a server may hold in addition after an attack: for pools that grow to their
+# size once, and for the connection of the watch.
 SPARE = 24
-# What of the engine's state has to be as before once nothing runs. The rest counts what was done.
+# Fields of the engine's state that have to be as before once nothing runs; the others are counters.
 KEPT = (
     "engine_paused",
     "pause_mode",
@@ -34,7 +34,7 @@ KEPT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What the server's processes hold together."""
+    """The sum of what the server's processes hold."""
 
     resident: int  # bytes
     files: int
@@ -42,7 +42,7 @@ class Usage:
 
 
 def processes(pid: int) -> Iterator[int]:
-    """A process and all its descendants."""
+    """Yields a process and all its descendants."""
     yield pid
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -51,7 +51,7 @@ def processes(pid: int) -> Iterator[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that ended and is not yet reaped does not."""
+    """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -59,7 +59,7 @@ def is_alive(pid: int) -> bool:
 
 
 def usage(pid: int) -> Usage:
-    """What the server of this process holds; processes that end meanwhile count for nothing."""
+    """Returns the usage of the server with this process; processes that end meanwhile are not counted."""
     resident = files = threads = 0
     for each in processes(pid):
         with suppress(OSError):
@@ -73,7 +73,7 @@ def usage(pid: int) -> Usage:
 
 
 def settled(pid: int, before: Usage) -> Usage:
-    """What it holds once it has let go of what it will, or after a while."""
+    """Returns the usage once files and threads are near ``before``, or after ``SETTLE_S``."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         now = usage(pid)
@@ -84,7 +84,7 @@ def settled(pid: int, before: Usage) -> Usage:
 
 
 def rest(target: Target) -> dict[str, Any]:
-    """The state of the engine with nothing to do and an empty cache, or as it is after a while.
+    """Returns the engine's state once it is idle with an empty cache, or after ``SETTLE_S``.
 
     Raises:
         httpx.HTTPError: the server does not answer.
@@ -103,7 +103,7 @@ def rest(target: Target) -> dict[str, Any]:
 
 
 def listener(port: int) -> int | None:
-    """The process that listens on a TCP port of this machine; None where we may not see it."""
+    """Returns the process that listens on a TCP port of this machine; None if it cannot be seen."""
     sockets = set()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):

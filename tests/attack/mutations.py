@@ -1,4 +1,4 @@
-"""Valid bodies of every route with a few bytes changed, cut off, repeated or made absurd."""
+"""Sends valid bodies of the POST routes with a few bytes changed, cut off, repeated or made absurd."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TYPES = ("application/json", "application/json", "application/json", "text/plain
 
 
 def run(target: Target, budget_s: float, rng: Random) -> list[Finding]:
-    """Send changed bodies until the budget is spent; each gets an answer, and none of them a 5xx."""
+    """Send changed bodies until the budget is spent; each must be answered, not with an undocumented 5xx."""
     return run_clients(_run(target, time.monotonic() + budget_s, rng))
 
 
@@ -71,7 +71,7 @@ async def _run(target: Target, until: float, rng: Random) -> list[Finding]:
                 if found := target.check(where, response.status_code, response.headers, content):
                     findings.append(Finding(what=where, seen=f"{found.seen}; the body: {body[:300]!r}"))
 
-        async def keep_running() -> None:  # a changed body may pause generation for ever, or ask for much
+        async def keep_running() -> None:  # a changed body may pause for ever, or ask for many tokens
             for turn in count():
                 await http.post("/continue_generation", json={})
                 if turn % 10 == 9:
@@ -90,20 +90,20 @@ def _model(path: str, target: Target) -> dict[str, str]:
 
 
 def mutated(body: bytes, rng: Random) -> bytes:
-    """The body with up to three changes."""
+    """Returns the body with up to three changes."""
     for _ in range(rng.randint(1, 3)):
         at, to = sorted(rng.randrange(len(body) + 1) for _ in range(2))
         match rng.randrange(6):
-            case 0:  # one bit
+            case 0:  # flip one bit
                 index = min(at, len(body) - 1)
                 body = body[:index] + bytes([body[index] ^ 1 << rng.randrange(8)]) + body[index + 1 :]
-            case 1:
+            case 1:  # cut off the end
                 body = body[:at] or b" "
-            case 2:
+            case 2:  # repeat a part
                 body = body[:to] + body[at:]
-            case 3:
+            case 3:  # leave out a part
                 body = body[:at] + body[to:] or b"{"
-            case _:  # a value in place of another
+            case _:  # replace a value
                 values = [i for i, byte in enumerate(body) if byte in b":[,"] or [0]
                 start = rng.choice(values) + 1
                 ends = [i for i in range(start, len(body)) if body[i] in b",]}"] or [len(body)]

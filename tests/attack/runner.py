@@ -1,4 +1,4 @@
-"""Runs groups of attacks against one server, and measures it before and after each."""
+"""Runs groups of attacks against one server and measures the server before and after each group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import httpx
 from tests.attack import faults, mutations, sockets, stalls, storms
 from tests.attack.gauges import MIB, SPARE, Usage, listener, rest, settled, usage
 from tests.attack.target import Finding, Group, Target, loopback_url
-from tests.attack.watch import Probe, Watch
+from tests.attack.watch import HealthProbe, Watch
 from tests.e2e.served import serve
 
 GROUPS: dict[str, Group] = {
@@ -26,32 +26,32 @@ GROUPS: dict[str, Group] = {
     "storms": storms.run,
     "faults": faults.run,
 }
-UNWATCHED = ("faults",)  # these have servers of their own
+UNWATCHED = ("faults",)  # groups that start servers of their own
 MAX_GROWTH = 200 * MIB  # of the server's resident memory, while one group attacks
-WARM_UP_S = 3.0  # a storm that is not judged: pools, caches and the allocator grow to their size
+WARM_UP_S = 3.0  # of a storm that is not judged, in which pools, caches and the allocator grow to their size
 OPTIONS = ("--num-kv-tokens", "2048")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one group did and found."""
+    """The result of one group."""
 
     group: str
     tried: int
-    probes: Sequence[Probe]
+    probes: Sequence[HealthProbe]
     before: Usage | None  # None: the server's process is not known
     after: Usage | None
     findings: Sequence[Finding]
 
     @property
     def longest_health_s(self) -> float:
-        """The longest of the questions for ``/health``; 0 where none was asked."""
+        """Returns the seconds of the slowest probe; 0 if there was none."""
         return max((probe.seconds for probe in self.probes), default=0.0)
 
 
 @contextmanager
 def started() -> Iterator[Target]:
-    """A server with the bundled model, until the block is left."""
+    """A server with the bundled model; it stops when the ``with`` block is left."""
     with NamedTemporaryFile("w") as log, serve(*OPTIONS, log=log.file) as served:
         yield Target(
             url=served.url,
@@ -63,11 +63,11 @@ def started() -> Iterator[Target]:
 
 
 def running(url: str, key: str | None) -> Target:
-    """A server that somebody else started.
+    """Returns the target for a server that runs already.
 
     Raises:
-        ValueError: it is not on a loopback address.
-        httpx.HTTPError: it does not answer.
+        ValueError: the server is not on a loopback address.
+        httpx.HTTPError: the server does not answer.
     """
     url = loopback_url(url)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -77,9 +77,9 @@ def running(url: str, key: str | None) -> Target:
 
 
 def run(target: Target, names: Sequence[str], seconds: float, seed: int, health_s: float) -> list[Outcome]:
-    """Attack with each of these groups in turn, for ``seconds`` in all.
+    """Attack with each of these groups in turn, for ``seconds`` in total.
 
-    ``health_s`` is the longest that ``/health`` may take. Nothing may be left of a group when it is done.
+    ``health_s`` is the longest time that ``/health`` may take. No group may leave anything in the engine.
     """
     storms.run(target, min(WARM_UP_S, seconds / 4), Random(seed))
     at_rest = rest(target)
@@ -93,7 +93,7 @@ def _attack(
     before = None if target.pid is None else usage(target.pid)
     tried = target.tried.total()
     num_logged = len(_logged(target))
-    probes: Sequence[Probe] = ()
+    probes: Sequence[HealthProbe] = ()
     if name in UNWATCHED:
         findings = GROUPS[name](target, budget, rng)
     else:
@@ -117,7 +117,7 @@ def _attack(
 
 
 def left(target: Target, at_rest: dict[str, Any]) -> list[Finding]:
-    """What of a group is left in the engine."""
+    """Returns findings for each field of the engine's state that is not as before."""
     try:
         state = rest(target)
     except httpx.HTTPError as error:
@@ -129,8 +129,8 @@ def left(target: Target, at_rest: dict[str, Any]) -> list[Finding]:
     ]
 
 
-def slow(probes: Sequence[Probe], health_s: float) -> list[Finding]:
-    """What is wrong with the answers of ``/health``."""
+def slow(probes: Sequence[HealthProbe], health_s: float) -> list[Finding]:
+    """Returns findings for answers of ``/health`` that are slow or not 200."""
     found = []
     if (longest := max((probe.seconds for probe in probes), default=0.0)) > health_s:
         seen = f"the longest took {longest:.2f} s; it may take {health_s:g} s"
@@ -141,7 +141,7 @@ def slow(probes: Sequence[Probe], health_s: float) -> list[Finding]:
 
 
 def grown(name: str, before: Usage, after: Usage) -> list[Finding]:
-    """What the server holds more than before, and should not."""
+    """Returns findings for memory, files and threads that the server holds in addition."""
     found = []
     if (growth := after.resident - before.resident) > MAX_GROWTH:
         seen = f"{growth / MIB:.0f} MiB more than before; it may be {MAX_GROWTH / MIB:.0f} MiB more"
@@ -155,7 +155,7 @@ def grown(name: str, before: Usage, after: Usage) -> list[Finding]:
 
 
 def tracebacks(log: str) -> list[Finding]:
-    """Errors that the server did not expect: it names those that it expects in one line."""
+    """Returns findings for tracebacks in the log; the server logs expected errors in one line each."""
     found = []
     for each in log.split("Traceback (most recent call last):\n")[1:]:
         error = next((line for line in each.splitlines() if not line.startswith(" ")), "")

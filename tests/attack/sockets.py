@@ -1,7 +1,7 @@
-"""Sockets that never finish what they began, against a server on this machine.
+"""Holds sockets that never finish a request, or never read the reply, against a server on this machine.
 
-A thousand clients hold connections in every state that costs a server something, and begin anew when they are
-closed. Meanwhile ``/health`` is asked again and again, each time on a new connection.
+A thousand clients hold connections in every state that costs the server something, and connect again when the
+server closes them. Meanwhile ``/health`` is requested repeatedly, each time on a new connection.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ PROBE_TIMEOUT_S = 20.0
 
 @dataclass(slots=True)
 class SocketAttack:
-    """What an attack did, and what the server did meanwhile."""
+    """The connections of an attack, and how the server behaved meanwhile."""
 
-    num_opened: Counter[str]  # connections by what they did
-    most_open: int  # at one time, as far as this side knows
-    health_s: list[float]  # of each question for ``/health``
-    failures: Counter[str]  # of those questions, by kind
-    memory_growth: int  # bytes of the server's resident memory at its highest, above that at the beginning
+    num_opened: Counter[str]  # connections by kind of client
+    most_open: int  # most connections at one time, as far as the clients know
+    health_s: list[float]  # seconds of each request for `/health`
+    failures: Counter[str]  # of those requests, by kind
+    memory_growth: int  # bytes from the server's resident memory at the beginning to its maximum
 
 
 def attack(
     host: str, port: int, seconds: float, seed: int, *, num_sockets: int = 1000, pid: int | None = None
 ) -> SocketAttack:
-    """Hold ``num_sockets`` connections for so long; ``pid``: the server's process, whose memory is read.
+    """Hold ``num_sockets`` connections for ``seconds``; ``pid`` is the server's process, to read its memory.
 
-    The crowd is a process of its own, since what it costs would be measured with the answers.
+    The clients run in a process of their own, so that their work does not delay the measured answers.
     """
     arguments = [host, str(port), str(seconds), str(seed), str(num_sockets)]
     memory = [resident(pid)] if pid is not None else [0]
@@ -54,9 +54,9 @@ def attack(
     failures: Counter[str] = Counter()
     with subprocess.Popen(
         [sys.executable, "-m", "tests.attack.sockets", *arguments], stdout=subprocess.PIPE, text=True
-    ) as crowd:
+    ) as client_process:
         try:
-            while crowd.poll() is None:
+            while client_process.poll() is None:
                 began = time.monotonic()
                 failure = ask_health(host, port)
                 health_s.append(time.monotonic() - began)
@@ -66,14 +66,14 @@ def attack(
                     memory.append(resident(pid))
                 time.sleep(PROBE_EVERY_S)
         finally:
-            crowd.kill()
-        assert crowd.stdout is not None
-        num_opened, most_open = json.loads(crowd.stdout.read())
+            client_process.kill()
+        assert client_process.stdout is not None
+        num_opened, most_open = json.loads(client_process.stdout.read())
     return SocketAttack(Counter(num_opened), most_open, health_s, failures, max(memory) - memory[0])
 
 
 def run(target: Target, budget_s: float, rng: random.Random) -> list[Finding]:
-    """Hold a thousand connections until the budget is spent; the runner looks at the memory."""
+    """Hold a thousand connections until the budget is spent; the runner checks the memory."""
     host, port = target.address
     seen = attack(host, port, budget_s, rng.randrange(1 << 30))
     for kind, count in seen.num_opened.items():
@@ -85,7 +85,7 @@ def run(target: Target, budget_s: float, rng: random.Random) -> list[Finding]:
 
 
 def ask_health(host: str, port: int) -> str | None:
-    """Ask once, on a new connection; what went wrong, if something did."""
+    """Request ``/health`` on a new connection; returns the kind of failure, or None."""
     connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
     try:
         connection.request("GET", "/health")
@@ -98,7 +98,7 @@ def ask_health(host: str, port: int) -> str | None:
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process's memory that are in use."""
+    """Returns the resident memory of a process in bytes."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
@@ -109,7 +109,7 @@ def _raise_descriptor_limit(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
 
 
-class _Crowd:
+class _Clients:
     """The clients, on one event loop."""
 
     def __init__(self, host: str, port: int, until: float, rng: random.Random) -> None:
@@ -135,7 +135,7 @@ class _Crowd:
         await asyncio.gather(*clients)
 
     async def _client(self, act: Callable[[_Peer], Awaitable[None]]) -> None:
-        """Begin within a second; do the same again and again, each time on a new connection."""
+        """Start within a second; repeat ``act``, each time on a new connection."""
         await asyncio.sleep(self._rng.random())
         while (left := self._until - time.monotonic()) > 0:
             with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
@@ -161,7 +161,7 @@ class _Crowd:
         finally:
             connection.close()
 
-    # --- what a client does ---
+    # --- kinds of clients ---
 
     async def idle(self, peer: _Peer) -> None:
         await peer.until_closed()
@@ -214,7 +214,7 @@ class _Peer:
             pass
 
     async def forever(self) -> None:
-        """Read nothing, until the server gives up."""
+        """Read nothing until the server resets the connection."""
         while True:
             await asyncio.sleep(1.0)
             if self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -222,12 +222,12 @@ class _Peer:
 
 
 def main() -> None:
-    """The crowd alone; prints what it did."""
+    """Run only the clients; prints their counters as JSON."""
     host, port, seconds, seed, num_sockets = sys.argv[1:]
     _raise_descriptor_limit(int(num_sockets) + 100)
-    crowd = _Crowd(host, int(port), time.monotonic() + float(seconds), random.Random(int(seed)))
-    asyncio.run(crowd.run(int(num_sockets)))
-    print(json.dumps([crowd.num_opened, crowd.most_open]))
+    clients = _Clients(host, int(port), time.monotonic() + float(seconds), random.Random(int(seed)))
+    asyncio.run(clients.run(int(num_sockets)))
+    print(json.dumps([clients.num_opened, clients.most_open]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""How long ``/health`` takes while a server works on one of the worst bodies.
+"""Measures how long ``/health`` takes while a server works on one of the worst bodies.
 
-``python -m tests.attack.stalls URL`` prints a table of all of them.
+``python -m tests.attack.stalls URL`` prints a table of all bodies.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ ASK = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One request and what ``/health`` did meanwhile."""
+    """The result of one request, and of ``/health`` meanwhile."""
 
     status: int
     seconds: float  # from the first byte sent to the last received
-    longest: float  # seconds that an answer of /health took
-    answers: int  # of /health
-    refused: int  # of them, with another status than 200
+    longest: float  # seconds of the slowest answer of /health
+    answers: int  # number of answers of /health
+    refused: int  # number of those with another status than 200
 
 
 class Poller:
-    """Asks for ``/health`` on a connection of its own, again and again, until the ``with`` block is left."""
+    """Requests ``/health`` repeatedly, on one connection of its own, until the ``with`` block is left."""
 
     def __init__(self, url: str) -> None:
         self._socket = socket.create_connection(address_of(url), timeout=PATIENCE_S)
@@ -73,7 +73,7 @@ class Poller:
 
 
 def measure(url: str, body: Body, headers: Mapping[str, str] | None = None) -> Measured:
-    """Send a body and read the whole answer, while another thread polls."""
+    """Send a body and read the whole answer, while another thread polls ``/health``."""
     path, content = body
     connection = http.client.HTTPConnection(*address_of(url), timeout=PATIENCE_S)
     connection.connect()
@@ -112,7 +112,7 @@ def run(target: Target, budget_s: float, rng: Random) -> list[Finding]:
         try:
             status = measure(target.url, BODIES[name](sizes), target.headers).status
         except (OSError, http.client.HTTPException) as error:
-            findings.append(Finding(what=name, seen=f"no answer: {error!r}; each body gets one"))
+            findings.append(Finding(what=name, seen=f"no answer: {error!r}; each body has to get an answer"))
             continue
         if status not in (200, 400):
             findings.append(Finding(what=name, seen=f"status {status}; it may be 200 or 400"))
@@ -120,7 +120,7 @@ def run(target: Target, budget_s: float, rng: Random) -> list[Finding]:
 
 
 def sizes_of(url: str, headers: Mapping[str, str] | None = None) -> ServerSizes:
-    """What the server says of itself."""
+    """Returns the sizes that ``/server_info`` reports."""
     info = ask(url, "/server_info", headers)
     return ServerSizes(
         model=info["served_model_name"],
@@ -146,7 +146,7 @@ def address_of(url: str) -> tuple[str, int]:
 
 
 def main(url: str) -> None:
-    """A table of all bodies."""
+    """Print a table of all bodies."""
     sizes = sizes_of(url)
     print(f"{'body':55} {'MiB':>5} {'status':>6} {'s':>7} {'longest /health, ms':>20}", flush=True)
     for name, build in BODIES.items():

@@ -1,4 +1,4 @@
-"""Streams that most clients leave at a random point, amid pauses, aborts, flushes and new weight versions."""
+"""Requests that most clients abandon at a random point, amid pauses, aborts, flushes and version changes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import httpx
 from tests.attack.target import Finding, Target, run_clients
 
 NUM_CLIENTS = 32
-LEAVING = 0.6  # the share of requests whose client leaves before it has its answer
-ANSWER_S = 60.0  # a request whose client stays has its answer by then
+LEAVING = 0.6  # share of requests whose client disconnects before it has its answer
+ANSWER_S = 60.0  # time in which a request has to be answered if its client stays
 MAX_TOKENS = 16
 WORDS = ("the", "river", "seven", "geese", "was", "crossed", "\N{SNOWMAN}", "of", "\n", "lighthouse", "42")
 MODES = (*("retract", "in_place") * 5, "abort", "wait")
 
 
 def run(target: Target, budget_s: float, rng: Random) -> list[Finding]:
-    """Ask, leave and control at random until the budget is spent; then everybody who stayed has an answer."""
+    """Send requests and disconnect at random until the budget is spent; clients that stay get answers."""
     return run_clients(_Storm(target, rng).run(time.monotonic() + budget_s))
 
 
@@ -31,7 +31,7 @@ class _Storm:
         self._target = target
         self._rng = rng
         self._findings: list[Finding] = []
-        self._rids: set[str] = set()  # of requests whose clients wait
+        self._rids: set[str] = set()  # of requests whose clients wait for the answer
 
     async def run(self, until: float) -> list[Finding]:
         async with self._target.client(timeout=ANSWER_S) as http:
@@ -40,7 +40,7 @@ class _Storm:
             asking = [self._repeat(http, self._ask, until) for _ in range(NUM_CLIENTS)]
             clients = asyncio.gather(*asking)
             await asyncio.gather(*controlling)
-            while not clients.done():  # what still runs is aborted, so that the end comes soon
+            while not clients.done():  # abort running requests, so that the storm ends soon
                 await self._post(http, "/continue_generation", {})
                 await self._post(http, "/abort_request", {"abort_all": True})
                 await asyncio.wait([clients], timeout=0.2)
@@ -48,12 +48,12 @@ class _Storm:
         return self._findings
 
     async def _repeat(self, http: httpx.AsyncClient, act: Any, until: float) -> None:
-        rng = Random(self._rng.random())  # of its own, so that the order of the others changes nothing
+        rng = Random(self._rng.random())  # one per task, so that the order of tasks does not change the draws
         while time.monotonic() < until:
             try:
                 await act(http, rng)
             except httpx.HTTPError as error:
-                seen = f"no answer: {error!r}; each request whose client stays gets one"
+                seen = f"no answer: {error!r}; each request whose client stays has to get one"
                 self._findings.append(Finding(what=act.__name__.strip("_"), seen=seen))
 
     # --- clients ---
@@ -123,7 +123,7 @@ class _Storm:
 
 
 def _request(rng: Random, model: str) -> tuple[str, dict[str, Any]]:
-    """A valid request: its path and its body."""
+    """Returns the path and the body of a random valid request."""
     count = rng.choice([1, 2, 5, 5, 5, 60, 60, 300])
     text = " ".join(rng.choices(WORDS, k=count))
     tokens, stream = rng.randint(1, MAX_TOKENS), rng.random() < 0.7

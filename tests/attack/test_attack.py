@@ -1,4 +1,4 @@
-"""The attack finds what is wrong with a server, nothing wrong with ours, and leaves other machines alone."""
+"""The attack reports faults of a broken server, none of this server, and attacks no other machine."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from tests.attack import mutations, runner, storms
 from tests.attack.__main__ import main
 from tests.attack.gauges import MIB, SPARE, Usage, listener
 from tests.attack.target import Finding, Target, is_documented_refusal, loopback_url
-from tests.attack.watch import Probe, Watch
+from tests.attack.watch import HealthProbe, Watch
 
 pytestmark = pytest.mark.alone
 
 USAGE = Usage(resident=500 * MIB, files=40, threads=16)
 
 
-def test_it_finds_nothing_wrong_with_our_server(capsys: pytest.CaptureFixture[str]) -> None:
-    # The other groups have tests of their own, with bounds that this one cannot keep beside other tests.
+def test_the_attack_finds_nothing_wrong_with_this_server(capsys: pytest.CaptureFixture[str]) -> None:
+    # The other groups have tests of their own, with bounds that cannot hold while other tests run.
     groups = ["--group", "mutations", "--group", "storms"]
-    found = main(
-        ["--seconds", "8", "--seed", "1", "--health-s", "2", *groups]
-    )  # other tests may run beside it
+    # The bound of 2 s allows for other tests that run at the same time.
+    found = main(["--seconds", "8", "--seed", "1", "--health-s", "2", *groups])
     assert found == 0, capsys.readouterr().out
 
 
@@ -41,7 +40,7 @@ def test_it_finds_nothing_wrong_with_our_server(capsys: pytest.CaptureFixture[st
         ("http://127.0.0.1", "http://127.0.0.1:30000"),
     ],
 )
-def test_an_address_of_this_machine_is_attacked(url: str, expected: str) -> None:
+def test_loopback_addresses_are_accepted(url: str, expected: str) -> None:
     assert loopback_url(url) == expected
 
 
@@ -57,7 +56,9 @@ def test_an_address_of_this_machine_is_attacked(url: str, expected: str) -> None
         ("ftp://127.0.0.1", "is not the URL of a server"),
     ],
 )
-def test_an_address_elsewhere_is_refused(url: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_addresses_of_other_machines_are_refused(
+    url: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ValueError, match=r"loopback|URL") as error:
         loopback_url(url)
     assert words in str(error.value)
@@ -65,7 +66,7 @@ def test_an_address_elsewhere_is_refused(url: str, words: str, capsys: pytest.Ca
     assert words in capsys.readouterr().err
 
 
-def test_a_name_with_one_address_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_with_one_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [(2, 1, 6, "", ("127.0.0.1", 80)), (2, 1, 6, "", ("192.0.2.1", 80))]
     monkeypatch.setattr("tests.attack.target.socket.getaddrinfo", lambda *_, **__: answers)
     with pytest.raises(ValueError, match=r"is 192\.0\.2\.1"):
@@ -92,11 +93,11 @@ def test_a_5xx_is_a_finding_unless_it_is_documented(
     assert target.tried["x"] == 2
 
 
-class Broken(BaseHTTPRequestHandler):
-    """Answers each body with 500 and needs long for ``/health``."""
+class BrokenHandler(BaseHTTPRequestHandler):
+    """Answers each POST with 500 and takes long for ``/health``."""
 
     def do_GET(self) -> None:
-        time.sleep(0.3)  # what is wrong with it
+        time.sleep(0.3)  # the fault
         self._answer(200)
 
     def do_POST(self) -> None:
@@ -114,7 +115,7 @@ class Broken(BaseHTTPRequestHandler):
 
 @contextmanager
 def broken() -> Iterator[Target]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Broken)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BrokenHandler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -144,7 +145,7 @@ def test_a_slow_health_is_found() -> None:
 
 
 def test_a_health_that_is_not_200_is_found() -> None:
-    found = runner.slow([Probe(0.01, 200), Probe(0.01, 503), Probe(0.01, 0)], 1.0)
+    found = runner.slow([HealthProbe(0.01, 200), HealthProbe(0.01, 503), HealthProbe(0.01, 0)], 1.0)
     assert [finding.seen for finding in found] == ["status [0, 503] (0: no answer); it has to be 200"]
 
 
@@ -172,7 +173,7 @@ def test_a_traceback_in_the_log_is_found() -> None:
     assert runner.tracebacks("WARNING all is well\n") == []
 
 
-def test_what_is_left_in_the_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_left_in_the_engine_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "rest", lambda target: {"req_to_token_pool_used": 1, "tree_cache_size": 0})
     at_rest = {"req_to_token_pool_used": 0, "tree_cache_size": 0}
     found = runner.left(Target(url="http://127.0.0.1:1", model="m"), at_rest)

@@ -1,4 +1,4 @@
-"""No single request may keep a server from answering ``/health``: the worst bodies against the real one."""
+"""Sends the worst bodies to the real server: none may keep it from answering ``/health``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.alone
 
 FAKE_SERVER = Path(__file__).resolve().parent.parent / "server" / "fake_server.py"
 LONGEST_S = 0.1
-TRIES = 3  # a stall of the server's own comes back, one of this machine's does not
-# The sizes of a real model: with the tiny one's, most bodies would be refused at the first look.
+TRIES = 3  # a stall of the server occurs in every try, a stall of the machine does not
+# The sizes of a real model: with those of the tiny model, most bodies would be refused by the first check.
 CONTEXT, VOCABULARY = 8192, 151_936
 
 
@@ -61,7 +61,7 @@ def sizes(url: str) -> ServerSizes:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_health_is_answered_while_a_body_is_worked_on(url: str, sizes: ServerSizes, name: str) -> None:
+def test_health_is_answered_while_the_server_works_on_a_body(url: str, sizes: ServerSizes, name: str) -> None:
     body = BODIES[name](sizes)
     assert len(body[1]) <= LIMIT
     longest = []

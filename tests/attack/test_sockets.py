@@ -1,4 +1,4 @@
-"""A thousand sockets that never finish what they began, against a server that may open 1,024 files."""
+"""A thousand sockets that never finish a request, against a server that may open 1,024 files."""
 
 from __future__ import annotations
 

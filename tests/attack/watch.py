@@ -1,4 +1,4 @@
-"""Asks for ``/health`` again and again, from a process that the load of an attack does not slow down."""
+"""Requests ``/health`` repeatedly, from a process of its own that an attack's load does not slow down."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """One question for ``/health``, on a connection of its own."""
+class HealthProbe:
+    """One request for ``/health``, on a connection of its own."""
 
-    seconds: float  # until its answer was read, or until it was given up
+    seconds: float  # until the answer was read, or the request failed
     status: int  # 0: there was no answer
 
 
 class Watch:
-    """Asks while the ``with`` block runs."""
+    """Probes ``/health`` while the ``with`` block runs."""
 
     def __init__(self, target: Target) -> None:
-        self.probes: list[Probe] = []
+        self.probes: list[HealthProbe] = []
         host, port = target.address
         command = [sys.executable, "-m", "tests.attack.watch", host, str(port)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -48,11 +48,11 @@ class Watch:
             for line in lines:
                 if line.endswith("\n"):
                     seconds, status = line.split()
-                    self.probes.append(Probe(float(seconds), int(status)))
+                    self.probes.append(HealthProbe(float(seconds), int(status)))
 
 
-def ask(host: str, port: int) -> Probe:
-    """One question."""
+def ask(host: str, port: int) -> HealthProbe:
+    """Request ``/health`` once."""
     began, status = time.monotonic(), 0
     connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     try:
@@ -64,7 +64,7 @@ def ask(host: str, port: int) -> Probe:
         pass
     finally:
         connection.close()
-    return Probe(time.monotonic() - began, status)
+    return HealthProbe(time.monotonic() - began, status)
 
 
 if __name__ == "__main__":
