@@ -25,7 +25,7 @@ class Backlog:
         for _ in range(ACCEPTED_AT_ONCE - 1):
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # none waits or it is gone; the event loop handles a lack of descriptors
+            except OSError:  # none waits, or its client is gone; the event loop handles a lack of descriptors
                 break
             task = self._loop.create_task(self._connect(connection))
             self._tasks.add(task)

@@ -129,7 +129,7 @@ class Connection(HttpToolsProtocol):
             self._connections.waiting[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Leave :class:`Connections`; the request that is being answered learns that its client is gone."""
+        """Leave :class:`Connections`, and mark the request that is being answered as disconnected."""
         self._release_bytes()
         self._connections.leave(self)
         self._mark_disconnected()
