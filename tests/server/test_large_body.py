@@ -19,6 +19,7 @@ from segue.api.openai.bodies import CHAT_NOT_YET, HARMLESS, ChatCompletionReques
 from segue.api.validation import Decoded, parse
 from segue.errors import ContextLengthError, InvalidRequestError, SegueError, UnsupportedFieldError
 from segue.frontend.sampling_options import MAX_ENTRIES, RequestLimits
+from segue.messages.weight_operations import OPERATIONS
 from segue.server import json_pieces, json_slices, large_body
 from segue.server.large_body import Bounds, Shape, chat, completion, control, decode, generate
 from segue.server.openai_routes import _parse_chat, _parse_completion

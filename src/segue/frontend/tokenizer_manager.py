@@ -252,8 +252,10 @@ class TokenizerManager:
         answer = await self._ask(lambda call: Flush(call, timeout_s), Flushed)
         return convert(answer, FlushResult, from_attributes=True)
 
-    async def ask_weights(self, request: WeightRequest) -> WeightAnswer:
-        """Send a request about the weights, and return the answer."""
+    async def ask_weights(
+        self, operation: WeightOperation, roots: list[str] | None = None, from_hub: bool = True
+    ) -> WeightAnswer:
+        """Have an operation on the weights performed; :class:`WeightCall` describes the arguments."""
         sent = time.monotonic()
         return await self._ask(lambda call: WeightCall(call, operation, sent, roots, from_hub), WeightAnswer)
 

@@ -65,7 +65,7 @@ def _are_finite_on_cuda(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[b
     """As `are_finite`, for non-empty CUDA tensors. It waits for the device at most twice."""
     from segue.kernels.triton import grouped_copy
 
-    by_kernel = [grouped_copy.is_searchable(tensor, dtype) for tensor in tensors]
+    by_kernel = [grouped_copy.can_check_finite(tensor, dtype) for tensor in tensors]
     searched = [tensor for tensor, supported in zip(tensors, by_kernel, strict=True) if supported]
     rest = [
         torch.stack(torch.aminmax(tensor)).to(dtype)

@@ -27,7 +27,7 @@ from segue.frontend.sampling_options import (
     check_num_entries,
     check_prompt_len,
 )
-from segue.messages.weight_update import Bucket
+from segue.messages.weight_operations import MAX_PAYLOADS, MAX_TENSORS, Bucket
 from segue.server import json_pieces
 from segue.server.json_slices import MisfitError, Range, TooManyItemsError, cut, groups
 

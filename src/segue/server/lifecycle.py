@@ -172,7 +172,9 @@ async def _wait_idle(runtime: Runtime, server: uvicorn.Server) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def make_server(app: FastAPI, config: EngineConfig, limits: ConnectionLimits | None = None) -> uvicorn.Server:
+def make_server(
+    app: Starlette, config: EngineConfig, limits: ConnectionLimits | None = None
+) -> uvicorn.Server:
     """Returns the HTTP server of an application; ``limits`` defaults to those of this process."""
     limits = limits or ConnectionLimits.of_this_process(config.max_body_mib)
     return _EngineServer(
