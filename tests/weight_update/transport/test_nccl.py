@@ -17,9 +17,10 @@ from torch import Tensor
 from segue.errors import WeightSyncError
 from segue.memory.nccl_buffers import GRANULARITY
 from segue.trainer import group as trainer_group
+from segue.weight_update.transport.base import ReceiveSpec, plan
 from segue.weight_update.transport.group import ANNOUNCED_KEY, REGISTERED_KEY, JoinedGroup, prefixed
 from segue.weight_update.transport.joining import Groups
-from segue.weight_update.transport.wires import CudaWire, ReceiveSpec, plan
+from segue.weight_update.transport.nccl import NcclReceive
 from tests.conftest import WaitUntil
 from tests.weight_update.transport.test_receiver import BUCKETS, NewGroup, assert_received, manifest
 
@@ -123,8 +124,8 @@ class Kept:
         return take
 
 
-def wire_of(group: Store, num_buckets: int = 2) -> CudaWire:
-    wire: Any = object.__new__(CudaWire)
+def wire_of(group: Store, num_buckets: int = 2) -> NcclReceive:
+    wire: Any = object.__new__(NcclReceive)
     wire._group = group
     wire._broadcasts = [ReceiveSpec(8, [], torch.empty(8), index, index + 1) for index in range(num_buckets)]
     wire._targets = [each.direct for each in wire._broadcasts]
@@ -132,11 +133,11 @@ def wire_of(group: Store, num_buckets: int = 2) -> CudaWire:
     wire._landed = wire._copied = [None] * 32
     wire._wire = wire._copies = Stream()
     wire._under_way, wire._is_asking, wire._registered = deque(), False, None
-    found: CudaWire = wire
+    found: NcclReceive = wire
     return found
 
 
-def in_thread(wire: CudaWire, session: Session) -> tuple[threading.Thread, list[BaseException]]:
+def in_thread(wire: NcclReceive, session: Session) -> tuple[threading.Thread, list[BaseException]]:
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -170,7 +171,7 @@ def joined(trainer: Any, groups: Groups, new_group: NewGroup, monkeypatch: pytes
 def test_all_tensors_arrive(trainer: Any, joined: JoinedGroup, flattened: bool) -> None:
     sink, session = Kept(), Session()
     broadcasts = plan(manifest("g", BUCKETS, flattened=flattened), sink, torch.device("cuda"))
-    thread, raised = in_thread(CudaWire(joined, broadcasts, sink), session)
+    thread, raised = in_thread(NcclReceive(joined, broadcasts, sink), session)
     trainer.send(joined.group, BUCKETS, flattened=flattened)
     thread.join(20)
     assert not raised
@@ -190,7 +191,7 @@ def test_tensors_arrive_as_their_buckets_are_announced(
     for _ in range(2):  # sessions
         sink, session = Kept(), Session()
         broadcasts = plan(manifest("g", BUCKETS, flattened=flattened), sink, torch.device("cuda"))
-        thread, raised = in_thread(CudaWire(joined, broadcasts, sink), session)
+        thread, raised = in_thread(NcclReceive(joined, broadcasts, sink), session)
         trainer.send(joined.group, BUCKETS, flattened=flattened)
         due: list[str] = []
         for bucket in BUCKETS:
@@ -298,7 +299,7 @@ def test_flattened_buckets_land_in_registered_buffers_that_the_group_keeps(
     for _ in range(2):
         sink, session = Kept(), Session()
         broadcasts = plan(manifest("g", BUCKETS, flattened=True), sink, torch.device("cuda"))
-        wire = CudaWire(joined, broadcasts, sink, registered=True)
+        wire = NcclReceive(joined, broadcasts, sink, registered=True)
         (buffers,) = registered
         assert {target.untyped_storage().data_ptr() for target in wire._targets} == {
             buffer.data_ptr() for buffer in buffers.buffers

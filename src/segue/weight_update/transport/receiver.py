@@ -16,9 +16,11 @@ from datetime import timedelta
 
 import torch
 
-from segue.messages.weight_operations import Manifest
+from segue.messages.weight_update import Manifest
+from segue.weight_update.transport.base import ReceiveSpec, Sink, plan
+from segue.weight_update.transport.gloo import GlooReceive
 from segue.weight_update.transport.group import FOREVER, JoinedGroup
-from segue.weight_update.transport.wires import CudaWire, HostWire, ReceiveSpec, Sink, plan
+from segue.weight_update.transport.nccl import NcclReceive
 
 _ABANDON_POLL_S = 0.02
 _LINK_POLL_S = 0.2
@@ -63,7 +65,7 @@ class Receiver:
         self._longest = FOREVER if longest_s is None else timedelta(seconds=longest_s)
         self._timeouts_s = (arm_timeout_s, timeout_s)
         self._changed = threading.Condition()
-        self._wire: HostWire | CudaWire | None = None
+        self._wire: GlooReceive | NcclReceive | None = None
         self._over = False
         self._has_entered = False
         self._has_begun = False  # something has landed
@@ -131,9 +133,9 @@ class Receiver:
             elif device.type == "cuda":
                 torch.cuda.set_device(device)
                 registered = self._manifest.flattened and self._group.registers
-                self._wire = CudaWire(self._group, broadcasts, self._sink, registered=registered)
+                self._wire = NcclReceive(self._group, broadcasts, self._sink, registered=registered)
             else:
-                self._wire = HostWire(self._group, broadcasts, self._sink, self._longest)
+                self._wire = GlooReceive(self._group, broadcasts, self._sink, self._longest)
             if self._wire is not None:
                 self._wire.receive(self)
             self._group.num_buckets += len(self._manifest.buckets)
