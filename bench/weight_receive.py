@@ -37,7 +37,7 @@ class Copy:
     def direct(self, name: str) -> torch.Tensor | None:
         return None
 
-    def take(self, name: str, tensor: torch.Tensor) -> None:
+    def store(self, name: str, tensor: torch.Tensor) -> None:
         data = tensor.reshape(-1).view(torch.uint8)
         self._kept[self._end : self._end + len(data)].copy_(data)
         self._end += len(data)

@@ -1,4 +1,4 @@
-"""GPU memory of another process, by the handles that SGLang's clients and ours send."""
+"""Payloads with handles to another process's GPU memory, made by SGLang's clients and by `encode`."""
 
 import multiprocessing
 import pickle
@@ -26,7 +26,7 @@ def values(device: str) -> list[tuple[str, torch.Tensor]]:
 
 
 class Beyond:
-    """A handle whose storage is said to be larger than its allocation."""
+    """A handle that claims a storage larger than its allocation."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -60,7 +60,7 @@ def sender(form: str, pipe: Connection) -> None:
 
 
 def exchange(form: str, look: Any) -> int:
-    """Let ``look`` see another process's payload; that one's allocated bytes afterwards."""
+    """Call ``look`` with another process's payload; returns the bytes it has allocated afterwards."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=sender, args=(form, theirs))
@@ -78,7 +78,7 @@ def exchange(form: str, look: Any) -> int:
 
 
 @pytest.mark.parametrize("form", ["ours", "theirs"])
-def test_tensors_of_another_process_arrive_and_are_given_back(form: str) -> None:
+def test_tensors_of_another_process_are_decoded_and_given_back(form: str) -> None:
     def look(payload: bytes) -> None:
         decoded = decode(payload, None, torch.device("cuda", 0))
         assert [name for name, _ in decoded] == [name for name, _ in values("cpu")]

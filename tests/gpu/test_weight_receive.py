@@ -37,7 +37,7 @@ def groups() -> Iterator[Groups]:
 
 
 class Kept:
-    """Keeps copies, in memory that is there before; tensors in `direct` land where they stay."""
+    """A sink that keeps copies, in memory allocated before; tensors in `direct` are received into it."""
 
     def __init__(self, buckets: list[Tensors], device: torch.device, direct: set[str]) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -51,7 +51,7 @@ class Kept:
     def direct(self, name: str) -> Tensor | None:
         return self._places[name] if name in self._direct else None
 
-    def take(self, name: str, tensor: Tensor) -> None:
+    def store(self, name: str, tensor: Tensor) -> None:
         place = self._places[name]
         if tensor.data_ptr() != place.data_ptr():
             place.copy_(tensor)
@@ -60,13 +60,13 @@ class Kept:
     def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Callable[[], None]:
         def take() -> None:
             for name, tensor in tensors:
-                self.take(name, tensor)
+                self.store(name, tensor)
 
         return take
 
 
 def join(trainer: Any, groups: Groups, group: Group, *, eager: bool, device: int = 0) -> JoinedGroup:
-    """Join while the trainer hosts; an eager one answers only when the first broadcast is entered."""
+    """Join while the trainer hosts; an eager trainer answers only once the first receive is posted."""
     trainer.begin(
         "host",
         port=group.master_port,
@@ -85,7 +85,7 @@ def join(trainer: Any, groups: Groups, group: Group, *, eager: bool, device: int
 
 def open_session(joined: JoinedGroup, buckets: list[Tensors], direct: set[str], flattened: bool) -> Session:
     session = Session(joined, buckets, Kept(buckets, joined.device, direct), flattened=flattened)
-    assert session.entered.wait(30)
+    assert session.ready.wait(30)
     return session
 
 
@@ -116,7 +116,7 @@ def test_all_tensors_arrive(
 
 
 @two_gpus
-def test_nothing_is_allocated_while_a_receive_is_open(
+def test_nothing_is_allocated_while_a_receive_is_posted(
     new_trainer: Any, groups: Groups, new_group: NewGroup
 ) -> None:
     group, trainer = new_group(backend="nccl"), new_trainer()
@@ -133,13 +133,13 @@ def test_nothing_is_allocated_while_a_receive_is_open(
         assert after["allocation.all.allocated"] == before["allocation.all.allocated"]
         counts.append(after["num_device_alloc"])
         del session
-        gc.collect()  # its callbacks know it
-    assert counts[0] == counts[1]  # the second session's receive buffers are the first one's
+        gc.collect()  # the session and its callbacks refer to each other
+    assert counts[0] == counts[1]  # the second session reuses the memory of the first one's receive buffers
 
 
 @two_gpus
 @pytest.mark.parametrize("flattened", [False, True])
-def test_a_killed_trainer_is_missed_and_the_next_one_met(
+def test_a_killed_trainer_ends_the_session_and_another_one_is_joined(
     new_trainer: Any, groups: Groups, new_group: NewGroup, flattened: bool
 ) -> None:
     group, first = new_group(backend="nccl"), new_trainer()
@@ -147,7 +147,7 @@ def test_a_killed_trainer_is_missed_and_the_next_one_met(
     make(first, LARGE[:2], flattened=flattened)
     session = open_session(joined, LARGE, set(), flattened)
     first.begin("send", name=group.name)
-    assert "error" not in first.answer()  # two of eight: the third is waited for
+    assert "error" not in first.answer()  # two of eight buckets are sent: the receive waits for the third
     killed = time.monotonic()
     first.kill()
     error = session.end(10)
@@ -167,11 +167,13 @@ def test_a_killed_trainer_is_missed_and_the_next_one_met(
 
 
 @two_gpus
-def test_an_armed_session_is_cancelled(new_trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+def test_a_session_with_a_posted_receive_is_cancelled(
+    new_trainer: Any, groups: Groups, new_group: NewGroup
+) -> None:
     group, trainer = new_group(backend="nccl"), new_trainer()
     joined = join(trainer, groups, group, eager=True)
     session = open_session(joined, BUCKETS, set(), True)
-    assert trainer.answer() == {}  # the communicator is built, so there is a kernel to abort
+    assert trainer.answer() == {}  # the communicator is built, so a kernel is running that must be aborted
     began = time.monotonic()
     session.receiver.cancel("no longer wanted")
     assert time.monotonic() - began < 0.5
@@ -179,7 +181,7 @@ def test_an_armed_session_is_cancelled(new_trainer: Any, groups: Groups, new_gro
     assert not joined.alive
 
 
-def test_a_trainer_on_the_same_gpu_is_told_what_to_do(
+def test_a_trainer_on_the_same_gpu_is_an_error_with_a_remedy(
     new_trainer: Any, groups: Groups, new_group: NewGroup
 ) -> None:
     group, trainer = new_group(backend="nccl"), new_trainer()

@@ -1,4 +1,4 @@
-"""Weights sent to a server on CUDA over NCCL, by the trainer's side of this library."""
+"""Weights sent by `WeightSender` to a server on CUDA over NCCL."""
 
 import copy
 import itertools
@@ -28,7 +28,7 @@ SAVE: dict[str, Any] = {
 
 
 def replies(url: str) -> list[Any]:
-    """Greedy tokens and their logprobs, one prompt after the other."""
+    """Returns greedy tokens and their logprobs, per prompt."""
     found = []
     for seed in range(4):
         body = {"input_ids": making.prompt(9 + seed, seed=seed), "sampling_params": greedy(16)}
@@ -42,7 +42,7 @@ def total(url: str) -> int:
 
 
 def checkpoint(kind: str, path: Path, factor: float) -> Any:
-    """The model that is saved there."""
+    """Save a model with all parameters times ``factor`` to ``path``, and return it."""
     model = SAVE[kind](path)
     for parameter in model.parameters():
         parameter.mul_(factor)
@@ -51,7 +51,7 @@ def checkpoint(kind: str, path: Path, factor: float) -> Any:
 
 
 @pytest.mark.parametrize("kind", SAVE)
-def test_a_server_becomes_one_that_was_started_with_the_new_weights(kind: str, tmp_path: Path) -> None:
+def test_an_updated_server_answers_like_one_started_with_the_new_weights(kind: str, tmp_path: Path) -> None:
     old, new = (checkpoint(kind, tmp_path / name, factor) for name, factor in (("old", 1.0), ("new", 1.25)))
     with serve("--model", str(tmp_path / "new"), *OPTIONS) as fresh:
         expected, checksum = replies(fresh.url), total(fresh.url)

@@ -1,4 +1,4 @@
-"""Staging on the device and in pinned memory, and commits from there; what arrives comes over gloo."""
+"""Staging on the device and in pinned memory, and commits from there; tensors are received over gloo."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def assert_committed(rank: Rank, path: Path, places: list[int]) -> None:
-    """On the device are the weights of `path`, where the old ones were."""
+    """Check that the device has the weights of `path`, at the addresses of the old ones."""
     _, fresh = tiny.load(path, tp=rank.served.tp, dtype=torch.bfloat16)
     arena = rank.served.arena
     assert [arena.view(name).data_ptr() for name in arena.table] == places
@@ -40,7 +40,7 @@ def assert_committed(rank: Rank, path: Path, places: list[int]) -> None:
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen3-moe"])
 @pytest.mark.parametrize("tp", [TPInfo(), TPInfo(1, 2)], ids=str)
 @pytest.mark.parametrize("case", PLACES)
-def test_weights_of_any_dtype_become_live(kind: str, tp: TPInfo, case: str, tmp_path: Path) -> None:
+def test_weights_of_any_dtype_are_committed(kind: str, tp: TPInfo, case: str, tmp_path: Path) -> None:
     old, before = checkpoint(kind, tmp_path / "old", 0)
     new, state = checkpoint(kind, tmp_path / "new", 1)
     state = {name: value.bfloat16() if "v_proj" in name else value for name, value in state.items()}
@@ -57,7 +57,7 @@ def test_weights_of_any_dtype_become_live(kind: str, tp: TPInfo, case: str, tmp_
             assert_committed(rank, path, places)
 
 
-def test_device_memory_that_is_missing_is_told_and_the_hosts_is_taken(tmp_path: Path) -> None:
+def test_missing_device_memory_is_reported_and_host_memory_is_used(tmp_path: Path) -> None:
     old, state = checkpoint("qwen3", tmp_path / "old", 0)
     with rank_of(old, device=DEVICE, headroom=1 << 60) as rank:
         trainer = Trainer([rank])
@@ -70,15 +70,15 @@ def test_device_memory_that_is_missing_is_told_and_the_hosts_is_taken(tmp_path: 
         del trainer
 
 
-def test_landing_buffers_that_do_not_fit_are_told() -> None:
+def test_receive_buffers_that_do_not_fit_are_refused() -> None:
     specs = [TensorSpec(name="w", shape=(8,), dtype=torch.bfloat16)]
     staging = StagingMemory(torch.device(DEVICE), specs)
-    staging.check_landing(1 << 20)
-    with pytest.raises(OutOfMemoryError, match="missing for two receive_buffer buffers"):
-        staging.check_landing(1 << 50)
+    staging.check_receive_buffers(1 << 20)
+    with pytest.raises(OutOfMemoryError, match="missing for two receive buffers"):
+        staging.check_receive_buffers(1 << 50)
 
 
-def test_values_that_are_not_finite_are_named_wherever_they_are_staged(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_reported_wherever_they_are_staged(tmp_path: Path) -> None:
     old, state = checkpoint("qwen3", tmp_path / "old", 0)
     state[NORM][3] = float("nan")
     for options in PLACES.values():
@@ -89,7 +89,7 @@ def test_values_that_are_not_finite_are_named_wherever_they_are_staged(tmp_path:
 
 @pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize("tp", [TPInfo(), TPInfo(1, 2)], ids=str)
-def test_tensors_on_the_device_are_taken(
+def test_tensors_on_the_device_are_committed(
     copy: bool, tp: TPInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def decode(payload: bytes, *_: object, **__: object) -> list[tuple[str, Tensor]]:

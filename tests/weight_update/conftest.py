@@ -1,4 +1,4 @@
-"""Trainers as processes of their own, and what a rank needs to meet them."""
+"""Trainers as processes of their own, and fixtures to join their groups."""
 
 import json
 import os
@@ -68,7 +68,7 @@ class Trainer:
         return joined
 
     def kill(self) -> None:
-        """End the process, and return when it has left its ports."""
+        """Kill the process, and return once it has ended and its ports are free."""
         os.kill(self.pid, signal.SIGKILL)
         deadline = time.monotonic() + DEADLINE_S
         with suppress(ProcessLookupError):
@@ -84,7 +84,7 @@ class Trainer:
 
 @pytest.fixture(scope="session")
 def trainer_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where trainers are to be had."""
+    """The socket at which trainers can be started."""
     address = str(tmp_path_factory.mktemp("trainer") / "socket")
     process = subprocess.Popen([sys.executable, str(TRAINER), address], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -122,7 +122,7 @@ def groups() -> Iterator[Groups]:
 
 @pytest.fixture
 def new_group() -> Callable[..., Group]:
-    """A group of one trainer and one rank, at a port nobody uses."""
+    """A group of one trainer and one rank, at a free port."""
 
     def new(name: str = "weights", **others: Any) -> Group:
         with socket.socket() as probe:
@@ -143,7 +143,7 @@ def new_group() -> Callable[..., Group]:
 
 @pytest.fixture
 def num_threads() -> Callable[[], int]:
-    """Threads of this process, C++'s included."""
+    """Counts the threads of this process, including those of C++."""
     return lambda: len(os.listdir("/proc/self/task"))
 
 

@@ -19,14 +19,14 @@ def by_hand(raw: bytes) -> int:
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1000, 8 * (1 << 15) + 3])
-def test_it_is_that_of_the_bytes(size: int) -> None:
+def test_the_checksum_is_that_of_the_bytes(size: int) -> None:
     torch.manual_seed(size)
     raw = torch.randint(0, 256, (size,), dtype=torch.uint8)
     assert checksum(raw) == by_hand(raw.numpy().tobytes())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_it_does_not_depend_on_where_and_how_a_tensor_lies(dtype: torch.dtype) -> None:
+def test_the_checksum_does_not_depend_on_offset_and_strides(dtype: torch.dtype) -> None:
     values = torch.randn(7, 9).to(dtype)
     shifted = torch.empty(1 + 63, dtype=dtype)[1:].view(7, 9).copy_(values)
     turned = torch.empty(9, 7, dtype=dtype).t().copy_(values)
@@ -38,7 +38,7 @@ def test_it_does_not_depend_on_where_and_how_a_tensor_lies(dtype: torch.dtype) -
     )
 
 
-def test_it_sees_a_bit_and_a_swap_and_takes_a_scalar() -> None:
+def test_the_checksum_changes_with_a_sign_bit_and_with_a_swap() -> None:
     values = torch.arange(100, dtype=torch.float32)
     before = checksum(values)
     values[5], values[6] = 6.0, 5.0

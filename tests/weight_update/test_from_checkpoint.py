@@ -32,7 +32,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen3-moe"])
 @pytest.mark.parametrize("tp", [TPInfo(), TPInfo(1, 2)], ids=str)
-def test_a_checkpoint_becomes_live(kind: str, tp: TPInfo, tmp_path: Path) -> None:
+def test_a_checkpoint_is_served_after_a_commit(kind: str, tp: TPInfo, tmp_path: Path) -> None:
     new, _ = checkpoint(kind, tmp_path / "new", 1)
     with rank_of(checkpoint(kind, tmp_path / "old", 0)[0], tp) as rank:
         before = rank.served.arena.checksum()
@@ -43,7 +43,7 @@ def test_a_checkpoint_becomes_live(kind: str, tp: TPInfo, tmp_path: Path) -> Non
         assert_same(rank, new)
 
 
-def test_made_up_weights_are_those_of_a_start_with_them(rank: Rank, tmp_path: Path) -> None:
+def test_dummy_weights_are_those_of_a_start_with_dummy_weights(rank: Rank, tmp_path: Path) -> None:
     rank.do(Load, session=1, model_path=str(tmp_path / "old"), load_format="dummy")
     rank.do(Commit, session=1)
     _, fresh = tiny.load(tmp_path / "old", load_format="dummy", dtype=torch.bfloat16)
@@ -87,7 +87,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_old_weights(case: str, rank: 
     assert_same(rank, tmp_path / "old")
 
 
-def test_reading_ends_when_it_is_discarded(
+def test_reading_ends_when_the_session_is_discarded(
     rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
@@ -109,7 +109,7 @@ def test_reading_ends_when_it_is_discarded(
     assert rank.reply(discard).errors == []
 
 
-def test_what_a_config_says_of_the_dtype_does_not_matter(rank: Rank, tmp_path: Path) -> None:
+def test_the_dtype_of_a_config_does_not_matter(rank: Rank, tmp_path: Path) -> None:
     (tmp_path / "half").mkdir()
     half = tiny.save(tiny.make("llama-tied").to(torch.float16), tmp_path / "half")
     rank.do(Load, session=1, model_path=str(half), load_format="safetensors")
@@ -118,7 +118,7 @@ def test_what_a_config_says_of_the_dtype_does_not_matter(rank: Rank, tmp_path: P
 
 
 def refused(rank: Rank, path: object, **options: object) -> str:
-    """What is said of a checkpoint that cannot be read; an update behind it works."""
+    """Returns the error of a checkpoint that cannot be read, and discards its session."""
     session = rank.calls + 1
     (error,) = rank.ask(Load, session=session, model_path=str(path), load_format=None, **options).errors
     rank.do(Discard, session=session)
@@ -128,7 +128,7 @@ def refused(rank: Rank, path: object, **options: object) -> str:
 
 @pytest.fixture
 def odd_files(tmp_path: Path) -> Iterator[dict[str, Path]]:
-    """Paths that are there, and are no files that could be read to their end."""
+    """Paths that exist, and are no regular files."""
     pipe, listener = tmp_path / "pipe", socket.socket(socket.AF_UNIX)
     os.mkfifo(pipe)
     listener.bind(str(tmp_path / "socket"))
@@ -144,7 +144,7 @@ def odd_files(tmp_path: Path) -> Iterator[dict[str, Path]]:
         "a file of the kernel": Path("/proc/self/pagemap"),
         "another": Path("/proc/self/status"),
         "a device": Path("/dev/zero"),
-        "a link to one": tmp_path / "link",
+        "a link to a device": tmp_path / "link",
         "a link to itself": tmp_path / "links",
         "a pipe": pipe,
         "a socket": tmp_path / "socket",
@@ -154,7 +154,7 @@ def odd_files(tmp_path: Path) -> Iterator[dict[str, Path]]:
     listener.close()
 
 
-def test_what_is_no_regular_model_file_is_refused_at_once(
+def test_paths_that_are_no_regular_files_are_refused_at_once(
     rank: Rank, odd_files: dict[str, Path], tmp_path: Path
 ) -> None:
     for path in odd_files.values():
@@ -169,22 +169,22 @@ def test_what_is_no_regular_model_file_is_refused_at_once(
 
 
 @pytest.mark.parametrize("path", ["/a" * 3000, "a" * 300, "a\0b", "\udc00\ud800"])
-def test_paths_that_no_file_system_has_are_named_in_short(path: str, rank: Rank) -> None:
+def test_impossible_paths_are_shortened_in_the_error(path: str, rank: Rank) -> None:
     error = refused(rank, path)
     assert "too long" in error or "character that no path may have" in error
     assert len(error) < 300
 
 
-def test_a_file_name_that_is_no_text_is_told_all_the_same(rank: Rank, tmp_path: Path) -> None:
+def test_a_file_name_that_is_no_valid_text_can_be_sent_in_an_error(rank: Rank, tmp_path: Path) -> None:
     for name in (b"one\x80.gguf", b"other.gguf"):
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(b"GGUF")
     error = refused(rank, tmp_path)
     assert "one\\udc80.gguf, other.gguf" in error
-    msgspec.msgpack.encode(error)  # else there would be no answer
+    msgspec.msgpack.encode(error)  # does not raise: the reply can be sent
 
 
 def read_of(path: Path) -> int:
-    """How far this process has read a file that it has open."""
+    """Returns the position up to which this process has read its open file ``path``."""
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if descriptor.readlink() == path:
@@ -196,7 +196,7 @@ def test_reading_ends_within_a_second_of_a_discard(rank: Rank, tmp_path: Path, w
     endless = tmp_path / "endless.gguf"
     with endless.open("wb") as file:
         file.write(b"GGUF")
-        file.truncate(1 << 40)  # no disk has so much; it takes half an hour to look through
+        file.truncate(1 << 40)  # sparse; reading it through takes half an hour
     load = rank.send(Load, session=1, model_path=str(endless), load_format=None)
     wait_until(lambda: read_of(endless) > 4 << 20, what="a reader in the middle of the file")
     discard = rank.send(Discard, session=1)
@@ -210,7 +210,7 @@ def test_reading_ends_within_a_second_of_a_discard(rank: Rank, tmp_path: Path, w
     assert_same(rank, new)
 
 
-def test_an_update_does_not_wait_for_ever_for_the_one_before(
+def test_an_update_waits_for_the_previous_ones_memory_for_a_limited_time(
     rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
@@ -239,9 +239,7 @@ def test_an_update_does_not_wait_for_ever_for_the_one_before(
     assert_same(rank, new)
 
 
-def test_models_outside_of_the_roots_are_not_told_from_those_that_do_not_exist(
-    rank: Rank, tmp_path: Path
-) -> None:
+def test_models_outside_of_the_roots_give_the_error_of_missing_ones(rank: Rank, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
     outside, _ = checkpoint("llama-tied", tmp_path / "outside", 1)
@@ -289,13 +287,13 @@ def test_a_converted_model_within_the_roots_is_read_through_the_cache(tmp_path: 
         assert "not within" in refused(rank, directory, roots=roots, from_hub=False)
 
 
-def test_hub_ids_are_not_fetched_unless_they_may_be(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids_are_fetched_only_if_that_is_allowed(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "fetch", lambda *arguments, **options: pytest.fail("it was fetched"))
     for roots in (None, ["/models"]):
         assert "--weights-from-hub" in refused(rank, "owner/name", roots=roots, from_hub=False)
 
 
-def test_a_download_ends_when_it_is_discarded(
+def test_a_download_ends_when_the_session_is_discarded(
     rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = tmp_path / "pid"
@@ -311,6 +309,6 @@ def test_a_download_ends_when_it_is_discarded(
     assert not Path(f"/proc/{mark.read_text()}").exists()
 
 
-def test_a_download_that_fails_says_why(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_reports_the_cause(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_CHILD", "raise ValueError('no such repository')")
     assert "(ValueError: no such repository)" in refused(rank, "owner/name")

@@ -18,7 +18,7 @@ from tests.weight_update.updating import Rank, State, rank_of
 SIZES = {"llama-tied": 2, "qwen3": 4, "qwen3-moe": 8}
 
 
-def look(ranks: list[Rank], request: GetWeights | CheckWeights) -> Any:
+def inspect_ranks(ranks: list[Rank], request: GetWeights | CheckWeights) -> Any:
     found = merge(request, [rank.do(Inspect, request=request) for rank in ranks])
     found.pop("ranks", None)
     return found.get("values", found)
@@ -26,7 +26,7 @@ def look(ranks: list[Rank], request: GetWeights | CheckWeights) -> Any:
 
 @pytest.fixture(params=[(kind, size) for kind, most in SIZES.items() for size in (1, most)], ids=str)
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[list[Rank], State]]:
-    """All ranks of an engine, more than KV heads in some, and its weights."""
+    """All ranks of an engine, in some cases more than its KV heads, and its weights."""
     kind, size = request.param
     path, state = checkpoint(kind, tmp_path / "old", 0)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def test_tensors_are_found_by_their_checkpoint_names(engine: tuple[list[Rank], S
         if tensor.dim() < 3:
             expected = tensor.to(torch.bfloat16).float()
             for size in (0, 3, 10**6):
-                values = look(ranks, GetWeights(name=name, truncate_size=size))
+                values = inspect_ranks(ranks, GetWeights(name=name, truncate_size=size))
                 assert torch.equal(torch.tensor(values).reshape(expected[:size].shape), expected[:size]), name
 
 
@@ -53,10 +53,10 @@ def test_checksums_do_not_depend_on_the_number_of_ranks(
     engine: tuple[list[Rank], State], tmp_path: Path
 ) -> None:
     ranks, _ = engine
-    found = look(ranks, CheckWeights(action="checksum"))
+    found = inspect_ranks(ranks, CheckWeights(action="checksum"))
     assert found["checksums"].keys() == set(ranks[0].served.table.names)
     with rank_of(tmp_path / "old") as alone:
-        assert look([alone], CheckWeights(action="checksum")) == found
+        assert inspect_ranks([alone], CheckWeights(action="checksum")) == found
 
 
 def change(rank: Rank, name: str, tensor: torch.Tensor) -> None:
@@ -70,19 +70,21 @@ def test_one_changed_value_is_seen_in_checksum_and_comparison(name: str, tmp_pat
     with rank_of(path) as rank:
         (error,) = rank.ask(Inspect, request=CheckWeights(action="compare")).errors
         assert "no snapshot" in error
-        before = look([rank], CheckWeights(action="checksum"))
-        assert look([rank], CheckWeights(action="snapshot")) == {"num_bytes": rank.served.arena.num_bytes}
-        assert look([rank], CheckWeights(action="compare")) == {"differ": []}
+        before = inspect_ranks([rank], CheckWeights(action="checksum"))
+        assert inspect_ranks([rank], CheckWeights(action="snapshot")) == {
+            "num_bytes": rank.served.arena.num_bytes
+        }
+        assert inspect_ranks([rank], CheckWeights(action="compare")) == {"differ": []}
         tensor = state[name].clone()
         tensor.view(-1)[5] += 1
         change(rank, name, tensor)
-        after = look([rank], CheckWeights(action="checksum"))
+        after = inspect_ranks([rank], CheckWeights(action="checksum"))
         differ = [key for key, value in after["checksums"].items() if value != before["checksums"][key]]
         assert differ == [name] and after["total"] != before["total"]
-        assert look([rank], CheckWeights(action="compare")) == {"differ": [name]}
+        assert inspect_ranks([rank], CheckWeights(action="compare")) == {"differ": [name]}
         change(rank, name, state[name])
-        assert look([rank], CheckWeights(action="checksum")) == before
-        assert look([rank], CheckWeights(action="compare")) == {"differ": []}
+        assert inspect_ranks([rank], CheckWeights(action="checksum")) == before
+        assert inspect_ranks([rank], CheckWeights(action="compare")) == {"differ": []}
 
 
 def test_swapped_rows_columns_and_tensors_have_other_checksums(tmp_path: Path) -> None:
@@ -91,7 +93,7 @@ def test_swapped_rows_columns_and_tensors_have_other_checksums(tmp_path: Path) -
     weight = state[gate]
     rows, columns = (weight.index_select(dim, torch.arange(weight.shape[dim]).flip(0)) for dim in (0, 1))
     with rank_of(path) as rank:
-        totals = [look([rank], CheckWeights(action="checksum"))["total"]]
+        totals = [inspect_ranks([rank], CheckWeights(action="checksum"))["total"]]
         for payload in ({gate: rows}, {gate: columns}, {gate: state[up], up: state[gate]}):
             rank.do(
                 Take,
@@ -101,7 +103,7 @@ def test_swapped_rows_columns_and_tensors_have_other_checksums(tmp_path: Path) -
                 copy=False,
             )
             rank.do(Commit, session=1)
-            totals.append(look([rank], CheckWeights(action="checksum"))["total"])
+            totals.append(inspect_ranks([rank], CheckWeights(action="checksum"))["total"])
     assert len(set(totals)) == 4
 
 
@@ -116,7 +118,7 @@ def test_swapped_rows_columns_and_tensors_have_other_checksums(tmp_path: Path) -
         ),
     ],
 )
-def test_what_cannot_be_looked_at_is_told(request_: GetWeights, said: str, tmp_path: Path) -> None:
+def test_invalid_requests_are_refused(request_: GetWeights, said: str, tmp_path: Path) -> None:
     with rank_of(checkpoint("qwen3-moe", tmp_path / "old", 0)[0]) as rank:
         (error,) = rank.ask(Inspect, request=request_).errors
         assert said in error
@@ -127,21 +129,22 @@ def test_an_answer_has_a_limited_number_of_values(tmp_path: Path, monkeypatch: p
     with rank_of(checkpoint("llama-tied", tmp_path / "old", 0)[0]) as rank:
         rows, columns = rank.served.table.shapes[name]
         assert rows > 110
-        monkeypatch.setattr(inspect, "_MOST", 110 * columns)
-        assert len(look([rank], GetWeights(name=name, truncate_size=110))) == 110
+        monkeypatch.setattr(inspect, "_MAX_VALUES", 110 * columns)
+        assert len(inspect_ranks([rank], GetWeights(name=name, truncate_size=110))) == 110
         (error,) = rank.ask(Inspect, request=GetWeights(name=name, truncate_size=111)).errors
         assert "truncate_size is 111" in error and f"{110 * columns} values; ask for 110 at most" in error
-        monkeypatch.setattr(inspect, "_MOST", 1)
-        assert len(look([rank], GetWeights(name=name))) == 100
+        monkeypatch.setattr(inspect, "_MAX_VALUES", 1)
+        assert len(inspect_ranks([rank], GetWeights(name=name))) == 100
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     with rank_of(checkpoint("llama-tied", tmp_path / "old", 0)[0]) as rank:
         head, embed = (
-            look([rank], GetWeights(name=name)) for name in ("lm_head.weight", "model.embed_tokens.weight")
+            inspect_ranks([rank], GetWeights(name=name))
+            for name in ("lm_head.weight", "model.embed_tokens.weight")
         )
         assert head == embed and len(head) == min(100, rank.served.config.vocab_size)
 
 
-def test_kinds_are_those_there_are() -> None:
+def test_the_kinds_tested_here_exist() -> None:
     assert SIZES.keys() <= tiny.MODELS.keys()

@@ -35,7 +35,7 @@ def table_of(kind: str, tp: TPInfo | None = None) -> WeightMap:
 
 
 def problems(kind: str, change: Callable[[Columns], object], **options: Any) -> str:
-    """What is said of a manifest of everything in one bucket that `change` has been at."""
+    """Returns the problems of a manifest with all tensors in one bucket, after `change` was applied to it."""
     (bucket,) = manifest_of(state_of(kind), num_buckets=1).buckets
     columns = (list(bucket.names), list(bucket.dtypes), [list(shape) for shape in bucket.shapes])
     change(columns)
@@ -75,7 +75,7 @@ def test_a_whole_state_dict_is_accepted(kind: str, tp: TPInfo) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen3", "qwen3-moe"])
-def test_every_name_that_is_missing_is_named(kind: str) -> None:
+def test_every_missing_name_is_reported(kind: str) -> None:
     table = table_of(kind)
     for name in state_of(kind):
         if name in table.aliases:
@@ -88,13 +88,13 @@ def test_every_name_that_is_missing_is_named(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen3", "qwen3-moe"])
-def test_every_name_with_a_wrong_shape_or_dtype_is_named(kind: str) -> None:
+def test_every_name_with_a_wrong_shape_or_dtype_is_reported(kind: str) -> None:
     for name, tensor in state_of(kind).items():
         shape = [*tensor.shape[:-1], tensor.shape[-1] + 1]
         assert problems(kind, put(2, name, shape)).startswith(f"{name!r} has shape {shape}; this model's")
         assert problems(kind, put(1, name, "int64")).startswith(f"{name!r} has dtype int64")
-        assert problems(kind, put(1, name, "float12")).startswith(f"{name!r} has dtype 'float12'; known")
-        assert problems(kind, add(name, list(tensor.shape))) == f"{name!r} is there more than once"
+        assert problems(kind, put(1, name, "float12")).startswith(f"{name!r} has dtype 'float12'; use one of")
+        assert problems(kind, add(name, list(tensor.shape))) == f"{name!r} is in the manifest more than once"
 
 
 @pytest.mark.parametrize(
@@ -104,27 +104,29 @@ def test_every_name_with_a_wrong_shape_or_dtype_is_named(kind: str) -> None:
         (lambda columns: columns[1].pop(), "names, 11 dtypes and"),
         (
             put(2, "model.norm.weight", [-64]),
-            "'model.norm.weight' has shape [-64]; a size cannot be negative",
+            "'model.norm.weight' has shape [-64]; sizes must be 0 or more",
         ),
     ],
 )
-def test_what_is_wrong_is_told(change: Callable[[Columns], object], said: str) -> None:
+def test_invalid_manifests_are_reported(change: Callable[[Columns], object], said: str) -> None:
     assert said.replace("11", str(len(state_of("llama")) - 1)) in problems("llama", change)
 
 
-def test_experts_may_come_one_by_one_and_stacked_but_not_both() -> None:
+def test_experts_may_be_sent_one_by_one_or_stacked_but_not_both() -> None:
     table = table_of("qwen3-moe")
     stacked = next(name for name in table.stacked if name.endswith("gate_up_proj"))
     single = table.stacked[stacked][0]
     names = {name: torch.empty(table.shapes[name], device="meta") for name in table.names}
     assert check(manifest_of(names), table) == []
     both = {**names, stacked: torch.empty(table.shapes[stacked], device="meta")}
-    assert check(manifest_of(both), table) == [f"{stacked!r} brings {single!r}, which {single!r} brings too"]
+    assert check(manifest_of(both), table) == [
+        f"{stacked!r} sends {single!r} a second time, after {single!r}: send it once"
+    ]
 
 
-def test_a_checksum_of_nothing_is_named() -> None:
+def test_a_checksum_without_a_tensor_is_reported() -> None:
     said = problems("llama", lambda _: None, checksums={"model.norm.weight": 1, "other": 2})
-    assert said == "'other' has a checksum and is in no bucket"
+    assert said == "'other' has a checksum but is in no bucket"
 
 
 @pytest.mark.parametrize("buckets", [[], [Bucket(names=[], dtypes=[], shapes=[])]])
@@ -132,13 +134,13 @@ def test_no_buckets_and_empty_ones_are_legal(buckets: list[Bucket]) -> None:
     assert check(Manifest(group_name="g", buckets=buckets, partial=True), table_of("llama")) == []
 
 
-def test_of_many_problems_the_first_are_told() -> None:
+def test_only_the_first_of_many_problems_are_listed() -> None:
     manifest = Manifest(group_name="g", buckets=[])
     said = check(manifest, table_of("qwen3-moe"))
     assert len(said) == 21 and said[-1] == f"and {len(table_of('qwen3-moe').names) - 20} more"
 
 
-def test_what_is_dropped_need_not_be_known_but_can_be_received() -> None:
+def test_a_discarded_manifest_may_have_unknown_names_but_no_unknown_dtypes() -> None:
     assert problems("llama", add("model.nothing", [2]), discard=True) == ""
     assert "'float12'" in problems("llama", add("model.nothing", [2], "float12"), discard=True)
 
@@ -156,11 +158,11 @@ def test_what_is_dropped_need_not_be_known_but_can_be_received() -> None:
         ("", None),
     ],
 )
-def test_dtypes_go_by_many_names(text: str, name: str | None) -> None:
+def test_dtypes_have_many_names(text: str, name: str | None) -> None:
     assert dtype_name(text) == name
 
 
-def test_a_normalised_manifest_has_torchs_names_and_a_bucket_knows_its_bytes() -> None:
+def test_a_normalised_manifest_has_torchs_dtype_names() -> None:
     bucket = Bucket(names=["a", "b", "c"], dtypes=["bf16", "torch.float32", "half"], shapes=[[2, 3], [], [0]])
     manifest = normalised(Manifest(group_name="g", buckets=[bucket], partial=True))
     assert manifest.buckets[0] == structs.replace(bucket, dtypes=["bfloat16", "float32", "float16"])

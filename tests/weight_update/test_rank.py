@@ -1,4 +1,4 @@
-"""Weights received over gloo, staged and committed, or not: what the arena holds then."""
+"""The arena's contents after weights were received over gloo, staged, and committed or discarded."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def checkpoint(kind: str, directory: Path, seed: int) -> tuple[Path, State]:
-    """A checkpoint and its state dict, in float32; every value is another one with another seed."""
+    """Returns a checkpoint and its state dict, in float32; another seed changes every value."""
     model = tiny.make(kind)
     torch.manual_seed(seed)
     for parameter in model.parameters():
@@ -41,12 +41,12 @@ def checkpoint(kind: str, directory: Path, seed: int) -> tuple[Path, State]:
 
 
 def derived(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """What the steps use of the weights, behind whatever was made of them."""
+    """Yields what is derived from the weights, as the steps use it."""
     for name, module in model.named_modules():
-        if (product := getattr(module, "packed", None)) is not None:
+        if (gemm := getattr(module, "packed", None)) is not None:
             size = module._weight().shape[1] if hasattr(module, "_weight") else module.weight.shape[1]
             x = torch.randn(3, size, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-            yield name, product(x, None)
+            yield name, gemm(x, None)
         elif isinstance(module, RMSNorm):
             yield name, module.weight_float32
         elif getattr(module, "qk_weight", None) is not None:
@@ -54,7 +54,7 @@ def derived(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def assert_same(rank: Rank, path: Path) -> None:
-    """Bit for bit what a rank started with this checkpoint has, copies for the steps included."""
+    """Check that all weights, derived ones too, are bit for bit those of a start with this checkpoint."""
     model, arena = tiny.load(path, tp=rank.served.tp, dtype=torch.bfloat16)
     model.build_derived()
     assert_same_arena(rank.served.arena, arena)
@@ -80,7 +80,7 @@ def tied(tmp_path: Path) -> Iterator[Rank]:
 
 @pytest.mark.parametrize("kind", tiny.MODELS)
 @pytest.mark.parametrize("size", [1, 2])
-def test_behind_a_commit_all_is_as_in_a_fresh_start(kind: str, size: int, tmp_path: Path) -> None:
+def test_after_a_commit_all_weights_are_as_after_a_fresh_start(kind: str, size: int, tmp_path: Path) -> None:
     old, before = checkpoint(kind, tmp_path / "old", 0)
     new, state = checkpoint(kind, tmp_path / "new", 1)
     state = {
@@ -98,7 +98,7 @@ def test_behind_a_commit_all_is_as_in_a_fresh_start(kind: str, size: int, tmp_pa
                 assert_same(rank, path)
 
 
-def test_progress_is_told_at_the_first_byte_and_behind_each_bucket(rank: Rank, tmp_path: Path) -> None:
+def test_progress_is_reported_at_the_first_byte_and_after_each_bucket(rank: Rank, tmp_path: Path) -> None:
     _, state = checkpoint("qwen3", tmp_path / "new", 1)
     transfer([rank], Trainer([rank]), state, manifest_of(state))
     num_bytes = sum(tensor.nbytes for tensor in state.values())
@@ -107,7 +107,7 @@ def test_progress_is_told_at_the_first_byte_and_behind_each_bucket(rank: Rank, t
     assert rank.received[-1].num_bytes == num_bytes
 
 
-def test_a_part_of_a_parameter_leaves_the_rest(rank: Rank) -> None:
+def test_an_update_of_a_part_of_a_parameter_leaves_the_rest(rank: Rank) -> None:
     before = {name: rank.served.arena.view(name).clone() for name in rank.served.arena.table}
     state = {QKV.format("k"): torch.randn(rank.served.table.shapes[QKV.format("k")])}
     transfer([rank], Trainer([rank]), state, manifest_of(state, partial=True))
@@ -118,7 +118,7 @@ def test_a_part_of_a_parameter_leaves_the_rest(rank: Rank) -> None:
         assert torch.equal(rank.served.arena.view(name), expected), name
 
 
-def test_calls_of_one_session_become_live_together(rank: Rank, tmp_path: Path) -> None:
+def test_calls_of_one_session_are_committed_together(rank: Rank, tmp_path: Path) -> None:
     new, state = checkpoint("qwen3", tmp_path / "new", 1)
     names = list(state)
     parts = [{name: state[name] for name in names[start::3]} for start in range(3)]
@@ -132,7 +132,7 @@ def test_calls_of_one_session_become_live_together(rank: Rank, tmp_path: Path) -
     assert_same(rank, new)
 
 
-def test_what_was_only_received_changes_nothing(rank: Rank, tmp_path: Path) -> None:
+def test_received_weights_change_nothing_before_their_commit(rank: Rank, tmp_path: Path) -> None:
     _, state = checkpoint("qwen3", tmp_path / "new", 1)
     before = rank.served.arena.checksum()
     transfer([rank], Trainer([rank]), state, manifest_of(state))
@@ -141,13 +141,13 @@ def test_what_was_only_received_changes_nothing(rank: Rank, tmp_path: Path) -> N
     assert rank.ask(Commit, session=1).errors == ["there is no session 1"]
 
 
-def test_a_receive_can_be_given_up(rank: Rank, tmp_path: Path) -> None:
+def test_a_receive_can_be_discarded(rank: Rank, tmp_path: Path) -> None:
     new, state = checkpoint("qwen3", tmp_path / "new", 1)
     trainer = Trainer([rank])
     rank.do(Stage, session=1, manifest=manifest_of(state))
     rank.do(Receive, session=1)
     reply = rank.ask(Commit, session=1)
-    assert reply.errors == ["the session is being received yet"] and reply.fields["touched"] is False
+    assert "still being received" in reply.errors[0] and reply.fields["touched"] is False
     rank.do(Discard, session=1)
     assert [message.error for message in rank.received] == ["discarded"]
     assert "is dead" in rank.ask(Stage, session=2, manifest=manifest_of(state)).errors[0]
@@ -159,7 +159,7 @@ def test_a_receive_can_be_given_up(rank: Rank, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [Commit, Discard])
-def test_a_session_begins_when_the_memory_of_the_one_before_is_free(
+def test_a_session_waits_for_the_memory_of_the_previous_one(
     end: type[Any], rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     added, overlaps, release, add = threading.Event(), [], StagedWeights.release, StagedWeights.add
@@ -204,7 +204,7 @@ def test_a_commit_is_answered_before_its_memory_is_given_back(
     assert seen == [True]
 
 
-def test_a_manifest_that_does_not_fit_leaves_a_session_to_drop_what_comes(rank: Rank) -> None:
+def test_a_session_whose_manifest_was_refused_can_drop_its_broadcasts(rank: Rank) -> None:
     state = {"model.nothing": torch.zeros(3)}
     manifest = manifest_of(state, partial=True)
     trainer = Trainer([rank])
@@ -218,7 +218,7 @@ def test_a_manifest_that_does_not_fit_leaves_a_session_to_drop_what_comes(rank: 
     assert rank.served.arena.checksum() == before
 
 
-def test_what_is_dropped_is_not_held_against_an_earlier_manifest(rank: Rank) -> None:
+def test_dropped_tensors_are_not_checked_against_an_earlier_manifest(rank: Rank) -> None:
     state = {NORM: torch.ones(rank.served.table.shapes[NORM])}
     options = {"partial": True, "checksums": {NORM: checksum(state[NORM])}}
     trainer = Trainer([rank])
@@ -227,7 +227,7 @@ def test_what_is_dropped_is_not_held_against_an_earlier_manifest(rank: Rank) -> 
     assert received.error is None
 
 
-def test_a_join_says_what_became_of_groups(
+def test_a_join_reports_new_kept_and_dropped_groups(
     rank: Rank, new_trainer: Callable[[], Any], new_group: Callable[..., Group]
 ) -> None:
     def join(group: Group, timeout_s: float = 20.0) -> tuple[bool, bool, list[str]]:
@@ -235,7 +235,7 @@ def test_a_join_says_what_became_of_groups(
         return fields["is_new"], fields["kept"], fields["dropped"]
 
     group, trainer = new_group("a"), new_trainer()
-    assert join(group, 0.2) == (False, False, [])  # nobody is there
+    assert join(group, 0.2) == (False, False, [])  # no trainer listens
     trainer.host(group)
     assert join(group) == (True, False, [])
     assert trainer.answer() == {}
@@ -270,7 +270,7 @@ def test_checksums_are_compared(flattened: bool, rank: Rank, tmp_path: Path) -> 
     }
     sums = {name: checksum(tensor) for name, tensor in state.items()}
     trainer = Trainer([rank])
-    wrong = [QKV.format("k"), QKV.format("q")]  # received where they belong, and cast
+    wrong = [QKV.format("k"), QKV.format("q")]  # one is received directly, the other is cast
     manifest = manifest_of(
         state, flattened=flattened, checksums=sums | {name: sums[name] + 1 for name in wrong}
     )
@@ -285,7 +285,9 @@ def test_checksums_are_compared(flattened: bool, rank: Rank, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.4e38])
-def test_values_that_are_not_finite_are_named(value: float, rank: Rank, tmp_path: Path) -> None:
+def test_tensors_with_values_that_are_not_finite_are_reported(
+    value: float, rank: Rank, tmp_path: Path
+) -> None:
     old, state = tmp_path / "old", checkpoint("qwen3", tmp_path / "new", 1)[1]
     state[QKV.format("v")][3, 5] = value
     (received,) = transfer([rank], Trainer([rank]), state, manifest_of(state))
@@ -314,7 +316,7 @@ def test_a_tied_head_may_be_absent_or_equal(tied: Rank, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_tensors_of_a_payload_are_taken(copy: bool, tied: Rank, tmp_path: Path) -> None:
+def test_tensors_of_a_payload_are_committed(copy: bool, tied: Rank, tmp_path: Path) -> None:
     new, state = checkpoint("llama-tied", tmp_path / "new", 1)
     state[HEAD] = state[HEAD].clone()
     before = tied.served.arena.checksum()
@@ -343,7 +345,7 @@ def test_a_payload_is_checked_too(copy: bool, name: str, tensor: Tensor, said: s
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_a_head_alone_has_to_equal_the_embedding_there_is(copy: bool, tied: Rank) -> None:
+def test_a_tied_head_sent_alone_must_equal_the_served_embedding(copy: bool, tied: Rank) -> None:
     served = tied.served.arena.view("embed.weight")
     for session, value in ((1, served + 1), (2, served.clone())):
         payload = save({HEAD: value})
@@ -355,17 +357,15 @@ def test_without_a_copy_a_session_has_one_payload(rank: Rank) -> None:
     payload = save({NORM: torch.ones(rank.served.table.shapes[NORM])})
     rank.do(Take, session=1, payload=payload, load_format=None, copy=False)
     (error,) = rank.ask(Take, session=1, payload=payload, load_format=None, copy=False).errors
-    assert "takes nothing more" in error
+    assert "accepts no more" in error
 
 
-def test_what_a_payload_is_not_is_told(rank: Rank) -> None:
-    (error,) = rank.ask(Take, session=1, payload="%", load_format=None, copy=False).errors
-    assert "base64" in error
-    (error,) = rank.ask(Take, session=2, payload=b"nothing", load_format=None, copy=False).errors
+def test_an_unknown_payload_is_refused(rank: Rank) -> None:
+    (error,) = rank.ask(Take, session=1, payload=b"nothing", load_format=None, copy=False).errors
     assert "neither safetensors nor a pickle" in error
 
 
-def test_too_little_memory_is_told_in_bytes(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_reported_in_bytes(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer([rank])
     monkeypatch.setattr(staging_memory, "free_cpu_memory", lambda: 1000)
     state = {EMBED: torch.zeros(rank.served.table.shapes[EMBED])}
@@ -376,7 +376,7 @@ def test_too_little_memory_is_told_in_bytes(rank: Rank, monkeypatch: pytest.Monk
     del trainer
 
 
-def test_a_commit_that_fails_says_whether_it_has_written(tmp_path: Path) -> None:
+def test_a_failed_commit_reports_whether_it_has_written(tmp_path: Path) -> None:
     def rebuild(changed: Any) -> None:
         raise RuntimeError("no memory")
 
@@ -390,7 +390,9 @@ def test_a_commit_that_fails_says_whether_it_has_written(tmp_path: Path) -> None
         assert rank.stream.submit(lambda: "goes on").result() == "goes on"
 
 
-def test_a_commit_whose_end_is_not_known_has_written(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_whose_result_is_unknown_counts_as_written(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_stream, raises = WeightUpdater._on_stream, ["where steps run", "behind"]
 
     class Event:
@@ -413,10 +415,10 @@ def test_a_commit_whose_end_is_not_known_has_written(rank: Rank, monkeypatch: py
 
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen3", "qwen3-moe"])
 @pytest.mark.parametrize("tp", [TPInfo(), TPInfo(1, 2)], ids=str)
-def test_tensors_are_taken_at_once_as_one_by_one(
+def test_tensors_stored_at_once_equal_those_stored_one_by_one(
     kind: str, tp: TPInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on CUDA, where what needs no cast goes by one kernel; here by torch."""
+    """As on CUDA, where one kernel copies all tensors that need no cast; here torch copies them."""
     monkeypatch.setattr(incoming, "is_groupable", lambda to, source: to.dtype == source.dtype)
     path, state = checkpoint(kind, tmp_path / "model", 0)
     state = {
@@ -433,9 +435,9 @@ def test_tensors_are_taken_at_once_as_one_by_one(
             incoming.Incoming(each, manifest, rank.served.device, receive_buffer=0) for each in staged
         )
         for name, tensor in state.items():
-            one_by_one.take(name, tensor)
-        take = at_once.prepare(list(state.items()))
+            one_by_one.store(name, tensor)
+        store = at_once.prepare(list(state.items()))
         assert not staged[1].whole.slabs[0].any()
-        take()
+        store()
         for one, other in zip(*(each.whole.slabs for each in staged), strict=True):
             assert torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""What updates take: memory at the peak of one, and nothing more after many."""
+"""The resources of updates: the peak memory of one, and no leaks after many."""
 
 import gc
 import json
@@ -42,7 +42,7 @@ def fill(arena: Arena, table: WeightMap, seed: int) -> Iterator[int]:
 
 
 def peak_of_an_update(directory: Path, flattened: bool) -> tuple[int, int]:
-    """Bytes that an update took at its peak, and how many it may take."""
+    """Returns the peak bytes of an update, and the most that it may take."""
     dummy.fill = fill
     meter = PeakMeter(torch.device("cpu"))
     with rank_of(directory, load_format="dummy") as rank:
@@ -78,14 +78,14 @@ def test_the_peak_is_staging_two_buckets_and_little_more(flattened: bool, tmp_pa
             head_dim=64,
         )
     (tmp_path / "config.json").write_text(json.dumps(hf_config(model), default=str))
-    # In a process of its own: what other tests leave to be freed would count.
+    # In a process of its own: memory that other tests leave to be freed would count.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
         peak, allowed = alone.submit(peak_of_an_update, tmp_path, flattened).result()
     print(f"{peak >> 20} of {allowed >> 20} MiB")
     assert peak <= allowed
 
 
-def test_fifty_updates_leave_nothing_behind(tmp_path: Path, wait_until: WaitUntil) -> None:
+def test_fifty_updates_leak_nothing(tmp_path: Path, wait_until: WaitUntil) -> None:
     old, state = checkpoint("qwen3", tmp_path / "old", 0)
     with rank_of(old) as rank:
         trainer = Trainer([rank])

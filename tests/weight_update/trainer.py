@@ -1,7 +1,7 @@
-"""A trainer that knows torch and nothing of Segue: what SGLang's clients do, told what to do line by line.
+"""A trainer that uses torch alone, without Segue: it does what SGLang's clients do, on orders from a socket.
 
-``python trainer.py SOCKET`` imports torch once; each connection to the socket is a trainer, a process of its
-own, which reads a JSON object a line and answers each with one. It ends when the connection does.
+``python trainer.py SOCKET`` imports torch once. Each connection to the socket starts a trainer, a process of
+its own, which reads one JSON object per line and answers each with another. It ends with its connection.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ def host(port: int, name: str, world_size: int, backend: str = "gloo", device: i
 
 
 def content(name: str, dtype: str, shape: list[int], device: str = "cpu") -> torch.Tensor:
-    """A tensor of the checkpoint that was loaded; else of any bytes, the same for the same name."""
+    """Returns a tensor of the loaded checkpoint; else one whose bytes depend on the name only."""
     if name in LOADED:
         return LOADED[name].to(device)
     kind = getattr(torch, dtype)
@@ -62,7 +62,7 @@ def content(name: str, dtype: str, shape: list[int], device: str = "cpu") -> tor
 
 
 def messages(buckets: list[Any], flattened: bool, device: str = "cpu") -> list[torch.Tensor]:
-    """What is broadcast for these buckets of (name, dtype, shape)."""
+    """Returns the broadcasts for these buckets of (name, dtype, shape)."""
     made = []
     for bucket in buckets:
         tensors = [content(*tensor, device) for tensor in bucket]
@@ -74,7 +74,7 @@ def messages(buckets: list[Any], flattened: bool, device: str = "cpu") -> list[t
 
 
 def send(group: Any, tensors: list[torch.Tensor]) -> float:
-    """Seconds that it took."""
+    """Broadcast the tensors; returns the seconds that it took."""
     began = time.perf_counter()
     for tensor in tensors:
         dist.broadcast(tensor, src=0, group=group)
@@ -110,7 +110,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def limit_life() -> None:
-    """End with the process that made this one, however it ends, and at the deadline."""
+    """Make this process end with its parent, however the parent ends, and at the deadline."""
     signal.alarm(SECONDS)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

@@ -1,4 +1,4 @@
-"""Updaters on weights of tiny checkpoints, and a trainer in a thread that broadcasts to them over gloo."""
+"""Weight updaters on tiny checkpoints, and a trainer in a thread that broadcasts to them over gloo."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ State = dict[str, Tensor]
 
 @dataclass
 class Rank:
-    """One rank of an engine, without its steps."""
+    """One rank of an engine, without the steps."""
 
     model: Decoder
     served: ServedWeights
@@ -145,11 +145,11 @@ class Trainer:
         self.join()
 
     def prepare(self, state: State, manifest: Manifest) -> None:
-        """Make now what :meth:`broadcast` is going to send."""
-        self._ready[id(state)] = list(wire(state, manifest))
+        """Make the tensors now that :meth:`broadcast` will send."""
+        self._ready[id(state)] = list(broadcasts_of(state, manifest))
 
     def broadcast(self, state: State, manifest: Manifest) -> None:
-        """Begin to send; `join` waits for the end."""
+        """Begin to broadcast; `join` waits for the end."""
         self._begin(lambda: self._broadcast(state, manifest))
 
     def join(self) -> None:
@@ -168,7 +168,7 @@ class Trainer:
     def _broadcast(self, state: State, manifest: Manifest) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        for tensor in self._ready.pop(id(state), None) or wire(state, manifest):
+        for tensor in self._ready.pop(id(state), None) or broadcasts_of(state, manifest):
             self._backend.broadcast([tensor], options).wait()
 
     def _begin(self, work: Callable[[], None]) -> None:
@@ -176,8 +176,8 @@ class Trainer:
         self._thread.start()
 
 
-def wire(state: State, manifest: Manifest) -> Iterator[Tensor]:
-    """What is broadcast, in order: bytes."""
+def broadcasts_of(state: State, manifest: Manifest) -> Iterator[Tensor]:
+    """Yields the bytes of each broadcast, in order."""
     for bucket in manifest.buckets:
         tensors = [state[name].contiguous().reshape(-1).view(torch.uint8) for name in bucket.names]
         if manifest.flattened:
@@ -189,7 +189,7 @@ def wire(state: State, manifest: Manifest) -> Iterator[Tensor]:
 def transfer(
     ranks: Sequence[Rank], trainer: Trainer, state: State, manifest: Manifest, session: int = 1
 ) -> list[Received]:
-    """Stage and receive on all ranks; the last word of each."""
+    """Stage and receive on all ranks; returns the last message of each."""
     for rank in ranks:
         rank.received.clear()
         rank.do(Stage, session=session, manifest=manifest)

@@ -1,4 +1,4 @@
-"""Checksums of tensors as they are sent: by a trainer before it sends, by the engine when all has arrived."""
+"""Checksums of tensors as sent: a trainer computes them before it sends, the engine after all is received."""
 
 from torch import Tensor
 
@@ -6,8 +6,8 @@ from segue.memory.checksum import MASK, digest
 
 
 def checksum(tensor: Tensor) -> int:
-    """64 bits of `tensor`'s bytes in row order, the same on every device; 0 for an empty one.
+    """Returns a 64-bit checksum of `tensor`'s bytes in row order; 0 for an empty tensor.
 
-    Dtype and shape do not enter into it.
+    It is the same on every device, and does not depend on dtype and shape.
     """
     return int(digest(tensor.contiguous())) & MASK

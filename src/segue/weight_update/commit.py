@@ -1,4 +1,4 @@
-"""Copying what was staged onto the served weights, between two steps."""
+"""Copying staged weights onto the served weights, between two steps."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 class Copies:
-    """Copies and casts of tensors onto others: prepared, so that the pause for them is short."""
+    """Prepared copies and casts of tensors onto others; preparing them makes the pause for a commit short."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], *, in_background: bool = False) -> None:
-        """Each pair's second tensor is to come onto its first; on CUDA the current stream is used.
+        """Prepare to copy each pair's second tensor onto its first; on CUDA on the current stream.
 
-        On CUDA one kernel does all that is there, contiguous, aligned and needs no cast; ``in_background``:
-        slower, beside the steps.
+        On CUDA one kernel copies all pairs that are on the device, contiguous, aligned and of one dtype.
+        ``in_background``: the kernel is slower and leaves most of the device to the steps.
         """
         grouped: list[tuple[Tensor, Tensor]] = []
         self._rest: list[tuple[Tensor, Tensor]] = []
@@ -22,7 +22,7 @@ class Copies:
             (grouped if is_groupable(to, source) else self._rest).append((to, source))
         self._grouped: Callable[[], None] | None = None
         if grouped:
-            from segue.kernels.triton.grouped_copy import GroupedCopy  # Triton is not there without CUDA
+            from segue.kernels.triton.grouped_copy import GroupedCopy  # needs Triton, and so CUDA
 
             self._grouped = GroupedCopy(grouped, in_background=in_background)
 
@@ -35,7 +35,7 @@ class Copies:
 
 
 def is_groupable(to: Tensor, source: Tensor) -> bool:
-    """Whether the one kernel can do this copy."""
+    """Whether the grouped kernel can do this copy."""
     if not (to.is_cuda and source.device == to.device and to.dtype == source.dtype):
         return False
     from segue.kernels.triton.grouped_copy import is_aligned

@@ -1,4 +1,4 @@
-"""A whole checkpoint from disk as a session's weights."""
+"""Loading a whole checkpoint from disk as a session's weights."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from segue.models.config import ModelConfig
 from segue.weight_update.manifest import first
 from segue.weight_update.staging import StagedWeights
 
-_STAGING_BYTES = 64 << 10  # on a CPU: what is copied from so small a buffer is no work for several threads
+_STAGING_BYTES = 64 << 10  # on a CPU: too small a buffer for torch to copy from it with several threads
 
 
 def load(staged: StagedWeights, command: Load, is_cancelled: Callable[[], bool]) -> list[str]:
-    """Read the checkpoint that `command` names into `staged`; what is wrong with its values, by name.
+    """Read the checkpoint that `command` names into `staged`; returns the problems of its values, by name.
 
     Raises:
-        SegueError: it cannot be found or read, is of another model, there is too little memory for it, or it
-            was cancelled.
+        SegueError: the checkpoint cannot be found or read, is of another model or too large for the memory,
+        or
+            the session was cancelled.
     """
     own = [staged.served.cache_dir, *([hub.cache_directory()] if command.from_hub else [])]
     with model_files.reading(command.roots, own, hub=command.from_hub, is_cancelled=is_cancelled):
@@ -37,7 +38,7 @@ def _load(staged: StagedWeights, model_path: str, load_format: str | None) -> li
     served = staged.served
     if load_format is not None and load_format not in get_args(LoadFormat):
         raise InvalidRequestError(
-            f"load_format is {load_format!r}; known are null and {', '.join(get_args(LoadFormat))}",
+            f"load_format is {load_format!r}; use null or one of {', '.join(get_args(LoadFormat))}",
             param="load_format",
         )
     source = resolve(model_path, cast(LoadFormat, load_format or "auto"), served.cache_dir)
@@ -55,7 +56,7 @@ def _load(staged: StagedWeights, model_path: str, load_format: str | None) -> li
     staging_bytes = max(_STAGING_BYTES, 8 * widest) if on_cpu else STAGING_BYTES
 
     def make() -> Arena:
-        staged.release()  # what came before: all of it is read anew
+        staged.release()  # weights staged before in this session: the checkpoint replaces all of them
         staged.add(names)
         return staged.whole
 
@@ -69,7 +70,7 @@ def _load(staged: StagedWeights, model_path: str, load_format: str | None) -> li
 
 
 def _differences(served: ModelConfig, other: ModelConfig) -> list[str]:
-    """Fields that differ, but for the dtype: values are cast."""
+    """Returns the config fields that differ; a different dtype does not count, since values are cast."""
     return [
         f"{field.name} is {getattr(other, field.name)!r}, not {getattr(served, field.name)!r}"
         for field in fields(ModelConfig)

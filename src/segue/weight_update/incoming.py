@@ -1,4 +1,4 @@
-"""Tensors that come from outside: received one after the other, or all there at once."""
+"""Tensors from a trainer: staged one after the other as they are received, or committed without a copy."""
 
 from __future__ import annotations
 
@@ -21,35 +21,39 @@ _WARM = 1 << 20  # elements
 
 
 class Incoming:
-    """Takes the tensors of one manifest as they arrive from a sender; one rank's `Sink`."""
+    """Stages the tensors of one manifest as they are received; one rank's `Sink`."""
 
     def __init__(
         self, staged: StagedWeights, manifest: Manifest, device: torch.device, *, receive_buffer: int
     ) -> None:
-        """Take memory for all that `manifest`, a checked one, brings to `device`: the host with gloo.
+        """Allocate staging memory for all tensors of `manifest`, which must have been checked.
 
-        `receive_buffer`: bytes that the receiver's buffers take there besides, fewer if tensors are `direct`.
+        Args:
+            staged: the session's weights.
+            manifest: of the tensors.
+            device: where tensors are received: the host with gloo.
+            receive_buffer: bytes of the receiver's buffers there; fewer are needed if tensors are `direct`.
 
         Raises:
-            OutOfMemoryError: there is too little memory; says how many bytes are missing.
+            OutOfMemoryError: there is too little memory; the message says how many bytes are missing.
         """
         self._staged = staged
         self._checksums = manifest.checksums or {}
         self._device = device
-        self._wire = {name: (getattr(torch, dtype), shape) for name, dtype, shape in tensors(manifest)}
+        self._sent = {name: (getattr(torch, dtype), shape) for name, dtype, shape in tensors(manifest)}
         self._digests: dict[str, Tensor] = {}
         if device.type == staged.memory.device.type:
-            staged.add(self._wire, manifest.staging, receive_buffer)
+            staged.add(self._sent, manifest.staging, receive_buffer)
             exact = receive_buffer_bytes(manifest, lambda name: self.direct(name) is not None)
-            staged.memory.check_landing(min(receive_buffer, exact))
+            staged.memory.check_receive_buffers(min(receive_buffer, exact))
         else:
             check_host(receive_buffer)
-            staged.add(self._wire, manifest.staging)
+            staged.add(self._sent, manifest.staging)
         self._warm_up()
 
     def direct(self, name: str) -> Tensor | None:
-        """The staged place of all of tensor `name`, in the wire's dtype; None where it is cut or cast."""
-        dtype, shape = self._wire[name]
+        """Returns the staging memory of the whole tensor `name`; None if it is kept in part, or cast."""
+        dtype, shape = self._sent[name]
         parts = list(self._staged.parts(name))
         if len(parts) != 1:
             return None
@@ -58,14 +62,14 @@ class Incoming:
         fits = view.dtype == dtype and view.device.type == self._device.type and view.is_contiguous()
         return view if is_whole and fits else None
 
-    def take(self, name: str, tensor: Tensor) -> None:
-        """Keep what this rank needs of `tensor`, whole and in the wire's dtype.
+    def store(self, name: str, tensor: Tensor) -> None:
+        """Copy this rank's shard of `tensor`, which is whole and in its sent dtype, to staging memory.
 
-        It may be the place that `direct` gave. Else its memory may be written again: on CUDA behind what the
-        current stream has been given so far, by which it is written too.
+        `tensor` may be the one that `direct` returned. Any other may be overwritten later: on CUDA the
+        current stream waits for the copy, and both writes `tensor` before and overwrites it afterwards.
         """
-        place = self.direct(name)
-        if place is not None and place.data_ptr() == tensor.data_ptr():
+        target = self.direct(name)
+        if target is not None and target.data_ptr() == tensor.data_ptr():
             return
         with self._staged.memory.on_stream():
             if name in self._checksums:
@@ -77,7 +81,7 @@ class Incoming:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Callable[[], None]:
-        """On CUDA: what takes all of these with few launches, whenever they have landed there."""
+        """Returns a function that stores all these CUDA tensors with few launches, each time it is called."""
         moved, rest = [], []
         for name, tensor in tensors:
             parts = [(view, tensor[source]) for view, source in self._staged.parts(name)]
@@ -87,37 +91,35 @@ class Incoming:
                 moved += parts
         copies = Copies(moved, in_background=True)
 
-        def take() -> None:
+        def store() -> None:
             copies.write()
             for name, tensor in rest:
-                self.take(name, tensor)
+                self.store(name, tensor)
 
-        return take
+        return store
 
     def finish(self) -> list[str]:
-        """What is wrong with what has arrived, by name. On CUDA the receiving stream is done by now."""
+        """Returns the problems of the received tensors, by name; on CUDA all receives must have ended."""
         problems = []
         with self._staged.memory.on_stream():
             for name, expected in self._checksums.items():
                 if name not in self._digests:
-                    place = self.direct(name)
-                    assert place is not None
-                    self._digests[name] = digest(place)
+                    target = self.direct(name)
+                    assert target is not None
+                    self._digests[name] = digest(target)
                 found = int(self._digests[name]) & MASK
                 if found != expected & MASK:
-                    problems.append(
-                        f"{name!r} has checksum {found}, not {expected & MASK} as it was announced"
-                    )
+                    problems.append(f"{name!r} has checksum {found}, but the manifest says {expected & MASK}")
         self._staged.memory.synchronize()
-        return first([*problems, *self._staged.problems(self._wire.keys())])
+        return first([*problems, *self._staged.problems(self._sent.keys())])
 
     def _warm_up(self) -> None:
-        """Load the kernels and take the temporary memory of `take`: not while a receive is open."""
+        """Load the kernels of `store` and cache its temporary memory, before any receive is posted."""
         memory, served = self._staged.memory, self._staged.served
         if memory.stream is None or self._device.type != "cuda":
             return
         with memory.on_stream():
-            for dtype in {dtype for dtype, _ in self._wire.values()}:
+            for dtype in {dtype for dtype, _ in self._sent.values()}:
                 sent = torch.zeros(4, _WARM, dtype=dtype, device=memory.device)
                 kept = torch.empty(4, _WARM, dtype=served.dtype, device=memory.device)
                 half = _WARM // 2
@@ -130,22 +132,22 @@ class Incoming:
 
 
 class ZeroCopyTensors:
-    """Tensors that are not copied before they are committed."""
+    """Tensors that are not copied to staging memory: a commit copies them straight to the served weights."""
 
     def __init__(self, served: ServedWeights, memory: StagingMemory, tensors: dict[str, Tensor]) -> None:
-        """`tensors`: by checkpoint name, known and of the right shape, where the weights are."""
+        """`tensors`: by checkpoint name, of known names and right shapes, on the device of the weights."""
         self._served = served
         self._memory = memory
         self._tensors = tensors
 
     @property
     def parameters(self) -> set[str]:
-        """Ours, those written in part at least."""
+        """The model's parameters that these tensors write, in whole or in part."""
         slices = self._served.table.slices
         return {part.parameter for name in self._tensors for part in slices.get(name, ())}
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Live memory, and the slices to be copied there."""
+        """Returns pairs of served memory and the slice to copy there."""
         return [
             (
                 box_of(self._served.arena.view(part.parameter), part.destination, len(part.source)),
@@ -156,7 +158,7 @@ class ZeroCopyTensors:
         ]
 
     def problems(self) -> list[str]:
-        """What is wrong with the values: not finite, or tied and yet different."""
+        """Returns the problems of the values: not finite, or different from a tied tensor."""
         table, dtype = self._served.table, self._served.dtype
         slices = [
             (name, part, tensor[part.source])
@@ -169,11 +171,11 @@ class ZeroCopyTensors:
             found = [not_finite(name, dtype) for name in self._tensors if name in bad]
             for name, part, mine in slices:
                 meaning = table.aliases.get(name)
-                if meaning is not None and not equal(mine, self._held(meaning, part), dtype):
+                if meaning is not None and not equal(mine, self._tied_values(meaning, part), dtype):
                     found.append(untied(name, meaning))
         return first(found)
 
-    def _held(self, meaning: str, part: Slice) -> Tensor:
+    def _tied_values(self, meaning: str, part: Slice) -> Tensor:
         if meaning in self._tensors:
             return self._tensors[meaning][part.source]
         return box_of(self._served.arena.view(part.parameter), part.destination, len(part.source))

@@ -1,4 +1,4 @@
-"""Looking at the served weights, by the names they have in a checkpoint."""
+"""Values, checksums and snapshots of the served weights, by their checkpoint names."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from segue.models import weight_map
 from segue.models.weight_map import Slice
 from segue.weight_update.served import ServedWeights, box_of
 
-_MOST = 1 << 20  # values in an answer, which one process makes lists of while generation waits
-_MOST_ROWS = 100  # may be more than that: what is asked for by default is never too much
+_MAX_VALUES = 1 << 20  # in an answer: one process turns them into lists while generation waits
+_DEFAULT_ROWS = 100  # `truncate_size`'s default: allowed even if these rows have more values than that
 
 
 class Inspector:
-    """Answers `Inspect`; to be asked where the steps run. It keeps the one snapshot there may be."""
+    """Answers `Inspect` commands, on the compute stream; keeps the last snapshot."""
 
     def __init__(self, served: ServedWeights) -> None:
         self._served = served
-        self._snapshot: dict[str, Tensor] | None = None  # parameter -> its values, in the host's memory
-        self._counted: dict[str, tuple[Slice, ...]] | None = None
+        self._snapshot: dict[str, Tensor] | None = None  # parameter -> its values, in host memory
+        self._owned_slices: dict[str, tuple[Slice, ...]] | None = None
 
     def answer(self, request: GetWeights | CheckWeights) -> dict[str, Any]:
-        """The reply's fields of this rank; `merge.merge` makes one of all ranks'.
+        """Returns the fields of this rank's reply; `merge_replies` merges those of all ranks.
 
         Raises:
-            InvalidRequestError: no such tensor, or nothing to compare with.
+            InvalidRequestError: there is no such tensor, or no snapshot to compare with.
         """
         if isinstance(request, GetWeights):
             return self._values(request.name, request.truncate_size)
@@ -50,22 +50,22 @@ class Inspector:
         table = self._served.table
         meaning = table.aliases.get(name, name)
         if meaning not in table.slices:
-            raise InvalidRequestError(f"{name!r} is not a tensor of this model", param="name")
+            raise InvalidRequestError(
+                f"{name!r} is not a tensor of this model: use a name of its checkpoint", param="name"
+            )
         shape = table.shapes[meaning]
         if len(shape) > 2:
             raise InvalidRequestError(
                 f"{name!r} holds many experts; ask for one: {table.stacked[name][0]}", param="name"
             )
         if size < 0:
-            raise InvalidRequestError(
-                f"truncate_size is {size}; it cannot be negative", param="truncate_size"
-            )
+            raise InvalidRequestError(f"truncate_size is {size}; give 0 or more", param="truncate_size")
         columns = shape[1] if len(shape) == 2 else 1
-        most = max(_MOST_ROWS, _MOST // columns)
+        most = max(_DEFAULT_ROWS, _MAX_VALUES // columns)
         if min(size, shape[0]) > most:
             raise InvalidRequestError(
-                f"truncate_size is {size}: that many rows of {name!r}, of {columns} values each, are more "
-                f"than {_MOST} values; ask for {most} at most",
+                f"truncate_size is {size}: that many rows of {name!r}, {columns} values per row, have more "
+                f"than {_MAX_VALUES} values; ask for {most} at most",
                 param="truncate_size",
             )
         parts = []
@@ -82,11 +82,12 @@ class Inspector:
         return {"shape": [min(size, shape[0]), *shape[1:]], "parts": parts}
 
     def _checksums(self) -> dict[str, int]:
-        if self._counted is None:
-            self._counted = _counted(self._served)
-        names = [name for name in self._counted if self._counted[name]]
+        if self._owned_slices is None:
+            self._owned_slices = _owned_slices(self._served)
+        names = [name for name in self._owned_slices if self._owned_slices[name]]
         sums = [
-            torch.stack([self._checksum(name, part) for part in self._counted[name]]).sum() for name in names
+            torch.stack([self._checksum(name, part) for part in self._owned_slices[name]]).sum()
+            for name in names
         ]
         found = torch.stack(sums).tolist() if sums else []
         return {name: value & MASK for name, value in zip(names, found, strict=True)}
@@ -95,8 +96,8 @@ class Inspector:
         view = self._view(part)
         rows, columns = (view, part.source[1]) if view.dim() == 2 else (view[:, None], slice(0, 1))
         key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
-        of_columns = _weights(columns.start, rows.shape[1], 1, view.device)
-        of_rows = _weights(part.source[0].start, rows.shape[0], key, view.device)
+        of_columns = _position_weights(columns.start, rows.shape[1], 1, view.device)
+        of_rows = _position_weights(part.source[0].start, rows.shape[0], key, view.device)
         total = torch.zeros((), dtype=torch.int64, device=view.device)
         step = max(1, (BLOCK_CUDA if view.is_cuda else BLOCK) // rows.shape[1])
         kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[view.itemsize]
@@ -121,12 +122,12 @@ class Inspector:
             for name in table.names
             if any(
                 part.parameter in changed
-                and not equal(self._view(part), self._remembered(part), self._served.dtype)
+                and not equal(self._view(part), self._snapshot_values(part), self._served.dtype)
                 for part in table.slices[name]
             )
         ]
 
-    def _remembered(self, part: Slice) -> Tensor:
+    def _snapshot_values(self, part: Slice) -> Tensor:
         assert self._snapshot is not None
         return box_of(self._snapshot[part.parameter], part.destination, len(part.source))
 
@@ -134,8 +135,8 @@ class Inspector:
         return box_of(self._served.arena.view(part.parameter), part.destination, len(part.source))
 
 
-def _counted(served: ServedWeights) -> dict[str, tuple[Slice, ...]]:
-    """The slices that this rank counts: of those that several ranks hold alike the first rank's."""
+def _owned_slices(served: ServedWeights) -> dict[str, tuple[Slice, ...]]:
+    """Returns the slices that this rank counts: a slice that several ranks hold counts on the first."""
     table, tp = served.table, served.tp
     if tp.rank == 0:
         return {name: table.slices[name] for name in table.names}
@@ -148,7 +149,7 @@ def _counted(served: ServedWeights) -> dict[str, tuple[Slice, ...]]:
     }
 
 
-def _weights(first: int, count: int, key: int, device: torch.device) -> Tensor:
-    """An odd int64 for each of `count` places from `first`."""
+def _position_weights(first: int, count: int, key: int, device: torch.device) -> Tensor:
+    """Returns an odd int64 for each of `count` positions from `first`."""
     places = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
     return scramble(places.mul_(2 * key + 1)).bitwise_or_(1)

@@ -1,4 +1,4 @@
-"""What a trainer says it will send, held against what this rank's model takes, before anything is sent."""
+"""Checks of a trainer's manifest against this rank's model, before anything is sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from segue.messages.weight_operations import Bucket, Manifest
 from segue.models.weight_map import WeightMap
 
-DTYPES = {  # as clients write them, without "torch." -> torch's name
+DTYPES = {  # a client's dtype name, without "torch." -> torch's name
     "float64": "float64", "double": "float64", "fp64": "float64", "f64": "float64",
     "float32": "float32", "float": "float32", "fp32": "float32", "f32": "float32",
     "float16": "float16", "half": "float16", "fp16": "float16", "f16": "float16",
@@ -21,23 +21,23 @@ DTYPES = {  # as clients write them, without "torch." -> torch's name
 FLOATS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 ITEM_SIZES = {**FLOATS, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
-_SHOWN = 20  # problems told one by one
+_SHOWN = 20  # problems listed in a message
 
 
 def dtype_name(text: str) -> str | None:
-    """Torch's name, without "torch.", of the dtype that a client calls `text`; None if there is none."""
+    """Returns torch's name, without "torch.", of the dtype that a client calls `text`; None if unknown."""
     return DTYPES.get(text.strip().removeprefix("torch.").lower())
 
 
 def tensors(manifest: Manifest) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Name, torch's dtype name and shape of each tensor, in order; of a manifest without problems."""
+    """Yields name, torch's dtype name and shape of each tensor, in order; `manifest` must be valid."""
     for bucket in manifest.buckets:
         for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
             yield name, dtype_name(dtype) or dtype, tuple(shape)
 
 
 def normalised(manifest: Manifest) -> Manifest:
-    """The same, without problems, with torch's names of the dtypes."""
+    """Returns the valid `manifest` with torch's names for the dtypes."""
     buckets = [
         msgspec.structs.replace(bucket, dtypes=[dtype_name(dtype) or dtype for dtype in bucket.dtypes])
         for bucket in manifest.buckets
@@ -46,7 +46,7 @@ def normalised(manifest: Manifest) -> Manifest:
 
 
 def bucket_bytes(bucket: Bucket) -> int:
-    """Bytes of a bucket on the wire."""
+    """Returns the bytes of a bucket as sent."""
     return sum(
         prod(shape) * ITEM_SIZES[dtype_name(dtype) or dtype]
         for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True)
@@ -54,7 +54,10 @@ def bucket_bytes(bucket: Bucket) -> int:
 
 
 def receive_buffer_bytes(manifest: Manifest, is_direct: Callable[[str], bool] = lambda name: False) -> int:
-    """Bytes of the two buffers that broadcasts land in; alone, tensors that are `is_direct` need none."""
+    """Returns the bytes of the two receive buffers.
+
+    Tensors that are broadcast one by one and are `is_direct` need no receive buffer.
+    """
     if manifest.flattened:
         return 2 * max(map(bucket_bytes, manifest.buckets), default=0)
     sizes = (
@@ -64,9 +67,9 @@ def receive_buffer_bytes(manifest: Manifest, is_direct: Callable[[str], bool] = 
 
 
 def check(manifest: Manifest, table: WeightMap) -> list[str]:
-    """What is wrong with `manifest`, each problem in words and by name; no more than some twenty.
+    """Returns the problems of `manifest`, each with the tensor's name; at most 21 lines.
 
-    Of what is to be discarded only that which it takes to receive it.
+    A manifest that is discarded only has to be receivable.
     """
     problems = _wire_problems(manifest)
     if not problems and not manifest.discard:
@@ -75,7 +78,7 @@ def check(manifest: Manifest, table: WeightMap) -> list[str]:
 
 
 def first(problems: list[str]) -> list[str]:
-    """As many as a message can have, and how many more there are."""
+    """Returns the first problems, as many as a message may list, and the number of the others."""
     hidden = len(problems) - _SHOWN
     return [*problems[:_SHOWN], f"and {hidden} more"] if hidden > 0 else problems
 
@@ -86,26 +89,26 @@ def _wire_problems(manifest: Manifest) -> list[str]:
         counts = (len(bucket.names), len(bucket.dtypes), len(bucket.shapes))
         if len(set(counts)) > 1:
             problems.append(
-                f"bucket {index} has {counts[0]} names, {counts[1]} dtypes and {counts[2]} shapes; it needs "
-                "as many of each"
+                f"bucket {index} has {counts[0]} names, {counts[1]} dtypes and {counts[2]} shapes; give one "
+                "dtype and one shape per name"
             )
             continue
         for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
             if dtype_name(dtype) is None:
-                problems.append(f"{name!r} has dtype {dtype!r}; known are {', '.join(ITEM_SIZES)}")
+                problems.append(f"{name!r} has dtype {dtype!r}; use one of {', '.join(ITEM_SIZES)}")
             if any(size < 0 for size in shape):
-                problems.append(f"{name!r} has shape {shape}; a size cannot be negative")
+                problems.append(f"{name!r} has shape {shape}; sizes must be 0 or more")
     return problems
 
 
 def _weight_problems(manifest: Manifest, table: WeightMap) -> list[str]:
     problems = []
     names: set[str] = set()
-    brought: dict[str, str] = {}  # name, never a stacked one -> the name that brings it
+    sent_as: dict[str, str] = {}  # tensor name, never a stacked one -> the manifest's name that contains it
     for name, dtype, shape in tensors(manifest):
         expected = table.shapes.get(table.aliases.get(name, name))
         if name in names:
-            problems.append(f"{name!r} is there more than once")
+            problems.append(f"{name!r} is in the manifest more than once")
             continue
         names.add(name)
         if expected is None:
@@ -114,12 +117,14 @@ def _weight_problems(manifest: Manifest, table: WeightMap) -> list[str]:
         if shape != expected:
             problems.append(f"{name!r} has shape {list(shape)}; this model's has {list(expected)}")
         if dtype not in FLOATS:
-            problems.append(f"{name!r} has dtype {dtype}; weights have one of {', '.join(FLOATS)}")
-        twice = [each for each in table.stacked.get(name, (name,)) if brought.setdefault(each, name) != name]
+            problems.append(f"{name!r} has dtype {dtype}; weights must have one of {', '.join(FLOATS)}")
+        twice = [each for each in table.stacked.get(name, (name,)) if sent_as.setdefault(each, name) != name]
         if twice:
-            problems.append(f"{name!r} brings {twice[0]!r}, which {brought[twice[0]]!r} brings too")
+            problems.append(
+                f"{name!r} sends {twice[0]!r} a second time, after {sent_as[twice[0]]!r}: send it once"
+            )
     if not manifest.partial:
-        missing = table.missing(brought)
-        problems += [f"{name!r} is missing; partial: true would allow it" for name in missing]
+        missing = table.missing(sent_as)
+        problems += [f"{name!r} is missing; send it, or set partial: true" for name in missing]
     unknown = [name for name in manifest.checksums or () if name not in names]
-    return problems + [f"{name!r} has a checksum and is in no bucket" for name in unknown]
+    return problems + [f"{name!r} has a checksum but is in no bucket" for name in unknown]

@@ -1,4 +1,4 @@
-"""Weight updates on one rank: commands of rank 0 in, replies out."""
+"""Weight updates on one rank: executes the commands of rank 0 and sends replies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from segue.weight_update.served import ServedWeights
 from segue.weight_update.staging import StagedWeights
 from segue.weight_update.staging_memory import StagingMemory
 from segue.weight_update.transport.group import JoinedGroup
-from segue.weight_update.transport.joining import Attempt, Groups
+from segue.weight_update.transport.joining import Groups, JoinAttempt
 from segue.weight_update.transport.receiver import Callbacks, Receiver
 
 Send = Callable[[RankReply | Received], None]
@@ -48,48 +48,48 @@ Fields = dict[str, Any]
 
 _FREED_S, _FREED_POLL_S = 30.0, 0.2
 _MAX_ERROR = 4096  # characters of one error in a reply
-_QUIET_S = 10.0  # that a receive which was cancelled may take until it leaves its memory alone
+_IDLE_S = 10.0  # that a cancelled receive may take until it touches no memory any more
 
 
 @dataclass(slots=True)
 class RankSession:
-    """What came under one session number; its lock is held by the one command that works on it."""
+    """One session's weights and state; the command that works on the session holds its lock."""
 
     staged: StagedWeights
-    num_bytes: int = 0  # that `Load` and `Take` brought to this rank
+    num_bytes: int = 0  # that `Load` and `Take` have brought to this rank
     lock: threading.Lock = field(default_factory=threading.Lock)
     cancelled: threading.Event = field(default_factory=threading.Event)
-    errors: list[str] = field(default_factory=list)  # it can only be discarded
+    errors: list[str] = field(default_factory=list)  # if there are any, it can only be discarded
     zero_copy: ZeroCopyTensors | None = None
-    manifest: Manifest | None = None  # of a `Stage` that `Receive` has not followed
-    sink: Incoming | None = None  # of it, unless it is to be discarded
+    manifest: Manifest | None = None  # of a `Stage` whose `Receive` has not begun
+    sink: Incoming | None = None  # for that manifest; None if it is to be discarded
     receiver: Receiver | None = None
     is_receiving: bool = False
-    changes: tuple[commit.Copies, set[str]] | None = None  # to commit, and the parameters that they write
+    changes: tuple[commit.Copies, set[str]] | None = None  # the prepared commit, and the parameters it writes
 
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """Work of the compute stream: run on a CPU, launched on CUDA."""
+    """The result of work on the compute stream: it has run on a CPU, and was launched on CUDA."""
 
     errors: list[str]
     fields: Fields
-    seconds: float
-    events: list[torch.Event]  # CUDA's: before and behind it
+    seconds: float  # on the host
+    events: list[torch.Event]  # on CUDA: recorded before and after the work
 
 
 class WeightUpdater:
-    """Does what each `WeightCommand` says, and answers with a `RankReply`, from any thread.
+    """Executes each `WeightCommand`, and sends a `RankReply` from any thread.
 
-    Of a session's commands the next comes after the reply to the last, but for `Discard`; no two sessions are
-    open at a time. Nothing here waits for another rank of the engine.
+    The commands of a session come one at a time, each after the reply to the last one; only `Discard` may
+    come earlier. One session is open at a time. Nothing here waits for another rank of the engine.
     """
 
     def __init__(self, served: ServedWeights, send: Send) -> None:
-        """Take the memory that is reserved for staging.
+        """Allocate the memory that is reserved for staging.
 
         Raises:
-            torch.OutOfMemoryError: it is not there.
+            torch.OutOfMemoryError: there is too little memory.
         """
         self._served = served
         self._send = send
@@ -101,16 +101,18 @@ class WeightUpdater:
             served.submit(partial(warm_up, served.device, served.dtype)).result()
         self._inspector = Inspector(served)
         self._sessions: dict[int, RankSession] = {}
-        self._freed: list[threading.Event] = []  # of sessions that have ended: their memory is
+        self._freed: list[threading.Event] = []  # per ended session; set once its memory is given back
         self._threads: set[threading.Thread] = set()
 
     def handle(self, command: WeightCommand) -> None:
-        """Begin with `command` and return at once; a commit is queued behind the steps submitted so far."""
+        """Begin to execute `command` and return at once; a commit is queued behind the submitted steps."""
         match command:
             case Commit():
                 self._start_commit(command)
             case Inspect():
-                self._submit(command.call, partial(self._look, command.request), {}, lambda succeeded: None)
+                self._submit(
+                    command.call, partial(self._inspect, command.request), {}, lambda succeeded: None
+                )
             case Receive():
                 self._spawn(partial(self._start_receive, command))
             case Join():
@@ -129,11 +131,11 @@ class WeightUpdater:
                     command.session, RankSession(StagedWeights(self._served, self._memory))
                 )
                 self._freed = [event for event in self._freed if not event.is_set()]
-                work = partial(self._add, session, command, self._freed)
+                work = partial(self._handle_weights, session, command, self._freed)
                 self._spawn(partial(self._answer, command.call, work))
 
     def close(self) -> None:
-        """End what is going on and give all memory back; nothing may be handled any more."""
+        """End all sessions and joins and give all memory back; no command may be handled any more."""
         for session in list(self._sessions):
             self._cancel(session)
         self._groups.close()
@@ -145,11 +147,11 @@ class WeightUpdater:
         self._memory.close()
 
     def _start_receive(self, command: Receive) -> None:
-        errors = _caught(partial(self._receive, command))
+        errors = _errors_of(partial(self._receive, command))
         if errors:
             self._send(RankReply(rank=self._served.tp.rank, call=command.call, errors=errors))
 
-    def _add(
+    def _handle_weights(
         self, session: RankSession, command: Stage | Load | Take, freed: list[threading.Event]
     ) -> tuple[list[str], Fields]:
         errors = _wait_freed(session, freed)
@@ -157,7 +159,7 @@ class WeightUpdater:
             errors = (
                 ["the session was discarded"]
                 if session.cancelled.is_set()
-                else errors or self._bring(session, command)
+                else errors or self._add_weights(session, command)
             )
             staged = session.staged
             return errors, {
@@ -168,9 +170,9 @@ class WeightUpdater:
             }
 
     def _start_join(self, command: Join) -> None:
-        """Begin at once, so that a `StopJoin` behind it finds what it is to stop."""
-        dropped, started = self._groups.drop_dead(), list[Attempt | None]()
-        errors = _caught(
+        """Begin to join in this thread, so that a later `StopJoin` finds the attempt."""
+        dropped, started = self._groups.drop_dead(), list[JoinAttempt | None]()
+        errors = _errors_of(
             lambda: started.append(self._groups.start(command.group, self._served.tp.rank, command.timeout_s))
         )
         attempt = started[0] if started else None
@@ -181,11 +183,15 @@ class WeightUpdater:
             self._spawn(partial(self._answer, command.call, work))
 
     def _join(
-        self, command: Join, attempt: Attempt | None, errors: list[str], dropped: list[str]
+        self, command: Join, attempt: JoinAttempt | None, errors: list[str], dropped: list[str]
     ) -> tuple[list[str], Fields]:
-        """`is_new`: this made the group; `kept`: one of its name lives that was there; `dropped`: dead."""
+        """Wait for the attempt, and report in the reply's fields what became of groups.
+
+        `is_new`: this command joined the group. `kept`: an older group of this name is alive. `dropped`: the
+        names of groups that were found dead.
+        """
         if attempt is not None:
-            errors = _caught(partial(self._groups.wait, attempt, command.timeout_s))
+            errors = _errors_of(partial(self._groups.wait, attempt, command.timeout_s))
         found = self._groups.get(command.group.name)
         is_new = attempt is not None and not errors
         kept = not is_new and found is not None and found.alive
@@ -200,21 +206,21 @@ class WeightUpdater:
         self._groups.leave(command.name)
         return [], {}
 
-    def _bring(self, session: RankSession, command: Stage | Load | Take) -> list[str]:
+    def _add_weights(self, session: RankSession, command: Stage | Load | Take) -> list[str]:
         drops = isinstance(command, Stage) and command.manifest.discard
         if session.errors and not drops:
             return session.errors
         if session.zero_copy is not None:
-            return ["the session has tensors that were not copied, and takes nothing more: commit it first"]
+            return ["the session has tensors that were not copied, and accepts no more: commit it first"]
         if isinstance(command, Stage):
             return self._stage(session, command.manifest)
         session.changes = None
-        bring = (
+        add = (
             partial(self._load, session, command)
             if isinstance(command, Load)
             else partial(self._take, session, command)
         )
-        session.errors = _caught(bring) or _caught(partial(self._prepare, session))
+        session.errors = _errors_of(add) or _errors_of(partial(self._prepare, session))
         return session.errors
 
     def _stage(self, session: RankSession, manifest: Manifest) -> list[str]:
@@ -223,9 +229,9 @@ class WeightUpdater:
         if problems:
             return problems
         manifest = normalised(manifest)
-        session.sink = session.changes = None  # a sink of a `Stage` that another rank refused
+        session.sink = session.changes = None  # the sink may be of a `Stage` that another rank refused
         if not manifest.discard:
-            session.errors = ["memory could not be taken for all of it"]
+            session.errors = ["memory could not be allocated for all weights of the session: discard it"]
             receive_buffer = receive_buffer_bytes(manifest)
             if manifest.flattened:
                 receive_buffer = group.receive_buffer_cost(receive_buffer)
@@ -235,10 +241,10 @@ class WeightUpdater:
         return []
 
     def _receive(self, command: Receive) -> None:
-        """Begin to receive; `entered` answers, or `done` where that never comes."""
+        """Begin to receive; `ready` sends the reply, or `done` if the receive ends before that."""
         session = self._sessions.get(command.session)
         if session is None or session.manifest is None:
-            raise WeightSyncError(f"session {command.session} has nothing staged that is to be received")
+            raise WeightSyncError(f"session {command.session} has no staged manifest: stage one first")
         manifest, sink = session.manifest, session.sink
         group = self._group(manifest)
         reply = partial(RankReply, rank=self._served.tp.rank, call=command.call)
@@ -246,7 +252,7 @@ class WeightUpdater:
         unanswered = threading.Semaphore(1)
         counts = (0, 0)
 
-        def entered() -> None:
+        def ready() -> None:
             if unanswered.acquire(blocking=False):
                 self._send(reply())
 
@@ -256,8 +262,8 @@ class WeightUpdater:
             self._send(report(num_buckets=num_buckets, num_bytes=num_bytes))
 
         def done(error: str | None) -> None:
-            errors = [error] if error is not None else _caught(sink.finish) if sink is not None else []
-            errors = errors or _caught(partial(self._prepare, session))
+            errors = [error] if error is not None else _errors_of(sink.finish) if sink is not None else []
+            errors = errors or _errors_of(partial(self._prepare, session))
             session.errors, session.is_receiving = session.errors or errors, False
             if unanswered.acquire(blocking=False):
                 self._send(reply(errors=errors))
@@ -265,14 +271,14 @@ class WeightUpdater:
                 report(num_buckets=counts[0], num_bytes=counts[1], done=True, error="; ".join(errors) or None)
             )
 
-        takes = cast(Incoming, sink)  # None for what is to be discarded, of which it is not asked
-        with session.lock:  # who discards the session from here on finds the receiver
+        takes = cast(Incoming, sink)  # None if the manifest is discarded: the receiver then uses no sink
+        with session.lock:  # a later `Discard` finds the receiver
             if session.cancelled.is_set():
                 raise WeightSyncError("the session was discarded")
             session.manifest = session.sink = None
             session.is_receiving = True
             session.receiver = Receiver(
-                group, manifest, takes, Callbacks(entered, progress, done), longest_s=command.longest_s
+                group, manifest, takes, Callbacks(ready, progress, done), gloo_timeout_s=command.longest_s
             )
 
     def _group(self, manifest: Manifest) -> JoinedGroup:
@@ -311,7 +317,7 @@ class WeightUpdater:
         if command.copy or session.staged.parameters or any(t.device != served.device for _, t in tensors):
             sink = Incoming(session.staged, manifest, served.device, receive_buffer=0)
             for name, tensor in tensors:
-                sink.take(name, tensor)
+                sink.store(name, tensor)
             return sink.finish()
         session.zero_copy = ZeroCopyTensors(served, self._memory, dict(tensors))
         return session.zero_copy.problems()
@@ -321,7 +327,7 @@ class WeightUpdater:
         errors = (
             [f"there is no session {command.session}"]
             if session is None
-            else ["the session is being received yet"]
+            else ["the session is still being received: commit it once all ranks have received it"]
             if session.is_receiving
             else session.errors
         )
@@ -334,17 +340,20 @@ class WeightUpdater:
         self._freed.append(freed)
 
     def _clean_up(self, number: int, freed: threading.Event, succeeded: bool) -> None:
-        """Behind a commit's reply: no pause waits for it. One that failed is yet to be discarded."""
+        """Give a committed session's memory back after the reply, so that no pause waits for it.
+
+        A session whose commit failed is kept until its `Discard`.
+        """
         try:
             if succeeded:
                 self._discard(number, freed)
         except Exception:
-            logger.exception("the memory of a committed weight update was not given back")
+            logger.exception("the memory of a committed weight update could not be given back")
         finally:
             freed.set()
 
     def _prepare(self, session: RankSession) -> None:
-        """Do for a commit what can be done before it."""
+        """Prepare the commit's copies, so that the commit itself is short."""
         pairs, parameters = session.staged.pairs(), set(session.staged.parameters)
         if session.zero_copy is not None:
             pairs += session.zero_copy.pairs()
@@ -356,35 +365,35 @@ class WeightUpdater:
     def _commit(self, session: RankSession, fields: Fields) -> None:
         fields["touched"] = False
         if session.changes is None:
-            raise WeightSyncError("nothing has been brought that could be committed")
+            raise WeightSyncError("the session has no weights to commit: receive or load some first")
         copies, parameters = session.changes
         fields["touched"] = bool(parameters)
         copies.write()
         self._served.rebuild(parameters)
 
-    def _look(self, request: GetWeights | CheckWeights, fields: Fields) -> None:
+    def _inspect(self, request: GetWeights | CheckWeights, fields: Fields) -> None:
         fields.update(self._inspector.answer(request))
 
     def _submit(
         self, call: int, work: Callable[[Fields], None], fields: Fields, then: Callable[[bool], None]
     ) -> None:
-        """Queue `work`, which fills the reply's fields, where the steps run.
+        """Queue `work`, which fills the reply's fields, on the compute stream.
 
-        `fields`: of the reply where `work` does not say otherwise, or cannot. `then` is told, behind the
-        reply, whether it succeeded.
+        `fields`: the reply's fields unless `work` sets others. `then` is called after the reply, with whether
+        the work succeeded.
         """
         future = self._served.submit(partial(self._on_stream, work))
         self._spawn(partial(self._finish, call, future, fields, then))
 
     def _on_stream(self, work: Callable[[Fields], None]) -> _Done:
-        """Run `work` where the steps run, where nothing may be raised: later steps would fail with it."""
+        """Run `work` on the compute stream; raises nothing, since later steps would fail with it."""
         on_cuda = self._served.device.type == "cuda"
         events = [torch.Event(self._served.device, enable_timing=True) for _ in range(2)] if on_cuda else []
         started = time.monotonic()
         for event in events[:1]:
             event.record()
         fields: Fields = {}
-        errors = _caught(partial(work, fields))
+        errors = _errors_of(partial(work, fields))
         for event in events[1:]:
             event.record()
         return _Done(errors=errors, fields=fields, seconds=time.monotonic() - started, events=events)
@@ -422,25 +431,25 @@ class WeightUpdater:
         return [], {}
 
     def _release(self, session: RankSession) -> None:
-        quiet = True
+        idle = True
         if session.receiver is not None:
             session.receiver.cancel("discarded")
-            quiet = session.receiver.quiet.wait(_QUIET_S)
+            idle = session.receiver.idle.wait(_IDLE_S)
         session.receiver = session.sink = session.zero_copy = session.changes = None
-        session.staged.release(in_use=not quiet)
+        session.staged.release(in_use=not idle)
 
     def _answer(
         self, call: int, work: Callable[[], tuple[list[str], Fields]], fields: Fields | None = None
     ) -> list[str]:
-        """Reply with the errors and fields that `work` gives; with `fields` even if it raises."""
+        """Send a reply with the errors and fields that `work` returns; with `fields` even if it raises."""
         fields = {} if fields is None else fields
 
-        def keep() -> list[str]:
+        def run() -> list[str]:
             errors, found = work()
             fields.update(found)
             return errors
 
-        errors = _caught(keep)
+        errors = _errors_of(run)
         self._send(RankReply(rank=self._served.tp.rank, call=call, errors=errors, fields=fields))
         return errors
 
@@ -457,7 +466,7 @@ class WeightUpdater:
 
 
 def _wait_freed(session: RankSession, freed: list[threading.Event]) -> list[str]:
-    """Wait for the memory of the sessions before this one, which it may get."""
+    """Wait until earlier sessions have given their memory back, since this session may get it."""
     deadline = time.monotonic() + _FREED_S
     for event in freed:
         while not event.wait(_FREED_POLL_S):
@@ -465,14 +474,14 @@ def _wait_freed(session: RankSession, freed: list[threading.Event]) -> list[str]
                 return []
             if time.monotonic() >= deadline:
                 return [
-                    "the update before this one was ended, and has not given its memory back for "
-                    f"{_FREED_S:g} s: something that it reads or waits for does not answer; retry later"
+                    "the previous update has ended, but has not given its memory back for "
+                    f"{_FREED_S:g} s: a file or a peer that it waits for does not answer; retry later"
                 ]
     return []
 
 
-def _caught(work: Callable[[], Sequence[str] | None]) -> list[str]:
-    """The errors that `work` gives, or what it raised, as they can be sent."""
+def _errors_of(work: Callable[[], Sequence[str] | None]) -> list[str]:
+    """Returns the errors that `work` returns or raises, in a form that can be sent."""
     try:
         errors = list(work() or ())
     except SegueError as error:
@@ -484,6 +493,6 @@ def _caught(work: Callable[[], Sequence[str] | None]) -> list[str]:
 
 
 def _sendable(error: str) -> str:
-    """Names in it may be long, and a file's need not be text; the reply has to leave all the same."""
+    """Returns an error as valid, short text: names in it may be long, and a file's name need not be text."""
     text = error.encode(errors="backslashreplace").decode()
     return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}… ({len(text)} characters in all)"

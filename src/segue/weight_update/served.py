@@ -1,4 +1,4 @@
-"""What a weight update needs to know of the model it changes."""
+"""The served weights of a rank, as a weight update sees them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from segue.models.weight_map import Box, WeightMap
 
 
 class Submit(Protocol):
-    """Queues work where the steps run, behind those submitted before."""
+    """Queues work on the compute stream, behind the steps submitted before."""
 
     def __call__(self, work: Callable[[], Any], /) -> Future[Any]:
-        """The future is done when `work` has run, or on CUDA when it has been launched."""
+        """Returns a future that is done when `work` has run, or on CUDA when it was launched."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedWeights:
-    """The weights a rank serves with, and how to change them."""
+    """The weights that a rank serves with, and the means to change them."""
 
     arena: Arena
     table: WeightMap
@@ -37,16 +37,16 @@ class ServedWeights:
     device: torch.device
     dtype: torch.dtype
     submit: Submit
-    rebuild: Callable[[Collection[str]], object]  # what is derived of these parameters
+    rebuild: Callable[[Collection[str]], object]  # rebuilds everything derived from these parameters
     cache_dir: Path = Path("/nonexistent")  # for GGUF files
     seed: int = 0  # of dummy weights
-    master_allow: tuple[str, ...] = ()  # hosts and networks where groups may be joined; none: any
+    master_allow: tuple[str, ...] = ()  # hosts and networks where groups may be joined; empty: any
     reserved: int = 0  # bytes of device memory kept free for staging
     headroom: int = 0  # bytes of free device memory that the steps may still take
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """Of all parameters, in the order of the arena."""
+        """The specs of all parameters, in the order of the arena."""
         return [
             TensorSpec(name=name, shape=entry.shape, dtype=entry.dtype)
             for name, entry in self.arena.table.items()
@@ -54,7 +54,7 @@ class ServedWeights:
 
     @cached_property
     def writers(self) -> Mapping[str, frozenset[str]]:
-        """Parameter -> the checkpoint names that together write all of it; none of them stacked."""
+        """Parameter -> the checkpoint names, none of them stacked, that together write all of it."""
         found: dict[str, set[str]] = {parameter: set() for parameter in self.table.parameters}
         for name in self.table.names:
             for part in self.table.slices[name]:
@@ -63,6 +63,6 @@ class ServedWeights:
 
 
 def box_of(parameter: Tensor, box: Box, dims: int) -> Tensor:
-    """The view of `box`, with `dims` dimensions: one expert's matrix loses the leading 1."""
+    """Returns the view `parameter[box]` with `dims` dimensions: one expert's matrix loses its leading 1."""
     view = parameter[box]
     return view[0] if view.dim() > dims else view

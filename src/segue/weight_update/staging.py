@@ -1,4 +1,4 @@
-"""New weights beside the live ones: received, checked, and not yet served with."""
+"""Staged weights: received and checked beside the served ones, and not yet committed."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ from segue.weight_update.staging_memory import StagingArena, StagingMemory
 
 
 class StagedWeights:
-    """All that one session brings."""
+    """All weights of one session, in staging memory."""
 
     def __init__(self, served: ServedWeights, memory: StagingMemory) -> None:
         self.served = served
-        self.names: set[str] = set()  # of the checkpoint, none of them stacked
-        self.note = ""
+        self.names: set[str] = set()  # checkpoint names, none of them stacked
+        self.note = ""  # why weights are staged on the host; empty: they are where they were asked for
         self.num_bytes = 0
         self.memory = memory
         self._stagings: list[StagingArena] = []
         self._whole: Arena | None = None
-        self._views: dict[str, Tensor] = {}  # parameter, or tied name -> where it is staged
+        self._views: dict[str, Tensor] = {}  # parameter, or tied checkpoint name -> its staging memory
 
     @property
     def place(self) -> str:
-        """Where the weights are staged: `device`, `host`, or `none` while there are none."""
+        """Where the weights are staged: `device`, `host`, or `none` while nothing is staged."""
         places = {staging.place for staging in self._stagings}
         return "host" if "host" in places else "device" if places else "none"
 
     @property
     def parameters(self) -> list[str]:
-        """Ours, those staged."""
+        """The model's parameters that are staged."""
         return [name for name in self._views if name not in self.served.table.aliases]
 
     @property
     def whole(self) -> Arena:
-        """The arena of a session that took memory for all weights at once."""
+        """The arena of a session that has allocated memory for all weights at once."""
         assert self._whole is not None
         return self._whole
 
     def add(self, names: Iterable[str], place: StagingPlace = "auto", receive_buffer: int = 0) -> None:
-        """Take memory for what `names` of the checkpoint write, unless it was taken before.
+        """Allocate memory for the parameters that the checkpoint's `names` write, unless they have some.
 
-        What they do not write of a parameter is as served now. `receive_buffer`: see `StagingMemory.take`.
+        The parts of a parameter that they do not write are copied from the served weights. `receive_buffer`:
+        see `StagingMemory.take`.
 
         Raises:
-            OutOfMemoryError: there is too little memory; says how many bytes are missing.
+            OutOfMemoryError: there is too little memory; the message says how many bytes are missing.
         """
         table = self.served.table
         names = list(names)
@@ -73,7 +74,7 @@ class StagedWeights:
         self.memory.synchronize()
 
     def parts(self, name: str) -> Iterator[tuple[Tensor, Box]]:
-        """Where the slices that this rank takes of checkpoint tensor `name` are staged."""
+        """Yields staging memory and source slice of each part that this rank keeps of tensor `name`."""
         meaning = self.served.table.aliases.get(name)
         for part in self.served.table.slices[meaning or name]:
             if meaning is None:
@@ -82,19 +83,19 @@ class StagedWeights:
                 yield self._views[name], part.source
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Live memory, and the staged memory to be copied there."""
+        """Returns pairs of served memory and the staged memory to copy there."""
         served = self.served.arena
         if self._whole is not None:
             return list(zip(served.slabs, self._whole.slabs, strict=True))
         return [(served.view(name), self._views[name]) for name in self.parameters]
 
     def problems(self, names: Collection[str]) -> list[str]:
-        """What is wrong with the values staged of `names`: not finite, or tied and yet different."""
+        """Returns the problems of the staged `names`: not finite values, or a different tied tensor."""
         with self.memory.on_stream():
             return [*self._not_finite(names), *self._untied(names)]
 
     def release(self, *, in_use: bool = False) -> None:
-        """Give the memory back; what is `in_use` to whoever uses it, for good."""
+        """Give the memory back; if it is `in_use`, it is kept for its user for ever, and never reused."""
         self._views.clear()
         self.memory.synchronize()
         for staging in self._stagings:
@@ -153,10 +154,10 @@ class StagedWeights:
 
 
 def not_finite(name: str, dtype: torch.dtype) -> str:
-    """What is said of a tensor with infinities or NaN."""
+    """Returns the message for a tensor with infinities or NaN."""
     return f"{name!r} has values that are not finite in {str(dtype).removeprefix('torch.')}"
 
 
 def untied(name: str, meaning: str) -> str:
-    """What is said of a tied tensor that differs."""
-    return f"{name!r} differs from {meaning!r}, to which this model ties it: send either, or both equal"
+    """Returns the message for a tied tensor that differs."""
+    return f"{name!r} differs from {meaning!r}, to which this model ties it: send one of them, or both equal"

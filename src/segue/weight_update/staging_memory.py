@@ -1,4 +1,4 @@
-"""Memory for weights that wait to be committed: of the device, else of the host."""
+"""Memory for staged weights: on the device if there is enough, else on the host."""
 
 from __future__ import annotations
 
@@ -20,67 +20,71 @@ from segue.messages.weight_operations import StagingPlace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingArena:
-    """An arena and where it is; on a CPU that is the device."""
+    """An arena and the place of its memory; on a CPU that is "device"."""
 
     arena: Arena
     place: Literal["device", "host"]
-    note: str = ""  # why it is not where it should be
+    note: str = ""  # why it is on the host and not on the device
 
 
 class StagingMemory:
-    """Gives sessions their arenas, and takes them back.
+    """Allocates the sessions' arenas, and takes them back.
 
-    On CUDA an arena for all weights is kept for the next session: in device memory if so much was reserved,
-    in pinned memory of the host always, since pinning takes seconds. All else goes back to the system.
+    On CUDA an arena for all weights is kept for the next session: in device memory only if enough was
+    reserved, in pinned host memory always, since pinning takes seconds. All other memory goes back to the
+    system.
     """
 
     def __init__(
         self, device: torch.device, specs: Sequence[TensorSpec], *, reserved: int = 0, headroom: int = 0
     ) -> None:
-        """`specs` are those of all weights.
+        """Allocate the device arena, if enough memory is reserved for it.
 
         Args:
-            device: where the weights are.
-            specs: of all of them, in the order of their arena.
-            reserved: bytes of device memory that nothing else will ever take.
-            headroom: bytes of what is free on the device that must be left to the steps.
+            device: of the served weights.
+            specs: of all weights, in the order of their arena.
+            reserved: bytes of device memory that nothing else will ever use.
+            headroom: bytes of free device memory that must be left to the steps.
         """
         self.device = device
         self._specs = list(specs)
         self._headroom = headroom
-        # One of its own: no other stream has work to do in the memory that is taken on it.
+        # A stream of its own: no other stream uses the memory that is allocated on it.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._kept: dict[str, StagingArena] = {}  # by place
-        self._lost: list[Arena] = []  # in use when they were given back: never unmapped, nor used again
+        self._lost: list[Arena] = []  # still in use when they were given back: never unmapped or reused
         needed = _total(self._specs)
         if device.type == "cuda" and reserved >= needed:
             self._kept["device"] = StagingArena(arena=self._on_device(self._specs), place="device")
         elif device.type == "cuda" and reserved:
             logger.warning(
-                "--weight-staging-gb %.2f keeps less memory free than the weights take: %.2f GB on this rank",
+                "--weight-staging-gb %.2f keeps less device memory free than the weights of this rank take: "
+                "%.2f GB; raise it to that",
                 reserved / 1e9,
                 needed / 1e9,
             )
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """In it, operations on the device go to `stream`, behind what the stream of before has to do."""
+        """Context in which device operations go to `stream`, behind the current stream's work so far."""
         if self.stream is None:
             return nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self.stream)
 
     def synchronize(self) -> None:
-        """Wait until `stream` is done."""
+        """Wait until all work of `stream` is done."""
         if self.stream is not None:
             self.stream.synchronize()
 
     def take(
         self, specs: Sequence[TensorSpec] | None, place: StagingPlace, receive_buffer: int
     ) -> StagingArena:
-        """An arena for `specs`, or for all weights; `receive_buffer`: bytes that will be taken besides.
+        """Returns an arena for `specs`; None: for all weights.
+
+        `receive_buffer`: bytes that receive buffers will take besides.
 
         Raises:
-            OutOfMemoryError: there is too little memory; says how many bytes are missing.
+            OutOfMemoryError: there is too little memory; the message says how many bytes are missing.
         """
         wanted = self._specs if specs is None else specs
         if self.device.type == "cpu":
@@ -95,7 +99,7 @@ class StagingMemory:
             if missing <= 0:
                 try:
                     return StagingArena(arena=self._on_device(wanted), place="device")
-                except torch.OutOfMemoryError:  # what is free is not in one piece
+                except torch.OutOfMemoryError:  # the free memory is fragmented
                     missing = _total(wanted)
             reason = f"{missing} bytes of device memory are missing for staging there"
             if place == "device":
@@ -106,15 +110,15 @@ class StagingMemory:
         if kept is not None:
             return replace(kept, note=reason)
         check_host(_total(wanted))
-        with torch.cuda.device(self.device):  # a thread begins with device 0
+        with torch.cuda.device(self.device):  # a new thread uses device 0
             arena = Arena.allocate(wanted, "cpu", empty=_pinned)
         staging = StagingArena(arena=arena, place="host", note=reason)
         if specs is None:
             self._kept["host"] = replace(staging, note="")
         return staging
 
-    def check_landing(self, num_bytes: int) -> None:
-        """Raise `OutOfMemoryError` if receive buffers on CUDA would take what steps may need."""
+    def check_receive_buffers(self, num_bytes: int) -> None:
+        """Raise `OutOfMemoryError` if receive buffers on CUDA would use memory that the steps may need."""
         if self.device.type == "cpu" or not num_bytes:
             return
         missing = num_bytes + self._headroom - _free(self.device)
@@ -125,7 +129,7 @@ class StagingMemory:
             )
 
     def give_back(self, staging: StagingArena, *, in_use: bool) -> None:
-        """Take an arena back; one that is `in_use` still is never given to anybody again."""
+        """Take an arena back; one that is still `in_use` is never given out again."""
         kept = self._kept.get(staging.place)
         if in_use:
             self._lost.append(staging.arena)
@@ -137,7 +141,7 @@ class StagingMemory:
             self._unpin(staging.arena)
 
     def close(self) -> None:
-        """Give up what is kept."""
+        """Free the arenas that are kept for the next session."""
         host = self._kept.get("host")
         if host is not None:
             self._unpin(host.arena)
@@ -162,7 +166,7 @@ class StagingMemory:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes of device memory that can be had, those in torch's cache included."""
+    """Returns the bytes of device memory that can be allocated, including those in torch's cache."""
     free: int = torch.cuda.mem_get_info(device)[0]
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
@@ -172,17 +176,17 @@ def _total(specs: Sequence[TensorSpec]) -> int:
 
 
 def check_host(num_bytes: int) -> None:
-    """Raise `OutOfMemoryError`, with what is missing, unless the host has so much free memory."""
+    """Raise `OutOfMemoryError`, with the missing bytes, unless the host has so much free memory."""
     missing = num_bytes - free_cpu_memory()
     if missing > 0:
         raise OutOfMemoryError(
-            f"staging needs {num_bytes} bytes ({gib(num_bytes)}) of the host's memory, and {missing} are "
-            "missing; free memory, lower --num-kv-tokens, or send the weights in several parts"
+            f"staging needs {num_bytes} bytes ({gib(num_bytes)}) of host memory, and {missing} are missing; "
+            "free memory, lower --num-kv-tokens, or send the weights in several parts"
         )
 
 
 def _mapped(num_bytes: int) -> Tensor:
-    """Zeros, page-aligned, which go back to the system with the tensor; malloc would keep them."""
+    """Returns page-aligned zeros; their memory goes back to the system with the tensor, unlike malloc's."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     raw = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -190,10 +194,10 @@ def _mapped(num_bytes: int) -> Tensor:
 
 
 def _pinned(num_bytes: int) -> Tensor:
-    """The same, pinned; torch's own pinned memory comes in powers of two."""
+    """Returns the same in pinned memory; torch's own pinned memory has sizes of powers of two."""
     raw = _mapped(num_bytes)
     if num_bytes:
-        raw.zero_()  # the pages come now, and not under the driver's lock
+        raw.zero_()  # faults the pages in now, instead of under the driver's lock
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(cudart.cudaHostRegister(raw.data_ptr(), num_bytes, 0))
     return raw

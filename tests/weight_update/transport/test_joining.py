@@ -24,21 +24,23 @@ from tests.weight_update.trainer import host
 NewGroup = Callable[..., Group]
 
 
-def test_a_group_is_met(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+def test_a_group_is_joined(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
     joined = trainer.meet(groups, new_group())
     assert joined.alive
     assert joined.device.type == "cpu"
     assert (joined.process_group.rank(), joined.process_group.size()) == (1, 2)
 
 
-def test_the_same_parameters_again_are_no_news(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+def test_joining_again_with_the_same_parameters_keeps_the_group(
+    trainer: Any, groups: Groups, new_group: NewGroup
+) -> None:
     group = new_group()
     joined = trainer.meet(groups, group)
     groups.join(group, 0, 5)
     assert groups.get(group.name) is joined
 
 
-def test_other_parameters_under_a_live_name_are_refused(
+def test_other_parameters_for_a_live_group_are_refused(
     trainer: Any, groups: Groups, new_group: NewGroup
 ) -> None:
     trainer.meet(groups, new_group())
@@ -55,16 +57,16 @@ def test_other_parameters_under_a_live_name_are_refused(
         ({"backend": "nccl"}, "needs an engine on CUDA"),
     ],
 )
-def test_parameters_that_cannot_work_are_refused_at_once(
+def test_invalid_parameters_are_refused_at_once(
     groups: Groups, new_group: NewGroup, fields: dict[str, object], message: str
 ) -> None:
     with pytest.raises(WeightSyncError, match=message):
         groups.join(new_group(**fields), 0, 30)
 
 
-def test_joining_nobody_ends_at_the_deadline(groups: Groups, new_group: NewGroup) -> None:
+def test_a_join_without_a_trainer_ends_at_the_deadline(groups: Groups, new_group: NewGroup) -> None:
     began = time.monotonic()
-    with pytest.raises(WeightSyncError, match=r"not met within 0\.5 s"):
+    with pytest.raises(WeightSyncError, match=r"not joined within 0\.5 s"):
         groups.join(new_group(), 0, 0.5)
     assert time.monotonic() - began < 1.5
 
@@ -76,13 +78,13 @@ def test_a_join_is_retried_after_a_failure(trainer: Any, groups: Groups, new_gro
     assert trainer.meet(groups, group).alive
 
 
-def test_a_trainer_whose_others_are_missing_is_left_at_the_deadline(
+def test_a_join_ends_at_the_deadline_while_other_ranks_are_missing(
     trainer: Any, groups: Groups, new_group: NewGroup, num_threads: Callable[[], int], wait_until: WaitUntil
 ) -> None:
     group = new_group(world_size=3)
     before = num_threads()
     trainer.host(group)
-    with pytest.raises(WeightSyncError, match="was not met within 1 s"):
+    with pytest.raises(WeightSyncError, match="was not joined within 1 s"):
         groups.join(group, 0, 1.0)
     wait_until(lambda: num_threads() <= before, what="no thread of the attempt left")
 
@@ -124,10 +126,10 @@ def test_a_trainer_in_the_same_process_may_host_the_group(groups: Groups, new_gr
     work.wait()
     assert received.tolist() == [0, 1, 2]
     dist.destroy_process_group(hosted[0])
-    assert joined.process_group.name() == "gloo"  # ours, which torch does not know, was not destroyed with it
+    assert joined.process_group.name() == "gloo"  # not destroyed: torch does not know this one
 
 
-def test_two_joins_at_a_time_are_one(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+def test_concurrent_joins_share_one_attempt(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
     group = new_group()
     failed: list[Exception] = []
 
@@ -148,15 +150,15 @@ def test_two_joins_at_a_time_are_one(trainer: Any, groups: Groups, new_group: Ne
     assert joined.alive
 
 
-def test_other_parameters_give_up_an_attempt_that_met_nobody(
+def test_other_parameters_give_up_an_attempt_that_found_no_trainer(
     trainer: Any, groups: Groups, new_group: NewGroup, wait_until: WaitUntil
 ) -> None:
     failed: list[WeightSyncError] = []
-    nobody, group = new_group(), new_group()
+    unhosted, group = new_group(), new_group()
 
     def join() -> None:
         with pytest.raises(WeightSyncError) as error:
-            groups.join(nobody, 0, 300)
+            groups.join(unhosted, 0, 300)
         failed.append(error.value)
 
     def is_attempted() -> bool:
@@ -173,7 +175,7 @@ def test_other_parameters_give_up_an_attempt_that_met_nobody(
     assert joined.alive
 
 
-def test_groups_whose_trainer_has_gone_are_forgotten(
+def test_groups_whose_trainer_has_gone_are_dropped(
     new_trainer: Any, groups: Groups, new_group: NewGroup
 ) -> None:
     first, second = new_trainer(), new_trainer()
@@ -187,17 +189,19 @@ def test_groups_whose_trainer_has_gone_are_forgotten(
     assert groups.get("stays") is stays
 
 
-def test_a_group_in_use_is_left_to_its_receiver(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+def test_a_group_that_a_receiver_uses_is_not_dropped(
+    trainer: Any, groups: Groups, new_group: NewGroup
+) -> None:
     group = new_group()
-    joined, quiet = trainer.meet(groups, group), threading.Event()
-    joined.used_by((), quiet)
+    joined, idle = trainer.meet(groups, group), threading.Event()
+    joined.set_receiver((), idle)
     trainer.kill()
     assert groups.drop_dead() == []
-    quiet.set()
+    idle.set()
     assert groups.drop_dead() == [group.name]
 
 
-def test_joining_and_leaving_leaves_nothing_behind(
+def test_joining_and_leaving_leaks_no_threads_and_no_files(
     trainer: Any, groups: Groups, new_group: NewGroup, num_threads: Callable[[], int], wait_until: WaitUntil
 ) -> None:
     def once() -> None:
@@ -216,12 +220,12 @@ def test_joining_and_leaving_leaves_nothing_behind(
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files, what="as many files as before")
 
 
-def test_buckets_are_announced_by_a_trainer_that_says_so(
+def test_announced_buckets_are_those_that_the_trainer_has_begun(
     trainer: Any, groups: Groups, new_group: NewGroup
 ) -> None:
     group = new_group()
     silent = trainer.meet(groups, group)
-    assert silent.is_announced(7)  # no word will come
+    assert silent.is_announced(7)  # it announces no buckets
 
     name = group.name
     sender = object.__new__(SendingGroup)
@@ -247,14 +251,14 @@ def test_buckets_are_announced_by_a_trainer_that_says_so(
 
 @pytest.fixture
 def silent() -> Iterator[int]:
-    """The port of somebody who accepts connections and never says a word."""
+    """The port of a listener that accepts connections and never sends anything."""
     with socket.create_server(("127.0.0.1", 0), backlog=500) as listener:
         yield listener.getsockname()[1]
 
 
 @pytest.fixture
-def rude() -> Iterator[int]:
-    """The port of somebody who closes every connection at once."""
+def closing_listener() -> Iterator[int]:
+    """The port of a listener that closes every connection at once."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def close_all() -> None:
@@ -268,8 +272,8 @@ def rude() -> Iterator[int]:
         closing.join(10)
 
 
-@pytest.mark.parametrize("listener", ["silent", "rude"])
-def test_a_listener_that_is_no_store_is_left_at_the_deadline(
+@pytest.mark.parametrize("listener", ["silent", "closing_listener"])
+def test_a_join_at_a_listener_that_is_no_store_ends_at_the_deadline(
     listener: str,
     request: pytest.FixtureRequest,
     groups: Groups,
@@ -279,14 +283,14 @@ def test_a_listener_that_is_no_store_is_left_at_the_deadline(
 ) -> None:
     group, before = new_group(master_port=request.getfixturevalue(listener)), num_threads()
     began = time.monotonic()
-    with pytest.raises(WeightSyncError, match="was not met within 1 s"):
+    with pytest.raises(WeightSyncError, match="was not joined within 1 s"):
         groups.join(group, 0, 1.0)
     assert time.monotonic() - began < 2
     wait_until(lambda: num_threads() <= before, 15, what="no thread of the attempt left")
 
 
-@pytest.mark.parametrize("case", ["nobody", "silent", "others missing"])
-def test_an_attempt_that_nobody_wants_ends_before_its_deadline(
+@pytest.mark.parametrize("case", ["no listener", "silent", "others missing"])
+def test_a_stopped_attempt_ends_before_its_deadline(
     case: str,
     silent: int,
     trainer: Any,
@@ -301,8 +305,8 @@ def test_an_attempt_that_nobody_wants_ends_before_its_deadline(
         trainer.host(group)
     attempt = groups.start(group, 0, 3600)
     assert attempt is not None
-    if case != "nobody":
-        wait_until(lambda: attempt.peer is not None, what="somebody who listens")
+    if case != "no listener":
+        wait_until(lambda: attempt.peer is not None, what="an accepted connection")
     groups.stop(structs.replace(group, rank_offset=2), "it is another")
     assert not attempt.ended.is_set()
     groups.stop(group, "its client has gone")
@@ -311,7 +315,7 @@ def test_an_attempt_that_nobody_wants_ends_before_its_deadline(
     wait_until(lambda: num_threads() <= before, 15, what="no thread of the attempt left")
 
 
-def test_attempts_are_few_however_many_are_asked_for(
+def test_the_number_of_attempts_is_limited(
     silent: int,
     groups: Groups,
     new_group: NewGroup,
@@ -340,9 +344,9 @@ def test_giving_up_an_attempt_leaves_other_groups_of_the_same_store_alone(
     joined = trainer.meet(groups, group)
     attempt = groups.start(structs.replace(group, name="other"), 0, 3.0)
     assert attempt is not None
-    wait_until(lambda: attempt.peer is not None, what="somebody who listens")
+    wait_until(lambda: attempt.peer is not None, what="an accepted connection")
     groups.stop(attempt.group, "its client has gone")
-    wait_until(lambda: not groups._trying, 15, what="no attempt left")
+    wait_until(lambda: not groups._running, 15, what="no attempt left")
     assert joined.alive
     received = torch.zeros(4, dtype=torch.uint8)
     work = joined.process_group.broadcast(received, 0)
@@ -371,10 +375,10 @@ def test_addresses_may_be_limited(
             resolve(group, allowed)
 
 
-def test_a_name_is_resolved_once_and_what_was_checked_is_met(
+def test_a_name_is_resolved_once_and_the_checked_address_is_used(
     trainer: Any, new_group: NewGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name server that gives another address the second time leads nowhere else."""
+    """A name server that gives another address the second time cannot redirect the join."""
     group, asked = new_group(master_address="trainer.example"), []
 
     def getaddrinfo(host: str, port: int, *args: Any, **options: Any) -> Any:
@@ -395,22 +399,20 @@ def test_a_name_is_resolved_once_and_what_was_checked_is_met(
         groups.close()
 
 
-def test_an_address_that_fails_again_and_again_is_left_alone_for_longer(
-    groups: Groups, new_group: NewGroup
-) -> None:
+def test_the_retry_delay_of_an_address_grows_with_its_failures(groups: Groups, new_group: NewGroup) -> None:
     group, pauses = new_group(), []
     for _ in range(12):
-        groups._note(group, failed=True)
-        pauses.append(round(groups._pause_s(group, time.monotonic()), 1))
+        groups._record_result(group, failed=True)
+        pauses.append(round(groups._retry_delay_s(group, time.monotonic()), 1))
     assert pauses[:3] == [0.1, 0.2, 0.4] and pauses[-1] == 5.0
-    assert groups._pause_s(new_group(), time.monotonic()) == 0.0
+    assert groups._retry_delay_s(new_group(), time.monotonic()) == 0.0
     attempt = groups.start(group, 0, 60)
     assert attempt is not None
     assert attempt.not_before - time.monotonic() > 3
     groups.stop(group, "it was enough")
     assert attempt.ended.wait(0)
-    groups._note(group, failed=False)
-    assert groups._pause_s(group, time.monotonic()) == 0.0
+    groups._record_result(group, failed=False)
+    assert groups._retry_delay_s(group, time.monotonic()) == 0.0
     for index in range(1000):
-        groups._note(new_group(master_address=f"a{index}", master_port=1), failed=True)
-    assert len(groups._failed) <= 64
+        groups._record_result(new_group(master_address=f"a{index}", master_port=1), failed=True)
+    assert len(groups._failures) <= 64

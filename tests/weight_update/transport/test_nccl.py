@@ -1,4 +1,4 @@
-"""What receiving over NCCL does in which order, with gloo in its place and streams that are done at once."""
+"""The order of operations of a receive over NCCL, on gloo and on fake streams whose work is done at once."""
 
 import threading
 import weakref
@@ -30,28 +30,28 @@ class Over(Exception):
 
 
 class Session:
-    """Counts what it is told."""
+    """Records the calls that an observer of a receive gets."""
 
     def __init__(self) -> None:
         self.is_over = False
-        self.said: list[str] = []
+        self.calls: list[str] = []
 
     def check(self) -> None:
         if self.is_over:
             raise Over
 
-    def entered(self) -> None:
-        self.said.append("entered")
+    def ready(self) -> None:
+        self.calls.append("ready")
 
-    def landed(self, broadcast: ReceiveSpec) -> None:
-        self.said.append(f"landed {broadcast.bucket}")
+    def received(self, broadcast: ReceiveSpec) -> None:
+        self.calls.append(f"received {broadcast.bucket}")
 
-    def taken(self, broadcast: ReceiveSpec) -> None:
-        self.said.append(f"taken {broadcast.bucket}")
+    def stored(self, broadcast: ReceiveSpec) -> None:
+        self.calls.append(f"stored {broadcast.bucket}")
 
 
 class Store:
-    """A group whose trainer's store answers when it is let."""
+    """A group whose trainer's store answers only while the test allows it."""
 
     def __init__(self) -> None:
         self.announced = 0
@@ -72,7 +72,7 @@ class Store:
 
 
 class Event:
-    """Has happened."""
+    """An event that has already happened."""
 
     def record(self, stream: object) -> None:
         pass
@@ -82,7 +82,7 @@ class Event:
 
 
 class Stream(nullcontext[None]):
-    """Has done what it was given."""
+    """A stream without work left to do."""
 
     def query(self) -> bool:
         return True
@@ -98,7 +98,7 @@ class Stream(nullcontext[None]):
 
 
 class Kept:
-    """Keeps copies; the tensors in `PLACES` land where they stay."""
+    """A sink that keeps copies; the tensors in `PLACES` are received directly into their final memory."""
 
     PLACES = ("scale", "large")
 
@@ -112,37 +112,39 @@ class Kept:
     def direct(self, name: str) -> Tensor | None:
         return self._places.get(name)
 
-    def take(self, name: str, tensor: Tensor) -> None:
+    def store(self, name: str, tensor: Tensor) -> None:
         is_there = name in self._places and tensor.data_ptr() == self._places[name].data_ptr()
         self.tensors[name] = tensor if is_there else tensor.clone()
 
     def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Callable[[], None]:
         def take() -> None:
             for name, tensor in tensors:
-                self.take(name, tensor)
+                self.store(name, tensor)
 
         return take
 
 
-def wire_of(group: Store, num_buckets: int = 2) -> NcclReceive:
-    wire: Any = object.__new__(NcclReceive)
-    wire._group = group
-    wire._broadcasts = [ReceiveSpec(8, [], torch.empty(8), index, index + 1) for index in range(num_buckets)]
-    wire._targets = [each.direct for each in wire._broadcasts]
-    wire._turns, wire._takes = [None] * num_buckets, [lambda: None] * num_buckets
-    wire._landed = wire._copied = [None] * 32
-    wire._wire = wire._copies = Stream()
-    wire._under_way, wire._is_asking, wire._registered = deque(), False, None
-    found: NcclReceive = wire
+def receive_from(group: Store, num_buckets: int = 2) -> NcclReceive:
+    receiving: Any = object.__new__(NcclReceive)
+    receiving._group = group
+    receiving._broadcasts = [
+        ReceiveSpec(8, [], torch.empty(8), index, index + 1) for index in range(num_buckets)
+    ]
+    receiving._targets = [each.direct for each in receiving._broadcasts]
+    receiving._buffer_indices, receiving._stores = [None] * num_buckets, [lambda: None] * num_buckets
+    receiving._received_events = receiving._copied_events = [None] * 32
+    receiving._receive_stream = receiving._copy_stream = Stream()
+    receiving._in_flight, receiving._is_waiting, receiving._registered = deque(), False, None
+    found: NcclReceive = receiving
     return found
 
 
-def in_thread(wire: NcclReceive, session: Session) -> tuple[threading.Thread, list[BaseException]]:
+def in_thread(receiving: NcclReceive, session: Session) -> tuple[threading.Thread, list[BaseException]]:
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            wire.receive(session)
+            receiving.receive(session)
         except BaseException as error:
             raised.append(error)
 
@@ -153,7 +155,7 @@ def in_thread(wire: NcclReceive, session: Session) -> tuple[threading.Thread, li
 
 @pytest.fixture
 def joined(trainer: Any, groups: Groups, new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> JoinedGroup:
-    """A group whose broadcasts have landed when they are queued."""
+    """A group whose broadcasts are complete as soon as they are queued."""
     found: JoinedGroup = trainer.meet(groups, new_group())
     gloo: Any = found.process_group
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
@@ -163,7 +165,7 @@ def joined(trainer: Any, groups: Groups, new_group: NewGroup, monkeypatch: pytes
         "_process_group",
         SimpleNamespace(broadcast=lambda *given: gloo.broadcast(*given).wait(), recv=gloo.recv),
     )
-    monkeypatch.setattr(found, "_is_connected", True)
+    monkeypatch.setattr(found, "_is_communicator_built", True)
     return found
 
 
@@ -176,8 +178,8 @@ def test_all_tensors_arrive(trainer: Any, joined: JoinedGroup, flattened: bool) 
     thread.join(20)
     assert not raised
     assert_received(sink.tensors, BUCKETS)
-    assert session.said == ["entered"] + [
-        f"{what} {each.bucket}" for each in broadcasts for what in ("landed", "taken")
+    assert session.calls == ["ready"] + [
+        f"{what} {each.bucket}" for each in broadcasts for what in ("received", "stored")
     ]
 
 
@@ -212,56 +214,56 @@ def has_just(sink: Kept, names: list[str]) -> bool:
 
 def test_no_receive_is_queued_before_its_bucket_is_announced() -> None:
     group, session = Store(), Session()
-    wire = wire_of(group)
-    thread, raised = in_thread(wire, session)
+    receiving = receive_from(group)
+    thread, raised = in_thread(receiving, session)
     for _ in range(3):
         group.asked.clear()
         assert group.asked.wait(20)
-    assert session.said == ["entered"] and not raised
+    assert session.calls == ["ready"] and not raised
     group.announced = 1
     thread.join(20)
     assert [type(error) for error in raised] == [AssertionError]
 
 
-def test_what_has_landed_is_counted_while_the_next_bucket_is_waited_for(wait_until: WaitUntil) -> None:
+def test_received_buckets_are_counted_while_the_next_one_is_not_announced(wait_until: WaitUntil) -> None:
     group, session = Store(), Session()
-    wire: Any = wire_of(group)
-    has_landed = threading.Event()
-    wire._under_way.append((wire._broadcasts[0], SimpleNamespace(query=has_landed.is_set)))
-    thread, raised = in_thread(wire, session)
+    receiving: Any = receive_from(group)
+    is_received = threading.Event()
+    receiving._in_flight.append((receiving._broadcasts[0], SimpleNamespace(query=is_received.is_set)))
+    thread, raised = in_thread(receiving, session)
     assert group.asked.wait(20)
-    has_landed.set()
-    wait_until(lambda: "taken 0" in session.said, what="the bucket counted")
+    is_received.set()
+    wait_until(lambda: "stored 0" in session.calls, what="the bucket counted")
     session.is_over = True
     thread.join(20)
     assert [type(error) for error in raised] == [Over]
 
 
 @pytest.mark.parametrize("answer", [0, 2])
-def test_a_receive_whose_trainer_never_answers_is_abandoned_and_does_nothing_later(answer: int) -> None:
+def test_a_receive_that_waits_for_its_trainer_is_released_and_does_nothing_later(answer: int) -> None:
     group, session = Store(), Session()
-    wire: Any = wire_of(group)
+    receiving: Any = receive_from(group)
     group.answers.clear()
-    thread, raised = in_thread(wire, session)
+    thread, raised = in_thread(receiving, session)
     assert group.asked.wait(20)
     session.is_over = True
-    assert wire.abandon()
-    assert wire._targets == [] and all(each.direct is None for each in wire._broadcasts)
+    assert receiving.try_release()
+    assert receiving._targets == [] and all(each.direct is None for each in receiving._broadcasts)
     group.announced = answer
     group.answers.set()
     thread.join(20)
     assert [type(error) for error in raised] == [Over]
 
 
-def test_what_is_queued_is_not_abandoned() -> None:
-    wire: Any = wire_of(Store())
-    assert not wire.abandon()
-    wire._is_asking, wire._copies = True, SimpleNamespace(query=lambda: False)
-    assert not wire.abandon()
+def test_buffers_are_not_released_while_device_work_is_queued() -> None:
+    receiving: Any = receive_from(Store())
+    assert not receiving.try_release()
+    receiving._is_waiting, receiving._copy_stream = True, SimpleNamespace(query=lambda: False)
+    assert not receiving.try_release()
 
 
 class Registered:
-    """Buffers on the CPU in place of registered ones."""
+    """Fake registered buffers, on the CPU."""
 
     made: list["Registered"]
 
@@ -276,7 +278,7 @@ class Registered:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> list[Registered]:
-    """All that were made."""
+    """All fake registered buffers that were made."""
     monkeypatch.setattr(Registered, "made", [], raising=False)
     monkeypatch.setattr("segue.weight_update.transport.group.RegisteredBuffers", Registered)
     monkeypatch.setattr("segue.weight_update.transport.group.can_register", lambda nccl, device: True)
@@ -284,7 +286,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[Registered]:
     return Registered.made
 
 
-def test_flattened_buckets_land_in_registered_buffers_that_the_group_keeps(
+def test_flattened_buckets_are_received_into_registered_buffers_that_the_group_keeps(
     trainer: Any, joined: JoinedGroup, registered: list[Registered], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefixed(joined._store, joined.group).set(REGISTERED_KEY, "1")
@@ -295,16 +297,16 @@ def test_flattened_buckets_land_in_registered_buffers_that_the_group_keeps(
         connected.append([each.is_registered for each in registered])
 
     monkeypatch.setattr(joined.process_group, "eager_connect_single_device", connect, raising=False)
-    monkeypatch.setattr(joined, "_is_connected", False)
+    monkeypatch.setattr(joined, "_is_communicator_built", False)
     for _ in range(2):
         sink, session = Kept(), Session()
         broadcasts = plan(manifest("g", BUCKETS, flattened=True), sink, torch.device("cuda"))
-        wire = NcclReceive(joined, broadcasts, sink, registered=True)
+        receiving = NcclReceive(joined, broadcasts, sink, registered=True)
         (buffers,) = registered
-        assert {target.untyped_storage().data_ptr() for target in wire._targets} == {
+        assert {target.untyped_storage().data_ptr() for target in receiving._targets} == {
             buffer.data_ptr() for buffer in buffers.buffers
         }
-        thread, raised = in_thread(wire, session)
+        thread, raised = in_thread(receiving, session)
         trainer.send(joined.group, BUCKETS, flattened=True)
         thread.join(20)
         assert not raised and "error" not in trainer.answer()
@@ -313,7 +315,7 @@ def test_flattened_buckets_land_in_registered_buffers_that_the_group_keeps(
     assert connected == [[False]], "connected once, and before anything was registered"
 
 
-def test_landing_buffers_are_counted_until_they_are_there(joined: JoinedGroup, registered: object) -> None:
+def test_receive_buffers_cost_memory_until_they_exist(joined: JoinedGroup, registered: object) -> None:
     assert joined.receive_buffer_cost(10) == 10  # gloo
     joined.group = msgspec.structs.replace(joined.group, backend="nccl")
     assert joined.receive_buffer_cost(10) == GRANULARITY
@@ -324,7 +326,7 @@ def test_landing_buffers_are_counted_until_they_are_there(joined: JoinedGroup, r
     assert joined.receive_buffer(6) is not first and joined.receive_buffer_cost(12) == 0
 
 
-def test_a_device_without_such_memory_says_how_to_do_without(
+def test_a_device_that_cannot_register_buffers_is_an_error_with_a_remedy(
     joined: JoinedGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("segue.weight_update.transport.group.can_register", lambda nccl, device: False)
@@ -332,7 +334,7 @@ def test_a_device_without_such_memory_says_how_to_do_without(
         joined.receive_buffer(8)
 
 
-def test_registered_buffers_are_there_until_the_communicator_has_ended(
+def test_registered_buffers_outlive_the_communicator(
     joined: JoinedGroup, registered: list[Registered], wait_until: WaitUntil
 ) -> None:
     receive_buffer: Any = joined.receive_buffer(8)

@@ -39,25 +39,27 @@ class Kept:
     def direct(self, name: str) -> Tensor | None:
         raise AssertionError("asked for on CUDA only")
 
-    def take(self, name: str, tensor: Tensor) -> None:
+    def store(self, name: str, tensor: Tensor) -> None:
         self.tensors[name] = tensor.clone()
 
 
 class Session:
-    """A receiver and all that it says."""
+    """A receiver, and a record of its callbacks."""
 
     def __init__(self, group: JoinedGroup, buckets: list[Tensors], sink: Any = None, **options: Any) -> None:
         self.sink = Kept() if sink is None else sink
-        self.entered = threading.Event()
+        self.ready = threading.Event()
         self.progress: list[tuple[int, int]] = []
         self.done: list[str | None] = []
         self._ended = threading.Event()
-        timeouts = {k: options.pop(k) for k in ("arm_timeout_s", "timeout_s", "longest_s") if k in options}
+        timeouts = {
+            k: options.pop(k) for k in ("arm_timeout_s", "timeout_s", "gloo_timeout_s") if k in options
+        }
         self.receiver = Receiver(
             group,
             manifest(group.group.name, buckets, **options),
             self.sink,
-            Callbacks(self.entered.set, lambda *now: self.progress.append(now), self._done),
+            Callbacks(self.ready.set, lambda *now: self.progress.append(now), self._done),
             **timeouts,
         )
 
@@ -66,9 +68,9 @@ class Session:
         self._ended.set()
 
     def end(self, seconds: float = 30.0) -> str | None:
-        """Its error, once it has ended and touches nothing any more."""
+        """Wait until the session has ended and its memory is free; returns its error."""
         assert self._ended.wait(seconds), "the session did not end"
-        assert self.receiver.quiet.wait(10), "the receiver's thread did not end"
+        assert self.receiver.idle.wait(10), "the receiver's thread did not end"
         assert len(self.done) == 1
         return self.done[0]
 
@@ -104,7 +106,7 @@ def joined(trainer: Any, groups: Groups, new_group: NewGroup) -> JoinedGroup:
 @pytest.mark.parametrize("flattened", [False, True])
 def test_all_tensors_arrive(trainer: Any, joined: JoinedGroup, flattened: bool) -> None:
     session = Session(joined, BUCKETS, flattened=flattened)
-    assert session.entered.wait(10)
+    assert session.ready.wait(10)
     trainer.send(joined.group, BUCKETS, flattened=flattened)
     assert session.end() is None
     assert_received(session.sink.tensors, BUCKETS)
@@ -129,7 +131,7 @@ def test_a_broadcast_that_began_before_the_receive_arrives(
 @pytest.mark.parametrize(
     ("sent", "word"), [(10, "less"), (99_992, "less"), (100_001, "more"), (1 << 20, "more")]
 )
-def test_a_trainer_that_does_not_keep_to_its_manifest_is_found_out(
+def test_a_broadcast_of_another_size_than_in_the_manifest_is_an_error(
     trainer: Any, joined: JoinedGroup, sent: int, word: str
 ) -> None:
     session = Session(joined, [[("first", "uint8", [8])], [("second", "uint8", [100_000])]], flattened=True)
@@ -142,15 +144,15 @@ def test_a_trainer_that_does_not_keep_to_its_manifest_is_found_out(
 
 
 @pytest.mark.parametrize("buckets", [[], [[], []]])
-def test_nothing_to_receive_is_received_at_once(joined: JoinedGroup, buckets: list[Tensors]) -> None:
+def test_a_manifest_without_tensors_is_received_at_once(joined: JoinedGroup, buckets: list[Tensors]) -> None:
     session = Session(joined, buckets)
     assert session.end() is None
-    assert session.entered.is_set()
+    assert session.ready.is_set()
     assert session.progress == ([(len(buckets), 0)] if buckets else [])
     assert joined.alive
 
 
-def test_what_is_to_be_discarded_is_received_and_dropped(trainer: Any, joined: JoinedGroup) -> None:
+def test_a_discarded_manifest_is_received_and_dropped(trainer: Any, joined: JoinedGroup) -> None:
     session = Session(joined, BUCKETS, discard=True)
     trainer.send(joined.group, BUCKETS, flattened=False)
     assert session.end() is None
@@ -159,23 +161,23 @@ def test_what_is_to_be_discarded_is_received_and_dropped(trainer: Any, joined: J
     assert joined.alive
 
 
-def test_an_armed_session_is_cancelled_at_once(
+def test_a_session_with_a_posted_receive_is_cancelled_at_once(
     trainer: Any, joined: JoinedGroup, num_threads: Callable[[], int], wait_until: WaitUntil
 ) -> None:
     threads = num_threads()
     session = Session(joined, BUCKETS)
-    assert session.entered.wait(10)
+    assert session.ready.wait(10)
     began = time.monotonic()
     session.receiver.cancel("no longer wanted")
     assert time.monotonic() - began < 0.2
     assert session.end(1) == "no longer wanted"
     assert not joined.alive
-    wait_until(lambda: num_threads() <= threads, what="the receive given up, not left behind")
+    wait_until(lambda: num_threads() <= threads, what="the receive's threads ended")
     trainer.send(joined.group, BUCKETS, flattened=False)
-    assert "error" in trainer.answer()  # and does not hang
+    assert "error" in trainer.answer()  # it does not hang
 
 
-def test_cancelling_what_has_ended_changes_nothing(trainer: Any, joined: JoinedGroup) -> None:
+def test_cancelling_an_ended_session_changes_nothing(trainer: Any, joined: JoinedGroup) -> None:
     session = Session(joined, BUCKETS)
     trainer.send(joined.group, BUCKETS, flattened=False)
     assert session.end() is None
@@ -187,21 +189,21 @@ def test_cancelling_what_has_ended_changes_nothing(trainer: Any, joined: JoinedG
 def test_silence_before_the_first_broadcast_ends_at_the_arm_timeout(joined: JoinedGroup) -> None:
     began = time.monotonic()
     session = Session(joined, BUCKETS, arm_timeout_s=0.5, timeout_s=60.0)
-    assert session.end(3) == "nothing came within 0.5 s (arm_timeout_s)"
+    assert session.end(3) == "nothing was received within 0.5 s (arm_timeout_s)"
     assert 0.4 < time.monotonic() - began < 2
     assert not joined.alive
 
 
-def test_silence_behind_the_first_broadcast_ends_at_the_timeout(trainer: Any, joined: JoinedGroup) -> None:
+def test_silence_after_the_first_broadcast_ends_at_the_timeout(trainer: Any, joined: JoinedGroup) -> None:
     session = Session(joined, BUCKETS, flattened=True, arm_timeout_s=60.0, timeout_s=0.5)
     trainer.send(joined.group, BUCKETS[:1], flattened=True)
-    assert session.end(3) == "nothing came for 0.5 s (timeout_s), in the middle of the update"
+    assert session.end(3) == "nothing was received for 0.5 s (timeout_s), in the middle of the update"
     assert session.progress[-1][0] == 1
     assert not joined.alive
 
 
 @pytest.mark.parametrize("flattened", [False, True])
-def test_a_trainer_killed_in_a_broadcast_is_missed_and_the_next_one_met(
+def test_a_trainer_killed_in_a_broadcast_ends_the_session_and_another_one_is_joined(
     new_trainer: Any, groups: Groups, new_group: NewGroup, flattened: bool, wait_until: WaitUntil
 ) -> None:
     group = new_group()
@@ -213,12 +215,12 @@ def test_a_trainer_killed_in_a_broadcast_is_missed_and_the_next_one_met(
     killed: list[float] = []
 
     class Kills(Kept):
-        def take(self, name: str, tensor: Tensor) -> None:
-            first.kill()  # the second one is on its way
+        def store(self, name: str, tensor: Tensor) -> None:
+            first.kill()  # while the second broadcast is in flight
             killed.append(time.monotonic())
-            super().take(name, tensor)
+            super().store(name, tensor)
 
-    session = Session(joined, large, Kills(), flattened=flattened, longest_s=3.0)
+    session = Session(joined, large, Kills(), flattened=flattened, gloo_timeout_s=3.0)
     error = session.end(5)
     assert error is not None
     assert error.startswith("the connection to the trainer was lost")
@@ -239,11 +241,13 @@ def test_a_trainer_killed_in_a_broadcast_is_missed_and_the_next_one_met(
     assert_received(session.sink.tensors, BUCKETS)
 
 
-def test_an_armed_sessions_trainer_is_killed(new_trainer: Any, groups: Groups, new_group: NewGroup) -> None:
+def test_a_trainer_killed_before_its_first_broadcast_ends_the_session(
+    new_trainer: Any, groups: Groups, new_group: NewGroup
+) -> None:
     trainer = new_trainer()
     joined = trainer.meet(groups, new_group())
     session = Session(joined, BUCKETS)
-    assert session.entered.wait(10)
+    assert session.ready.wait(10)
     trainer.kill()
     error = session.end(1)
     assert error is not None
@@ -252,7 +256,7 @@ def test_an_armed_sessions_trainer_is_killed(new_trainer: Any, groups: Groups, n
 
 def test_a_sink_that_fails_ends_the_session_and_frees_the_trainer(trainer: Any, joined: JoinedGroup) -> None:
     class Full(Kept):
-        def take(self, name: str, tensor: Tensor) -> None:
+        def store(self, name: str, tensor: Tensor) -> None:
             raise RuntimeError("no space left")
 
     session = Session(joined, BUCKETS, Full())
@@ -263,8 +267,8 @@ def test_a_sink_that_fails_ends_the_session_and_frees_the_trainer(trainer: Any, 
 
 
 @pytest.fixture
-def three(trainer: Any, new_group: NewGroup) -> Iterator[list[JoinedGroup]]:
-    """Three ranks of one group: gloo's third one gets its broadcasts from the first."""
+def three_ranks(trainer: Any, new_group: NewGroup) -> Iterator[list[JoinedGroup]]:
+    """Three engine ranks of one group: gloo forwards broadcasts from the first to the third."""
     group = new_group(world_size=4)
     ranks = [Groups(torch.device("cpu")) for _ in range(3)]
     trainer.host(group)
@@ -279,29 +283,31 @@ def three(trainer: Any, new_group: NewGroup) -> Iterator[list[JoinedGroup]]:
 
 
 @pytest.mark.parametrize("flattened", [False, True])
-def test_all_ranks_receive(trainer: Any, three: list[JoinedGroup], flattened: bool) -> None:
-    sessions = [Session(group, BUCKETS, flattened=flattened) for group in three]
-    trainer.send(three[0].group, BUCKETS, flattened=flattened)
+def test_all_ranks_receive(trainer: Any, three_ranks: list[JoinedGroup], flattened: bool) -> None:
+    sessions = [Session(group, BUCKETS, flattened=flattened) for group in three_ranks]
+    trainer.send(three_ranks[0].group, BUCKETS, flattened=flattened)
     assert [session.end() for session in sessions] == [None] * 3
     for session in sessions:
         assert_received(session.sink.tensors, BUCKETS)
 
 
-def test_a_rank_below_ours_may_ask_for_no_more_than_is_due(trainer: Any, three: list[JoinedGroup]) -> None:
+def test_an_inner_rank_of_gloos_tree_forwards_exactly_the_manifests_bytes(
+    trainer: Any, three_ranks: list[JoinedGroup]
+) -> None:
     buckets: list[Tensors] = [[("large", "uint8", [1000])], [("small", "uint8", [10])]]
-    sessions = [Session(group, buckets) for group in three[:2]]
-    trainer.send(three[0].group, buckets, flattened=False)
+    sessions = [Session(group, buckets) for group in three_ranks[:2]]
+    trainer.send(three_ranks[0].group, buckets, flattened=False)
     for bucket in buckets:
         ((name, dtype, shape),) = bucket
         exact = torch.zeros(shape, dtype=torch.uint8)
-        three[2].process_group.broadcast(exact, 0).wait()
+        three_ranks[2].process_group.broadcast(exact, 0).wait()
         assert same(exact, content(name, dtype, shape))
     assert [session.end() for session in sessions] == [None] * 2
 
 
-def test_all_ranks_miss_a_killed_trainer(trainer: Any, three: list[JoinedGroup]) -> None:
-    sessions = [Session(group, BUCKETS) for group in three]
-    assert all(session.entered.wait(10) for session in sessions)
+def test_all_ranks_notice_a_killed_trainer(trainer: Any, three_ranks: list[JoinedGroup]) -> None:
+    sessions = [Session(group, BUCKETS) for group in three_ranks]
+    assert all(session.ready.wait(10) for session in sessions)
     trainer.kill()
     for session in sessions:
         error = session.end(3)
@@ -309,14 +315,14 @@ def test_all_ranks_miss_a_killed_trainer(trainer: Any, three: list[JoinedGroup])
         assert error.startswith("the connection to the trainer was lost")
 
 
-def test_a_trainer_may_end_before_all_it_sent_is_taken(trainer: Any, joined: JoinedGroup) -> None:
+def test_a_trainer_may_end_before_its_broadcasts_are_stored(trainer: Any, joined: JoinedGroup) -> None:
     class Slow(Kept):
-        def take(self, name: str, tensor: Tensor) -> None:
+        def store(self, name: str, tensor: Tensor) -> None:
             if not self.tensors:
                 trainer.answer()
                 trainer.kill()
-                threading.Event().wait(1.2)  # longer than a trainer is missed
-            super().take(name, tensor)
+                threading.Event().wait(1.2)  # longer than it takes to notice a trainer's end
+            super().store(name, tensor)
 
     buckets = [BUCKETS[0][:2]]
     session = Session(joined, buckets, Slow())
@@ -325,19 +331,19 @@ def test_a_trainer_may_end_before_all_it_sent_is_taken(trainer: Any, joined: Joi
     assert_received(session.sink.tensors, buckets)
 
 
-def test_the_process_may_end_while_a_session_is_armed(trainer: Any, new_group: NewGroup) -> None:
+def test_the_process_may_end_while_a_receive_is_posted(trainer: Any, new_group: NewGroup) -> None:
     program = """
 import sys, threading, torch
 from segue.messages.weight_operations import Bucket, Group, Manifest
 from segue.weight_update.transport.joining import Groups
 from segue.weight_update.transport.receiver import Callbacks, Receiver
-groups, entered = Groups(torch.device("cpu")), threading.Event()
+groups, ready = Groups(torch.device("cpu")), threading.Event()
 groups.join(Group(name="weights", master_address="127.0.0.1", master_port=int(sys.argv[1]), rank_offset=1,
                   world_size=2, backend="gloo"), 0, 30)
 buckets = [Bucket(names=["w"], dtypes=["uint8"], shapes=[[9]])]
 Receiver(groups.get("weights"), Manifest(group_name="weights", buckets=buckets), None,
-         Callbacks(entered.set, lambda *_: None, lambda _: None))
-entered.wait(10)
+         Callbacks(ready.set, lambda *_: None, lambda _: None))
+ready.wait(10)
 groups.close()
 """
     group = new_group()
@@ -353,16 +359,16 @@ def test_a_dead_group_receives_nothing(joined: JoinedGroup) -> None:
 
 
 def share_of_a_core() -> float:
-    """What this process takes, over a second."""
+    """Returns the share of one core that this process uses, measured over a second."""
     used, began = time.process_time(), time.monotonic()
     threading.Event().wait(1.0)
     return (time.process_time() - used) / (time.monotonic() - began)
 
 
-def test_an_armed_session_takes_no_processor_time(joined: JoinedGroup) -> None:
+def test_a_posted_receive_uses_no_processor_time(joined: JoinedGroup) -> None:
     before = min(share_of_a_core() for _ in range(2))  # servers of other tests may run in this process
     session = Session(joined, BUCKETS, arm_timeout_s=600.0)
-    assert session.entered.wait(10)
+    assert session.ready.wait(10)
     deadline = time.monotonic() + 15.0
     share = 1.0
     while share >= 0.02 and time.monotonic() < deadline:
@@ -379,14 +385,14 @@ def many_rounds(
     for number in range(rounds):
         flattened = number % 2 == 0
         session = Session(joined, buckets, flattened=flattened)
-        assert session.entered.wait(10)
+        assert session.ready.wait(10)
         trainer.send(joined.group, buckets, flattened=flattened, after=delays[number % len(delays)])
         assert session.end() is None
         assert "error" not in trainer.answer()
     assert_received(session.sink.tensors, buckets)
 
 
-def test_rounds_never_hang_and_leave_nothing_behind(
+def test_rounds_never_hang_and_leak_no_threads_and_no_files(
     trainer: Any, joined: JoinedGroup, num_threads: Callable[[], int], wait_until: WaitUntil
 ) -> None:
     many_rounds(trainer, joined, 2, (0.0,))

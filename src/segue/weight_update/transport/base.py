@@ -1,4 +1,4 @@
-"""What is received and where it goes: the parts that gloo and NCCL share."""
+"""The parts of a receive that gloo and NCCL share: the plan of the broadcasts and the sink of tensors."""
 
 from __future__ import annotations
 
@@ -16,70 +16,70 @@ from segue.messages.weight_update import Bucket, Manifest
 
 
 class Sink(Protocol):
-    """Where landed tensors go; called from the receiver's thread.
+    """Stores received tensors; the receiver's thread calls it.
 
-    While a receive is open nothing is allocated on CUDA: by `take`, and by what `prepare` gives.
+    `store`, and the function that `prepare` returns, must not allocate CUDA memory: a receive may be posted.
     """
 
     def direct(self, name: str) -> Tensor | None:
-        """A contiguous CUDA tensor of the wire's dtype and the whole shape, to receive into; or None."""
+        """Returns a contiguous CUDA tensor of the sent dtype and the whole shape to receive into; or None."""
 
-    def take(self, name: str, tensor: Tensor) -> None:
-        """Keep this rank's part of a whole tensor that has landed; once for each, in order.
+    def store(self, name: str, tensor: Tensor) -> None:
+        """Keep this rank's shard of a received whole tensor; called once per tensor, in order.
 
-        ``tensor`` is that of `direct` where there was one; any other is overwritten later: by work on the
-        current stream, if it is on CUDA, else when this returns.
+        ``tensor`` is the one that `direct` returned, if any. Any other tensor is overwritten later: on CUDA
+        by later work of the current stream, on the host as soon as this method has returned.
         """
 
     def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Callable[[], None]:
-        """What takes all of these as `take` does, whenever they have landed there."""
+        """Returns a function that stores all these tensors as `store` does, each time they were received."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """A tensor in a broadcast."""
+    """One tensor of a broadcast."""
 
     name: str
     dtype: torch.dtype
     shape: list[int]
-    start: int  # byte
+    start: int  # byte offset in the broadcast
     num_bytes: int
 
     @property
-    def is_odd(self) -> bool:
-        """Whether it lies where no tensor of its dtype can."""
+    def is_misaligned(self) -> bool:
+        """Whether its offset is no multiple of its item size, so that no view of its dtype starts there."""
         return self.start % self.dtype.itemsize != 0
 
 
 @dataclass(slots=True)
 class ReceiveSpec:
-    """What one collective brings."""
+    """One broadcast to receive, and the tensors in it."""
 
     num_bytes: int
     pieces: list[Piece]
-    direct: Tensor | None  # where it lands, if not in a receive buffer
-    bucket: int  # of which it is part
-    num_buckets: int  # that are there when this one is
+    direct: Tensor | None  # the tensor to receive into; None: a receive buffer
+    bucket: int  # index of the bucket that it belongs to
+    num_buckets: int  # buckets that are complete once this broadcast is received
 
 
 class ReceiveObserver(Protocol):
-    """Whom a wire tells how far it is."""
+    """Is told of the progress of a receive."""
 
     def check(self) -> None:
-        """Raise if the session is over."""
+        """Raise if the session has ended."""
 
-    def entered(self) -> None:
-        """The trainer may broadcast: the first receive is posted, or will be without further ado."""
+    def ready(self) -> None:
+        """The trainer may broadcast: the first receive is posted, or will be posted without more waiting."""
 
-    def landed(self, broadcast: ReceiveSpec) -> None:
-        """A broadcast was received."""
+    def received(self, broadcast: ReceiveSpec) -> None:
+        """``broadcast`` is in its receive buffer, or in its direct tensor."""
 
-    def taken(self, broadcast: ReceiveSpec) -> None:
-        """The sink has it."""
+    def stored(self, broadcast: ReceiveSpec) -> None:
+        """The sink has stored all tensors of ``broadcast``."""
 
 
 def plan(manifest: Manifest, sink: Sink | None, device: torch.device) -> list[ReceiveSpec]:
-    """The broadcasts of a manifest, in order: one a bucket, or one a tensor; empty ones are sent too."""
+    """Returns a manifest's broadcasts, also empty ones: one per bucket if flattened, else one per tensor."""
     broadcasts = []
     for index, bucket in enumerate(manifest.buckets):
         pieces = list(_pieces(bucket, manifest.flattened))
@@ -104,7 +104,7 @@ def _pieces(bucket: Bucket, flattened: bool) -> Iterator[Piece]:
 
 
 def receive_buffer_size(broadcasts: list[ReceiveSpec]) -> int:
-    """Bytes of the largest broadcast that is received into a buffer; 0 if there is none."""
+    """Returns the bytes of the largest broadcast that needs a receive buffer; 0 if none does."""
     return max((b.num_bytes for b in broadcasts if b.direct is None), default=0)
 
 
@@ -115,27 +115,30 @@ def allocate_buffers(
     pinned: bool = False,
     kept: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Two receive buffers for the largest broadcast, and one for the largest tensor at an odd offset."""
+    """Allocate two receive buffers for the largest broadcast, and one for the largest misaligned tensor.
 
-    def take(size: int) -> Tensor:
+    ``slack``: bytes beyond the largest broadcast; ``kept``: receive buffers to use instead of new ones.
+    """
+
+    def allocate(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned and size > 0)
 
     size = receive_buffer_size(broadcasts) + slack
-    odd = max((p.num_bytes for b in broadcasts for p in b.pieces if p.is_odd), default=0)
-    return kept or [take(size), take(size)], take(odd)
+    misaligned = max((p.num_bytes for b in broadcasts for p in b.pieces if p.is_misaligned), default=0)
+    return kept or [allocate(size), allocate(size)], allocate(misaligned)
 
 
 def hand_over(broadcast: ReceiveSpec, received: Tensor, scratch: Tensor, sink: Sink) -> None:
-    """Give each tensor of a received broadcast to the sink; ``scratch`` holds one at an odd offset."""
+    """Give each tensor of a received broadcast to the sink; misaligned ones by way of ``scratch``."""
     for piece in broadcast.pieces:
         part = piece_bytes(broadcast, piece, received)
-        if piece.is_odd:
+        if piece.is_misaligned:
             part = scratch[: piece.num_bytes].copy_(part)
-        sink.take(piece.name, as_tensor(part, piece))
+        sink.store(piece.name, as_tensor(part, piece))
 
 
 def piece_bytes(broadcast: ReceiveSpec, piece: Piece, received: Tensor) -> Tensor:
-    """``uint8``: the bytes of one tensor within a received broadcast."""
+    """Returns the bytes of ``piece`` within a received broadcast; of the tensor itself if it is direct."""
     return received if broadcast.direct is not None else received[piece.start : piece.start + piece.num_bytes]
 
 
@@ -144,11 +147,11 @@ def as_tensor(raw: Tensor, piece: Piece) -> Tensor:
     return raw.view(piece.dtype).view(piece.shape)
 
 
-def broadcast_options(longest: timedelta | None = None) -> dist.BroadcastOptions:
-    """Options of a broadcast from rank 0; ``longest``: gloo's time-out, or None for the group's own."""
+def broadcast_options(timeout: timedelta | None = None) -> dist.BroadcastOptions:
+    """Returns the options of a broadcast from rank 0; ``timeout`` None: the group's own, `FOREVER`."""
     options = dist.BroadcastOptions()
-    if longest is not None:  # else the group's own, which is for ever
-        options.timeout = longest
+    if timeout is not None:
+        options.timeout = timeout
     options.rootRank = 0
-    options.asyncOp = False  # NCCL: on the current stream, not one of the group's
+    options.asyncOp = False  # NCCL then uses the current stream, not a stream of the group
     return options

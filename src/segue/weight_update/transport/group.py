@@ -1,4 +1,4 @@
-"""A group that was joined: whether it lives, what its trainer says in the store, and its communicator."""
+"""A joined process group: its liveness, the trainer's entries in the store, its communicator and buffers."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from segue.logs import logger
 from segue.memory.nccl_buffers import GRANULARITY, RegisteredBuffers, can_register
 from segue.messages.weight_operations import Group
 
-# Of stores and operations: longer than any session lives. Deadlines are kept by whoever waits.
+# The timeout of stores and operations: longer than any session. The waiting threads keep shorter deadlines.
 FOREVER = timedelta(days=1)
-# A trainer that limits its communicator's CTAs writes their number under this key into the group's store:
-# ranks with different numbers build different channels, and hang.
+# A trainer that limits the CTAs of its communicator writes their number under this key into the group's
+# store: ranks with different numbers build different channels, and hang.
 MAX_CTAS_KEY = "max_ctas"
-# Buckets that the trainer has begun to broadcast since the group was made, if it says so: then the key is
-# there before an engine is told to receive.
+# The number of buckets that the trainer has begun to broadcast since the group was made. A trainer that
+# announces its buckets sets the key before it asks an engine to receive.
 ANNOUNCED_KEY = "announced"
-# A trainer that sends flattened buckets from buffers that it has registered with NCCL writes this key before
-# an engine is told to receive: NCCL wants all ranks of a communicator to do so, or none.
+# Set, before an engine is asked to receive, by a trainer that sends flattened buckets from buffers registered
+# with NCCL: either all ranks of a communicator must register their buffers, or none.
 REGISTERED_KEY = "registered"
-# Read when an NCCL group is made. Without the watchdog nothing ends the process on an error or a time-out.
+# torch reads these when it makes an NCCL group: without the watchdog, no error or timeout ends the process.
 _WITHOUT_WATCHDOG = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-_STUCK_S = 0.2  # a thread that has not ended then will not
+_STUCK_S = 0.2  # a thread that has not ended after so long is taken for stuck
 _environment = threading.Lock()
 
 
 class JoinedGroup:
-    """A group that was joined, until it is marked dead."""
+    """A process group that this rank has joined; usable until it is marked dead."""
 
     def __init__(
         self,
@@ -53,38 +53,38 @@ class JoinedGroup:
         link: socket.socket,
         process_group: ProcessGroup | None,
     ) -> None:
-        """``link``: a connection to the trainer's store that says nothing; closed when the trainer ends.
+        """``link``: an idle connection to the trainer's store; it is closed when the trainer ends.
 
-        An NCCL group is made when it is first used: see `MAX_CTAS_KEY`.
+        ``process_group``: None for NCCL, whose group is made at its first use: see `MAX_CTAS_KEY`.
         """
         self.group = group
         self.rank = rank
         self.engine_device = engine_device
-        self.device = engine_device if group.backend == "nccl" else torch.device("cpu")  # of what is received
-        self.reason: str | None = None  # why it is dead
-        self.num_buckets = 0  # of the sessions that were received
-        self._num_announced = 0  # buckets known to be
-        self._is_connected = False
-        self._landing: tuple[RegisteredBuffers, ...] = ()
+        self.device = engine_device if group.backend == "nccl" else torch.device("cpu")  # of receive buffers
+        self.reason: str | None = None  # why it is dead; None: alive
+        self.num_buckets = 0  # of all sessions that were received so far
+        self._num_announced = 0  # the last known value of `ANNOUNCED_KEY`
+        self._is_communicator_built = False
+        self._receive_buffers: tuple[RegisteredBuffers, ...] = ()
         self._store = store
         self._link = link
         self._process_group = process_group
         self._lock = threading.Lock()
-        self._breaking: threading.Thread | None = None
+        self._closing: threading.Thread | None = None
         self._threads: Sequence[threading.Thread] = ()
-        self._quiet = threading.Event()
-        self._quiet.set()
+        self._idle = threading.Event()
+        self._idle.set()
 
     @property
     def alive(self) -> bool:
-        """Whether the trainer's store is there and nothing has failed so far."""
+        """Whether the trainer's store is reachable and nothing has failed so far."""
         if self.reason is None and not self.connected:
             self.mark_dead("its trainer has gone")
         return self.reason is None
 
     @property
     def connected(self) -> bool:
-        """Whether the trainer's store is there."""
+        """Whether the connection to the trainer's store is open."""
         try:
             return self._link.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
@@ -94,7 +94,7 @@ class JoinedGroup:
 
     @property
     def peer(self) -> tuple[str, int] | None:
-        """The address of the trainer's store; None once it has gone."""
+        """The address of the trainer's store; None once the connection is closed."""
         try:
             return cast(tuple[str, int], self._link.getpeername()[:2])
         except OSError:
@@ -102,96 +102,96 @@ class JoinedGroup:
 
     @cached_property
     def streams(self) -> tuple[torch.Stream, torch.Stream]:
-        """Of the engine's CUDA device: one for what comes, one for copies of it.
+        """Two streams of the engine's CUDA device: one for receives, one for the copies of received tensors.
 
-        torch hands out 32 streams in turn and begins again. These are the same for all sessions of a group,
-        and of another priority than the one of the steps: else a receive would come to be queued there.
+        torch hands out 32 streams in turn and then repeats them. So all sessions of a group share these two,
+        which have another priority than the stream of the steps: otherwise a receive could be queued there.
         """
         return torch.Stream(self.engine_device), torch.Stream(self.engine_device)
 
     @cached_property
     def announces(self) -> bool:
-        """Whether the trainer announces the buckets that it begins to broadcast."""
+        """Whether the trainer announces each bucket before it broadcasts it."""
         return bool(prefixed(self._store, self.group).check([ANNOUNCED_KEY]))
 
     def is_announced(self, bucket: int) -> bool:
-        """Whether this bucket of the session that is received is being broadcast; True if no word will come.
+        """Whether the trainer broadcasts this bucket of the current session; True if it announces none.
 
         Raises:
-            WeightSyncError: the trainer's store is gone.
+            WeightSyncError: the trainer's store is closed.
         """
         number = self.num_buckets + bucket
         if self.announces and number >= self._num_announced:
-            if not self.connected:  # torch would print a stack trace
+            if not self.connected:  # the store's `get` would print a stack trace
                 raise WeightSyncError("its store is closed")
             self._num_announced = int(prefixed(self._store, self.group).get(ANNOUNCED_KEY))
         return not self.announces or number < self._num_announced
 
     def connect(self) -> None:
-        """Build the communicator if the trainer does not wait for a broadcast to build its own; blocks."""
-        if (self.announces or self.registers) and not self._is_connected:
-            self._is_connected = True
+        """Build the communicator if the trainer builds its own before its first broadcast; blocks."""
+        if (self.announces or self.registers) and not self._is_communicator_built:
+            self._is_communicator_built = True
             self.process_group.eager_connect_single_device(self.device)  # type: ignore[attr-defined]
 
     @cached_property
     def registers(self) -> bool:
-        """Whether flattened buckets are to land in registered buffers."""
+        """Whether flattened buckets must be received into registered buffers."""
         return bool(prefixed(self._store, self.group).check([REGISTERED_KEY]))
 
     def receive_buffer_cost(self, num_bytes: int) -> int:
-        """Bytes that a session of flattened buckets takes at most, whose two buffers have so many."""
+        """Returns the bytes that two receive buffers of ``num_bytes`` in all will still take, at most."""
         if self.group.backend != "nccl":
             return num_bytes
-        if any(2 * each.num_bytes >= num_bytes for each in self._landing):
+        if any(2 * each.num_bytes >= num_bytes for each in self._receive_buffers):
             return 0
         return -(-num_bytes // GRANULARITY) * GRANULARITY
 
     def receive_buffer(self, num_bytes: int) -> RegisteredBuffers:
-        """Two buffers of at least `num_bytes` each, to be registered; kept until the group has ended.
+        """Returns two buffers of at least `num_bytes` each, to be registered; kept until the group has ended.
 
         Raises:
-            WeightSyncError: the group is dead, or the device has no such memory.
+            WeightSyncError: the group is dead, or the device cannot register memory.
             torch.OutOfMemoryError: there is too little memory.
         """
         process_group = self.process_group
-        for receive_buffer in self._landing:
+        for receive_buffer in self._receive_buffers:
             if receive_buffer.num_bytes >= num_bytes:
                 return receive_buffer
         if not can_register(process_group, self.device):
             raise WeightSyncError(
-                f"the trainer sends from buffers that are registered with NCCL, and {self.device} has no "
-                "memory that could be (it cannot multicast): let the trainer send with flattened=False"
+                f"the trainer sends from buffers that are registered with NCCL, and {self.device} cannot "
+                "register buffers (it has no multicast memory): let the trainer send with flattened=False"
             )
         receive_buffer = RegisteredBuffers(process_group, self.device, num_bytes, 2)
         with self._lock:
             self._check()
-            self._landing += (receive_buffer,)
+            self._receive_buffers += (receive_buffer,)
         return receive_buffer
 
     def register(self, receive_buffer: RegisteredBuffers) -> None:
-        """Tell the communicator, which has to be connected, of `receive_buffer`.
+        """Register `receive_buffer` with the communicator, which must be connected.
 
         Raises:
             WeightSyncError: the group is dead.
         """
-        with self._lock:  # an aborted one must not be told
+        with self._lock:  # nothing may be registered with an aborted communicator
             self._check()
             receive_buffer.register()
 
     @property
     def is_receiving(self) -> bool:
-        """Whether a receiver is at it, who looks after the trainer on its own."""
-        return not self._quiet.is_set()
+        """Whether a `Receiver` uses the group; it checks for itself whether the trainer has gone."""
+        return not self._idle.is_set()
 
     @property
     def process_group(self) -> ProcessGroup:
-        """For broadcasts from rank 0.
+        """The process group for broadcasts from rank 0; an NCCL group is made at the first access.
 
         Raises:
             WeightSyncError: the group is dead.
         """
         if self._process_group is None and self.reason is None:
-            made = _nccl(self._store, self.group, self.rank)  # the lock is never held while anything waits
+            made = _nccl(self._store, self.group, self.rank)  # without the lock, since it waits
             with self._lock:
                 self._process_group = made if self.reason is None else None
         process_group = self._process_group
@@ -200,34 +200,34 @@ class JoinedGroup:
         return process_group
 
     def mark_dead(self, reason: str) -> None:
-        """Close its connections and so end what waits for them here and at the trainer; returns at once."""
+        """Close the connections, which ends all waits on them here and at the trainer; returns at once."""
         with self._lock:
             if self.reason is not None:
                 return
             self.reason = reason
             process_group, self._process_group = self._process_group, None
-            receive_buffer, self._landing = self._landing, ()
+            receive_buffers, self._receive_buffers = self._receive_buffers, ()
         logger.info("the weight group %r is dead: %s", self.group.name, reason)
-        breaking = threading.Thread(
-            target=self._break, args=(process_group, receive_buffer), name="break-weight-group", daemon=True
+        closing = threading.Thread(
+            target=self._close, args=(process_group, receive_buffers), name="break-weight-group", daemon=True
         )
-        breaking.start()
-        self._breaking = breaking
+        closing.start()
+        self._closing = closing
 
-    def used_by(self, threads: Sequence[threading.Thread], quiet: threading.Event) -> None:
-        """Name the threads that receive from here; those that are stuck do nothing after ``quiet``."""
-        self._threads, self._quiet = threads, quiet
+    def set_receiver(self, threads: Sequence[threading.Thread], idle: threading.Event) -> None:
+        """Set the threads that receive from the group; they touch no memory any more once ``idle`` is set."""
+        self._threads, self._idle = threads, idle
 
     @property
-    def is_broken(self) -> bool:
-        """Whether nothing can come from it any more: all its connections are closed."""
-        return self._breaking is not None and not self._breaking.is_alive()
+    def is_closed(self) -> bool:
+        """Whether all connections are closed, so that nothing can be received any more."""
+        return self._closing is not None and not self._closing.is_alive()
 
     def wait_ended(self, timeout_s: float) -> None:
-        """After `mark_dead`: wait until its connections are closed and its threads have ended, or sleep."""
-        if self._breaking is not None:
-            self._breaking.join(timeout_s)
-        self._quiet.wait(timeout_s)
+        """After `mark_dead`, wait until the connections are closed and its threads ended or stuck."""
+        if self._closing is not None:
+            self._closing.join(timeout_s)
+        self._idle.wait(timeout_s)
         for thread in self._threads:
             thread.join(_STUCK_S)
 
@@ -235,23 +235,25 @@ class JoinedGroup:
         if self.reason is not None:
             raise WeightSyncError(f"The group {self.group.name!r} is dead: {self.reason}. Join it again.")
 
-    def _break(
-        self, process_group: ProcessGroup | None, receive_buffer: tuple[RegisteredBuffers, ...]
+    def _close(
+        self, process_group: ProcessGroup | None, receive_buffers: tuple[RegisteredBuffers, ...]
     ) -> None:
-        """`receive_buffer` is only held as long as the communicator may know it."""
+        """Close all connections; `receive_buffers` are kept alive until the communicator has ended."""
         if process_group is not None and self.group.backend == "nccl":
             with suppress(Exception):
                 process_group.abort()
         elif process_group is not None:
-            # gloo has no abort, but a receive that runs out of time closes all connections of its group.
+            # gloo has no abort, but a receive that times out closes all connections of its group.
             for peer in set(range(self.group.world_size)) - {self.rank}:
-                with suppress(RuntimeError):  # always: this one is closed now, if it was not before
+                with suppress(
+                    RuntimeError
+                ):  # always raised: by this timeout, or by a connection closed before
                     process_group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
         self._link.close()
 
 
 def prefixed(store: Store, group: Group) -> Store:
-    """The part of a store that belongs to a group, as torch names it."""
+    """Returns the part of a store that belongs to a group, under the prefixes that torch gives it."""
     return PrefixStore(f"{group.name}/", PrefixStore(group.name, store))
 
 
@@ -270,7 +272,7 @@ def _nccl(store: Store, group: Group, rank: int) -> ProcessGroup:
 
 @contextmanager
 def without_watchdog() -> Iterator[None]:
-    """NCCL groups that are made within cannot end the process."""
+    """Context in which NCCL groups are made without a watchdog, so that they cannot end the process."""
     with _environment:
         before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}
         os.environ.update(_WITHOUT_WATCHDOG)

@@ -1,9 +1,9 @@
-"""The process groups that trainers host, as one rank of an engine joins them.
+"""Joining the process groups that trainers host, as one rank of an engine.
 
-They are met as SGLang's and OpenRLHF's ``init_custom_process_group`` meets them: a TCP store of rank 0,
-then a backend under the prefixes that torch's ``_new_process_group_helper`` gives to a group of that name.
-They are not registered with torch: a trainer in the same process may have a group of this name, and ends all
-those that torch knows when it destroys its default one.
+The rendezvous is that of SGLang's and OpenRLHF's ``init_custom_process_group``: the TCP store of rank 0, then
+a backend under the prefixes that torch's ``_new_process_group_helper`` gives to a group of that name. The
+groups are not registered with torch: a trainer in the same process may have a group of the same name, and
+destroying its default group destroys all groups that torch knows.
 """
 
 from __future__ import annotations
@@ -24,48 +24,51 @@ from segue.weight_update.transport import rendezvous
 from segue.weight_update.transport.group import FOREVER, JoinedGroup, prefixed
 from segue.weight_update.transport.rendezvous import Address, remaining
 
-MAX_ATTEMPTS = 8  # threads that join, those included that were given up and have not ended
+MAX_ATTEMPTS = 8  # threads that join, including those of attempts that were given up and have not ended
 _CLOSE_S = 5.0
-_END_S = 0.2  # between two tries to end the waits of attempts that were given up
-_RETRY_S, _MAX_RETRY_S = 0.1, 5.0  # before an address is tried again: after the first failure, at most
-_MAX_FAILED = 64  # addresses that are remembered
+_END_S = 0.2  # between two tries to unblock the threads of attempts that were given up
+_RETRY_S, _MAX_RETRY_S = 0.1, 5.0  # delay before an address is tried again: after one failure, and at most
+_MAX_FAILED = 64  # addresses whose failures are remembered
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
-    """A group that is being joined."""
+class JoinAttempt:
+    """An attempt to join a group, in a thread of its own."""
 
     group: Group
     timeout_s: float
-    deadline: float
-    not_before: float  # by the monotonic clock, as the deadline
-    ended: threading.Event = field(default_factory=threading.Event)
+    deadline: float  # by the monotonic clock
+    not_before: float  # by the monotonic clock
+    ended: threading.Event = field(default_factory=threading.Event)  # joined, failed, or given up
     error: str | None = None
-    stopped: threading.Event = field(default_factory=threading.Event)  # what it makes is not kept
-    peer: Address | None = None  # where somebody listens
+    stopped: threading.Event = field(default_factory=threading.Event)  # given up: its group is not kept
+    peer: Address | None = None  # the address that accepted the connection
 
 
 class Groups:
-    """The groups of one rank, by name. Any thread may call any method."""
+    """Holds the groups of one rank by name, and joins new ones. Any thread may call any method."""
 
     def __init__(self, device: torch.device, allowed: Sequence[str] = ()) -> None:
-        """``device``: the rank's own; NCCL needs a CUDA device. ``allowed``: see `rendezvous.resolve`."""
+        """``device``: of this rank; NCCL needs a CUDA device. ``allowed``: see `rendezvous.resolve`."""
         self._device = device
         self._allowed = allowed
         self._lock = threading.Lock()
         self._joined: dict[str, JoinedGroup] = {}
-        self._attempts: dict[str, Attempt] = {}
-        self._trying: set[Attempt] = set()  # that have a thread
-        self._ending: threading.Thread | None = None
-        self._failed: dict[Address, tuple[int, float]] = {}  # store -> failures in a row, the last one's time
+        self._attempts: dict[str, JoinAttempt] = {}
+        self._running: set[JoinAttempt] = set()  # attempts whose thread has not ended, also those given up
+        self._unblocking: threading.Thread | None = None
+        self._failures: dict[Address, tuple[int, float]] = {}  # store -> failures in a row, time of the last
 
     def get(self, name: str) -> JoinedGroup | None:
-        """The group that was joined under this name, dead or alive."""
+        """Returns the group that was joined under this name, dead or alive; None if there is none."""
         with self._lock:
             return self._joined.get(name)
 
     def drop_dead(self) -> list[str]:
-        """Forget the groups that are dead or whose trainer has gone; their names."""
+        """Forget the groups that are dead or whose trainer has gone, and return their names.
+
+        A group that a receiver uses is kept: the receiver checks its trainer itself.
+        """
         with self._lock:
             dead = [name for name, each in self._joined.items() if not each.is_receiving and not each.alive]
             for name in dead:
@@ -73,25 +76,25 @@ class Groups:
         return dead
 
     def join(self, group: Group, tp_rank: int, timeout_s: float) -> bool:
-        """Meet the trainer in ``group``: :meth:`start`, then :meth:`wait`; False if it was joined before.
+        """Join ``group``: :meth:`start`, then :meth:`wait`; False if it was joined before.
 
         Raises:
-            WeightSyncError: as both.
+            WeightSyncError: as both methods.
         """
         attempt = self.start(group, tp_rank, timeout_s)
         if attempt is not None:
             self.wait(attempt, timeout_s)
         return attempt is not None
 
-    def start(self, group: Group, tp_rank: int, timeout_s: float) -> Attempt | None:
-        """Begin to meet the trainer in ``group``, as rank ``group.rank_offset + tp_rank``; returns at once.
+    def start(self, group: Group, tp_rank: int, timeout_s: float) -> JoinAttempt | None:
+        """Begin to join ``group`` as rank ``group.rank_offset + tp_rank``; returns at once.
 
-        A group that is alive and was joined with the same parameters is kept (None), else made, and a dead
-        one replaced. An attempt with the same parameters is shared; one with others is given up, and so are
-        the threads of what cannot be cancelled, which end at their deadline.
+        Returns None if a live group was joined with the same parameters: it is kept. A dead group is
+        replaced. An attempt with the same parameters is shared; one with other parameters is given up.
+        Threads that cannot be cancelled end at their deadline.
 
         Raises:
-            WeightSyncError: parameters that cannot work, a live group with others, or too many attempts.
+            WeightSyncError: invalid parameters, a live group with other ones, or too many attempts.
         """
         rank = group.rank_offset + tp_rank
         _check(group, rank, self._device)
@@ -102,39 +105,39 @@ class Groups:
                     return None
                 raise WeightSyncError(
                     f"The group {group.name!r} is joined already, with other parameters "
-                    f"({words(known.group)}; asked for: {words(group)}): destroy it first, or take another "
-                    "group_name.",
+                    f"({describe(known.group)}; requested: {describe(group)}): destroy it first, or use "
+                    "another group_name.",
                     param="group_name",
                 )
             attempt = self._attempts.get(group.name)
             if attempt is not None and attempt.group == group:
                 return attempt
             if attempt is not None:
-                self._give_up(attempt, _superseded(attempt.group, group))
-            if len(self._trying) >= MAX_ATTEMPTS:
+                self._give_up(attempt, _superseded_error(attempt.group, group))
+            if len(self._running) >= MAX_ATTEMPTS:
                 raise WeightSyncError(
-                    f"{len(self._trying)} attempts to join a group have not ended, and there may be no more: "
-                    f"{'; '.join(words(each.group) for each in self._trying)}. Retry later."
+                    f"{len(self._running)} attempts to join a group have not ended, which is the limit: "
+                    f"{'; '.join(describe(each.group) for each in self._running)}. Retry later."
                 )
             now = time.monotonic()
-            attempt = Attempt(group, timeout_s, now + timeout_s, now + self._pause_s(group, now))
+            attempt = JoinAttempt(group, timeout_s, now + timeout_s, now + self._retry_delay_s(group, now))
             self._attempts[group.name] = attempt
-            self._trying.add(attempt)
+            self._running.add(attempt)
             threading.Thread(
-                target=self._try, args=(attempt, rank), name="join-weight-group", daemon=True
+                target=self._run, args=(attempt, rank), name="join-weight-group", daemon=True
             ).start()
             return attempt
 
-    def wait(self, attempt: Attempt, timeout_s: float) -> None:
+    def wait(self, attempt: JoinAttempt, timeout_s: float) -> None:
         """Wait until an attempt has ended, and give it up if that takes longer than ``timeout_s``.
 
         Raises:
-            WeightSyncError: nobody was met.
+            WeightSyncError: the group was not joined.
         """
         if not attempt.ended.wait(timeout_s):
             with self._lock:
                 if not attempt.ended.is_set():
-                    self._give_up(attempt, _unmet(attempt.group, timeout_s))
+                    self._give_up(attempt, _timeout_error(attempt.group, timeout_s))
         if attempt.error is not None:
             raise WeightSyncError(attempt.error)
 
@@ -146,84 +149,84 @@ class Groups:
                 self._give_up(attempt, f"Joining the group {group.name!r} was given up: {why}.")
 
     def leave(self, name: str) -> None:
-        """Close a group's connections and forget it.
+        """Close a group's connections and forget the group.
 
         Raises:
-            WeightSyncError: there is none of this name.
+            WeightSyncError: there is no group of this name.
         """
         with self._lock:
             joined = self._joined.pop(name, None)
             names = sorted(self._joined)
         if joined is None:
-            raise WeightSyncError(f"There is no group {name!r}; groups joined: {names}.", param="group_name")
+            raise WeightSyncError(f"There is no group {name!r}; joined groups: {names}.", param="group_name")
         joined.mark_dead("it was left")
 
     def close(self) -> None:
-        """Leave all groups, and abandon those that are being joined."""
+        """Leave all groups, and give up all attempts to join one."""
         with self._lock:
             joined, self._joined = list(self._joined.values()), {}
             for attempt in list(self._attempts.values()):
-                self._give_up(attempt, "the engine ends")
+                self._give_up(attempt, "the engine is shutting down")
         for group in joined:
-            group.mark_dead("the engine ends")
-        for group in joined:  # a thread that is in torch when the interpreter ends takes the process with it
+            group.mark_dead("the engine is shutting down")
+        for group in joined:  # a thread inside torch while the interpreter ends would crash the process
             group.wait_ended(_CLOSE_S)
 
-    def _pause_s(self, group: Group, now: float) -> float:
-        """How long to leave a store alone where joining has just failed, or failed several times."""
-        count, at = self._failed.get((group.master_address, group.master_port), (0, 0.0))
+    def _retry_delay_s(self, group: Group, now: float) -> float:
+        """Returns the seconds to wait before joining at a store where the last attempts have failed."""
+        count, at = self._failures.get((group.master_address, group.master_port), (0, 0.0))
         return max(0.0, at + min(_RETRY_S * 2 ** min(count - 1, 16), _MAX_RETRY_S) - now) if count else 0.0
 
-    def _note(self, group: Group, *, failed: bool) -> None:
+    def _record_result(self, group: Group, *, failed: bool) -> None:
         where = group.master_address, group.master_port
-        count, _ = self._failed.pop(where, (0, 0.0))
+        count, _ = self._failures.pop(where, (0, 0.0))
         if failed:
-            self._failed[where] = count + 1, time.monotonic()
-            if len(self._failed) > _MAX_FAILED:
-                del self._failed[next(iter(self._failed))]
+            self._failures[where] = count + 1, time.monotonic()
+            if len(self._failures) > _MAX_FAILED:
+                del self._failures[next(iter(self._failures))]
 
-    def _give_up(self, attempt: Attempt, error: str) -> None:
-        """End the wait for an attempt; the lock is held."""
+    def _give_up(self, attempt: JoinAttempt, error: str) -> None:
+        """End the wait for an attempt with this error; the caller holds the lock."""
         attempt.error = error
         attempt.stopped.set()
         del self._attempts[attempt.group.name]
         attempt.ended.set()
-        if self._ending is None:
-            self._ending = threading.Thread(target=self._end_given_up, name="end-joins", daemon=True)
-            self._ending.start()
+        if self._unblocking is None:
+            self._unblocking = threading.Thread(target=self._unblock_given_up, name="end-joins", daemon=True)
+            self._unblocking.start()
 
-    def _end_given_up(self) -> None:
-        """Shut down what the threads of attempts that were given up wait for, until all have ended."""
+    def _unblock_given_up(self) -> None:
+        """Shut down the connections on which given-up attempts block, until all their threads have ended."""
         while True:
-            time.sleep(_END_S)  # most of them end by themselves
+            time.sleep(_END_S)  # most threads end by themselves
             with self._lock:
-                given_up = [attempt for attempt in self._trying if attempt.stopped.is_set()]
+                given_up = [attempt for attempt in self._running if attempt.stopped.is_set()]
                 peers = {attempt.peer for attempt in given_up if attempt.peer is not None}
-                peers -= {attempt.peer for attempt in self._trying if not attempt.stopped.is_set()}
+                peers -= {attempt.peer for attempt in self._running if not attempt.stopped.is_set()}
                 peers -= {joined.peer for joined in self._joined.values() if joined.reason is None}
                 if not given_up:
-                    self._ending = None
+                    self._unblocking = None
                     return
             for peer in peers:
                 rendezvous.shut_down(peer)
 
-    def _try(self, attempt: Attempt, rank: int) -> None:
+    def _run(self, attempt: JoinAttempt, rank: int) -> None:
         group = attempt.group
         joined: JoinedGroup | None = None
         error: str | None = None
         try:
             joined = _meet(attempt, rank, self._device, self._allowed)
         except TimeoutError:
-            error = _unmet(group, attempt.timeout_s)
+            error = _timeout_error(group, attempt.timeout_s)
         except WeightSyncError as failure:
             error = failure.message
         except Exception as failure:
             timed_out = time.monotonic() >= attempt.deadline
-            error = _unmet(group, attempt.timeout_s) if timed_out else _failed(group, failure)
+            error = _timeout_error(group, attempt.timeout_s) if timed_out else _join_error(group, failure)
         with self._lock:
             old = None
-            self._trying.discard(attempt)
-            self._note(group, failed=joined is None)
+            self._running.discard(attempt)
+            self._record_result(group, failed=joined is None)
             given_up = attempt.stopped.is_set()
             if not given_up:
                 if joined is not None:
@@ -235,14 +238,14 @@ class Groups:
         if old is not None:
             old.mark_dead("it was joined anew")
         if joined is not None and given_up:
-            joined.mark_dead("nobody waits for it any more")
+            joined.mark_dead("the attempt to join it was given up")
 
 
 def _check(group: Group, rank: int, device: torch.device) -> None:
     if not 0 < rank < group.world_size:
         raise WeightSyncError(
-            f"rank_offset {group.rank_offset} gives rank {rank} of world_size {group.world_size}; "
-            "ranks count from 0, the trainer's, and world_size is 1 + the ranks of all engines.",
+            f"rank_offset {group.rank_offset} gives rank {rank} of world_size {group.world_size}; rank 0 is "
+            "the trainer, and world_size is 1 + the ranks of all engines: give offsets from 1 to below it.",
             param="rank_offset",
         )
     if not 0 < group.master_port < 1 << 16:
@@ -254,7 +257,7 @@ def _check(group: Group, rank: int, device: torch.device) -> None:
         )
 
 
-def _meet(attempt: Attempt, rank: int, device: torch.device, allowed: Sequence[str]) -> JoinedGroup:
+def _meet(attempt: JoinAttempt, rank: int, device: torch.device, allowed: Sequence[str]) -> JoinedGroup:
     group, deadline = attempt.group, attempt.deadline
     if attempt.stopped.wait(max(0.0, attempt.not_before - time.monotonic())):
         raise TimeoutError
@@ -267,7 +270,7 @@ def _meet(attempt: Attempt, rank: int, device: torch.device, allowed: Sequence[s
             part = PrefixStore("cpu/", prefixed(store, group))
             gloo = dist.ProcessGroupGloo(part, rank, group.world_size, remaining(deadline))
             gloo.set_timeout(FOREVER)
-            process_group = cast(ProcessGroup, gloo)  # it has its methods, though torch's stubs do not say so
+            process_group = cast(ProcessGroup, gloo)  # which torch's stubs do not say
         store.set_timeout(FOREVER)
         return JoinedGroup(group, rank, device, store, link, process_group)
     except BaseException:
@@ -275,28 +278,32 @@ def _meet(attempt: Attempt, rank: int, device: torch.device, allowed: Sequence[s
         raise
 
 
-def words(group: Group) -> str:
-    """Where a group is met, and as what."""
+def describe(group: Group) -> str:
+    """Returns a group's address, rank offset, world size and backend, for messages."""
     return (
         f"{group.master_address}:{group.master_port}, rank_offset {group.rank_offset}, "
         f"world_size {group.world_size}, {group.backend}"
     )
 
 
-def _unmet(group: Group, timeout_s: float) -> str:
+def _timeout_error(group: Group, timeout_s: float) -> str:
     return (
-        f"The group {group.name!r} ({words(group)}) was not met within {timeout_s:g} s: its trainer "
-        "must listen there, and all ranks must join with the same name, world_size and backend. Retry then."
+        f"The group {group.name!r} ({describe(group)}) was not joined within {timeout_s:g} s: its trainer "
+        "must listen there, and all ranks must join with the same name, world_size and backend. Check that, "
+        "and retry."
     )
 
 
-def _superseded(group: Group, other: Group) -> str:
+def _superseded_error(group: Group, other: Group) -> str:
     return (
-        f"Joining the group {group.name!r} ({words(group)}) was given up: nobody was met there, and it was "
-        f"asked for with other parameters ({words(other)}). Retry with those, or take another group_name."
+        f"Joining the group {group.name!r} ({describe(group)}) was given up: no trainer was found there, and "
+        f"the group was requested with other parameters ({describe(other)}). Retry with those, or use "
+        "another group_name."
     )
 
 
-def _failed(group: Group, error: Exception) -> str:
+def _join_error(group: Group, error: Exception) -> str:
     text = str(error).strip().split("\n")[0]
-    return f"The group {group.name!r} ({words(group)}) cannot be joined: {text}. Retry when that is mended."
+    return (
+        f"The group {group.name!r} ({describe(group)}) cannot be joined: {text}. Fix this cause, and retry."
+    )

@@ -1,4 +1,4 @@
-"""Broadcasts received over NCCL, into the memory of a CUDA device."""
+"""Receives broadcasts over NCCL, into the memory of a CUDA device."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from segue.weight_update.transport.base import (
 )
 from segue.weight_update.transport.group import JoinedGroup
 
-# Broadcasts queued on the CUDA stream before the first of them has landed: enough that small tensors do not
-# wait for us to notice, too few to fill the device's queue of launches.
+# Broadcasts that may be in flight on the CUDA stream: enough that small tensors do not wait for this thread's
+# polling, too few to fill the device's launch queue.
 _AHEAD = 32
-_POLL_S = (0.00005, 0.005)  # from, to: the longer nothing has come, the rarer we look
+_POLL_S = (0.00005, 0.005)  # shortest and longest pause between polls; it grows while nothing is received
 
 
 class NcclReceive:
-    """NCCL: one stream receives, one copies; the host looks at events and waits for nothing it cannot leave.
+    """Receives over NCCL on one stream and copies on another; the host polls events, so that it can stop.
 
-    Everything on the device is taken before the first receive. A trainer that says so announces each bucket
-    (see `JoinedGroup.is_announced`): then no receive is queued before, which would keep processors of the
-    device from the steps for as long as it waits.
+    All device memory is allocated before the first receive. If the trainer announces its buckets (see
+    `JoinedGroup.is_announced`), no receive is queued before its bucket is announced: a waiting NCCL kernel
+    would keep SMs of the device from the steps.
     """
 
     def __init__(
@@ -47,120 +47,123 @@ class NcclReceive:
         *,
         registered: bool = False,
     ) -> None:
-        """``sink``: None drops what comes; ``registered``: the trainer sends all from registered buffers."""
+        """``sink``: None drops all tensors; ``registered``: receive into buffers registered with NCCL."""
         self._group, self._broadcasts = group, broadcasts
         device = group.device
-        # From the default stream's pool of memory, whichever streams torch gives: the next session finds it.
+        # Allocated from the default stream's memory pool, where the next session finds the memory again.
         default = torch.cuda.default_stream(device)
         self._registered = group.receive_buffer(receive_buffer_size(broadcasts)) if registered else None
         kept = None if self._registered is None else self._registered.buffers
-        receive_buffer, scratch = allocate_buffers(broadcasts, device, kept=kept)
-        turns = cycle((0, 1))
-        self._turns = [None if broadcast.direct is not None else next(turns) for broadcast in broadcasts]
-        self._targets = [
-            _target(broadcast, receive_buffer[turn or 0])
-            for broadcast, turn in zip(broadcasts, self._turns, strict=True)
+        receive_buffers, scratch = allocate_buffers(broadcasts, device, kept=kept)
+        indices = cycle((0, 1))
+        self._buffer_indices = [
+            None if broadcast.direct is not None else next(indices) for broadcast in broadcasts
         ]
-        self._takes = [
-            _prepared(broadcast, target, scratch, sink)
+        self._targets = [
+            _target(broadcast, receive_buffers[index or 0])
+            for broadcast, index in zip(broadcasts, self._buffer_indices, strict=True)
+        ]
+        self._stores = [
+            _prepare_store(broadcast, target, scratch, sink)
             for broadcast, target in zip(broadcasts, self._targets, strict=True)
         ]
-        self._wire, self._copies = group.streams
-        self._wire.wait_stream(default)
-        self._copies.wait_stream(default)
-        self._landed = [self._wire.record_event() for _ in range(_AHEAD)]
-        self._copied = [self._copies.record_event() for _ in range(_AHEAD)]
-        self._under_way: deque[tuple[ReceiveSpec, torch.Event]] = deque()
-        # The thread waits for the trainer, and will look whether the session is over before all else.
-        self._is_asking = False
+        self._receive_stream, self._copy_stream = group.streams
+        self._receive_stream.wait_stream(default)
+        self._copy_stream.wait_stream(default)
+        self._received_events = [self._receive_stream.record_event() for _ in range(_AHEAD)]
+        self._copied_events = [self._copy_stream.record_event() for _ in range(_AHEAD)]
+        self._in_flight: deque[tuple[ReceiveSpec, torch.Event]] = deque()
+        # While True, the thread waits for the trainer, and checks the session before anything else.
+        self._is_waiting = False
 
     def receive(self, session: ReceiveObserver) -> None:
-        """Receive all; raises what the group or the sink raises."""
+        """Receive and store all broadcasts; raises the errors of the group and of the sink."""
         process_group = self._group.process_group
-        last: list[torch.Event | None] = [None, None]  # copies out of each receive buffer
-        # Said before: a trainer may build its communicator no sooner than it broadcasts.
-        session.entered()
+        last: list[torch.Event | None] = [None, None]  # end of the last copies out of each receive buffer
+        # Reported first: a trainer may build its communicator only with its first broadcast.
+        session.ready()
         session.check()
-        self._is_asking = True
+        self._is_waiting = True
         self._group.connect()
         if self._registered is not None:
             self._group.register(self._registered)
         for index, broadcast in enumerate(self._broadcasts):
-            self._settle_until(session, partial(self._may_queue, broadcast))
-            landed, copied = self._landed[index % _AHEAD], self._copied[index % _AHEAD]
-            turn = self._turns[index]
-            if turn is not None:
-                before, last[turn] = last[turn], copied
+            self._poll_until(session, partial(self._can_queue, broadcast))
+            received, copied = self._received_events[index % _AHEAD], self._copied_events[index % _AHEAD]
+            buffer = self._buffer_indices[index]
+            if buffer is not None:
+                before, last[buffer] = last[buffer], copied
                 if before is not None:
-                    self._wire.wait_event(before)
-            with self._wire:
+                    self._receive_stream.wait_event(before)
+            with self._receive_stream:
                 process_group.broadcast([self._targets[index]], broadcast_options())
-                landed.record(self._wire)
-            with self._copies:
-                self._copies.wait_event(landed)
-                self._takes[index]()
-                copied.record(self._copies)
-            self._under_way.append((broadcast, copied))
-        self._settle_until(session, lambda: not self._under_way)
+                received.record(self._receive_stream)
+            with self._copy_stream:
+                self._copy_stream.wait_event(received)
+                self._stores[index]()
+                copied.record(self._copy_stream)
+            self._in_flight.append((broadcast, copied))
+        self._poll_until(session, lambda: not self._in_flight)
 
-    def drain(self) -> None:
-        """Return when no memory is touched any more: kernels of an aborted communicator end too."""
+    def wait_idle(self) -> None:
+        """Wait until the device touches no memory any more; kernels of an aborted communicator end too."""
         with suppress(Exception):
-            while not (self._wire.query() and self._copies.query()):
+            while not (self._receive_stream.query() and self._copy_stream.query()):
                 time.sleep(_POLL_S[1])
 
-    def abandon(self) -> bool:
-        """Of a session that is over and a group that is broken: whether its thread touches no memory now.
+    def try_release(self) -> bool:
+        """Drop all buffers if the thread only waits for the trainer; True if nothing touches memory any more.
 
-        What is queued on the device writes until it has ended; but the trainer may never answer.
+        To be called once the session has ended and the group is closed. Queued device work must have ended,
+        since it writes to the buffers; the thread itself may wait for ever for a trainer that never answers.
         """
-        if not (self._is_asking and self._wire.query() and self._copies.query()):
+        if not (self._is_waiting and self._receive_stream.query() and self._copy_stream.query()):
             return False
-        self._takes.clear()
+        self._stores.clear()
         self._targets.clear()
         self._registered = None
         for broadcast in self._broadcasts:
             broadcast.direct = None
         return True
 
-    def _may_queue(self, broadcast: ReceiveSpec) -> bool:
-        if len(self._under_way) == _AHEAD:
+    def _can_queue(self, broadcast: ReceiveSpec) -> bool:
+        if len(self._in_flight) == _AHEAD:
             return False
-        self._is_asking = True
+        self._is_waiting = True
         return self._group.is_announced(broadcast.bucket)
 
-    def _settle_until(self, session: ReceiveObserver, condition: Callable[[], bool]) -> None:
-        """Count what has been copied, until something holds."""
-        pause_s, longest_s = _POLL_S
+    def _poll_until(self, session: ReceiveObserver, condition: Callable[[], bool]) -> None:
+        """Report the broadcasts that were copied, until ``condition()`` holds."""
+        pause_s, max_pause_s = _POLL_S
         session.check()
         while not condition():
-            if self._under_way and self._under_way[0][1].query():
-                broadcast, _ = self._under_way.popleft()
-                session.landed(broadcast)
-                session.taken(broadcast)
+            if self._in_flight and self._in_flight[0][1].query():
+                broadcast, _ = self._in_flight.popleft()
+                session.received(broadcast)
+                session.stored(broadcast)
                 pause_s = _POLL_S[0]
             else:
                 time.sleep(pause_s)
-                pause_s = min(1.5 * pause_s, longest_s)
+                pause_s = min(1.5 * pause_s, max_pause_s)
             session.check()
-        self._is_asking = False
+        self._is_waiting = False
         session.check()
 
 
 def _target(broadcast: ReceiveSpec, receive_buffer: Tensor) -> Tensor:
-    # Bytes, whatever the dtype: a broadcast moves bytes, and no backend knows every dtype.
+    # Broadcasts move bytes whatever the dtype: no backend knows every dtype.
     if broadcast.direct is not None:
         return broadcast.direct.reshape(-1).view(torch.uint8)
     return receive_buffer[: broadcast.num_bytes]
 
 
-def _prepared(
+def _prepare_store(
     broadcast: ReceiveSpec, received: Tensor, scratch: Tensor, sink: Sink | None
 ) -> Callable[[], None]:
-    """What hands over a broadcast that has landed."""
+    """Returns the function that stores a received broadcast."""
     if sink is None:
         return lambda: None
-    if len(broadcast.pieces) == 1 or any(piece.is_odd for piece in broadcast.pieces):
+    if len(broadcast.pieces) == 1 or any(piece.is_misaligned for piece in broadcast.pieces):
         return partial(hand_over, broadcast, received, scratch, sink)
     return sink.prepare(
         [

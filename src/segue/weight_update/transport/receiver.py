@@ -1,7 +1,7 @@
-"""Receives one session's broadcasts, in the manifest's order, and hands the tensors to a sink.
+"""Receives one session's broadcasts, in the manifest's order, and gives the tensors to a sink.
 
-What blocks (a receive, a communicator being built) does so in a thread of its own; a second thread looks at
-the deadlines and can give the first one up.
+One thread receives; it blocks in a receive, or while a communicator is built. A second thread watches the
+deadlines, and ends the session even if the first thread never returns.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from segue.weight_update.transport.gloo import GlooReceive
 from segue.weight_update.transport.group import FOREVER, JoinedGroup
 from segue.weight_update.transport.nccl import NcclReceive
 
-_ABANDON_POLL_S = 0.02
+_RELEASE_POLL_S = 0.02
 _LINK_POLL_S = 0.2
-_LINK_GRACE_S = 0.5  # what was sent may still be on its way when the trainer's end is noticed
+_LINK_GRACE_S = 0.5  # after the trainer's end is noticed, bytes that it sent may still arrive for so long
 
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """Called from the receiver's threads or that of `Receiver.cancel`; they must not block."""
+    """Called from the receiver's threads, or from the caller of `Receiver.cancel`; they must not block."""
 
-    entered: Callable[[], None]  # the trainer may broadcast
-    progress: Callable[[int, int], None]  # buckets and bytes; first when the first broadcast has landed
-    done: Callable[[str | None], None]  # once, and last; with what went wrong
+    ready: Callable[[], None]  # the trainer may broadcast
+    progress: Callable[[int, int], None]  # buckets and bytes; first called after the first broadcast
+    done: Callable[[str | None], None]  # called once, as the last one, with the error if there is one
 
 
-class _Over(Exception):
-    """The session has ended for another reason."""
+class _SessionEnded(Exception):
+    """Ends the receiving thread: the session was ended by another thread."""
 
 
 class Receiver:
-    """Begins when it is made."""
+    """Receives one session; begins in its constructor."""
 
     def __init__(
         self,
@@ -52,76 +52,83 @@ class Receiver:
         *,
         arm_timeout_s: float = math.inf,
         timeout_s: float = math.inf,
-        longest_s: float | None = None,
+        gloo_timeout_s: float | None = None,
     ) -> None:
-        """``sink``: None, as ``manifest.discard``, drops what comes.
+        """Start the threads.
 
-        ``arm_timeout_s``: of silence before the first broadcast has landed, ``timeout_s``: behind it.
-        ``longest_s``: after which gloo gives up a broadcast itself; later than any deadline of the session.
+        Args:
+            group: to receive from.
+            manifest: of the session.
+            sink: stores the tensors; None drops them all, as ``manifest.discard`` does.
+            callbacks: told of the progress and of the end.
+            arm_timeout_s: allowed silence until the first broadcast is received.
+            timeout_s: allowed silence after that.
+            gloo_timeout_s: after which gloo itself gives up a receive; later than any deadline of the
+            session.
         """
-        self.quiet = threading.Event()  # no memory, also of the sink, is touched any more
+        self.idle = threading.Event()  # set once no memory is touched any more, the sink's included
         self._group, self._manifest, self._callbacks = group, manifest, callbacks
         self._sink = None if manifest.discard else sink
-        self._longest = FOREVER if longest_s is None else timedelta(seconds=longest_s)
+        self._gloo_timeout = FOREVER if gloo_timeout_s is None else timedelta(seconds=gloo_timeout_s)
         self._timeouts_s = (arm_timeout_s, timeout_s)
         self._changed = threading.Condition()
-        self._wire: GlooReceive | NcclReceive | None = None
-        self._over = False
-        self._has_entered = False
-        self._has_begun = False  # something has landed
-        self._is_busy = False  # with what has landed: meanwhile nothing is missed
-        self._last = time.monotonic()  # when something came
+        self._transport: GlooReceive | NcclReceive | None = None
+        self._has_ended = False
+        self._is_ready = False
+        self._has_begun = False  # the first broadcast was received
+        self._is_busy = False  # storing a broadcast: meanwhile no timeout runs
+        self._last = time.monotonic()  # time of the last progress
         self._num_buckets = 0
         self._num_bytes = 0
         threads = [
             threading.Thread(target=self._receive, name="receive-weights", daemon=True),
             threading.Thread(target=self._watch, name="receive-weights-deadline", daemon=True),
         ]
-        group.used_by(threads, self.quiet)
+        group.set_receiver(threads, self.idle)
         for thread in threads:
             thread.start()
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """End the session now, unless it has ended; ``quiet`` says when its memory is free.
+        """End the session now, unless it has ended; `idle` is set once its memory is free.
 
-        The group is dead then: what it waits for cannot be taken back.
+        The group is dead afterwards if a receive may have been posted: a posted receive cannot be withdrawn.
         """
         self._end(reason)
 
     def check(self) -> None:
-        """Raise if the session is over."""
-        if self._over:
-            raise _Over
+        """Raise if the session has ended."""
+        if self._has_ended:
+            raise _SessionEnded
 
-    def entered(self) -> None:
-        """Count from here, and say so."""
+    def ready(self) -> None:
+        """Start the first timeout and tell the caller that the trainer may broadcast."""
         self._last = time.monotonic()
         with self._changed:
-            self._has_entered = True
-            if not self._over:
-                self._callbacks.entered()
+            self._is_ready = True
+            if not self._has_ended:
+                self._callbacks.ready()
 
-    def landed(self, broadcast: ReceiveSpec) -> None:
-        """Count what was received."""
+    def received(self, broadcast: ReceiveSpec) -> None:
+        """Count a received broadcast; the first one ends the first timeout."""
         self._is_busy = True
         self._num_bytes += broadcast.num_bytes
         if not self._has_begun:
             with self._changed:
                 self._has_begun = True
-                self._changed.notify()  # another timeout counts from here on
-            self._tell(self._num_buckets)
+                self._changed.notify()  # from here on the other timeout counts
+            self._report_progress(self._num_buckets)
 
-    def taken(self, broadcast: ReceiveSpec) -> None:
-        """Count buckets that the sink has, empty ones before them included."""
+    def stored(self, broadcast: ReceiveSpec) -> None:
+        """Count the buckets that are stored, including empty ones before them."""
         self._last = time.monotonic()
         self._is_busy = False
         if broadcast.num_buckets > self._num_buckets:
-            self._tell(broadcast.num_buckets)
+            self._report_progress(broadcast.num_buckets)
 
-    def _tell(self, num_buckets: int) -> None:
+    def _report_progress(self, num_buckets: int) -> None:
         with self._changed:
             self._num_buckets = num_buckets
-            if not self._over:
+            if not self._has_ended:
                 self._callbacks.progress(num_buckets, self._num_bytes)
 
     def _receive(self) -> None:
@@ -129,42 +136,42 @@ class Receiver:
             device = self._group.device
             broadcasts = plan(self._manifest, self._sink, device)
             if not broadcasts:
-                self.entered()
+                self.ready()
             elif device.type == "cuda":
                 torch.cuda.set_device(device)
                 registered = self._manifest.flattened and self._group.registers
-                self._wire = NcclReceive(self._group, broadcasts, self._sink, registered=registered)
+                self._transport = NcclReceive(self._group, broadcasts, self._sink, registered=registered)
             else:
-                self._wire = GlooReceive(self._group, broadcasts, self._sink, self._longest)
-            if self._wire is not None:
-                self._wire.receive(self)
+                self._transport = GlooReceive(self._group, broadcasts, self._sink, self._gloo_timeout)
+            if self._transport is not None:
+                self._transport.receive(self)
             self._group.num_buckets += len(self._manifest.buckets)
-            if self._num_buckets < len(self._manifest.buckets):  # empty ones at the end
-                self._tell(len(self._manifest.buckets))
+            if self._num_buckets < len(self._manifest.buckets):  # empty buckets at the end
+                self._report_progress(len(self._manifest.buckets))
             self._end(None)
-        except _Over:
+        except _SessionEnded:
             pass
         except Exception as error:
             self._end(_explain(error, self._group))
         finally:
-            if self._wire is not None:
-                self._wire.drain()
-            self.quiet.set()
+            if self._transport is not None:
+                self._transport.wait_idle()
+            self.idle.set()
 
     def _watch(self) -> None:
-        lost: float | None = None  # when the trainer was missed
+        lost: float | None = None  # when the connection to the trainer's store was found closed
         error = ""
         with self._changed:
-            while not self._over:
+            while not self._has_ended:
                 now = time.monotonic()
                 if self._is_busy:
                     self._last = now
                 timeout_s = self._timeouts_s[self._has_begun]
                 if now >= self._last + timeout_s:
-                    error = _silence(self._has_begun, timeout_s)
+                    error = _timeout_error(self._has_begun, timeout_s)
                     break
                 wait_s = self._last + timeout_s - now
-                # NCCL does not notice that its peer has gone, nor does gloo in the middle of a message.
+                # NCCL does not notice that its peer has gone; nor does gloo in the middle of a message.
                 if lost is None and not self._group.connected:
                     lost = now
                 if lost is not None and now >= max(lost, self._last) + _LINK_GRACE_S:
@@ -172,27 +179,27 @@ class Receiver:
                     break
                 self._changed.wait(min(wait_s, _LINK_POLL_S))
         self._end(error)
-        pause_s = _ABANDON_POLL_S
-        while not self.quiet.wait(pause_s):
+        pause_s = _RELEASE_POLL_S
+        while not self.idle.wait(pause_s):
             pause_s = min(2 * pause_s, 1.0)
-            if self._group.is_broken and self._wire is not None and self._wire.abandon():
-                self.quiet.set()
+            if self._group.is_closed and self._transport is not None and self._transport.try_release():
+                self.idle.set()
 
     def _end(self, error: str | None) -> None:
         with self._changed:
-            if self._over:
+            if self._has_ended:
                 return
-            self._over = True
+            self._has_ended = True
             self._changed.notify()
-        if error is not None and self._has_entered:
+        if error is not None and self._is_ready:
             self._group.mark_dead(error)
         self._callbacks.done(error)
 
 
-def _silence(has_begun: bool, timeout_s: float) -> str:
+def _timeout_error(has_begun: bool, timeout_s: float) -> str:
     if has_begun:
-        return f"nothing came for {timeout_s:g} s (timeout_s), in the middle of the update"
-    return f"nothing came within {timeout_s:g} s (arm_timeout_s)"
+        return f"nothing was received for {timeout_s:g} s (timeout_s), in the middle of the update"
+    return f"nothing was received within {timeout_s:g} s (arm_timeout_s)"
 
 
 def _explain(error: Exception, group: JoinedGroup) -> str:
@@ -200,10 +207,10 @@ def _explain(error: Exception, group: JoinedGroup) -> str:
     if "Duplicate GPU" in text or "ncclInvalidUsage" in text:
         return (
             f"NCCL cannot connect two processes on one GPU, and the trainer seems to be on {group.device} "
-            "too: give it another one, or use update_weights_from_tensor (CUDA IPC) or a group with backend "
-            f"'gloo'. NCCL said: {text.splitlines()[-1]}"
+            "too: give the trainer another GPU, or use update_weights_from_tensor (CUDA IPC) or a group with "
+            f"backend 'gloo'. NCCL's message: {text.splitlines()[-1]}"
         )
-    # gloo puts a place in its source in front, and advice behind.
+    # gloo puts its source position in front of the message, and advice behind it.
     text = re.sub(r"^\[\S+:\d+\] ", "", text.partition("\n")[0]).partition(". ")[0] or repr(error)
     if "Connection" in text or not group.connected:
         return f"the connection to the trainer was lost: {text}"

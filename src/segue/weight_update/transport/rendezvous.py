@@ -1,8 +1,8 @@
-"""Meeting a trainer's store: the one address that is allowed and listens, waited for in a way that can end.
+"""Connecting to a trainer's store at an allowed address, with deadlines and a way to stop.
 
-torch's client of a store waits for a reply of whoever accepts its connection without any limit, and cannot be
-told to stop. So its constructor gets a few seconds at a time, and what it waits for after that ends when its
-socket is shut down.
+torch's client of a store waits without limit for a reply from the peer that accepts its connection, and
+cannot be told to stop. So its constructor gets a few seconds at a time, and later waits are ended by shutting
+down its socket.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from segue.errors import WeightSyncError
 from segue.messages.weight_operations import Group
 
 _CONNECT_RETRY_S = 0.1
-_CONNECT_S = 1.0  # for one address, before the next is tried
-_STORE_S = 5.0  # for torch to connect to somebody who listens
+_CONNECT_S = 1.0  # per address, before the next one is tried
+_STORE_S = 5.0  # per try of torch to connect to a peer that listens
 Address = tuple[str, int]
 
 
 def resolve(group: Group, allowed: Sequence[str]) -> list[Address]:
-    """The addresses of the group's store that are ``allowed``: by names, addresses or networks; none: any.
+    """Returns the addresses of the group's store that are ``allowed``.
+
+    ``allowed`` has host names, addresses and networks; if it is empty, every address is allowed.
 
     Raises:
-        WeightSyncError: the name has no address, or none that is allowed.
+        WeightSyncError: the host has no address, or none that is allowed.
     """
     found = _addresses(group.master_address, group.master_port)
     if not allowed or group.master_address in allowed:
@@ -44,42 +46,42 @@ def resolve(group: Group, allowed: Sequence[str]) -> list[Address]:
     if not found:
         raise WeightSyncError(
             f"master_address {group.master_address!r} is not allowed: the server was started with "
-            f"--weights-master-allow {','.join(allowed)}",
+            f"--weights-master-allow {','.join(allowed)}. Use one of these, or start it with another list",
             param="master_address",
         )
     return found
 
 
 def connect(addresses: Sequence[Address], deadline: float, stopped: threading.Event) -> socket.socket:
-    """A connection to the first address where somebody listens, as soon as that is so.
+    """Wait until one of the addresses accepts connections, and return a connection to it.
 
     Raises:
-        TimeoutError: nobody does at the deadline, or it was stopped.
+        TimeoutError: none accepts one before the deadline, or ``stopped`` is set.
     """
-    # torch would wait for somebody to listen too, but with a stack trace on standard error at each try.
+    # torch would wait for a listener too, but prints a stack trace to standard error at each try.
     while True:
         for address in addresses:
             if stopped.is_set():
                 raise TimeoutError
             with suppress(OSError):
                 patience = min(_CONNECT_S, remaining(deadline).total_seconds())
-                return _kept_alive(socket.create_connection(address, timeout=patience))
+                return _with_keepalive(socket.create_connection(address, timeout=patience))
         if time.monotonic() + _CONNECT_RETRY_S >= deadline or stopped.wait(_CONNECT_RETRY_S):
             raise TimeoutError
 
 
 def join_store(group: Group, rank: int, peer: Address, deadline: float, stopped: threading.Event) -> Store:
-    """The store at ``peer``, where this rank is counted as one that has come.
+    """Returns the store at ``peer``, which counts this rank as joined.
 
     Raises:
-        TimeoutError: it did not answer until the deadline, or it was stopped.
+        TimeoutError: the store did not answer before the deadline, or ``stopped`` is set.
     """
     host = f"[{peer[0]}]" if ":" in peer[0] else peer[0]
     while True:
         timeout = min(remaining(deadline), timedelta(seconds=_STORE_S))
         try:
             store, _, _ = next(rendezvous(f"tcp://{host}:{peer[1]}", rank, group.world_size, timeout=timeout))
-        except dist.DistError:  # whatever it is, torch has tried again and again
+        except dist.DistError:  # of any kind: torch has retried it itself
             if stopped.wait(_CONNECT_RETRY_S):
                 raise TimeoutError from None
             continue
@@ -88,17 +90,17 @@ def join_store(group: Group, rank: int, peer: Address, deadline: float, stopped:
 
 
 def shut_down(peer: Address) -> None:
-    """Shut down all connections of this process to ``peer``: no wait for an answer from there goes on."""
+    """Shut down all connections of this process to ``peer``, which ends all waits for its answers."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), _copy_of(int(name)) as connection:  # closed meanwhile, or no connection
+        with suppress(OSError), _duplicate(int(name)) as connection:  # closed meanwhile, or not a socket
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 host, port, *_ = connection.getpeername()
-                if port == peer[1] and _ip(host) == _ip(peer[0]):  # torch's own are of IPv6
+                if port == peer[1] and _ip(host) == _ip(peer[0]):  # torch's connections use IPv6
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def _copy_of(descriptor: int) -> socket.socket:
-    """The same socket under a number of its own, which cannot become another's meanwhile."""
+def _duplicate(descriptor: int) -> socket.socket:
+    """Returns the same socket under a descriptor of its own, which no other thread can close and reuse."""
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)
@@ -108,10 +110,10 @@ def _copy_of(descriptor: int) -> socket.socket:
 
 
 def remaining(deadline: float) -> timedelta:
-    """Until the deadline, of the monotonic clock.
+    """Returns the time until the deadline, by the monotonic clock.
 
     Raises:
-        TimeoutError: it has passed.
+        TimeoutError: the deadline has passed.
     """
     seconds = deadline - time.monotonic()
     if seconds <= 0:
@@ -124,13 +126,14 @@ def _addresses(host: str, port: int) -> list[Address]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise WeightSyncError(
-            f"master_address {host[:255]!r} is no address: {error}.", param="master_address"
+            f"master_address {host[:255]!r} has no address: {error}. Give a host name or an IP address",
+            param="master_address",
         ) from error
     return list(dict.fromkeys((str(address[0]), int(address[1])) for *_, address in found))
 
 
 def _networks(entry: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
-    """What an entry of the option stands for; a name that has no address stands for nothing."""
+    """Returns the networks of one entry of the allowed list; none for a name that has no address."""
     try:
         return [ipaddress.ip_network(entry, strict=False)]
     except ValueError:
@@ -145,9 +148,9 @@ def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return mapped or address
 
 
-def _kept_alive(link: socket.socket) -> socket.socket:
+def _with_keepalive(link: socket.socket) -> socket.socket:
     link.setblocking(False)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanishes says nothing
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # to notice a host that vanishes
     for option, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
         link.setsockopt(socket.IPPROTO_TCP, option, seconds)
     return link
