@@ -50,7 +50,7 @@ def assert_equal(decoded: list[tuple[str, Tensor]], sent: list[tuple[str, Tensor
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_encoded_is_decoded(form: Form) -> None:
+def test_decode_inverts_encode(form: Form) -> None:
     sent = some_tensors()
     decoded = decode(encode(sent, form), form if form == "flattened_bucket" else None, CPU)
     assert_equal(sorted(decoded), sorted(sent))
@@ -70,7 +70,7 @@ def test_tied_and_strided_tensors_are_encoded_by_value() -> None:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_a_plain_pickle_of_named_tensors(protocol: int) -> None:
-    if protocol == 2:  # bytes need a helper there
+    if protocol == 2:  # pickles bytes by means of a helper function
         assert "_codecs.encode" in refused(pickle.dumps(some_tensors(), protocol))
         return
     assert_equal(decode(pickle.dumps(some_tensors(), protocol), None, CPU), some_tensors())
@@ -93,7 +93,7 @@ def test_empty_storages_of_a_forking_pickle() -> None:
     )
 
 
-def test_a_bucket_whose_indices_count_elements() -> None:  # as of one dtype, before buckets were bytes
+def test_a_bucket_whose_indices_count_elements() -> None:  # older clients' buckets, of one dtype
     flat = torch.arange(10, dtype=torch.bfloat16)
     metadata = [
         FlattenedTensorMetadata("a", torch.Size([2, 3]), torch.bfloat16, 0, 6, 6),
@@ -136,7 +136,7 @@ def test_tensors_in_shared_memory_of_the_host_are_refused_with_a_remedy(strategy
      encode([("a", torch.ones(9))])[:-1], encode([("a", torch.ones(9))]) + b"\x00",
      encode([("a", torch.ones(9))], "flattened_bucket")[:-40]],
 )  # fmt: skip
-def test_what_is_no_payload_is_refused(payload: bytes) -> None:
+def test_unknown_payloads_are_refused(payload: bytes) -> None:
     refused(payload)
 
 
@@ -149,7 +149,7 @@ def test_an_unknown_load_format_is_refused() -> None:
 
 
 def reduce(module: str, name: str, *arguments: object, old: bool = False) -> bytes:
-    """The opcodes of the call ``module.name(*arguments)``; arguments that are bytes are opcodes."""
+    """Returns the opcodes of the call ``module.name(*arguments)``; arguments of type bytes are opcodes."""
     function = f"c{module}\n{name}\n".encode() if old else value(module) + value(name) + b"\x93"
     inner = b"".join(item if isinstance(item, bytes) else value(item) for item in arguments)
     return function + b"(" + inner + b"tR"
@@ -164,7 +164,7 @@ def whole(opcodes: bytes) -> bytes:
 
 
 def named(opcodes: bytes) -> bytes:
-    """A list of one tensor, which ``opcodes`` should make."""
+    """Returns a pickle of a list with one named tensor, which ``opcodes`` should make."""
     return whole(b"](" + value("name") + opcodes + b"\x86e")
 
 
@@ -237,7 +237,7 @@ METADATA = b"csglang\nFlattenedTensorMetadata\n"
     [
         b"Pid\n",  # a persistent id
         b"\x82\x01",  # an extension
-        b"(cos\nsystem\no", b"(S'true'\nios\nsystem\n",  # instances of old
+        b"(cos\nsystem\no", b"(S'true'\nios\nsystem\n",  # old-style instances
         b"I1\n", b"V1\n", b"L1L\n", b"S'a'\n", b"p0\n",  # text
         b"\x96" + bytes(8), b"\x8f", b"2", b"0",
     ],
@@ -266,7 +266,7 @@ def test_odd_arguments_and_states_are_refused(opcodes: bytes) -> None:
     refused(whole(opcodes))
 
 
-def test_a_list_keeps_working_after_all_that() -> None:
+def test_valid_payloads_are_decoded_after_refused_ones() -> None:
     assert_equal(decode(encode(some_tensors(), "flattened_bucket"), None, CPU), some_tensors())
 
 
@@ -289,7 +289,7 @@ def test_pickles_of_very_many_opcodes_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def saved(tensor: Tensor) -> bytes:
-    """The bytes that pickle writes for a storage."""
+    """Returns the bytes that pickle writes for a tensor's storage."""
     storage = torch.storage.TypedStorage(
         wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype, _internal=True
     )
@@ -302,7 +302,7 @@ def view(offset: object, size: object, stride: object, storage: bytes | None = N
     return named(reduce("torch._utils", "_rebuild_tensor_v2", content, offset, size, stride, False, b"N"))
 
 
-def test_a_view_within_its_storage_is_taken() -> None:
+def test_a_view_within_its_storage_is_decoded() -> None:
     [(_, tensor)] = decode(view(1, (2, 2), (1, 2)), None, CPU)
     assert torch.equal(tensor, torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
 
@@ -402,7 +402,7 @@ def test_handles_to_gpu_memory_need_a_gpu() -> None:
         {"device": -1}, {"dtype": 1},
     ],
 )  # fmt: skip
-def test_handles_that_torch_would_not_check_are_refused(
+def test_invalid_handles_are_refused_before_torch_uses_them(
     changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[object] = []
@@ -414,7 +414,7 @@ def test_handles_that_torch_would_not_check_are_refused(
     with pytest.raises(InvalidRequestError):
         decode(cuda(**changes), None, device)
     assert not opened
-    with pytest.raises(InvalidRequestError):  # the stand-in opens nothing; what counts is that it was asked
+    with pytest.raises(InvalidRequestError):  # the fake opens nothing; it only records its call
         decode(cuda(), None, device)
     assert opened == [(0, b"\x01c" + bytes(64), 16, 0, b"/torch_1_2_3", 0, bytes(64), True)]
 
@@ -439,8 +439,8 @@ def test_a_storage_must_end_within_mapped_memory(
         payload_module._check_allocation("a", storage)
 
 
-def test_mutations_are_refused_or_decoded_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of good payloads changed, dropped, doubled: no other error, and nothing but stand-ins."""
+def test_mutated_payloads_are_refused_or_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of valid payloads are changed, dropped or doubled: the only error is a refusal; globals give stand-ins only."""
     found: set[type] = set()
     resolve = unpickle.resolve
 
@@ -463,7 +463,7 @@ def test_mutations_are_refused_or_decoded_and_nothing_else(monkeypatch: pytest.M
     for _ in range(3000):
         try:
             for _, tensor in decode(mutated(random_.choice(good), random_), None, CPU):
-                tensor.sum()  # reads every byte of it
+                tensor.sum()  # reads every byte
         except InvalidRequestError:
             num_refused += 1
     assert 1000 < num_refused < 3000

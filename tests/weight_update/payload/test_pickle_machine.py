@@ -1,4 +1,4 @@
-"""What a hostile payload may cost: time and memory in proportion to its size, whatever it says."""
+"""The cost of hostile payloads: time and memory stay in proportion to their size."""
 
 import json
 import pickle
@@ -16,14 +16,14 @@ from segue.weight_update.payload.decode import decode
 from tests.weight_update.payload.test_decode import METADATA, saved, whole
 
 CPU = torch.device("cpu")
-BYTES_PER_BYTE = 50  # of memory for one of the payload
+BYTES_PER_BYTE = 50  # allowed memory per byte of the payload
 FREE_BYTES = 1 << 20
-SECONDS_PER_BYTE = 30e-6  # pickletools takes some 2 µs for an opcode, with tracemalloc some more
+SECONDS_PER_BYTE = 30e-6  # pickletools takes some 2 µs per opcode, and more with tracemalloc
 FREE_S = 1.0
 
 
 def cost(payload: bytes) -> tuple[str, int, float]:
-    """What is said of a payload, the peak of memory that reading it takes, and the seconds."""
+    """Returns the error for a payload, the peak memory of reading it, and the seconds."""
     tracemalloc.start()
     began = time.process_time()
     said = ""
@@ -40,19 +40,19 @@ def cost(payload: bytes) -> tuple[str, int, float]:
 
 def assert_cheap(payload: bytes) -> str:
     said, peak, seconds = cost(payload)
-    assert peak <= BYTES_PER_BYTE * len(payload) + FREE_BYTES, f"{peak / len(payload):.0f} bytes a byte"
+    assert peak <= BYTES_PER_BYTE * len(payload) + FREE_BYTES, f"{peak / len(payload):.0f} bytes per byte"
     assert seconds <= SECONDS_PER_BYTE * len(payload) + FREE_S
     assert len(said) < 1000
     return said
 
 
 def get(index: int) -> bytes:
-    """Push an entry of the memo."""
+    """Returns the opcode that pushes an entry of the memo."""
     return b"j" + index.to_bytes(4, "little")
 
 
 def value(item: object) -> bytes:
-    """The opcodes of a value, without entries in the memo."""
+    """Returns the opcodes of a value, without memo entries."""
     return pickletools.optimize(pickle.dumps(item, 3)).removeprefix(b"\x80\x03")[:-1]
 
 
@@ -69,9 +69,9 @@ def listed(opcodes: bytes) -> bytes:
 
 
 def doubled(leaf: bytes, times: int = 60, first: int = 0) -> bytes:
-    """A tuple of two tuples that are one, and so on: 2 ** times leaves in a few bytes, the last on top.
+    """Returns opcodes that nest tuples of one tuple used twice: 2 ** ``times`` leaves in a few bytes.
 
-    ``first``: the number of entries that the memo has before.
+    ``first``: the number of memo entries made before.
     """
     made = leaf + b"\x94" + b"".join(get(first + index) * 2 + b"\x86\x94" for index in range(times))
     return listed(made) + get(first + times) + b"\x86"
@@ -85,7 +85,7 @@ REST = value(0) + b"))\x89N"  # of a view: offset, size, stride, requires_grad, 
 
 
 def view(storage: bytes) -> bytes:
-    """A tensor of no dimensions in a storage, whose bytes the opcodes push."""
+    """Returns the opcodes of a scalar tensor; ``storage`` pushes its storage's bytes."""
     return reduce(
         "torch._utils", "_rebuild_tensor_v2", reduce("torch.storage", "_load_from_bytes", storage) + REST
     )
@@ -146,7 +146,7 @@ def bombs() -> dict[str, bytes]:
 
 
 def overlapping(times: int, dtype: bytes) -> bytes:
-    """A bucket whose records say that each has all of it, at an odd place: each would be a copy."""
+    """A bucket whose records each claim all of it but a byte, misaligned: each would be a copy."""
     fields = value("name") + value("x") + value("shape") + value((MIB // 4,)) + value("dtype") + dtype
     fields += value("start_idx") + value(1) + value("end_idx") + value(MIB + 1) + value("numel") + value(MIB)
     record = METADATA + b")\x81}(" + fields + b"ub\x94"
@@ -176,7 +176,7 @@ OTHERS = [bytes([opcode]) for opcode in b"(]}aesut\x85\x86\x87\x94\x94\x94RR\x81
 
 
 def any_opcodes(random_: random.Random) -> bytes:
-    """Opcodes in any order; some are repeated, as a bomb would."""
+    """Returns opcodes in random order; some are repeated, as in a bomb."""
     parts: list[bytes] = []
     for _ in range(random_.randrange(1, 60)):
         part = (
@@ -189,7 +189,7 @@ def any_opcodes(random_: random.Random) -> bytes:
 
 
 def grown(random_: random.Random) -> bytes:
-    """Pushes, each of them sound, so that more of it is read: values made of values made before."""
+    """Returns valid opcodes, so that more of them are read: values made of values made before."""
     result = b"]("
     for num_entries in range(random_.randrange(5, 120)):
         made = random_.choice(SCALARS + CALLS)
@@ -219,7 +219,7 @@ def test_many_tensors_of_a_safetensors_header_cost_no_more_than_its_size() -> No
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     assert_cheap(safetensors({str(index): empty for index in range(20_000)}, b""))
     overlap = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
-    assert "no whole safetensors" in assert_cheap(safetensors({"a": overlap, "b": overlap}, b"1234"))
+    assert "not a complete safetensors" in assert_cheap(safetensors({"a": overlap, "b": overlap}, b"1234"))
 
 
 def safetensors(header: dict[str, object], data: bytes) -> bytes:

@@ -1,1 +1,1 @@
-"""Tensors that travel in a request, as pickles or as handles to GPU memory."""
+"""Tensors in the body of a request, by value or as handles to GPU memory."""

@@ -1,7 +1,7 @@
-"""Tensors in the body of a request: their values, or handles to GPU memory that another process owns.
+"""Decodes the tensors in the body of a request: values, or handles to GPU memory that another process owns.
 
 A payload is safetensors bytes, or a pickle as SGLang's clients make it: a list of (name, tensor), or a
-flattened bucket, where one tensor holds the bytes of all, and records tell which are whose.
+flattened bucket, in which one tensor holds the bytes of all tensors, and records give the range of each.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ NamedTensors = list[tuple[str, Tensor]]
 BASE64_PIECE = 1 << 20  # characters, a multiple of four
 LOAD_FORMATS = (None, "flattened_bucket")
 
-# Of torch's CUDA IPC: bytes of an event's handle, and counters in the shared file that says who still reads.
+# Of torch's CUDA IPC: bytes of an event handle, and reference counters in the shared file.
 _EVENT_HANDLE = 64
 _NUM_COUNTERS = 10_000
 _MAX_NAME = 1024  # characters of a tensor's name
-_BYTES_PER_TENSOR = 8  # an honest pickle has more for each, even for one whose memory another has too
+_BYTES_PER_TENSOR = 8  # an honest pickle has more bytes per tensor, even for tensors that share memory
 _FREE_TENSORS = 64
 _COUNTER_FILE = re.compile(rb"/torch_[A-Za-z0-9_]{1,64}")
 
@@ -72,29 +72,31 @@ def from_base64(text: str) -> bytes:
 
 
 def decode(payload: bytes, load_format: str | None, device: torch.device, *, rank: int = 0) -> NamedTensors:
-    """The tensors of ``payload``, with their names, where they lie: values on the CPU, handles on their GPU.
+    """Returns the names and tensors of ``payload``: values on the CPU, and handles as tensors on their GPU.
+
+    Tensors in GPU memory are the sender's: copy and drop them before the sender may change them. A name may
+    occur twice.
 
     Args:
-        payload: as it was before base64.
-        load_format: None or "flattened_bucket"; it is the payload that says which of the forms it has.
-        device: of this rank; GPU memory needs one with CUDA.
-        rank: this tensor-parallel rank, for a pickle with one tensor a rank in it.
-
-    Tensors in GPU memory are the sender's own: they are to be copied, and dropped, before it may change them.
-    Names may come twice.
+        payload: the bytes, decoded from base64.
+        load_format: None or "flattened_bucket"; not used further, since the payload itself shows its form.
+        device: of this rank; handles to GPU memory need a CUDA device.
+        rank: this tensor-parallel rank, for a pickle with one tensor per rank.
 
     Raises:
-        InvalidRequestError: the payload is in no known form, not whole, or does not fit its own description.
+        InvalidRequestError: the payload has no known form, is truncated, or contradicts its own description.
     """
     if load_format not in LOAD_FORMATS:
         raise InvalidRequestError(
-            f"load_format is {load_format!r}; null and 'flattened_bucket' are known", param="load_format"
+            f"load_format is {load_format!r}; use null or 'flattened_bucket'", param="load_format"
         )
     if _is_safetensors(payload):
         try:
             return list(safetensors.torch.load(payload).items())
         except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-            raise InvalidRequestError(f"the payload is no whole safetensors file ({error})") from error
+            raise InvalidRequestError(
+                f"the payload is not a complete safetensors file ({error}); send the whole file"
+            ) from error
     if payload[:1] != pickle.PROTO:
         raise InvalidRequestError(
             f"the payload ({len(payload)} bytes) is neither safetensors nor a pickle; {REMEDY}"
@@ -111,32 +113,32 @@ def decode(payload: bytes, load_format: str | None, device: torch.device, *, ran
 
 
 def encode(named_tensors: Iterable[tuple[str, Tensor]], form: Form = "safetensors") -> bytes:
-    """What :func:`decode` reads: the values, or for "flattened_bucket" on a GPU a handle to a copy there.
+    """Returns a payload for :func:`decode`: values, or for a "flattened_bucket" on a GPU a handle to a copy.
 
-    The copy is one new tensor. torch keeps it until the reader has dropped what it decoded, and takes it back
+    The copy is one new tensor. torch keeps it until the reader has dropped the decoded tensors, and frees it
     at the next ``torch.cuda.ipc_collect()``.
     """
     tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
     if form == "safetensors":
-        # clones: tied weights share memory, which the format refuses
+        # Cloned, since tied weights share memory, which the format refuses.
         return safetensors.torch.save({name: tensor.cpu().contiguous().clone() for name, tensor in tensors})
     return pickle.dumps(_bucket(tensors))
 
 
 @dataclass
 class FlattenedTensorMetadata:
-    """A tensor's place in a flattened bucket, under the name that SGLang gave it."""
+    """A tensor's range in a flattened bucket; class and fields have SGLang's names."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     start_idx: int  # bytes
-    end_idx: int
+    end_idx: int  # bytes
     numel: int  # bytes
 
 
 class _InGpuMemory:
-    """A tensor that pickles as a handle, with the UUID of its GPU in place of the index."""
+    """A tensor that pickles as a handle to GPU memory, with its GPU's UUID instead of the index."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -169,18 +171,18 @@ def _is_safetensors(payload: bytes) -> bool:
 
 
 class _TensorBuilder:
-    """Tensors of descriptions whose types are known, and nothing else.
+    """Builds tensors from unpickled descriptions.
 
-    What a payload has once is read, copied and counted once, however often the payload refers to it.
+    A storage of the payload is read and copied once, however often the payload refers to it.
     """
 
     def __init__(self, device: torch.device, rank: int, max_tensors: int) -> None:
         self._device = device
         self._rank = rank
         self._max_tensors = max_tensors
-        # By the id of bytes, which are kept with what they are so that the id stays theirs.
+        # The keys are ids of bytes objects; the values keep these alive, so that no id is reused.
         self._storages: dict[int, tuple[bytes, torch.dtype, Tensor]] = {}
-        self._loaded: dict[int, tuple[bytes, Any]] = {}  # of one rank
+        self._loaded: dict[int, tuple[bytes, Any]] = {}  # this rank's pickles
 
     def tensors(self, content: Any) -> NamedTensors:
         if isinstance(content, dict) and content.keys() == {"flattened_tensor", "metadata"}:
@@ -192,7 +194,9 @@ class _TensorBuilder:
 
     def _named(self, pair: Any) -> tuple[str, Tensor]:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise InvalidRequestError(f"the payload is a list, but not one of (name, tensor) alone; {REMEDY}")
+            raise InvalidRequestError(
+                f"the payload is a list with items that are not (name, tensor); {REMEDY}"
+            )
         name, what = pair
         _check_name(name)
         if isinstance(what, PerRank):
@@ -203,7 +207,7 @@ class _TensorBuilder:
         values = _field(record, "values")
         data = values[self._rank] if type(values) is list else None
         if type(data) is not bytes:
-            raise InvalidRequestError(f"a tensor for each rank is not pickled into a list of bytes; {REMEDY}")
+            raise InvalidRequestError(f"a tensor per rank is not pickled as a list of bytes; {REMEDY}")
         if id(data) not in self._loaded:
             self._loaded[id(data)] = data, load(data)
         return self._loaded[id(data)][1]
@@ -211,8 +215,8 @@ class _TensorBuilder:
     def _check_number(self, items: list[Any]) -> None:
         if len(items) > self._max_tensors:
             raise InvalidRequestError(
-                f"the payload has {len(items)} tensors, more than so few bytes can describe "
-                f"({self._max_tensors}); {REMEDY}"
+                f"the payload has {len(items)} tensors, but its size allows for {self._max_tensors} at most; "
+                f"{REMEDY}"
             )
 
     def _tensor(self, name: str, what: Any) -> Tensor:
@@ -225,7 +229,7 @@ class _TensorBuilder:
         if isinstance(what, CudaView):
             return self._in_gpu_memory(name, what)
         raise InvalidRequestError(
-            f"the payload has a {type(what).__name__} where tensor {name[:80]!r} should be; {REMEDY}"
+            f"the payload has a {type(what).__name__} instead of tensor {name[:80]!r}; {REMEDY}"
         )
 
     def _storage(self, what: Any) -> tuple[torch.dtype, Tensor]:
@@ -252,14 +256,14 @@ class _TensorBuilder:
         flat = self._tensor("flattened_tensor", flattened_tensor)
         if flat.dim() != 1 or not flat.is_contiguous():
             raise InvalidRequestError(
-                f"flattened_tensor has shape {list(flat.shape)}; it must be flat, without gaps"
+                f"flattened_tensor has shape {list(flat.shape)}; send a contiguous tensor of one dimension"
             )
         self._check_number(metadata)
         raw, pieces, num_bytes = flat.view(torch.uint8), [], 0
         for item in metadata:
             name, piece = _piece(raw, item, flat.itemsize)
             num_bytes += piece.nbytes
-            if num_bytes > raw.numel():  # pieces may be copied, so all of them together are no more than it
+            if num_bytes > raw.numel():  # pieces may be copied, so this limits the memory of the copies
                 raise InvalidRequestError(
                     f"the tensors of the bucket have more than its {raw.numel()} bytes: some overlap. Give "
                     "each tensor bytes of its own"
@@ -271,7 +275,7 @@ class _TensorBuilder:
         dtype = _dtype(what.dtype)
         if self._device.type != "cuda":
             raise InvalidRequestError(
-                f"tensor {name[:80]!r} lies in GPU memory, and this engine runs on {self._device.type}; send "
+                f"tensor {name[:80]!r} is in GPU memory, but this engine runs on {self._device.type}; send "
                 "safetensors bytes"
             )
         if not what.storage_bytes:
@@ -291,7 +295,9 @@ class _TensorBuilder:
 def _dtype(dtype: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         shown = str(dtype) if isinstance(dtype, torch.dtype) else f"a {type(dtype).__name__}"
-        raise InvalidRequestError(f"the payload has a tensor of dtype {shown}; known: {', '.join(DTYPES)}")
+        raise InvalidRequestError(
+            f"the payload has a tensor of dtype {shown}; use one of {', '.join(DTYPES)}"
+        )
     return dtype
 
 
@@ -299,7 +305,7 @@ def _check_name(name: Any) -> None:
     if not isinstance(name, str) or len(name) > _MAX_NAME:
         shown = f"{name[:80]!r}, {len(name)} characters" if isinstance(name, str) else type(name).__name__
         raise InvalidRequestError(
-            f"the payload has a tensor called {shown}; a name is text of at most {_MAX_NAME} characters"
+            f"the payload has a tensor called {shown}; use text of at most {_MAX_NAME} characters as names"
         )
 
 
@@ -324,7 +330,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 def _check_view(name: str, view: View | CudaView, num_items: int) -> None:
-    """Hold a view against the elements of its storage; it may not repeat them either (a stride of 0)."""
+    """Check that a view lies within its storage's elements, and repeats none of them (a stride of 0)."""
     size, stride, offset = view.size, view.stride, view.offset
     is_sound = (
         _is_shape(size)
@@ -336,13 +342,13 @@ def _check_view(name: str, view: View | CudaView, num_items: int) -> None:
     )
     if not is_sound:
         raise InvalidRequestError(
-            f"tensor {name[:80]!r} does not lie within its storage of {num_items} elements; send one that "
-            "does, and is contiguous"
+            f"tensor {name[:80]!r} does not lie within its storage of {num_items} elements; send a "
+            "contiguous tensor that does"
         )
 
 
 def _piece(raw: Tensor, record: TensorMetadata, unit: int) -> tuple[str, Tensor]:
-    """One tensor of a bucket of bytes, whose indices count ``unit`` bytes."""
+    """Returns name and tensor of one record of a bucket; the record's indices count ``unit`` bytes."""
     name, shape, dtype, start, end = (
         _field(record, field) for field in ("name", "shape", "dtype", "start_idx", "end_idx")
     )
@@ -356,8 +362,8 @@ def _piece(raw: Tensor, record: TensorMetadata, unit: int) -> tuple[str, Tensor]
     )
     if not is_sound:
         raise InvalidRequestError(
-            f"tensor {name[:80]!r} does not fill the part of the bucket's {raw.numel()} bytes that it "
-            "is said to; make the bucket's metadata and its bytes together"
+            f"tensor {name[:80]!r} does not fill its range of the bucket's {raw.numel()} bytes; make the "
+            "bucket's metadata and its bytes together"
         )
     values = raw[start * unit : end * unit]
     if values.data_ptr() % dtype.itemsize or values.storage_offset() % dtype.itemsize:
@@ -366,7 +372,7 @@ def _piece(raw: Tensor, record: TensorMetadata, unit: int) -> tuple[str, Tensor]
 
 
 def _check_handles(name: str, what: CudaView) -> None:
-    """Refuse what torch would take as it is: it counts down a number in a file that the sender names."""
+    """Refuse handles that torch would use unchecked: it writes a counter in a file that the sender names."""
     is_sound = (
         _are_counts(what.storage_bytes, what.storage_offset, what.counter_offset)
         and type(what.needs_event) is bool
@@ -398,15 +404,15 @@ def _device_index(device: Any) -> int:
     if device in uuids:
         return uuids.index(device)
     raise InvalidRequestError(
-        f"a tensor lies on GPU {str(device)[:80]}; this rank sees {', '.join(uuids)}: let sender and engine "
-        "see the same GPUs (CUDA_VISIBLE_DEVICES)"
+        f"a tensor is on GPU {str(device)[:80]}, but this rank sees {', '.join(uuids)}: let sender and "
+        "engine see the same GPUs (CUDA_VISIBLE_DEVICES)"
     )
 
 
 def _check_allocation(name: str, storage: torch.UntypedStorage) -> None:
-    """Hold a storage against the memory that is mapped there, which only the driver knows.
+    """Check that a storage lies within mapped memory, whose size only the driver knows.
 
-    That may be several allocations, one behind the other: torch's expandable segments.
+    The memory may be several adjacent allocations, as with torch's expandable segments.
     """
     covered = storage.data_ptr()
     end = covered + storage.nbytes()
@@ -416,7 +422,7 @@ def _check_allocation(name: str, storage: torch.UntypedStorage) -> None:
         code = address_range(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(covered))
         if code != 0 or base.value + size.value <= covered:
             raise InvalidRequestError(
-                f"tensor {name[:80]!r} is said to have {storage.nbytes()} bytes of GPU memory; its "
-                f"allocation has fewer (the driver's answer: {code}). Send it from the process that owns it"
+                f"tensor {name[:80]!r} claims {storage.nbytes()} bytes of GPU memory, but its allocation has "
+                f"fewer (the driver's answer: {code}). Send it from the process that owns it"
             )
         covered = base.value + size.value

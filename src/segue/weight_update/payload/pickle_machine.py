@@ -1,9 +1,9 @@
-"""A reader of pickles that runs nothing: the opcodes of a pickle of tensors, on a stack of plain values.
+"""A reader of pickles that runs no code: it interprets the opcodes of pickled tensors on a stack of values.
 
-Python's own unpickler lets a payload share a list or a tuple with itself. A few bytes then describe a value
-that takes hours to compare, to hash or to print, or gigabytes to copy. Here, a payload of n bytes makes a
-tree of at most O(n) plain values. Only leaves may be shared: numbers, text, bytes, descriptions, and tuples
-of such.
+Python's own unpickler lets a payload use a list or a tuple in several places. A few bytes can then describe a
+value that takes hours to compare, to hash or to print, or gigabytes to copy. Here, a payload of n bytes makes
+a tree of at most O(n) plain values. Only leaves may be shared: numbers, text, bytes, descriptions, and tuples
+of these.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ REMEDY = (
     "whose tensors lie in GPU memory or were pickled by pickle.dumps"
 )
 
-MAX_ITEMS = 64  # of a tuple, and of the arguments of a call; rebuild_cuda_tensor has 15
-_MAX_OPCODES = 2_000_000  # about 35 for each tensor of a bucket
-_MAX_KEY = 64  # characters of a dict's key, all of which are names of fields
+MAX_ITEMS = 64  # items of a tuple, arguments of a call; rebuild_cuda_tensor has 15
+_MAX_OPCODES = 2_000_000  # a bucket has about 35 per tensor
+_MAX_KEY = 64  # characters of a dict's key; all keys are names of fields
 _MAX_SHOWN = 120  # characters of the payload in an error message
-_BYTES_PER_OBJECT = 8  # a list, a dict or a call takes more bytes of an honest payload
-_FREE_OBJECTS = 64
+_BYTES_PER_OBJECT = 8  # an honest payload has more bytes per list, dict or call
+_FREE_OBJECTS = 64  # allowed in addition
 
 Check = Callable[[Any], bool]
 
 
 class PickleError(InvalidRequestError):
-    """A payload that is no pickle of tensors."""
+    """The payload is not a pickle of tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Function:
-    """What stands for a function, so that a pickle cannot get hold of the function itself."""
+    """Stands for a function that a pickle names; the pickle never gets the function itself."""
 
     name: str
     make: Callable[..., Any]
-    kinds: tuple[Check, ...]  # one for each argument
-    least: int  # arguments that are needed
+    kinds: tuple[Check, ...]  # one check per argument
+    least: int  # number of required arguments
 
     def call(self, arguments: Any) -> Any:
-        """The description that the call with ``arguments`` makes.
+        """Returns the description that a call with ``arguments`` makes.
 
         Raises:
-            PickleError: their number or their types are not those of this function.
+            PickleError: this function takes another number of arguments, or other types.
         """
         if type(arguments) is not tuple or not self.least <= len(arguments) <= len(self.kinds):
             raise _refusal(f"calls {self.name} with a wrong number of arguments")
@@ -62,7 +62,7 @@ class Function:
 
 
 class Record:
-    """An object of a data class; ``fields`` is what the pickle says, unchecked."""
+    """An object of a data class; ``fields`` has the pickle's values, unchecked."""
 
     __slots__ = ("fields",)
     fields: dict[str, Any] | None
@@ -72,7 +72,7 @@ class Record:
 
 
 class _Unshared:
-    """Stands in the memo for a list, a dict or a tuple with one of these in it."""
+    """Stands in the memo for a list, a dict, or a tuple that contains one of these."""
 
 
 _UNSHARED = _Unshared()
@@ -80,14 +80,14 @@ _CONTAINERS = frozenset([tuple, list, dict])
 
 
 class PickleMachine:
-    """Reads one pickle of a file; what it makes is counted against the size of the file."""
+    """Reads one pickle of a file; the file's size limits the number of objects that it may make."""
 
     def __init__(
         self, file: io.BytesIO, find: Callable[[str, str], Any], *, has_persistent_ids: bool = False
     ) -> None:
-        """``find``: what stands for a global, by module and name; it raises for all that is not allowed.
+        """``find``: returns the stand-in for a global, by module and name, or raises if it is not allowed.
 
-        ``has_persistent_ids``: a persistent id stands for itself; else there may be none.
+        ``has_persistent_ids``: persistent ids are allowed, and each is read as itself.
         """
         self._file = file
         self._find = find
@@ -98,11 +98,11 @@ class PickleMachine:
         self._memo: list[Any] = []
 
     def run(self) -> Any:
-        """The value of the pickle; the file is behind it then.
+        """Read the pickle and return its value; the file's position is then behind it.
 
         Raises:
             PickleError: an opcode, or a use of one, that no pickle of tensors has.
-            Exception: whatever `pickletools` raises of broken bytes, and IndexError of a stack too short.
+            Exception: any error of `pickletools` for broken bytes, and IndexError if the stack is too short.
         """
         steps = _STEPS
         argument: Any
@@ -136,7 +136,7 @@ class PickleMachine:
         self._num_left -= 1
         if self._num_left < 0:
             size = self._file.getbuffer().nbytes
-            raise _refusal(f"of {size} bytes makes more objects than so many bytes of tensors need")
+            raise _refusal(f"of {size} bytes makes more objects than tensors of that size need")
         self._stack.append(value)
 
     def _since_mark(self) -> list[Any]:
@@ -174,7 +174,7 @@ class PickleMachine:
 
     def _global(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise _refusal("has a global whose name is no text")
+            raise _refusal("has a global whose name is not text")
         self._stack.append(self._find(module, name))
 
     def _reduce(self, _: Any) -> None:
@@ -190,13 +190,13 @@ class PickleMachine:
             or type(arguments) is not tuple
             or arguments
         ):
-            raise _refusal("makes an object of something that is no class of fields, or with arguments")
+            raise _refusal("makes an object of something that is no data class, or with arguments")
         self._push_new(kind())
 
     def _build(self, _: Any) -> None:
         state, record = self._pop(), self._stack[-1]
         if not isinstance(record, Record) or type(state) is not dict or record.fields is not None:
-            raise _refusal("sets fields of something that has none, or twice")
+            raise _refusal("sets fields of something that has no fields, or sets them twice")
         if not all(_is_field(value) for value in state.values()):
             raise _refusal(
                 "has an object with a field that is neither a number, text, bytes nor a list of bytes"

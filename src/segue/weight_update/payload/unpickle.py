@@ -1,8 +1,8 @@
-"""A pickle of tensors read into plain descriptions: nothing that it names is imported or called.
+"""Reads a pickle of tensors into plain descriptions; nothing that the pickle names is imported or called.
 
-Globals resolve to nothing but the small classes here, by an explicit list. What they are called with is
-checked by number and type, so that a description is never larger than a few words; whether it fits its
-storage is checked by who builds tensors of it (`payload.py`).
+An explicit list maps the allowed globals to the small classes here. The number and types of their arguments
+are checked, so that a description stays small. Whether it fits its storage is checked where tensors are built
+from it (`decode.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STORAGES = {
 
 @dataclass(slots=True, eq=False, repr=False)
 class SavedStorage:
-    """A storage as `torch.save` wrote it before it wrote zip files; see :func:`read_saved`."""
+    """A storage in `torch.save`'s format from before zip files; see :func:`read_saved`."""
 
     data: bytes
 
@@ -54,10 +54,10 @@ class EmptyStorage:
 
 @dataclass(slots=True, eq=False, repr=False)
 class View:
-    """A tensor in a storage; ``offset`` and ``stride`` count elements. Nothing is checked yet."""
+    """A tensor in a storage; ``offset`` and ``stride`` count elements. Only the types are checked."""
 
     storage: Any
-    dtype: Any  # None: that of the storage
+    dtype: Any  # None: the storage's dtype
     offset: Any
     size: Any
     stride: Any
@@ -65,7 +65,10 @@ class View:
 
 @dataclass(slots=True, eq=False, repr=False)
 class CudaView:
-    """A tensor in another process's GPU memory, in the order of torch's reduction. Nothing is checked yet."""
+    """A tensor in another process's GPU memory; the fields have the order of torch's reduction.
+
+    Only the types are checked.
+    """
 
     tensor_class: Any
     size: Any
@@ -73,7 +76,7 @@ class CudaView:
     offset: Any  # elements
     storage_class: Any
     dtype: Any
-    device: Any  # index as the sender counts, or the UUID
+    device: Any  # the sender's device index, or the UUID
     handle: Any
     storage_bytes: Any
     storage_offset: Any  # bytes from the start of the allocation
@@ -85,14 +88,14 @@ class CudaView:
 
 
 class TensorMetadata(Record):
-    """A tensor's place in a flattened bucket."""
+    """A tensor's range in a flattened bucket."""
 
 
 class PerRank(Record):
-    """A tensor pickled once for each rank."""
+    """A tensor that was pickled once per rank."""
 
 
-# --- what functions are called with ---
+# --- arguments of functions ---
 
 
 def _is(*types: type) -> Check:
@@ -110,7 +113,7 @@ def _is_storage(value: Any) -> bool:
 
 
 def _is_metadata(value: Any) -> bool:
-    """The offset, size, stride and requires_grad that torch's reduction of a shared tensor has."""
+    """Whether it is the (offset, size, stride, requires_grad) of torch's reduction of a shared tensor."""
     return (
         type(value) is tuple
         and len(value) == 4
@@ -171,7 +174,7 @@ _CALLS = {
     (_REDUCTIONS, "rebuild_cuda_tensor"): _CUDA,
 }
 
-# Clients have copies of SGLang's code in modules of their own.
+# Allowed in any module: clients have copies of SGLang's code in modules of their own.
 _BY_NAME: dict[str, Any] = {
     "_rebuild_cuda_tensor_modified": _CUDA,
     "FlattenedTensorMetadata": TensorMetadata,
@@ -192,21 +195,21 @@ _MAX_SHOWN = 120  # characters of a refused name
 
 
 def load(payload: bytes) -> Any:
-    """What ``payload``, one pickle, describes: lists, dicts, numbers, and the classes of this module.
+    """Returns the value of ``payload``, one pickle: lists, dicts, numbers, and the classes of this module.
 
-    Only leaves of it are shared; a payload of n bytes takes O(n) time and memory.
+    Only its leaves are shared; a payload of n bytes takes O(n) time and memory.
 
     Raises:
-        InvalidRequestError: it is no pickle, not one of tensors, or too large a one.
+        InvalidRequestError: it is not a pickle of tensors, or too large.
     """
     return _read(PickleMachine(io.BytesIO(payload), resolve))
 
 
 def read_saved(data: bytes) -> tuple[torch.dtype, memoryview]:
-    """The dtype and the bytes of a storage in the format that :class:`SavedStorage` has.
+    """Returns the dtype and the bytes of a storage in the format of :class:`SavedStorage`.
 
     Raises:
-        InvalidRequestError: as :func:`load`, or its parts do not fit together.
+        InvalidRequestError: as for :func:`load`, or the parts contradict each other.
     """
     file = io.BytesIO(data)
     magic, protocol, _, storage, keys = (
@@ -217,13 +220,13 @@ def read_saved(data: bytes) -> tuple[torch.dtype, memoryview]:
     content = memoryview(data)[file.tell() :]
     if not _is_whole(storage, keys, content):
         raise InvalidRequestError(
-            f"an inlined storage of {len(data)} bytes does not have what its header says; {REMEDY}"
+            f"an inlined storage of {len(data)} bytes contradicts its own header; {REMEDY}"
         )
     return storage[1], content[8:]
 
 
 def _is_whole(storage: Any, keys: Any, content: memoryview) -> bool:
-    """Whether the storage is the only one, and ``content`` its number of elements and their bytes."""
+    """Whether there is one storage, and ``content`` has its number of elements and then their bytes."""
     if type(storage) is not tuple or len(storage) != 6 or type(keys) is not list or len(keys) != 1:
         return False
     kind, dtype, key, _, count, view = storage
@@ -237,10 +240,10 @@ def _is_whole(storage: Any, keys: Any, content: memoryview) -> bool:
 
 
 def resolve(module: str, name: str) -> Any:
-    """What stands for ``module.name`` if it is on the list.
+    """Returns the stand-in for ``module.name``.
 
     Raises:
-        PickleError: it is not.
+        PickleError: it is not on the list of allowed globals.
     """
     if (module, name) in _CALLS:
         return _CALLS[module, name]
@@ -252,7 +255,7 @@ def resolve(module: str, name: str) -> Any:
         return name
     if module == _REDUCTIONS and name in _IN_SHARED_MEMORY:
         raise PickleError(
-            "the payload's tensors lie in the sender's shared memory, which only its own children can "
+            "the payload's tensors are in the sender's shared memory, which only its own children can "
             f"open; {REMEDY}"
         )
     shown = f"{module[:_MAX_SHOWN]}.{name}"[:_MAX_SHOWN]
@@ -260,7 +263,7 @@ def resolve(module: str, name: str) -> Any:
 
 
 def _resolve_saved(module: str, name: str) -> Any:
-    """The same, and the dtype of a storage class."""
+    """Returns what :func:`resolve` does, or the dtype of a storage class."""
     return _STORAGES[name] if module == "torch" and name in _STORAGES else resolve(module, name)
 
 
@@ -269,8 +272,8 @@ def _read(machine: PickleMachine) -> Any:
         return machine.run()
     except InvalidRequestError:
         raise
-    except Exception as error:  # whatever broken bytes make pickletools, or the machine, stumble over
+    except Exception as error:  # any error of pickletools or the machine for broken bytes
         raise PickleError(
-            f"the payload is no pickle of tensors ({type(error).__name__}: {str(error)[:_MAX_SHOWN]}); "
+            f"the payload is not a pickle of tensors ({type(error).__name__}: {str(error)[:_MAX_SHOWN]}); "
             + REMEDY
         ) from error
