@@ -1,4 +1,4 @@
-"""Two fake engines, whose faults a test chooses."""
+"""Fixtures: two fake engines with faults that a test chooses."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The weight routes of an engine in a few lines: a process of torch and the standard library alone.
+"""A fake engine with the weight routes, in a process that uses torch and the standard library alone.
 
-``python -m tests.trainer.fake_engine`` prints its URL. ``POST /fault {path: message}`` makes a route fail;
-with the message "hang" it does so once the fault is taken back. A fault "receive"
-ends the receiver at its first broadcast; with "generating" it says that it generates.
+``python -m tests.trainer.fake_engine`` prints its URL. ``POST /fault {path: message}`` makes a route fail.
+With the message "hang", the route blocks until the fault is withdrawn, and then fails. A fault "receive" ends
+the receiver before its first broadcast; with a fault "generating", the engine reports that it generates.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TIMEOUT = timedelta(seconds=30)
 
 
 def describe(tensor: torch.Tensor) -> list[Any]:
-    """Dtype, shape and content, as JSON holds them."""
+    """Returns dtype, shape and a hash of the content, as JSON values."""
     content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(content).hexdigest()]
 
 
 class Engine:
-    """One rank. ``weights`` are live, ``staged`` were received."""
+    """An engine of one rank; ``weights`` are the served ones, ``staged`` the received ones."""
 
     def __init__(self) -> None:
         self.group: Any = None

@@ -1,4 +1,4 @@
-"""Broadcasts on CUDA with streams that only count time: what is announced when."""
+"""When buckets are announced in broadcasts on CUDA, with fake streams that only count time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNT, SIZE = 6, 4000  # buckets, and bytes of each
 
 
 class Event:
-    """Happens at a time."""
+    """An event that happens at a given time."""
 
     def __init__(self, at: float) -> None:
         self.at = at
@@ -27,7 +27,7 @@ class Event:
 
 
 class Stream:
-    """Is busy until a time."""
+    """A stream that is busy until a given time."""
 
     def __init__(self) -> None:
         self.end = 0.0
@@ -40,7 +40,7 @@ class Stream:
 
 
 class Group:
-    """Takes so long for a broadcast; notes when each bucket was announced."""
+    """A group whose broadcasts take ``seconds``; records when each bucket was announced."""
 
     device = torch.device("cpu")
 
@@ -53,8 +53,8 @@ class Group:
         self.announced.append(time.monotonic())
 
     def broadcast(self, piece: object) -> None:
-        wire = self.streams[1]
-        wire.end = max(wire.end, time.monotonic()) + self.seconds
+        sending = self.streams[1]
+        sending.end = max(sending.end, time.monotonic()) + self.seconds
 
     @property
     def gaps(self) -> list[float]:
@@ -68,7 +68,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(group: Group, seconds_a_bucket: float, pack_s: float = 0.0, on_sent: Any = None) -> None:
-    """Everything sent, at that pace; a bucket is packed in ``pack_s``."""
+    """Send all buckets at that speed limit; packing a bucket takes ``pack_s``."""
     weights = {f"tensor {index}": torch.full((SIZE // 4,), float(index)) for index in range(COUNT)}
 
     def packed() -> Any:
@@ -79,46 +79,46 @@ def run(group: Group, seconds_a_bucket: float, pack_s: float = 0.0, on_sent: Any
     broadcast: Any = object.__new__(BroadcastSender)
     broadcast.num_buckets = broadcast.num_bytes = 0
     broadcast._group, broadcast._buckets, broadcast._tensors = group, plan(weights, SIZE), packed()
-    broadcast._pieces, broadcast._on_sent = broadcast._single, on_sent or (lambda broadcast: None)
-    broadcast._stopped, broadcast._given = False, Event(0.0)
+    broadcast._pieces, broadcast._on_sent = broadcast._one_by_one, on_sent or (lambda broadcast: None)
+    broadcast._stopped, broadcast._ready_event = False, Event(0.0)
     broadcast.gb_per_s = SIZE / 1e9 / seconds_a_bucket
     broadcast._run_cuda()
     assert (broadcast.num_buckets, broadcast.num_bytes) == (COUNT, COUNT * SIZE)
 
 
-def test_buckets_keep_their_distance() -> None:
+def test_buckets_are_spaced_by_the_speed_limit() -> None:
     group = Group(0.001)
     run(group, 0.04)
     assert len(group.gaps) == COUNT - 1 and min(group.gaps) >= 0.04
-    assert min(group.gaps) < 0.06, "and no more than that"
+    assert min(group.gaps) < 0.06, "the gap is not longer than needed"
 
 
-def test_packing_is_part_of_the_distance() -> None:
+def test_the_gap_includes_packing() -> None:
     group = Group(0.001)
     run(group, 0.04, pack_s=0.03)
     assert 0.04 <= min(group.gaps) < 0.06
 
 
-def test_a_group_that_is_slower_than_that_sends_without_rest() -> None:
+def test_a_group_slower_than_the_limit_sends_without_pauses() -> None:
     group = Group(0.1)
     run(group, 0.001)
-    assert group.gaps[0] < 0.09, "two are under way"
+    assert group.gaps[0] < 0.09, "two buckets are in flight"
     assert min(group.gaps[1:]) < 0.15
 
 
-def test_a_rest_ends_when_the_speed_is_let_go() -> None:
+def test_a_pause_ends_when_the_limit_is_lifted() -> None:
     group = Group(0.001)
     began = time.monotonic()
 
-    def let_go(broadcast: BroadcastSender) -> None:
+    def lift_limit(broadcast: BroadcastSender) -> None:
         broadcast.gb_per_s = float("inf")
 
-    run(group, 20.0, on_sent=let_go)
+    run(group, 20.0, on_sent=lift_limit)
     assert time.monotonic() - began < 10
 
 
-def test_what_was_sent_is_told_in_the_rest_behind_it_and_a_stop_ends_it() -> None:
+def test_a_sent_bucket_is_reported_during_the_pause_after_it_and_a_stop_ends_the_pause() -> None:
     group = Group(0.001)
-    with pytest.raises(RuntimeError, match="was given up"):
+    with pytest.raises(RuntimeError, match="was stopped"):
         run(group, 60.0, on_sent=BroadcastSender.stop)
     assert len(group.announced) == 1

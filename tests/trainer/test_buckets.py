@@ -1,4 +1,4 @@
-"""What is sent: names of checkpoints, tied tensors once, buckets within their size."""
+"""The tensors to send: checkpoint names, tied tensors once, buckets within their size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.checkpoint import tiny
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3-moe"])
-def test_a_model_is_sent_as_it_is_saved(kind: str, tmp_path: Path) -> None:
+def test_a_model_is_sent_under_the_names_of_its_checkpoint(kind: str, tmp_path: Path) -> None:
     model = tiny.make(kind)
     model.register_buffer("noise", torch.ones(3), persistent=False)
     saved = load_file(tiny.save(model, tmp_path) / "model.safetensors")
@@ -29,7 +29,7 @@ def test_a_model_is_sent_as_it_is_saved(kind: str, tmp_path: Path) -> None:
     assert shapes == [(name, tensor.shape, tensor.dtype) for name, tensor in tensors(model)]
 
 
-def test_wrappers_leave_no_trace_in_the_names() -> None:
+def test_wrappers_do_not_change_the_names() -> None:
     model = tiny.make("llama-tied")
     wrapped = nn.DataParallel(torch.compile(model, backend="eager"))
     assert [name for name, _ in tensors(wrapped)] == [name for name, _ in tensors(model)]
@@ -55,7 +55,7 @@ def test_buckets_are_full_but_never_over_their_size() -> None:
     assert buckets[0].body() == {"names": ["a", "b"], "dtypes": ["float32", "float32"], "shapes": [[3], [2]]}
 
 
-def test_a_shard_is_refused_by_name() -> None:
+def test_a_sharded_tensor_is_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         shard = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])

@@ -1,4 +1,4 @@
-"""What engines say over HTTP, and what it means when they do not finish the sentence."""
+"""Answers of engines over HTTP: complete, cut short, redirected, without end, and missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUT_SHORT = b'HTTP/1.1 400 Bad Request\r\ncontent-length: 100\r\n\r\n{"success":
 
 @pytest.fixture
 def cutting() -> Iterator[Endpoint]:
-    """Answers one request, and closes the connection in the middle of the body."""
+    """An engine that answers one request, and closes the connection in the middle of the body."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(10)
 
@@ -37,12 +37,12 @@ def cutting() -> Iterator[Endpoint]:
         thread.join(10)
 
 
-def test_a_refusal_that_is_cut_short_is_a_failure(cutting: Endpoint) -> None:
+def test_an_answer_that_is_cut_short_is_a_failure(cutting: Endpoint) -> None:
     answer = cutting.post("/prepare_weights_update", {}, 5)
     assert not answer.success and "IncompleteRead" in answer.message
 
 
-def test_an_engine_without_an_answer_has_failed() -> None:
+def test_a_request_that_raises_is_a_failed_answer() -> None:
     failures: list[int] = []
 
     def ask(index: int, endpoint: Endpoint) -> Answer:
@@ -56,8 +56,8 @@ def test_an_engine_without_an_answer_has_failed() -> None:
     assert "lost" in answers[1].message and failures == [1]
 
 
-def test_an_answer_that_leads_elsewhere_is_not_followed() -> None:
-    with engine_that_says(
+def test_a_redirect_is_not_followed() -> None:
+    with engine_that_sends(
         b"HTTP/1.1 302 Found\r\nlocation: /stolen\r\ncontent-length: 0\r\n\r\n"
     ) as endpoint:
         answer = replace(endpoint, api_key="secret").get("/server_info", 5)
@@ -65,18 +65,21 @@ def test_an_answer_that_leads_elsewhere_is_not_followed() -> None:
 
 
 @pytest.mark.parametrize("piece", [b" " * (1 << 16), b" "])
-def test_an_answer_that_does_not_end_is_given_up(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_end_is_a_failure(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "_BODY_S", 0.5 if len(piece) == 1 else 60)
     monkeypatch.setattr(endpoint_module, "_MAX_BODY", 1 << 20)
-    with engine_that_says(b"HTTP/1.1 200 OK\r\n\r\n", piece) as endpoint:
+    with engine_that_sends(b"HTTP/1.1 200 OK\r\n\r\n", piece) as endpoint:
         answer = endpoint.get("/server_info", 5)
     assert not answer.success
-    assert ("not whole after 0.5 s" if len(piece) == 1 else "more than 1048576 bytes") in answer.message
+    assert ("not complete after 0.5 s" if len(piece) == 1 else "more than 1048576 bytes") in answer.message
 
 
 @contextmanager
-def engine_that_says(head: bytes, piece: bytes = b"") -> Iterator[Endpoint]:
-    """Answers one request with ``head``, then, every 20 ms at most, with ``piece`` until nobody listens."""
+def engine_that_sends(head: bytes, piece: bytes = b"") -> Iterator[Endpoint]:
+    """An engine that answers one request with ``head``, then repeats ``piece`` until the connection closes.
+
+    A piece of one byte is sent every 20 ms.
+    """
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(10)

@@ -1,4 +1,4 @@
-"""A trainer and an engine's rank that reach each other over IPv6."""
+"""A group of a trainer and a rank that connect over IPv6."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from segue.trainer.group import TrainerGroup, bracketed, free_port
 from segue.weight_update.transport.joining import Groups
 
 
-def test_an_address_in_brackets_is_met() -> None:
+def test_a_group_is_joined_at_an_address_in_brackets() -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

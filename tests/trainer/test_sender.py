@@ -1,4 +1,4 @@
-"""`WeightSender` and two engines, in processes of their own, that may refuse, break or die."""
+"""`WeightSender` with two engines, in processes of their own, that may refuse, fail or die."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.conftest import WaitUntil
 from tests.trainer.conftest import FakeEngine
 from tests.trainer.fake_engine import describe
 
-SAID: list[dict[str, Any]] = [{"generating": True}, {"generating": False}, {}]  # by engines, of themselves
+STATUSES: list[dict[str, Any]] = [{"generating": True}, {"generating": False}, {}]  # of engines
 WHOLE = ["prepare_weights_update", "complete_weights_update", "commit_weights_update"]
 
 
 @pytest.fixture(autouse=True)
-def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("segue.trainer.sender.POLL_S", 0.1)
 
 
@@ -35,7 +35,7 @@ def make_weights() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     return {
         "matrix": torch.randn(300, 1000),
-        "odd": torch.randn(7).bfloat16(),  # what follows does not begin where a float32 may
+        "odd": torch.randn(7).bfloat16(),  # misaligns the float32 tensors that follow
         "scalar": torch.tensor(2.5),
         "turned": torch.randn(5, 9).T,
         "last": torch.randn(3, 2, 1),
@@ -53,8 +53,8 @@ def assert_has(engine: FakeEngine, weights: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("flattened", [False, True])
 def test_every_engine_has_the_weights_of_each_send(engines: list[FakeEngine], flattened: bool) -> None:
-    weights, heard = make_weights(), []
-    with sender(engines, weights, flattened=flattened, on_progress=heard.append) as sending:
+    weights, reported = make_weights(), []
+    with sender(engines, weights, flattened=flattened, on_progress=reported.append) as sending:
         for _ in range(2):
             weights["matrix"].add_(1)
             report = sending.send()
@@ -66,7 +66,7 @@ def test_every_engine_has_the_weights_of_each_send(engines: list[FakeEngine], fl
     assert report.broadcast_seconds < report.seconds
     versions = [answer.fields["weight_version"] for answer in report.endpoints]
     assert versions == [str(engine.seen()["version"]) for engine in engines]
-    progress: Progress = heard[-1]
+    progress: Progress = reported[-1]
     assert (progress.num_buckets, progress.total_buckets) == (2, 2)
     assert progress.num_bytes == progress.total_bytes == num_bytes
 
@@ -117,7 +117,9 @@ def test_one_failure_leaves_all_engines_as_they_were(
         assert time.monotonic() - began < 6
         said = failed.value.message
         if fault == "receive":
-            assert ("an engine gave up" if message == "no room" else "stood still for 2 s") in said
+            assert (
+                "an engine ended its session" if message == "no room" else "made no progress for 2 s"
+            ) in said
         if message == "no room":
             assert f"{engines[1].url}: no room" in said
         for engine, was in zip(engines, before, strict=True):
@@ -131,7 +133,7 @@ def test_one_failure_leaves_all_engines_as_they_were(
         sending.send()
         for engine in engines:
             assert_has(engine, weights)
-        if fault == "init_weights_update_group":  # nobody was in the group: its port was free at once
+        if fault == "init_weights_update_group":  # no engine was in the group: its port was free at once
             assert engines[0].seen()["joined"]["master_port"] == port
     assert threading.active_count() == threads
 
@@ -168,7 +170,7 @@ def test_closing_ends_a_send_that_is_stuck(
         sending.send()
 
 
-def test_a_commit_that_only_some_made_says_who(engines: list[FakeEngine]) -> None:
+def test_a_partial_commit_reports_which_engines_committed(engines: list[FakeEngine]) -> None:
     engines[1].fault(commit_weights_update="too late")
     with sender(engines, make_weights()) as sending, pytest.raises(WeightSendError) as failed:
         sending.send()
@@ -197,22 +199,22 @@ def test_an_engine_that_dies_in_the_middle_fails_the_send(
         assert_has(engines[0], weights)
 
 
-def test_an_engine_that_is_not_there_is_named_at_once(engines: list[FakeEngine]) -> None:
+def test_an_unreachable_engine_is_reported_at_once(engines: list[FakeEngine]) -> None:
     url = f"http://127.0.0.1:{free_port(None)}"
-    why = f"{url}: the number of its ranks is not known"
+    why = f"{url}: its number of ranks is unknown"
     sending = WeightSender([engines[0].url, url], make_weights())
     with pytest.raises(WeightSendError, match=why):
         sending.send()
 
 
-def test_a_port_that_is_taken_is_replaced(engines: list[FakeEngine]) -> None:
+def test_a_port_in_use_is_replaced(engines: list[FakeEngine]) -> None:
     taken = int(engines[0].url.rpartition(":")[2])
     with sender(engines, make_weights(), master_port=taken) as sending:
         sending.send()
     assert engines[0].seen()["joined"]["master_port"] not in (0, taken)
 
 
-def test_an_engine_that_does_not_tell_its_ranks_is_told(engines: list[FakeEngine]) -> None:
+def test_the_endpoints_world_size_is_used_for_an_engine_that_reports_none(engines: list[FakeEngine]) -> None:
     engines[0].fault(server_info="no such route")
     weights = make_weights()
     with WeightSender([Endpoint(url=engines[0].url, world_size=1)], weights) as sending:
@@ -220,7 +222,7 @@ def test_an_engine_that_does_not_tell_its_ranks_is_told(engines: list[FakeEngine
     assert_has(engines[0], weights)
 
 
-def test_nothing_to_send_is_sent(engines: list[FakeEngine]) -> None:
+def test_empty_weights_can_be_sent(engines: list[FakeEngine]) -> None:
     with sender(engines, {}) as sending:
         report = sending.send()
     assert (report.num_buckets, report.bytes) == (0, 0)
@@ -249,11 +251,11 @@ def test_sends_of_several_threads_take_turns(engines: list[FakeEngine]) -> None:
     assert engines[0].seen()["version"] == before + 3
 
 
-def test_an_engine_that_was_started_anew_is_joined_again(engines: list[FakeEngine]) -> None:
+def test_a_restarted_engine_is_joined_again(engines: list[FakeEngine]) -> None:
     weights = make_weights()
     with sender(engines, weights) as sending:
         sending.send()
-        engines[1].fault()  # it forgets
+        engines[1].fault()  # clears its log
         httpx.post(f"{engines[1].url}/destroy_weights_update_group", json={})
         sending.send()
         assert engines[1].seen()["log"].count("init_weights_update_group") == 1
@@ -263,7 +265,7 @@ def test_an_engine_that_was_started_anew_is_joined_again(engines: list[FakeEngin
 
 @pytest.fixture
 def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[BroadcastSender]:
-    """All that a sender makes."""
+    """All `BroadcastSender` objects that a sender makes."""
     made: list[BroadcastSender] = []
 
     class Seen(BroadcastSender):
@@ -276,7 +278,7 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[BroadcastSender]:
 
 
 def send_until_closed(sending: WeightSender) -> threading.Thread:
-    """Another thread, in which a send begins that does not end."""
+    """Start a thread with a send that hangs until the sender is closed."""
 
     def send() -> None:
         with pytest.raises(WeightSendError, match="closed during the send"):
@@ -308,31 +310,31 @@ def test_broadcasts_are_slowed_down_while_an_engine_generates(
     assert not thread.is_alive()
 
 
-def test_one_engine_that_says_so_slows_down_and_all_of_them_speed_up(
+def test_one_generating_engine_slows_the_broadcast_down_until_all_engines_are_idle(
     engines: list[FakeEngine],
     broadcasts: list[BroadcastSender],
     wait_until: WaitUntil,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    busy, idle, silent = (Answer(url="", success=True, fields=fields) for fields in SAID)
-    said = [[busy, silent], [idle, silent], [idle, silent], [idle, idle]]
+    busy, idle, silent = (Answer(url="", success=True, fields=fields) for fields in STATUSES)
+    answers = [[busy, silent], [idle, silent], [idle, silent], [idle, idle]]
     seen: list[float] = []
 
     def statuses(session: str) -> list[Answer]:
         seen.append(broadcasts[0].gb_per_s)
-        return said[min(len(seen), len(said)) - 1]
+        return answers[min(len(seen), len(answers)) - 1]
 
     with sender(engines, make_weights()) as sending:
         monkeypatch.setattr(sending, "_statuses", statuses)
         engines[1].fault(receive="hang")
         thread = send_until_closed(sending)
-        wait_until(lambda: len(seen) >= 5, what="five looks")
+        wait_until(lambda: len(seen) >= 5, what="five polls")
         sending.close()
         thread.join(20)
     assert seen[:5] == [math.inf, 25.0, 25.0, 25.0, math.inf]
 
 
 @pytest.mark.parametrize("speed", [0.0, -0.5, float("nan")])
-def test_a_speed_is_above_nothing(speed: float) -> None:
+def test_a_speed_limit_must_be_positive(speed: float) -> None:
     with pytest.raises(ConfigError, match="above 0"):
         WeightSender(["http://127.0.0.1:1"], make_weights(), gb_per_s_while_serving=speed)

@@ -1,4 +1,4 @@
-"""The training server's routes: a real model, a real socket, engines that are not real."""
+"""The training server's routes, with a real model, a real socket and fake engines."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_every_engine_gets_the_trained_weights(client: Client, engines: list[Fak
     assert client.get("/health")["num_steps"] == 3
 
 
-def test_an_engine_that_refuses_is_named(client: Client, engines: list[FakeEngine]) -> None:
+def test_an_engine_that_refuses_is_reported(client: Client, engines: list[FakeEngine]) -> None:
     for engine in engines:
         client.post("/add_inference_endpoint", **address(engine))
     engines[1].fault(prepare_weights_update="no room")
@@ -118,7 +118,9 @@ def test_an_engine_that_refuses_is_named(client: Client, engines: list[FakeEngin
     assert engines[0].seen()["version"] == before
 
 
-def test_a_sync_tells_how_far_it_is(client: Client, engines: list[FakeEngine], wait_until: WaitUntil) -> None:
+def test_a_sync_reports_its_progress(
+    client: Client, engines: list[FakeEngine], wait_until: WaitUntil
+) -> None:
     client.post("/add_inference_endpoint", **address(engines[0]))
     engines[0].fault(complete_weights_update="hang")
     syncing = threading.Thread(target=client.post, args=("/sync_inference_weights", 400))
@@ -131,11 +133,13 @@ def test_a_sync_tells_how_far_it_is(client: Client, engines: list[FakeEngine], w
     syncing.join(10)
 
 
-def test_the_end_waits_for_no_sync(client: Client, engines: list[FakeEngine], wait_until: WaitUntil) -> None:
+def test_closing_ends_a_running_sync(
+    client: Client, engines: list[FakeEngine], wait_until: WaitUntil
+) -> None:
     client.post("/add_inference_endpoint", **address(engines[0]))
     engines[0].fault(receive="hang")
     syncs = [threading.Thread(target=client.post, args=("/sync_inference_weights", 400)) for _ in range(2)]
-    for sync in syncs:  # one waits for its turn
+    for sync in syncs:  # the second one waits for its turn
         sync.start()
     wait_until(lambda: "weights_update_status" in engines[0].seen()["log"])
     began = time.monotonic()
@@ -167,16 +171,16 @@ def test_a_second_interrupt_ends_the_process(wait_until: WaitUntil) -> None:
         listener.close()
 
 
-def test_the_engine_knows_best_how_many_ranks_it_has(client: Client, engines: list[FakeEngine]) -> None:
+def test_the_engines_own_number_of_ranks_is_used(client: Client, engines: list[FakeEngine]) -> None:
     message = client.post("/add_inference_endpoint", **address(engines[0]), world_size=4)["message"]
-    assert "it says that it has 1 rank(s), not 4" in message
+    assert "its world_size is 1, as it reports, and not 4" in message
     url, size = engines[0].url, 1
     assert client.get("/inference_endpoints")["endpoints"] == [
         {"url": url, "world_size": size, "rank_offset": 1}
     ]
 
 
-def test_endpoints_come_and_go(client: Client, engines: list[FakeEngine]) -> None:
+def test_endpoints_can_be_added_and_removed(client: Client, engines: list[FakeEngine]) -> None:
     for engine in engines:
         client.post("/add_inference_endpoint", **address(engine))
     client.post("/sync_inference_weights")
@@ -189,15 +193,15 @@ def test_endpoints_come_and_go(client: Client, engines: list[FakeEngine]) -> Non
     assert engines[0].url in message and engines[1].url in message
 
 
-def test_what_is_wrong_is_said(client: Client, tmp_path: Path) -> None:
-    nobody = {"host": "127.0.0.1", "port": free_port(None)}
+def test_invalid_requests_are_refused_with_a_message(client: Client, tmp_path: Path) -> None:
+    unreachable = {"host": "127.0.0.1", "port": free_port(None)}
     for path, body, message in (
         ("/sync_inference_weights", {}, "add one"),
         ("/sync_inference_weights", {"master_port": 0}, "master_port=0"),
         ("/add_inference_endpoint", {"host": "localhost"}, "port: this field is required"),
-        ("/add_inference_endpoint", nobody, "cannot reach it"),
+        ("/add_inference_endpoint", unreachable, "cannot reach the engine"),
         ("/train_step", {"texts": []}, "texts=[]"),
-        ("/train_step", {"texts": [""]}, "none has two tokens"),
+        ("/train_step", {"texts": [""]}, "no text has two tokens"),
         ("/save_checkpoint", {"path": "/proc/no"}, "cannot be written"),
     ):
         assert message in client.post(path, 400, **body)["message"]
@@ -205,7 +209,7 @@ def test_what_is_wrong_is_said(client: Client, tmp_path: Path) -> None:
     assert client.raw("/no_such_route", b"").status_code == 404
 
 
-def test_what_torch_says_is_said(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_errors_are_reported(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")
 
@@ -242,7 +246,7 @@ def test_endpoints_may_change_while_they_are_listed(monkeypatch: pytest.MonkeyPa
         sys.setswitchinterval(interval)
 
 
-def test_a_checkpoint_is_the_model(client: Client, tmp_path: Path) -> None:
+def test_a_saved_checkpoint_has_the_models_weights(client: Client, tmp_path: Path) -> None:
     client.post("/train_step", texts=["Hello world"])
     client.post("/save_checkpoint", path=str(tmp_path / "saved"))
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -263,7 +267,9 @@ def test_a_checkpoint_is_the_model(client: Client, tmp_path: Path) -> None:
     ],
     ids=lambda part: str(part),
 )
-def test_a_web_page_trains_nothing(client: Client, headers: dict[str, str], status: int, word: str) -> None:
+def test_requests_of_web_pages_are_refused(
+    client: Client, headers: dict[str, str], status: int, word: str
+) -> None:
     body = b'{"texts": ["Hello world"]}'
     for path in ("/train_step", "/save_checkpoint", "/add_inference_endpoint", "/sync_inference_weights"):
         answer = client.http.post(path, content=body, headers=headers)
@@ -272,13 +278,13 @@ def test_a_web_page_trains_nothing(client: Client, headers: dict[str, str], stat
     assert client.get("/health")["num_steps"] == 0
 
 
-def test_a_path_with_a_newline_trains_nothing(client: Client) -> None:
+def test_a_path_with_a_newline_is_refused(client: Client) -> None:
     answer = client.http.post("/train_step%0A", json={"texts": ["Hello world"]})
     assert (answer.status_code, answer.json()["success"]) == (400, False)
     assert client.get("/health")["num_steps"] == 0
 
 
-def test_its_clients_go_on_as_before(client: Client) -> None:
+def test_requests_of_ordinary_clients_are_accepted(client: Client) -> None:
     own = {"origin": str(client.http.base_url).rstrip("/"), "sec-fetch-site": "same-origin"}
     for headers in ({}, {"content-type": "application/json; charset=utf-8"}, own):
         answer = client.http.post("/train_step", content=b'{"texts": ["Hello world"]}', headers=headers)

@@ -1,4 +1,4 @@
-"""The training side of weight updates: what a training loop imports, and a small training server."""
+"""The training side of weight updates: `WeightSender` for training loops, and a small training server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent, and in which order: tensors under the names a checkpoint has, in buckets."""
+"""The tensors to send and their order: in buckets, under their checkpoint names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Weights = nn.Module | Mapping[str, Tensor]
 
 @dataclass(slots=True)
 class TensorBucket:
-    """Tensors sent together; the lists are parallel."""
+    """Describes the tensors that are sent together; the lists are parallel."""
 
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
@@ -32,21 +32,21 @@ class TensorBucket:
         self.num_bytes += tensor.nbytes
 
     def body(self) -> dict[str, Any]:
-        """As ``/prepare_weights_update`` takes it."""
+        """Returns the bucket as ``/prepare_weights_update`` takes it."""
         return {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
 
 
 def plan(weights: Weights, max_bytes: int) -> list[TensorBucket]:
-    """Cut all tensors into buckets of at most ``max_bytes``; one that is larger has its own.
+    """Split all tensors into buckets of at most ``max_bytes``; a larger tensor has its own bucket.
 
     Raises:
-        ConfigError: a tensor is not whole in this process.
+        ConfigError: a tensor is sharded over processes.
     """
     buckets: list[TensorBucket] = []
     for name, tensor in tensors(weights, meta=True):
         if hasattr(tensor, "full_tensor"):
             raise ConfigError(
-                f"{name!r} is sharded over ranks; gather it on all, and send a mapping of full tensors"
+                f"{name!r} is sharded over ranks; gather it on all ranks, and send a mapping of full tensors"
             )
         if not buckets or buckets[-1].num_bytes + tensor.nbytes > max_bytes:
             buckets.append(TensorBucket())
@@ -55,10 +55,11 @@ def plan(weights: Weights, max_bytes: int) -> list[TensorBucket]:
 
 
 def tensors(weights: Weights, *, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors in a fixed order, tied ones once; with ``meta`` shapes and dtypes only.
+    """Yields names and tensors in a fixed order, tied ones once; with ``meta``, tensors on the meta device.
 
-    A module gives its parameters under the names that its saved checkpoint has, where transformers saves
-    under others than the module's own; that may copy a layer's experts at a time. A mapping is sent as it is.
+    A module's parameters have the names of its saved checkpoint, where transformers saves them under other
+    names than the module's; the conversion may copy one layer's experts at a time. A mapping's names are
+    kept.
     """
     if not isinstance(weights, nn.Module):
         for name, tensor in _distinct(weights.items()):
@@ -73,18 +74,18 @@ def tensors(weights: Weights, *, meta: bool = False) -> Iterator[tuple[str, Tens
 
 
 def device_of(weights: Weights) -> torch.device:
-    """Where the first tensor is; the CPU if there is none."""
+    """Returns the device of the first tensor; the CPU if there is none."""
     found = weights.parameters() if isinstance(weights, nn.Module) else iter(weights.values())
     return next((tensor.device for tensor in found), torch.device("cpu"))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """``uint8[n]``: its bytes in row-major order, copied only if they do not lie so."""
+    """Returns the tensor's bytes in row-major order, as ``uint8[n]``; a view if it is contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """What ``torch.compile`` or data parallelism was given."""
+    """Returns the module inside the wrappers of ``torch.compile`` and data parallelism."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
@@ -95,7 +96,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _as_saved(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    transformers = sys.modules.get("transformers")  # not imported: then it is none of its models
+    transformers = sys.modules.get("transformers")  # if it is not imported, the model is none of its models
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return state
     from transformers.core_model_loading import revert_weight_conversion

@@ -1,4 +1,4 @@
-"""The engines that weights are sent to, spoken to over HTTP."""
+"""HTTP requests to the engines that weights are sent to."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from dataclasses import dataclass, field, replace
 from http.client import HTTPException, IncompleteRead
 from typing import Any
 
-STOP_S = 0.1  # between two looks at whether to stop
+STOP_S = 0.1  # between two checks whether to stop
 
-_BODY_S = 10.0  # for the body of an answer, which an engine sends in one piece
+_BODY_S = 10.0  # to read the body of an answer, which an engine sends in one piece
 _MAX_BODY = 16 << 20  # bytes
 _PIECE = 1 << 16
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Leaves an answer that leads elsewhere as it is: the key is for the engine alone."""
+    """Follows no redirects: the API key is for the engine alone."""
 
     def redirect_request(self, *_: object) -> None:
-        """There is no other request."""
+        """Returns no request, so that the redirect itself is the answer."""
 
 
-# Engines are spoken to directly, whatever proxy the environment names.
+# Requests go to the engines directly, even if the environment names a proxy.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """An engine's server."""
+    """The HTTP server of one engine."""
 
     url: str
-    api_key: str | None = field(default=None, repr=False)  # its admin key, or API key
-    world_size: int | None = None  # ranks it has, where it does not tell in /server_info
+    api_key: str | None = field(default=None, repr=False)  # the engine's admin key, or its API key
+    world_size: int | None = None  # its number of ranks, for engines whose /server_info lacks it
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float) -> Answer:
-        """Its answer to a POST; ``timeout_s``: seconds of silence that are too long."""
-        return self._ask(path, json.dumps(body).encode(), timeout_s)
+        """Returns the engine's answer to a POST; ``timeout_s``: the longest silence, in seconds."""
+        return self._request(path, json.dumps(body).encode(), timeout_s)
 
     def get(self, path: str, timeout_s: float) -> Answer:
-        """Its answer to a GET."""
-        return self._ask(path, None, timeout_s)
+        """Returns the engine's answer to a GET; ``timeout_s``: as for :meth:`post`."""
+        return self._request(path, None, timeout_s)
 
-    def _ask(self, path: str, data: bytes | None, timeout_s: float) -> Answer:
+    def _request(self, path: str, data: bytes | None, timeout_s: float) -> Answer:
         headers = {"content-type": "application/json"}
         if self.api_key is not None:
             headers["authorization"] = f"Bearer {self.api_key}"
@@ -55,26 +55,26 @@ class Endpoint:
             request = urllib.request.Request(url + path, data, headers)
             try:
                 with _OPENER.open(request, timeout=timeout_s) as response:
-                    return _understand(url, 200, _read(response))
+                    return _parse_answer(url, 200, _read(response))
             except urllib.error.HTTPError as error:
                 with error:
-                    return _understand(url, error.code, _read(error))
+                    return _parse_answer(url, error.code, _read(error))
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             gone = isinstance(reason, ConnectionError)
-            return Answer(url=url, success=False, message=f"cannot reach it: {reason}", gone=gone)
+            return Answer(url=url, success=False, message=f"cannot reach the engine: {reason}", gone=gone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What an engine said."""
+    """An engine's answer to one request."""
 
     url: str
     success: bool
     message: str = ""
-    status: int | None = None  # of HTTP; None: there was no answer
-    gone: bool = False  # nobody listens there any more
-    fields: dict[str, Any] = field(default_factory=dict)
+    status: int | None = None  # HTTP status; None: there was no answer
+    gone: bool = False  # the connection was refused or lost
+    fields: dict[str, Any] = field(default_factory=dict)  # of the JSON body
 
 
 def _read(response: Any) -> bytes:
@@ -84,19 +84,19 @@ def _read(response: Any) -> bytes:
         if len(body) > _MAX_BODY:
             raise ValueError(f"its answer has more than {_MAX_BODY} bytes")
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"its answer was not whole after {_BODY_S:g} s")
+            raise TimeoutError(f"its answer was not complete after {_BODY_S:g} s")
     if response.length:
         raise IncompleteRead(bytes(body), response.length)
     return bytes(body)
 
 
-def _understand(url: str, status: int, text: bytes) -> Answer:
+def _parse_answer(url: str, status: int, text: bytes) -> Answer:
     try:
         fields = json.loads(text)
     except ValueError:
         fields = None
     if not isinstance(fields, dict):
-        message = f"HTTP {status}, and not as a weight route answers: {text[:80]!r}"
+        message = f"HTTP {status} with a body that is not a JSON object, so check the URL: {text[:80]!r}"
         return Answer(url=url, success=False, message=message, status=status)
     success = status == 200 and fields.get("success", True) is True and fields.get("status") != "error"
     message = str(fields.get("message", ""))
@@ -109,9 +109,13 @@ def everywhere(
     on_failure: Callable[[], object] = lambda: None,
     stop: threading.Event | None = None,
 ) -> list[Answer]:
-    """Ask all at once, by index and endpoint; ``on_failure`` is called as soon as one answers so.
+    """Send a request to all endpoints at once, and return their answers.
 
-    Behind ``stop`` no answer is waited for; one that is missing is a failure.
+    Args:
+        endpoints: of the engines.
+        ask: sends the request, by index and endpoint.
+        on_failure: called after each failed answer, as soon as it arrives.
+        stop: once it is set, no answer is waited for; a missing answer is a failure.
     """
     missing = "it had not answered when the sender was closed"
     answers = [Answer(url=each.url, success=False, message=missing) for each in endpoints]
@@ -120,11 +124,11 @@ def everywhere(
         try:
             answers[index] = ask(index, endpoints[index])
         except Exception as error:
-            answers[index] = replace(answers[index], message=f"asking it failed: {error!r}")
+            answers[index] = replace(answers[index], message=f"the request failed: {error!r}")
         if not answers[index].success:
             on_failure()
 
-    # Daemons: a trainer that is told to stop does not wait for an engine that says nothing.
+    # Daemon threads, so that a trainer that stops does not wait for an engine that never answers.
     threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(endpoints))]
     for thread in threads:
         thread.start()

@@ -1,4 +1,4 @@
-"""The process group that a trainer hosts, as its rank 0, beside whatever groups it has itself."""
+"""The process group that a trainer hosts as rank 0, in addition to any groups of its own."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torch.distributed.rendezvous import rendezvous
 from segue.memory.nccl_buffers import RegisteredBuffers, can_register
 from segue.weight_update.transport.group import ANNOUNCED_KEY, MAX_CTAS_KEY, REGISTERED_KEY, without_watchdog
 
-MARGIN_S = 600.0  # torch's own deadlines lie so far behind ours
+MARGIN_S = 600.0  # torch's own deadlines are later than ours by so much
 LEAVE_S = 10.0
-STAND_IN_S = 1.0
+STAND_IN_S = 1.0  # per connection that stands in for missing engines, see `TrainerGroup._end`
 CHECK_S = 0.1
 
 
 class TrainerGroup:
-    """Joining begins at once, in a thread of its own; :meth:`wait` for it before the first broadcast.
+    """A process group with this trainer as rank 0; call :meth:`wait` before the first broadcast.
 
-    Nobody else has to have joined for the constructor to return, and an engine whose communicator is built
-    within its first receive holds up :meth:`wait` alone.
+    The constructor joins in a thread of its own and returns at once. An engine that builds its communicator
+    only in its first receive delays :meth:`wait` alone.
     """
 
     def __init__(
@@ -44,20 +44,20 @@ class TrainerGroup:
         timeout_s: float,
         max_ctas: int | None = None,
     ) -> None:
-        """``device``: of the tensors to be broadcast; a CUDA device means NCCL, any other one gloo.
+        """``device``: of the tensors to broadcast; a CUDA device means NCCL, any other device gloo.
 
-        ``max_ctas``: of NCCL's kernels, here and in the engines.
+        ``max_ctas``: the limit of NCCL's CTAs, here and in the engines; None: NCCL's default.
         """
         self.name, self.address, self.port, self.world_size = name, address, port, world_size
         self.device = device
         self.backend = "nccl" if device.type == "cuda" else "gloo"
-        # The same for all broadcasts: memory that one stream gave back is no other stream's.
+        # All broadcasts share these streams: torch reuses freed memory for the stream that allocated it only.
         self.streams = [torch.cuda.Stream(device) for _ in range(2)] if self.backend == "nccl" else []  # type: ignore[no-untyped-call]
         self._max_ctas = max_ctas
-        self._store: Store | None = None  # the group's part of it, when it says all that engines are to know
-        self._has_store = threading.Event()
-        self._num_buckets = 0
-        self._registers = False  # flattened buckets' memory
+        self._store: Store | None = None  # the group's part of the store, with NCCL
+        self._has_store = threading.Event()  # set once the store has all keys that engines read
+        self._num_buckets = 0  # announced so far
+        self._registers = False  # whether the memory of flattened buckets is registered with NCCL
         self._timeout = timedelta(seconds=timeout_s + MARGIN_S)
         self._group: Any = None
         self._buffers: list[RegisteredBuffers] = []
@@ -68,11 +68,11 @@ class TrainerGroup:
         self._joining.start()
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> None:
-        """Return once all have joined; ``check`` is called now and then, and may raise.
+        """Wait until all ranks have joined; ``check`` is called every 0.1 s and may raise.
 
         Raises:
-            TimeoutError: they have not.
-            RuntimeError: torch says why they cannot.
+            TimeoutError: not all ranks joined in time.
+            RuntimeError: joining failed in torch.
         """
         deadline = time.monotonic() + timeout_s
         while self._joining.is_alive() and time.monotonic() < deadline:
@@ -80,7 +80,7 @@ class TrainerGroup:
             self._joining.join(CHECK_S)
         if self._error is not None:
             shared = "Duplicate GPU" in str(self._error)
-            hint = "; NCCL cannot join two processes on one GPU: use backend='gloo'" if shared else ""
+            hint = "; NCCL cannot connect two processes on one GPU: use backend='gloo'" if shared else ""
             raise RuntimeError(
                 f"the group {self.name!r} was not joined: {self._error}{hint}"
             ) from self._error
@@ -88,13 +88,16 @@ class TrainerGroup:
             raise TimeoutError(f"not all engines joined the group {self.name!r} within {timeout_s:g} s")
 
     def wait_met(self, timeout_s: float) -> None:
-        """Return when all have met and the store holds what engines are to know; :meth:`wait` says if not."""
+        """Wait until all ranks are in the store and it has all keys that engines read; raises no errors.
+
+        :meth:`wait` reports a failure.
+        """
         deadline = time.monotonic() + timeout_s
         while self._joining.is_alive() and time.monotonic() < deadline and not self._has_store.is_set():
             self._has_store.wait(CHECK_S)
 
     def announce(self) -> None:
-        """Say that a bucket is about to be broadcast; with NCCL, before each."""
+        """Announce the next bucket in the store; with NCCL, to be called before each bucket."""
         store = self._store
         self._check()
         assert store is not None
@@ -102,9 +105,9 @@ class TrainerGroup:
         store.set(ANNOUNCED_KEY, str(self._num_buckets))
 
     def buffers(self, num_bytes: int, count: int) -> list[Tensor]:
-        """``count`` of at least so many bytes, for flattened buckets.
+        """Returns ``count`` buffers of at least ``num_bytes`` bytes each, for flattened buckets.
 
-        Where they are registered they are the same each time, and kept for as long as the group.
+        Registered buffers are kept and reused for as long as the group exists.
 
         Raises:
             RuntimeError: the group was left.
@@ -118,16 +121,16 @@ class TrainerGroup:
         group = self._group
         self._check()
         made = RegisteredBuffers(group._get_backend(self.device), self.device, num_bytes, count)
-        with self._lock:  # a communicator that was aborted must not be told
+        with self._lock:  # nothing may be registered with an aborted communicator
             self._check()
             made.register()
             self._buffers.append(made)
         return made.buffers
 
     def broadcast(self, tensor: Tensor) -> Any:
-        """Begin to send a contiguous tensor of :attr:`device`.
+        """Begin to broadcast a contiguous tensor on :attr:`device`.
 
-        With NCCL it is queued on the current stream; with gloo, ``wait()`` for what is returned.
+        With NCCL the broadcast is queued on the current stream; with gloo, call ``wait()`` of the result.
         """
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -135,9 +138,9 @@ class TrainerGroup:
         return self._group.broadcast([tensor], options)
 
     def leave(self) -> None:
-        """Close the store and all connections, whatever is still going on; the port is free soon after.
+        """Close the store and all connections, even during a broadcast; the port is free soon after.
 
-        What cannot be ended is abandoned with its thread.
+        Takes at most `LEAVE_S`; operations that cannot be ended are left behind with their thread.
         """
         with self._lock:
             if self._left:
@@ -156,7 +159,7 @@ class TrainerGroup:
         try:
             where = f"tcp://{bracketed(self.address)}:{self.port}"
             store, _, _ = next(rendezvous(where, rank=0, world_size=self.world_size, timeout=self._timeout))
-            if self._left:  # and `_end` stands in for those who are missing
+            if self._left:  # `_end` has connected in place of the missing engines
                 return
             store.set_timeout(self._timeout)
             group = self._make(PrefixStore(self.name, store))
@@ -198,7 +201,7 @@ class TrainerGroup:
             if self._registers:
                 ours.set(REGISTERED_KEY, "1")
         self._has_store.set()
-        if options is not None:  # at once: no broadcast waits for a communicator to be built
+        if options is not None:  # build the communicator now, so that no broadcast waits for it
             nccl.eager_connect_single_device(self.device)
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
         return group
@@ -208,14 +211,14 @@ class TrainerGroup:
             raise RuntimeError(f"the group {self.name!r} was left")
 
     def _end(self, group: Any, buffers: list[RegisteredBuffers]) -> None:
-        """`buffers` are only held as long as the communicator knows them."""
+        """End the group or the rendezvous; `buffers` are kept alive until the communicator has ended."""
         if group is not None:
             if self.backend == "nccl":
                 group.abort()
             _destroy(group)
         elif self._joining.is_alive():
-            # The rendezvous waits for a number of clients and cannot be cancelled; so we are those clients.
-            # A try is short: the store may close in the middle of it.
+            # The rendezvous waits for a number of clients and cannot be cancelled, so this thread connects in
+            # place of the missing ones. Each try is short: the store may close in the middle of it.
             deadline = time.monotonic() + LEAVE_S
             while self._joining.is_alive() and time.monotonic() < deadline:
                 with suppress(RuntimeError):
@@ -223,7 +226,7 @@ class TrainerGroup:
 
 
 def free_port(wanted: int | None) -> int:
-    """``wanted`` if nothing listens there, else any free port."""
+    """Returns ``wanted`` if no process listens there, else any free port."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     for port in (wanted or 0, 0):
         with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
@@ -235,7 +238,7 @@ def free_port(wanted: int | None) -> int:
 
 
 def own_address(host: str, port: int) -> str:
-    """The address under which ``host`` reaches this machine, one of IPv4 if there is one."""
+    """Returns the address at which ``host`` can reach this machine, an IPv4 one if possible."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     family, kind, _, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)
     with closing(socket.socket(family, kind)) as probe:
@@ -244,21 +247,22 @@ def own_address(host: str, port: int) -> str:
 
 
 def bracketed(address: str) -> str:
-    """As it stands in a URL."""
+    """Returns an address as it is written in a URL: an IPv6 address in brackets."""
     return f"[{address}]" if ":" in address else address
 
 
 def _destroy(group: Any) -> None:
-    # What torch says about a group that failed helps nobody: it is given up.
+    # Errors of a failed group are ignored, since it is given up in any case.
     with suppress(Exception):
         dist.destroy_process_group(group)
 
 
 @contextmanager
 def _without_bound_device() -> Iterator[None]:
-    """A default group that is bound to a device is split by torch for every new group, with all its ranks.
+    """Context without the default group's bound device, if it has one.
 
-    Ours is joined by one of them alone.
+    With a bound device, torch would split the default group, with all its ranks, for each new group; but only
+    one of these ranks joins ours.
     """
     default = c10d._get_default_group() if dist.is_initialized() else None
     if default is None or default.bound_device_id is None:

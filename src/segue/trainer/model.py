@@ -1,4 +1,4 @@
-"""A model in training: transformers' own, with AdamW."""
+"""A model in training: a model of transformers, with AdamW."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from segue.errors import ConfigError, InvalidRequestError
 
 
 class TrainedModel:
-    """Parameters, optimizer and tokenizer of one model; one call at a time."""
+    """Parameters, optimizer and tokenizer of one model; methods must be called one at a time."""
 
     def __init__(
         self, model: str | None, *, device: Device, dtype: str, learning_rate: float, cache_dir: str
     ) -> None:
-        """``model`` and ``cache_dir`` are as an engine takes them, so both can name the same files.
+        """``model`` and ``cache_dir`` are as for an engine, so that both can use the same files.
 
         Raises:
-            ConfigError: there is no such model or device, or a file is broken.
+            ConfigError: there is no such model or device, or a file is damaged.
         """
         if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device='cuda': torch sees no CUDA device; use cpu or auto", param="device")
+            raise ConfigError("device='cuda', but torch sees no CUDA device; use cpu or auto", param="device")
         place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -44,26 +44,30 @@ class TrainedModel:
             self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
 
     def train_step(self, texts: Sequence[str]) -> float:
-        """One step of the optimizer on the likelihood of whole texts; returns their mean loss before it.
+        """Run one optimizer step on the likelihood of whole texts; returns their mean loss before the step.
 
         Raises:
             InvalidRequestError: the model has no tokenizer, or no text has two tokens.
         """
         if self._tokenizer is None:
-            raise InvalidRequestError(f"model {self.name} has no tokenizer, so it cannot be given texts")
-        longest = self.module.config.max_position_embeddings
+            raise InvalidRequestError(
+                f"model {self.name} has no tokenizer for texts; start the server with a model that has one"
+            )
+        max_len = self.module.config.max_position_embeddings
         batch = self._tokenizer(
-            list(texts), return_tensors="pt", padding=True, truncation=True, max_length=longest
+            list(texts), return_tensors="pt", padding=True, truncation=True, max_length=max_len
         ).to(self.module.device)
         mask = batch["attention_mask"]
         if int(mask.sum(1).max()) < 2:
-            raise InvalidRequestError("texts: none has two tokens, so there is nothing to predict")
+            raise InvalidRequestError(
+                "no text has two tokens, so there is none to predict; send longer texts"
+            )
         labels = batch["input_ids"].masked_fill(mask == 0, -100)
         try:
             loss = self.module(input_ids=batch["input_ids"], attention_mask=mask, labels=labels).loss
             loss.backward()
             self._optimizer.step()
-        finally:  # what a step that failed has left is not the next one's
+        finally:  # the next step must not use the gradients of a failed one
             self._optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1
         return float(loss.detach())
@@ -81,14 +85,14 @@ class TrainedModel:
                 self._tokenizer.save_pretrained(directory)
         except OSError as error:
             raise InvalidRequestError(
-                f"path={str(directory)!r} cannot be written: {error.strerror}"
+                f"path={str(directory)!r} cannot be written: {error.strerror}; give a writable directory"
             ) from None
 
 
 def _load(source: ModelSource, dtype: torch.dtype) -> Any:
     if source.gguf is None:
         return transformers.AutoModelForCausalLM.from_pretrained(source.directory, dtype=dtype)
-    # The engine's own conversion in its default type: both begin with the same weights.
+    # The engine's own conversion, in its default dtype, so that both begin with the same weights.
     weights = load_file(gguf_weights.convert(source.gguf, source.directory, torch.bfloat16))
     config = transformers.AutoConfig.from_pretrained(source.directory)
     kind = getattr(transformers, source.architecture)

@@ -1,4 +1,4 @@
-"""Sending a model's weights to engines that go on serving: all of them take the new weights, or none."""
+"""Sends a model's weights to engines that keep serving: all engines commit the new weights, or none does."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from segue.trainer.endpoint import Answer, Endpoint, everywhere
 from segue.trainer.group import TrainerGroup, bracketed, free_port, own_address
 from segue.weight_update.checksum import checksum
 
-ASK_S = 10.0  # for what an engine answers at once
-POLL_S = 0.2  # between two looks at how engines fare during a broadcast
-COMMIT_TRIES = 3  # a commit whose answer was lost is asked for again
+ASK_S = 10.0  # timeout of requests that an engine answers at once
+POLL_S = 0.2  # between two checks of the engines' status during a broadcast
+COMMIT_TRIES = 3  # requests for a commit, if answers are lost
 DEFAULT_GROUP = "weight_update_group"
 
 
 class WeightSendError(SegueError):
-    """Weights were not sent, and unless the message says otherwise no engine took any of them.
+    """The weights were not sent; unless the message says otherwise, no engine has committed them.
 
-    One that had not answered a complete or a commit may have done so.
-    ``answers`` has what each engine said last.
+    An engine whose answer to a complete or a commit is missing may have committed them all the same.
+    ``answers`` has the last answer of each engine.
     """
 
     def __init__(self, message: str, answers: Sequence[Answer] = ()) -> None:
@@ -40,12 +40,12 @@ class WeightSendError(SegueError):
 
 
 class _RefusedError(WeightSendError):
-    """By prepare: nothing was broadcast."""
+    """An engine refused the prepare request; nothing was broadcast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a :meth:`WeightSender.send` is; sent, not committed."""
+    """The progress of a :meth:`WeightSender.send`: buckets and bytes that are sent, and not yet committed."""
 
     num_buckets: int
     total_buckets: int
@@ -56,21 +56,21 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendReport:
-    """What a :meth:`WeightSender.send` did."""
+    """The result of a :meth:`WeightSender.send`."""
 
     num_buckets: int
-    bytes: int  # as broadcast, once, however many engines received them
-    seconds: float  # from prepare to commit; joining the group is not in it
+    bytes: int  # broadcast; counted once for any number of engines
+    seconds: float  # from prepare to commit, without joining the group
     broadcast_seconds: float
     gb_per_s: float  # bytes / seconds / 1e9
-    endpoints: list[Answer]  # what each engine said of the commit; `fields` has its weight_version
+    endpoints: list[Answer]  # each engine's answer to the commit; `fields` has its weight_version
 
 
 class WeightSender:
     """Sends the weights of a model, or of a state dict, to engines; keeps a process group with them.
 
-    The group is joined at the first :meth:`send`, and again behind a failure. One rank of a distributed
-    trainer makes one, with weights that are whole there. Calls may come from any thread, one at a time runs.
+    The group is joined at the first :meth:`send`, and again after a failure. In a distributed trainer, one
+    rank makes a sender, with weights that are whole on it. Any thread may call it; one call runs at a time.
     """
 
     def __init__(
@@ -90,28 +90,27 @@ class WeightSender:
         timeout_s: float = 300.0,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        """``endpoints``: URLs, in the order of their ranks.
+        """Set the options; nothing is sent or joined yet.
 
         Args:
-            endpoints: URLs, or :class:`Endpoint` for one that needs a key.
-            weights: a module, whose parameters are sent, or a mapping, sent as it is.
-            buffer_size_mb: MiB a bucket; a larger tensor has its own.
-            flattened: one broadcast a bucket; else one a tensor.
-            checksums: let engines compare a checksum of every tensor before they commit.
+            endpoints: the engines' URLs, in the order of their ranks; :class:`Endpoint` for one with a key.
+            weights: a module, whose parameters are sent, or a mapping, which is sent as it is.
+            buffer_size_mb: MiB per bucket; a larger tensor has its own bucket.
+            flattened: one broadcast per bucket; else one per tensor.
+            checksums: let engines compare a checksum of each tensor before they commit.
             backend: auto: NCCL for weights on CUDA, else gloo.
             group_name: of the process group.
-            master_address: under which engines reach this process; default: found out.
-            master_port: of the store that is hosted here; a free one if it is taken, or not given.
-            max_ctas: SMs that NCCL's kernels take while they run, here and in each engine; None: as NCCL
-                thinks best.
-            gb_per_s_while_serving: at most, over NCCL and as long as an engine generates: with less, its
-                requests lose less of their speed, and for longer. A bucket has to take much less than
-                ``timeout_s``. ``math.inf``: as fast as it goes.
-            timeout_s: for joining, for a silent transfer, and for an engine to finish receiving.
-            on_progress: called behind each bucket, in another thread.
+            master_address: at which engines reach this process; default: found from the first engine's URL.
+            master_port: of the store that is hosted here; default, or if it is in use: a free port.
+            max_ctas: the most SMs that NCCL's kernels use, here and in each engine; None: NCCL's default.
+            gb_per_s_while_serving: the speed limit over NCCL while an engine generates. A lower limit slows
+                the engine's requests down less, but for longer. A bucket must take much less than
+                ``timeout_s`` at this speed. ``math.inf``: no limit.
+            timeout_s: for joining, for a transfer without progress, and for engines to finish receiving.
+            on_progress: called after each bucket, in another thread.
 
         Raises:
-            ConfigError: there is no endpoint, or no such speed.
+            ConfigError: ``endpoints`` is empty, or ``gb_per_s_while_serving`` is not above 0.
         """
         self._endpoints = [Endpoint(url=each) if isinstance(each, str) else each for each in endpoints]
         if not self._endpoints:
@@ -138,23 +137,23 @@ class WeightSender:
         self.close()
 
     def send(self, weight_version: str | None = None, *, flush_cache: bool = False) -> SendReport:
-        """Send the weights as they are now, which must not change until this returns.
+        """Send the current weights, which must not change until this returns.
 
-        Engines call the new weights ``weight_version``; None: a number one higher than before.
+        The engines' new weight version is ``weight_version``; None: a number one higher than before.
 
         Raises:
             WeightSendError: an engine cannot be reached, refused, or failed; the old weights stay.
         """
         with self._lock:
             if self._group is not None:
-                with suppress(_RefusedError):  # an engine that was started anew does not know the group
+                with suppress(_RefusedError):  # an engine that was restarted does not know the group
                     return self._attempt(weight_version, flush_cache)
             return self._attempt(weight_version, flush_cache)
 
     def close(self) -> None:
-        """Leave the group, and have the engines leave it; a :meth:`send` that runs is given up.
+        """Leave the group, and let the engines leave it; a running :meth:`send` fails.
 
-        Another one joins a group again.
+        A later :meth:`send` joins a group again.
         """
         self._closing.set()
         with self._lock:
@@ -181,7 +180,7 @@ class WeightSender:
             raise _RefusedError(error.message, error.answers) from None
         self._wait_for(group)
         broadcast_began = time.perf_counter()
-        self._broadcast(group, session, buckets, began, self._limit(answers))
+        self._broadcast(group, session, buckets, began, self._speed_limit(answers))
         broadcast_s = time.perf_counter() - broadcast_began
         alone = len(self._endpoints) == 1
         finish = {"group_name": self._name, "session_id": session, "flush_cache": flush_cache}
@@ -219,14 +218,16 @@ class WeightSender:
         }
 
     def _join(self) -> TrainerGroup:
-        """Host a group for all engines; returns when all have joined the store, and say so."""
+        """Host a group for all engines; returns it once all engines have answered that they joined."""
         sizes = world_sizes(self._endpoints)
         offsets = [1 + sum(sizes[:index]) for index in range(len(sizes))]
         device = device_of(self._weights)
         if self._backend == "gloo" or (self._backend == "auto" and device.type != "cuda"):
             device = torch.device("cpu")
         elif device.type != "cuda":
-            raise WeightSendError(f"backend 'nccl' sends from CUDA devices, and the weights are on {device}")
+            raise WeightSendError(
+                f"backend 'nccl' sends from CUDA devices, but the weights are on {device}: use 'gloo'"
+            )
         first = urlsplit(self._endpoints[0].url)
         group = TrainerGroup(
             name=self._name,
@@ -246,7 +247,7 @@ class WeightSender:
             "timeout_s": self._timeout_s,
         }
         try:
-            # As soon as one refuses, the others' rendezvous ends too.
+            # Once one engine refuses, the group is left, which ends the rendezvous of the others.
             answers = everywhere(
                 self._endpoints,
                 lambda index, endpoint: endpoint.post(
@@ -274,8 +275,8 @@ class WeightSender:
         except (RuntimeError, TimeoutError) as error:
             raise WeightSendError(str(error)) from error
 
-    def _limit(self, answers: list[Answer]) -> float:
-        """GB/s beside engines that answer so."""
+    def _speed_limit(self, answers: list[Answer]) -> float:
+        """Returns the speed limit in GB/s for engines with these answers."""
         is_serving = any(answer.fields.get("generating") for answer in answers)
         return self._gb_per_s_while_serving if is_serving else math.inf
 
@@ -284,7 +285,7 @@ class WeightSender:
     ) -> None:
         total_bytes = sum(bucket.num_bytes for bucket in buckets)
 
-        def tell(broadcast: BroadcastSender) -> None:
+        def report(broadcast: BroadcastSender) -> None:
             self._on_progress(
                 Progress(
                     num_buckets=broadcast.num_buckets,
@@ -296,14 +297,14 @@ class WeightSender:
             )
 
         source = device_of(self._weights)
-        if source.type == "cuda" and group.device.type == "cpu":  # another thread's stream will read them
+        if source.type == "cuda" and group.device.type == "cpu":  # the stream of another thread reads them
             torch.cuda.current_stream(source).synchronize()
         broadcast = BroadcastSender(
             group,
             buckets,
             tensors(self._weights),
             flattened=self._flattened,
-            on_sent=tell,
+            on_sent=report,
             gb_per_s=gb_per_s,
         )
         try:
@@ -312,31 +313,33 @@ class WeightSender:
             broadcast.stop()
 
     def _watch(self, broadcast: BroadcastSender, session: str) -> None:
-        """Wait for the broadcast as long as it moves and no engine has given it up."""
+        """Wait for the broadcast; raises if it makes no progress, or an engine has ended its session."""
         moved, num_bytes = time.monotonic(), 0
         while not broadcast.finished.wait(POLL_S):
             self._check_open()
             if broadcast.num_bytes > num_bytes:
                 moved, num_bytes = time.monotonic(), broadcast.num_bytes
             if time.monotonic() - moved > self._timeout_s:
-                self._fail(f"the broadcast stood still for {self._timeout_s:g} s", self._statuses(session))
+                self._fail(
+                    f"the broadcast made no progress for {self._timeout_s:g} s", self._statuses(session)
+                )
             answers = self._statuses(session)
             if not all(answer.success for answer in answers) and not broadcast.finished.is_set():
-                self._fail("an engine gave up during the broadcast", answers)
-            limit = self._limit(answers)  # one that does not answer may be generating
+                self._fail("an engine ended its session during the broadcast", answers)
+            limit = self._speed_limit(answers)  # an engine that does not answer may be generating
             if limit < broadcast.gb_per_s or all("generating" in answer.fields for answer in answers):
                 broadcast.gb_per_s = limit
         if broadcast.error is not None:
             self._fail(f"the broadcast failed: {broadcast.error}", self._statuses(session))
 
     def _statuses(self, session: str) -> list[Answer]:
-        """How each engine fares; one that does not answer in time may be busy, and counts as well."""
+        """Returns each engine's status; an engine that does not answer in time may be busy: a success."""
 
         def ask(_: int, endpoint: Endpoint) -> Answer:
             answer = endpoint.get("/weights_update_status", ASK_S / 4)
             if answer.gone or "state" not in answer.fields or answer.fields.get("session_id") == session:
                 return replace(answer, success=not answer.gone)
-            # It ended the session: why, it says to whoever asks for the end.
+            # The engine has ended the session; its answer to a complete request says why.
             body = {"group_name": self._name, "session_id": session, "commit": False}
             return replace(endpoint.post("/complete_weights_update", body, ASK_S / 4), success=False)
 
@@ -352,14 +355,14 @@ class WeightSender:
         )
         done = [answer.url for answer in answers if answer.success]
         if 0 < len(done) < len(answers):
-            self._fail(f"committed by {', '.join(done)} only, where the new weights stay", answers)
+            self._fail(f"committed by {', '.join(done)} only, which keep the new weights", answers)
         self._check("/commit_weights_update", answers)
         return answers
 
     def _ask(
         self, path: str, body: dict[str, Any], timeout_s: float, *, repeat: bool = False
     ) -> list[Answer]:
-        """Every engine's answer, all of them good."""
+        """Send a request to all engines, and return their answers; raises unless all are successes."""
         answers = everywhere(
             self._endpoints,
             lambda _, endpoint: (
@@ -381,7 +384,7 @@ class WeightSender:
         raise WeightSendError(f"{what}: {reasons}" if reasons else what, answers)
 
     def _give_up(self, session: str) -> None:
-        """Have every engine forget the session, and leave the group, in which a broadcast may hang."""
+        """Abort the session on all engines, and leave the group, in which a broadcast may hang."""
         if self._group is not None:
             body = {"session_id": session, "group_name": self._name}
             everywhere(self._endpoints, lambda _, each: each.post("/abort_weights_update", body, ASK_S))
@@ -397,10 +400,10 @@ class WeightSender:
 
 
 def world_sizes(endpoints: Sequence[Endpoint]) -> list[int]:
-    """How many ranks each engine has: what it says itself, else what its endpoint says.
+    """Returns the number of ranks of each engine, from its /server_info, else from its endpoint.
 
     Raises:
-        WeightSendError: an engine cannot be reached, or neither of them says it.
+        WeightSendError: an engine cannot be reached, or neither of them has the number.
     """
     answers = everywhere(endpoints, lambda _, endpoint: endpoint.get("/server_info", ASK_S))
     sizes: list[int] = []
@@ -408,13 +411,13 @@ def world_sizes(endpoints: Sequence[Endpoint]) -> list[int]:
         size = answer.fields.get("tp", answer.fields.get("tp_size", endpoint.world_size))
         if answer.gone or not isinstance(size, int):
             why = answer.message or "its /server_info has no tp; give the endpoint's world_size"
-            raise WeightSendError(f"{answer.url}: the number of its ranks is not known: {why}", answers)
+            raise WeightSendError(f"{answer.url}: its number of ranks is unknown: {why}", answers)
         sizes.append(size)
     return sizes
 
 
 def _post_again(endpoint: Endpoint, path: str, body: dict[str, Any], timeout_s: float) -> Answer:
-    """Ask again if no answer came: engines repeat what they said to the same session."""
+    """Repeat a request that got no answer; engines repeat their answers for the same session."""
     for _ in range(COMMIT_TRIES - 1):
         answer = endpoint.post(path, body, timeout_s)
         if answer.status is not None or answer.gone:

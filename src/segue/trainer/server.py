@@ -1,4 +1,4 @@
-"""HTTP routes of the training server."""
+"""The HTTP routes of the training server."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from segue.http_guard import HttpGuard, install
 from segue.logs import logger
 from segue.trainer.trainer import Body, EndpointBody, SaveBody, SyncBody, TrainBody, Trainer
 
-GRACE_S = 1  # for replies to end at a shutdown
+GRACE_S = 1  # for replies in progress at a shutdown
 MAX_BODY_MIB = 64
 TITLE = "Segue trainer"
 Endpoint = Callable[[Request], Awaitable[Response]]
 B = TypeVar("B", bound=Body)
 
 
-def create_app(trainer: Trainer, guard: HttpGuard) -> Starlette:
-    """The application: 200 on success, else mostly 400; ``success`` and ``message`` say so too."""
+def create_app(trainer: Trainer, guard: HttpGuard) -> FastAPI:
+    """Returns the application; a reply has status 200 or mostly 400, ``success`` and ``message``."""
     handlers: Any = {SegueError: _on_segue_error, HTTPException: _on_http_error}
     app = Starlette(exception_handlers=handlers)
     posts: dict[str, tuple[type[Any], Callable[[Any], dict[str, Any]]]] = {
@@ -62,10 +62,10 @@ def create_app(trainer: Trainer, guard: HttpGuard) -> Starlette:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the port before the model is loaded.
+    """Bind the port, before the model is loaded.
 
     Raises:
-        ConfigError: it is in use, or the address is not ours.
+        ConfigError: the port is in use, or the address is not one of this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -77,7 +77,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def make_server(trainer: Trainer, guard: HttpGuard) -> uvicorn.Server:
-    """The HTTP server."""
+    """Returns the HTTP server, without starting it."""
     return _TrainingServer(
         uvicorn.Config(
             create_app(trainer, guard),
@@ -107,7 +107,7 @@ def run(trainer: Trainer, listener: socket.socket, guard: HttpGuard) -> None:
 
 
 class _TrainingServer(uvicorn.Server):
-    """Leaves signals to us."""
+    """A server without signal handlers: `run` installs its own."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -124,7 +124,7 @@ def _poster(path: str, kind: type[B], act: Callable[[B], dict[str, Any]]) -> End
             answer = await run_in_threadpool(act, body)
         except SegueError:
             raise
-        except Exception as error:  # of torch or transformers; a handler of all would end the connection
+        except Exception as error:  # of torch or transformers; a global handler would close the connection
             logger.exception("%s failed", path)
             raise SegueError(f"{type(error).__name__}: {error}") from error
         return _json(answer, 200 if answer["success"] else 400)

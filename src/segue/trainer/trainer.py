@@ -1,4 +1,4 @@
-"""What the training server does: it trains a model, and sends its weights to engines."""
+"""The training server's operations: training a model, and sending its weights to engines."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from segue.trainer.endpoint import Endpoint
 from segue.trainer.model import TrainedModel
 from segue.trainer.sender import Progress, SendReport, WeightSender, WeightSendError, world_sizes
 
-TURN_S = 0.1  # between two tries to have the turn, at the end
-Port = Annotated[int, Meta(ge=1, le=65535)]
+TURN_S = 0.1  # between two tries to get the turn in `Trainer.close`
+Port = Annotated[int, Field(ge=1, le=65535)]
 
 
-class Body(Struct, frozen=True):
-    """Unknown fields are ignored, as in an engine's control routes."""
+class Body(BaseModel):
+    """A request body; unknown fields are ignored, as in an engine's control routes."""
 
 
-class EndpointBody(Body, frozen=True):
-    """``POST /add_inference_endpoint``, ``/remove_inference_endpoint``."""
+
+class EndpointBody(Body):
+    """The body of ``POST /add_inference_endpoint`` and ``/remove_inference_endpoint``."""
 
     host: Annotated[str, Meta(min_length=1)]
     port: Port
@@ -34,46 +35,46 @@ class EndpointBody(Body, frozen=True):
 
     @property
     def url(self) -> str:
-        """Where the engine listens."""
+        """The URL at which the engine listens."""
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
-class SyncBody(Body, frozen=True):
-    """``POST /sync_inference_weights``."""
+class SyncBody(Body):
+    """The body of ``POST /sync_inference_weights``."""
 
     master_port: Port | None = None
     buffer_size_mb: Annotated[int, Meta(ge=1)] = 1024
 
 
-class TrainBody(Body, frozen=True):
-    """``POST /train_step``."""
+class TrainBody(Body):
+    """The body of ``POST /train_step``."""
 
     texts: Annotated[list[str], Meta(min_length=1)]
 
 
-class SaveBody(Body, frozen=True):
-    """``POST /save_checkpoint``."""
+class SaveBody(Body):
+    """The body of ``POST /save_checkpoint``."""
 
     path: Annotated[str, Meta(min_length=1)]
 
 
 class Trainer:
-    """What the routes do; training, saving and sending take turns."""
+    """Implements the routes; training, saving and sending take turns."""
 
     def __init__(self, model: TrainedModel) -> None:
         self.model = model
         self._endpoints: dict[str, Endpoint] = {}  # by URL, in the order of their ranks
         self._sender: WeightSender | None = None
-        self._sends_to: object = None  # what `_sender` was made for
+        self._sends_to: object = None  # the endpoints and the body that `_sender` was made for
         self._turn = threading.Lock()
         self._adding = threading.Lock()  # `_endpoints` is replaced, never changed: readers take no lock
         self._closed = False
         self._bar: Any = None
-        self._progress: Progress | None = None  # of the sync that runs
+        self._progress: Progress | None = None  # of the running sync
         self._last: dict[str, Any] | None = None
 
     def add(self, body: EndpointBody) -> dict[str, Any]:
-        """Register an engine, with as many ranks as it says that it has."""
+        """Register an engine, with the number of ranks that it reports."""
         endpoint = Endpoint(url=body.url, api_key=body.api_key, world_size=body.world_size)
         (size,) = world_sizes([endpoint])
         endpoint = replace(endpoint, world_size=size)
@@ -82,20 +83,20 @@ class Trainer:
             offset = next(each["rank_offset"] for each in self.endpoints() if each["url"] == body.url)
         message = f"{body.url} added"
         if body.world_size not in (None, size):
-            message += f"; it says that it has {size} rank(s), not {body.world_size}, and that counts"
+            message += f"; its world_size is {size}, as it reports, and not {body.world_size}"
         return {"success": True, "message": message, "rank_offset": offset}
 
     def remove(self, body: EndpointBody) -> dict[str, Any]:
-        """Forget an engine; at the next sync the others meet without it."""
+        """Forget an engine; the next sync joins a group without it."""
         with self._adding:
             if body.url not in self._endpoints:
                 known = ", ".join(self._endpoints) or "none"
-                raise InvalidRequestError(f"{body.url} is not among the inference endpoints: {known}")
+                raise InvalidRequestError(f"{body.url} is not one of the inference endpoints: {known}")
             self._endpoints = {url: each for url, each in self._endpoints.items() if url != body.url}
         return {"success": True, "message": f"{body.url} removed"}
 
     def endpoints(self) -> list[dict[str, Any]]:
-        """The engines, with the ranks they get."""
+        """Returns the engines with their ranks."""
         offset, found = 1, []
         for endpoint in self._endpoints.values():
             size = endpoint.world_size or 1
@@ -104,12 +105,12 @@ class Trainer:
         return found
 
     def sync(self, body: SyncBody) -> dict[str, Any]:
-        """Send the weights to every engine; all take them, or none."""
+        """Send the weights to all engines; all commit them, or none does."""
         if not self._endpoints:
             raise InvalidRequestError("there is no inference endpoint; add one: POST /add_inference_endpoint")
         with self._turn:
             if self._closed:
-                raise InvalidRequestError("the training server ends; send again when it was started anew")
+                raise InvalidRequestError("the training server is shutting down; retry after its restart")
             try:
                 report = self._send(body)
             except WeightSendError as error:
@@ -148,7 +149,7 @@ class Trainer:
         self._progress = progress
 
     def sync_status(self) -> dict[str, Any]:
-        """How far the sync that runs is, and how the last one ended."""
+        """Returns the progress of the running sync and the result of the last one."""
         progress = self._progress
         if progress is None:
             return {"syncing": self._turn.locked(), "progress": None, "gb_per_s": 0.0, "last": self._last}
@@ -156,7 +157,7 @@ class Trainer:
         return {"syncing": True, "progress": asdict(progress), "gb_per_s": speed, "last": self._last}
 
     def train_step(self, body: TrainBody) -> dict[str, Any]:
-        """One optimizer step."""
+        """Run one optimizer step."""
         with self._turn:
             loss = self.model.train_step(body.texts)
             return {"success": True, "loss": loss, "num_steps": self.model.num_steps}
@@ -168,11 +169,11 @@ class Trainer:
         return {"success": True, "message": f"saved to {body.path}"}
 
     def health(self) -> dict[str, Any]:
-        """That this process answers."""
+        """Returns the server's health: it answers, so it is "ok"."""
         return {"status": "ok", "model": self.model.name, "num_steps": self.model.num_steps}
 
     def close(self) -> None:
-        """Leave the engines' group, for good; a sync that runs is given up, another turn is waited for."""
+        """Leave the engines' group for good: end a running sync, or wait for a running step or save."""
         self._closed = True
         while not self._turn.acquire(timeout=TURN_S):
             if (sender := self._sender) is not None:

@@ -25,8 +25,7 @@ def load(staged: StagedWeights, command: Load, is_cancelled: Callable[[], bool])
     """Read the checkpoint that `command` names into `staged`; returns the problems of its values, by name.
 
     Raises:
-        SegueError: the checkpoint cannot be found or read, is of another model or too large for the memory,
-        or
+        SegueError: the checkpoint cannot be found or read, is of another model, or needs too much memory; or
             the session was cancelled.
     """
     own = [staged.served.cache_dir, *([hub.cache_directory()] if command.from_hub else [])]

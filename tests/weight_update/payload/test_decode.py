@@ -440,7 +440,7 @@ def test_a_storage_must_end_within_mapped_memory(
 
 
 def test_mutated_payloads_are_refused_or_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of valid payloads are changed, dropped or doubled: the only error is a refusal; globals give stand-ins only."""
+    """Mutated bytes of valid payloads give refusals as the only errors, and stand-ins as the only globals."""
     found: set[type] = set()
     resolve = unpickle.resolve
 

@@ -63,8 +63,7 @@ class Receiver:
             callbacks: told of the progress and of the end.
             arm_timeout_s: allowed silence until the first broadcast is received.
             timeout_s: allowed silence after that.
-            gloo_timeout_s: after which gloo itself gives up a receive; later than any deadline of the
-            session.
+            gloo_timeout_s: after which gloo itself gives up a receive; later than all deadlines.
         """
         self.idle = threading.Event()  # set once no memory is touched any more, the sink's included
         self._group, self._manifest, self._callbacks = group, manifest, callbacks
