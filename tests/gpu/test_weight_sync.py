@@ -61,7 +61,10 @@ def test_an_updated_server_answers_like_one_started_with_the_new_weights(kind: s
         for flattened, checksums, dtype in itertools.product(
             (True, False), (True, False), (torch.bfloat16, torch.float32)
         ):
-            for model, their_sum, said in ((new, checksum, expected), (old, old_checksum, before)):
+            for model, their_sum, expected_replies in (
+                (new, checksum, expected),
+                (old, old_checksum, before),
+            ):
                 weights = copy.deepcopy(model).to(DEVICE, dtype)
                 with WeightSender(
                     [served.url], weights, flattened=flattened, checksums=checksums, buffer_size_mb=0.05
@@ -69,7 +72,7 @@ def test_an_updated_server_answers_like_one_started_with_the_new_weights(kind: s
                     assert sender.send().num_buckets > 2
                     sender.send()
                 assert total(served.url) == their_sum
-                assert replies(served.url) == said
+                assert replies(served.url) == expected_replies
 
 
 def test_values_that_are_not_finite_are_refused_and_the_old_weights_stay(tmp_path: Path) -> None:
@@ -78,10 +81,10 @@ def test_values_that_are_not_finite_are_refused_and_the_old_weights_stay(tmp_pat
     with serve("--model", str(tmp_path), *OPTIONS) as served:
         before = total(served.url)
         for flattened in (True, False):
-            said = r"'model\.layers\.1\.mlp\.up_proj\.weight' has values"
+            message = r"'model\.layers\.1\.mlp\.up_proj\.weight' has values"
             with (
                 WeightSender([served.url], model, flattened=flattened) as sender,
-                pytest.raises(WeightSendError, match=said),
+                pytest.raises(WeightSendError, match=message),
             ):
                 sender.send()
         assert total(served.url) == before

@@ -115,13 +115,13 @@ def test_one_failure_leaves_all_engines_as_they_were(
             sending._timeout_s = 2.0
             sending.send()
         assert time.monotonic() - began < 6
-        said = failed.value.message
+        text = failed.value.message
         if fault == "receive":
             assert (
                 "an engine ended its session" if message == "no room" else "made no progress for 2 s"
-            ) in said
+            ) in text
         if message == "no room":
-            assert f"{engines[1].url}: no room" in said
+            assert f"{engines[1].url}: no room" in text
         for engine, was in zip(engines, before, strict=True):
             seen = engine.seen()
             assert (seen["version"], seen["weights"]) == (was["version"], was["weights"])

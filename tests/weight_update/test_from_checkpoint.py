@@ -64,24 +64,24 @@ def change_weights(path: Path, value: float) -> None:
 @pytest.mark.parametrize("case", ["path", "format", "config", "nan", "truncated"])
 def test_a_checkpoint_that_does_not_fit_leaves_the_old_weights(case: str, rank: Rank, tmp_path: Path) -> None:
     new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
-    path, load_format, said = new, None, ""
+    path, load_format, message = new, None, ""
     match case:
         case "path":
-            path, said = tmp_path / "nowhere", "does not exist"
+            path, message = tmp_path / "nowhere", "does not exist"
         case "format":
-            load_format, said = "pt", "load_format is 'pt'"
+            load_format, message = "pt", "load_format is 'pt'"
         case "config":
             change_config(new, rope_theta=5.0, rope_parameters=None, num_hidden_layers=1)
-            said = "num_layers is 1, not"
+            message = "num_layers is 1, not"
         case "nan":
             change_weights(new, float("nan"))
-            said = "'model.norm.weight' has values that are not finite in bfloat16"
+            message = "'model.norm.weight' has values that are not finite in bfloat16"
         case "truncated":
             with (new / "model.safetensors").open("r+b") as file:
                 file.truncate(file.seek(0, 2) - 8)
-            said = "is truncated"
+            message = "is truncated"
     (error,) = rank.ask(Load, session=1, model_path=str(path), load_format=load_format).errors
-    assert said in error
+    assert message in error
     assert rank.ask(Commit, session=1).fields == {"touched": False}
     rank.do(Discard, session=1)
     assert_same(rank, tmp_path / "old")
@@ -159,9 +159,9 @@ def test_paths_that_are_no_regular_files_are_refused_at_once(
 ) -> None:
     for path in odd_files.values():
         error = refused(rank, path)
-        assert any(said in error for said in ("is no regular file", "not a GGUF file", "does not exist")), (
-            error
-        )
+        assert any(
+            message in error for message in ("is no regular file", "not a GGUF file", "does not exist")
+        ), error
     new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
     rank.do(Load, session=99, model_path=str(new), load_format=None)
     rank.do(Commit, session=99)
@@ -250,8 +250,10 @@ def test_models_outside_of_the_roots_give_the_error_of_missing_ones(rank: Rank, 
         tmp_path / "rootless", Path("/etc/passwd"), Path("/root/nowhere"),
         Path("/proc/self/pagemap"), Path("~root"),
     ]  # fmt: skip
-    said = {refused(rank, path, roots=[str(root)], from_hub=False).replace(str(path), "…") for path in paths}
-    assert said == {"model '…' is not within the directories of --weights-root"}
+    message = {
+        refused(rank, path, roots=[str(root)], from_hub=False).replace(str(path), "…") for path in paths
+    }
+    assert message == {"model '…' is not within the directories of --weights-root"}
     assert "does not exist" in refused(rank, root / "nowhere", roots=[str(root)], from_hub=False)
 
 

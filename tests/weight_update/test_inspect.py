@@ -108,7 +108,7 @@ def test_swapped_rows_columns_and_tensors_have_other_checksums(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"),
+    ("request_", "message"),
     [
         (GetWeights(name="model.nothing"), "'model.nothing' is not a tensor of this model"),
         (GetWeights(name="model.norm.weight", truncate_size=-1), "truncate_size is -1"),
@@ -118,10 +118,10 @@ def test_swapped_rows_columns_and_tensors_have_other_checksums(tmp_path: Path) -
         ),
     ],
 )
-def test_invalid_requests_are_refused(request_: GetWeights, said: str, tmp_path: Path) -> None:
+def test_invalid_requests_are_refused(request_: GetWeights, message: str, tmp_path: Path) -> None:
     with rank_of(checkpoint("qwen3-moe", tmp_path / "old", 0)[0]) as rank:
         (error,) = rank.ask(Inspect, request=request_).errors
-        assert said in error
+        assert message in error
 
 
 def test_an_answer_has_a_limited_number_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,8 @@ def test_every_missing_name_is_reported(kind: str) -> None:
             assert problems(kind, drop(name)) == ""
         else:
             expected = table.stacked.get(name, (name,))
-            said = problems(kind, drop(name))
-            assert all(f"{each!r} is missing" in said for each in expected)
+            message = problems(kind, drop(name))
+            assert all(f"{each!r} is missing" in message for each in expected)
             assert problems(kind, drop(name), partial=True) == ""
 
 
@@ -98,7 +98,7 @@ def test_every_name_with_a_wrong_shape_or_dtype_is_reported(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (add("model.nothing", [2]), "'model.nothing' is not a tensor of this model"),
         (lambda columns: columns[1].pop(), "names, 11 dtypes and"),
@@ -108,8 +108,8 @@ def test_every_name_with_a_wrong_shape_or_dtype_is_reported(kind: str) -> None:
         ),
     ],
 )
-def test_invalid_manifests_are_reported(change: Callable[[Columns], object], said: str) -> None:
-    assert said.replace("11", str(len(state_of("llama")) - 1)) in problems("llama", change)
+def test_invalid_manifests_are_reported(change: Callable[[Columns], object], message: str) -> None:
+    assert message.replace("11", str(len(state_of("llama")) - 1)) in problems("llama", change)
 
 
 def test_experts_may_be_sent_one_by_one_or_stacked_but_not_both() -> None:
@@ -125,8 +125,8 @@ def test_experts_may_be_sent_one_by_one_or_stacked_but_not_both() -> None:
 
 
 def test_a_checksum_without_a_tensor_is_reported() -> None:
-    said = problems("llama", lambda _: None, checksums={"model.norm.weight": 1, "other": 2})
-    assert said == "'other' has a checksum but is in no bucket"
+    message = problems("llama", lambda _: None, checksums={"model.norm.weight": 1, "other": 2})
+    assert message == "'other' has a checksum but is in no bucket"
 
 
 @pytest.mark.parametrize("buckets", [[], [Bucket(names=[], dtypes=[], shapes=[])]])
@@ -136,8 +136,8 @@ def test_no_buckets_and_empty_ones_are_legal(buckets: list[Bucket]) -> None:
 
 def test_only_the_first_of_many_problems_are_listed() -> None:
     manifest = Manifest(group_name="g", buckets=[])
-    said = check(manifest, table_of("qwen3-moe"))
-    assert len(said) == 21 and said[-1] == f"and {len(table_of('qwen3-moe').names) - 20} more"
+    found = check(manifest, table_of("qwen3-moe"))
+    assert len(found) == 21 and found[-1] == f"and {len(table_of('qwen3-moe').names) - 20} more"
 
 
 def test_a_discarded_manifest_may_have_unknown_names_but_no_unknown_dtypes() -> None:

@@ -330,7 +330,7 @@ def test_tensors_of_a_payload_are_committed(copy: bool, tied: Rank, tmp_path: Pa
 
 @pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize(
-    ("name", "tensor", "said"),
+    ("name", "tensor", "message"),
     [
         (NORM, torch.full((48,), float("inf")), "not finite"),
         (HEAD, torch.zeros(1, 1), "has shape [1, 1]"),
@@ -338,10 +338,10 @@ def test_tensors_of_a_payload_are_committed(copy: bool, tied: Rank, tmp_path: Pa
         (NORM, torch.zeros(48, dtype=torch.int32), "has dtype int32"),
     ],
 )
-def test_a_payload_is_checked_too(copy: bool, name: str, tensor: Tensor, said: str, tied: Rank) -> None:
+def test_a_payload_is_checked_too(copy: bool, name: str, tensor: Tensor, message: str, tied: Rank) -> None:
     reply = tied.ask(Take, session=1, payload=save({name: tensor}), load_format=None, copy=copy)
     (error,) = reply.errors
-    assert repr(name) in error and said in error
+    assert repr(name) in error and message in error
 
 
 @pytest.mark.parametrize("copy", [False, True])

@@ -321,7 +321,7 @@ def test_a_view_within_its_storage_is_decoded() -> None:
 def test_a_view_beyond_its_storage_is_refused(offset: object, size: object, stride: object) -> None:
     message = refused(view(offset, size, stride))
     assert any(
-        said in message for said in ("does not lie within", "does not fit as argument", "65 items", "keys")
+        part in message for part in ("does not lie within", "does not fit as argument", "65 items", "keys")
     )
 
 
@@ -344,7 +344,7 @@ def bucket(flat: Tensor, metadata: object) -> bytes:
 def test_a_piece_beyond_its_bucket_is_refused(shape: Any, dtype: Any, start: Any, end: Any) -> None:
     flat = torch.zeros(16, dtype=torch.uint8)
     message = refused(bucket(flat, [FlattenedTensorMetadata("a", shape, dtype, start, end, 0)]))
-    assert any(said in message for said in ("does not fill", "of dtype", "torch.complex64", "65 items"))
+    assert any(part in message for part in ("does not fill", "of dtype", "torch.complex64", "65 items"))
 
 
 def test_pieces_of_a_bucket_need_not_be_aligned() -> None:

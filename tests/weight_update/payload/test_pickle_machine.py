@@ -26,24 +26,24 @@ def cost(payload: bytes) -> tuple[str, int, float]:
     """Returns the error for a payload, the peak memory of reading it, and the seconds."""
     tracemalloc.start()
     began = time.process_time()
-    said = ""
+    message = ""
     try:
         kept = decode(payload, None, CPU)
         del kept
     except InvalidRequestError as error:
-        said = error.message
+        message = error.message
     seconds = time.process_time() - began
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return said, peak, seconds
+    return message, peak, seconds
 
 
 def assert_cheap(payload: bytes) -> str:
-    said, peak, seconds = cost(payload)
+    message, peak, seconds = cost(payload)
     assert peak <= BYTES_PER_BYTE * len(payload) + FREE_BYTES, f"{peak / len(payload):.0f} bytes per byte"
     assert seconds <= SECONDS_PER_BYTE * len(payload) + FREE_S
-    assert len(said) < 1000
-    return said
+    assert len(message) < 1000
+    return message
 
 
 def get(index: int) -> bytes:

@@ -195,13 +195,13 @@ def test_tensors_arrive_as_their_buckets_are_announced(
         broadcasts = plan(manifest("g", BUCKETS, flattened=flattened), sink, torch.device("cuda"))
         thread, raised = in_thread(NcclReceive(joined, broadcasts, sink), session)
         trainer.send(joined.group, BUCKETS, flattened=flattened)
-        due: list[str] = []
+        expected: list[str] = []
         for bucket in BUCKETS:
-            assert list(sink.tensors) == due
+            assert list(sink.tensors) == expected
             announced += 1
             store.set(ANNOUNCED_KEY, str(announced))
-            due += [tensor for tensor, *_ in bucket]
-            wait_until(partial(has_just, sink, due), what=f"{due} and nothing else")
+            expected += [tensor for tensor, *_ in bucket]
+            wait_until(partial(has_just, sink, expected), what=f"{expected} and nothing else")
         thread.join(20)
         assert not raised and "error" not in trainer.answer()
         assert_received(sink.tensors, BUCKETS)

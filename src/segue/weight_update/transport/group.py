@@ -224,7 +224,7 @@ class JoinedGroup:
         return self._closing is not None and not self._closing.is_alive()
 
     def wait_ended(self, timeout_s: float) -> None:
-        """After `mark_dead`, wait until the connections are closed and its threads ended or stuck."""
+        """After `mark_dead`, wait until connections are closed and threads ended, unless those are stuck."""
         if self._closing is not None:
             self._closing.join(timeout_s)
         self._idle.wait(timeout_s)
@@ -245,9 +245,8 @@ class JoinedGroup:
         elif process_group is not None:
             # gloo has no abort, but a receive that times out closes all connections of its group.
             for peer in set(range(self.group.world_size)) - {self.rank}:
-                with suppress(
-                    RuntimeError
-                ):  # always raised: by this timeout, or by a connection closed before
+                # Always raised: by this timeout, or because the connection was closed before.
+                with suppress(RuntimeError):
                     process_group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
         self._link.close()
 

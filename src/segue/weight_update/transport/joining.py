@@ -236,7 +236,7 @@ class Groups:
                 del self._attempts[group.name]
                 attempt.ended.set()
         if old is not None:
-            old.mark_dead("it was joined anew")
+            old.mark_dead("it was joined again")
         if joined is not None and given_up:
             joined.mark_dead("the attempt to join it was given up")
 
