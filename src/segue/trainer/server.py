@@ -32,7 +32,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 B = TypeVar("B", bound=Body)
 
 
-def create_app(trainer: Trainer, guard: HttpGuard) -> FastAPI:
+def create_app(trainer: Trainer, guard: HttpGuard) -> Starlette:
     """Returns the application; a reply has status 200 or mostly 400, ``success`` and ``message``."""
     handlers: Any = {SegueError: _on_segue_error, HTTPException: _on_http_error}
     app = Starlette(exception_handlers=handlers)

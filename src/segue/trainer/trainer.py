@@ -17,15 +17,14 @@ from segue.trainer.model import TrainedModel
 from segue.trainer.sender import Progress, SendReport, WeightSender, WeightSendError, world_sizes
 
 TURN_S = 0.1  # between two tries to get the turn in `Trainer.close`
-Port = Annotated[int, Field(ge=1, le=65535)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
-class Body(BaseModel):
+class Body(Struct, frozen=True):
     """A request body; unknown fields are ignored, as in an engine's control routes."""
 
 
-
-class EndpointBody(Body):
+class EndpointBody(Body, frozen=True):
     """The body of ``POST /add_inference_endpoint`` and ``/remove_inference_endpoint``."""
 
     host: Annotated[str, Meta(min_length=1)]
@@ -39,20 +38,20 @@ class EndpointBody(Body):
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
-class SyncBody(Body):
+class SyncBody(Body, frozen=True):
     """The body of ``POST /sync_inference_weights``."""
 
     master_port: Port | None = None
     buffer_size_mb: Annotated[int, Meta(ge=1)] = 1024
 
 
-class TrainBody(Body):
+class TrainBody(Body, frozen=True):
     """The body of ``POST /train_step``."""
 
     texts: Annotated[list[str], Meta(min_length=1)]
 
 
-class SaveBody(Body):
+class SaveBody(Body, frozen=True):
     """The body of ``POST /save_checkpoint``."""
 
     path: Annotated[str, Meta(min_length=1)]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from segue.messages.weight_update import Bucket, Manifest
+from segue.messages.weight_operations import Bucket, Manifest
 
 
 class Sink(Protocol):

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch
 
-from segue.messages.weight_update import Manifest
+from segue.messages.weight_operations import Manifest
 from segue.weight_update.transport.base import ReceiveSpec, Sink, plan
 from segue.weight_update.transport.gloo import GlooReceive
 from segue.weight_update.transport.group import FOREVER, JoinedGroup
