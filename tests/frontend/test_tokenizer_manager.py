@@ -19,10 +19,9 @@ from segue.errors import (
     NonFiniteLogitsError,
     OverloadedError,
 )
-from segue.frontend.merge import merged
 from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling_options import RequestLimits, SamplingOptions
-from segue.frontend.stream import RequestStream
+from segue.frontend.stream import RequestStream, merged
 from segue.frontend.tokenizer import Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
 from segue.messages.control import (

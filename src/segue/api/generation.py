@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from segue.api.native.calls import NativeCall, NativeReply
-from segue.frontend.merge import merged, results
-from segue.frontend.stream import RequestStream
+from segue.frontend.stream import RequestStream, merged, results
 from segue.frontend.thread_pool import INLINE_ENTRIES, turn
 from segue.frontend.tokenizer_manager import TokenizerManager
 

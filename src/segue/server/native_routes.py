@@ -12,7 +12,7 @@ from segue.api.generation import Generation
 from segue.api.native.bodies import NativeGenerate
 from segue.api.native.calls import NativeCall, parse_call
 from segue.api.schema import body_schema
-from segue.frontend.merge import accepted
+from segue.frontend.stream import accepted
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.server import large_body
 from segue.server.access import Access, Routes

@@ -16,9 +16,8 @@ from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, Dia
 from segue.api.openai.requests import Wanted, chat_call, check_model, completion_call
 from segue.api.schema import body_schema
 from segue.api.validation import parse
-from segue.frontend.merge import accepted, merged, results
 from segue.frontend.request import Output
-from segue.frontend.stream import RequestStream
+from segue.frontend.stream import RequestStream, accepted, merged, results
 from segue.frontend.thread_pool import INLINE_ENTRIES
 from segue.launch.runtime import Runtime
 from segue.server import large_body

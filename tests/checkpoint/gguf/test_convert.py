@@ -191,7 +191,8 @@ def test_the_locale_does_not_change_what_is_written(tmp_path: Path, monkeypatch:
     program = """
         import sys
         from pathlib import Path
-        from segue.weights import convert, source
+        from segue.checkpoint import source
+        from segue.checkpoint.gguf import convert
         directory = convert.convert(Path(sys.argv[1]), Path(sys.argv[2]))
         source.read_json(directory / "config.json")
         print(directory)
@@ -211,7 +212,7 @@ def test_a_tokenizer_is_converted_without_transformers_or_torch(tmp_path: Path) 
         import sys
         from pathlib import Path
         sys.modules["transformers"] = sys.modules["torch"] = None  # importing one now raises ImportError
-        from segue.weights import convert
+        from segue.checkpoint.gguf import convert
         print(convert.convert(Path(sys.argv[1]), Path(sys.argv[2])))
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(write(tmp_path)), str(tmp_path / "cache")]

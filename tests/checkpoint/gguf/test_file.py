@@ -123,18 +123,18 @@ SHORTENED = """
 import os, sys
 from pathlib import Path
 from segue.errors import ModelFileError
-from segue.weights import gguf_file
+from segue.checkpoint.gguf import file as gguf_file
 
-path, take = Path(sys.argv[1]), file._Cursor.take
+path, take = Path(sys.argv[1]), gguf_file._Cursor.take
 
 def shorten(cursor, layout):
     if cursor.position > 500:
         os.truncate(path, 4)
     return take(cursor, layout)
 
-file._Cursor.take = shorten
+gguf_file._Cursor.take = shorten
 try:
-    file.GGUFFile.read(path)
+    gguf_file.GGUFFile.read(path)
 except ModelFileError as error:
     print(error.message)
 """

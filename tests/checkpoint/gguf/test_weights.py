@@ -278,7 +278,7 @@ def test_a_full_disk_is_a_cache_error(
 
 RACE = """
 import sys, torch
-from tests.weights import tiny
+from tests.checkpoint import tiny
 from pathlib import Path
 print(tiny.load(Path(sys.argv[1]), cache_dir=Path(sys.argv[2]))[1].checksum())
 """

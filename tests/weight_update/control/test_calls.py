@@ -252,7 +252,7 @@ def test_a_rank_offset_that_does_not_fit_the_group_is_refused(engine: Engine, of
 
 def test_a_group_that_only_some_ranks_could_join_is_left(engine: Engine) -> None:
     engine.broken[1, Join] = ["no trainer"]
-    answer = engine.reply(JoinGroup(group=structs.replace(GROUP, name="h")))
+    answer = engine.reply(join(structs.replace(GROUP, name="h")))
     assert not answer.success
     assert engine.kinds() == ["Join", "Leave"]
     assert "h" not in engine.weights.groups
@@ -531,7 +531,7 @@ def test_kv_of_old_weights_is_not_shared_even_if_the_version_is_the_same(engine:
     engine.reply(prepare(weight_version="0"))
     assert engine.reply(Complete()).success and engine.scheduler.weight_version == "0"
     assert cached() == 0
-    engine.reply(SetVersion(version="renamed"))
+    engine.reply(SetVersion(new_version="renamed"))
     assert cached() > 0, "a new version name does not change the weights"
 
 
@@ -711,8 +711,8 @@ def test_the_figures_of_a_group_of_calls_cover_all_its_calls(engine: Engine) -> 
 
 
 def test_a_version_that_is_a_long_number_is_incremented(engine: Engine) -> None:
-    engine.reply(SetVersion(version="9" * 200))
-    assert engine.reply(UpdateFromTensor(payloads=[b"x"])).success
+    engine.reply(SetVersion(new_version="9" * 200))
+    assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"])).success
     assert engine.scheduler.weight_version == "1" + "0" * 200
 
 
@@ -775,9 +775,9 @@ def test_a_bad_checkpoint_changes_nothing(engine: Engine) -> None:
 
 
 def test_each_rank_gets_its_payload_or_the_common_one(engine: Engine) -> None:
-    engine.reply(UpdateFromTensor(payloads=[b"x", b"y"]))
-    assert engine.reply(UpdateFromTensor(payloads=[b"x"])).success, "one payload for all ranks"
-    answer = engine.reply(UpdateFromTensor(payloads=[b"x"] * 3))
+    engine.reply(UpdateFromTensor(serialized_named_tensors=["x", "y"]))
+    assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"])).success, "one payload for all ranks"
+    answer = engine.reply(UpdateFromTensor(serialized_named_tensors=["x"] * 3))
     assert not answer.success and "has 3 entries" in answer.message
 
 
