@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 
 from bench import report, suite
 from segue import Engine
-from segue.distributed.collectives import OneShot
+from segue.distributed.collectives import FusedAllReduce
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
 
@@ -74,11 +74,11 @@ def sums(rank: int, size: int, directory: str) -> None:
     path = Path(directory)
     groups = connect(tp, rendezvous=path / "rendezvous", device=device, timeout=timedelta(seconds=60))
     all_reduce.MAX_BYTES = 8 * HIDDEN * 256 * (size - 1)
-    one_shot = all_reduce.OneShotAllReduce(groups, device, HIDDEN, 1)
+    fused_all_reduce = all_reduce.OneShotAllReduce(groups, device, HIDDEN, 1)
     with torch.cuda.stream(torch.cuda.Stream()):
         found = []
         for rows in ROWS:
-            found.append(_time_sums(rows, groups, one_shot))
+            found.append(_time_sums(rows, groups, fused_all_reduce))
             if rank == 0:
                 print(f"tp {size}: {found[-1]}", flush=True)
     groups.barrier()
@@ -86,7 +86,7 @@ def sums(rank: int, size: int, directory: str) -> None:
         (path / "sums.json").write_text(json.dumps(found))
 
 
-def _time_sums(rows: int, groups: TPGroups, one_shot: OneShot) -> dict[str, float]:
+def _time_sums(rows: int, groups: TPGroups, fused_all_reduce: FusedAllReduce) -> dict[str, float]:
     """Microseconds of each way to sum `rows` tokens."""
     from segue.kernels.norm import add_rms_norm
 
@@ -97,9 +97,9 @@ def _time_sums(rows: int, groups: TPGroups, one_shot: OneShot) -> dict[str, floa
         "one rank's norm": lambda: add_rms_norm(whole, *norm),
         "nccl + norm": lambda: add_rms_norm(groups.collectives.all_reduce(whole), *norm),
     }
-    if rows <= one_shot.max_rows:
-        links["one-shot"] = lambda: one_shot.add_rms_norm(whole, *norm)
-        links["one-shot of 2 splits"] = lambda: one_shot.add_rms_norm(split, *norm)
+    if rows <= fused_all_reduce.max_rows:
+        links["one-shot"] = lambda: fused_all_reduce.add_rms_norm(whole, *norm)
+        links["one-shot of 2 splits"] = lambda: fused_all_reduce.add_rms_norm(split, *norm)
     return {"rows": rows} | {name: _chain(link, groups.barrier) for name, link in links.items()}
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from segue.heartbeat import AwakeClock, Pulse, Turn, TurnWatch, heartbeat_period
+from segue.heartbeat import AwakeClock, HeartbeatSender, Turn, TurnWatch, heartbeat_period
 from segue.messages.control import Heartbeat, SchedulerMessage
 
 
@@ -57,7 +57,7 @@ def socket() -> Iterator[zmq.Socket[bytes]]:
         yield pull
 
 
-def beats(socket: zmq.Socket[bytes], pulse: Pulse, until: Any) -> Heartbeat:
+def beats(socket: zmq.Socket[bytes], pulse: HeartbeatSender, until: Any) -> Heartbeat:
     """Return the first heartbeat for which ``until`` is true."""
     deadline = time.monotonic() + 10
     while True:
@@ -69,7 +69,7 @@ def beats(socket: zmq.Socket[bytes], pulse: Pulse, until: Any) -> Heartbeat:
 
 
 def test_heartbeats_report_a_busy_loop_and_a_waiting_one(socket: zmq.Socket[bytes]) -> None:
-    with Pulse(socket.context, "inproc://frontend", 3, ping_s=0.05) as pulse:
+    with HeartbeatSender(socket.context, "inproc://frontend", 3, ping_s=0.05) as pulse:
         assert beats(socket, pulse, lambda _: True).rank == 3
         pulse.turn.begin()
         beats(socket, pulse, lambda beat: beat.turn_s > 0.05)
@@ -79,7 +79,7 @@ def test_heartbeats_report_a_busy_loop_and_a_waiting_one(socket: zmq.Socket[byte
 
 def test_a_frontend_that_does_not_read_does_not_stop_the_pulse(socket: zmq.Socket[bytes]) -> None:
     socket.context.sndhwm = socket.context.rcvhwm = 1
-    with Pulse(socket.context, "inproc://nowhere", 0, ping_s=0.005) as pulse:
+    with HeartbeatSender(socket.context, "inproc://nowhere", 0, ping_s=0.005) as pulse:
         deadline = time.monotonic() + 0.1
         while time.monotonic() < deadline:
             assert pulse._thread.is_alive()

@@ -78,7 +78,7 @@ class TurnWatch:
         return before - self._began
 
 
-class Pulse:
+class HeartbeatSender:
     """Sends one rank's heartbeats from a thread, while the ``with`` block runs."""
 
     def __init__(self, context: zmq.Context[Any], address: str, rank: int, ping_s: float) -> None:
@@ -90,7 +90,7 @@ class Pulse:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="segue-pulse", daemon=True)
 
-    def __enter__(self) -> Pulse:
+    def __enter__(self) -> HeartbeatSender:
         self._thread.start()
         return self
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from segue.errors import EngineDeadError
-from segue.frontend.thread_pool import NUM_THREADS, TURN, Workers, turn
+from segue.frontend.thread_pool import NUM_THREADS, TURN, ThreadPool, turn
 
 
 def test_work_that_is_cancelled_in_the_queue_never_begins() -> None:
@@ -18,9 +18,9 @@ def test_work_that_is_cancelled_in_the_queue_never_begins() -> None:
         assert go_on.wait(10)
 
     async def work() -> None:
-        workers = Workers()
-        holders = [asyncio.create_task(workers.run(hold)) for _ in range(NUM_THREADS)]
-        queued = [asyncio.create_task(workers.run(lambda: begun.append(1))) for _ in range(5)]
+        thread_pool = ThreadPool()
+        holders = [asyncio.create_task(thread_pool.run(hold)) for _ in range(NUM_THREADS)]
+        queued = [asyncio.create_task(thread_pool.run(lambda: begun.append(1))) for _ in range(5)]
         while len(begun) < NUM_THREADS:
             await asyncio.sleep(0)
         for task in queued[:4]:
@@ -36,13 +36,13 @@ def test_work_that_is_cancelled_in_the_queue_never_begins() -> None:
 def test_the_pieces_of_several_calls_alternate() -> None:
     order: list[str] = []
 
-    async def in_pieces(workers: Workers, name: str) -> None:
+    async def in_pieces(thread_pool: ThreadPool, name: str) -> None:
         for _ in range(20):
-            await workers.run(lambda: order.append(name))
+            await thread_pool.run(lambda: order.append(name))
 
     async def work() -> None:
-        workers = Workers()
-        await asyncio.gather(*(in_pieces(workers, name) for name in "abcd"))
+        thread_pool = ThreadPool()
+        await asyncio.gather(*(in_pieces(thread_pool, name) for name in "abcd"))
 
     asyncio.run(work())
     assert {*order[:12]} == {*"abcd"}
@@ -52,11 +52,11 @@ def test_closing_ends_queued_and_later_work() -> None:
     go_on = threading.Event()
 
     async def work() -> None:
-        workers = Workers()
-        tasks = [asyncio.create_task(workers.run(lambda: go_on.wait(10))) for _ in range(NUM_THREADS + 1)]
+        thread_pool = ThreadPool()
+        tasks = [asyncio.create_task(thread_pool.run(lambda: go_on.wait(10))) for _ in range(NUM_THREADS + 1)]
         await asyncio.sleep(0)
-        workers.close(EngineDeadError("gone"))
-        for waiting in (tasks[-1], workers.run(lambda: 1)):
+        thread_pool.close(EngineDeadError("gone"))
+        for waiting in (tasks[-1], thread_pool.run(lambda: 1)):
             with pytest.raises(EngineDeadError, match="gone"):
                 await waiting
         go_on.set()

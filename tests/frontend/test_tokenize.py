@@ -19,7 +19,7 @@ from segue.frontend import sampling_options
 from segue.frontend import tokenize as arriving
 from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling_options import RequestLimits, SamplingOptions
-from segue.frontend.thread_pool import TURN, Workers
+from segue.frontend.thread_pool import TURN, ThreadPool
 from segue.frontend.tokenize import PIECE_COST, Encoder, prepare_all
 from segue.messages.control import Pause, Paused
 from segue.messages.requests import Abort, AddRequest, unpack_ids
@@ -127,22 +127,24 @@ class HeldTokenizer:
         return [0] * (len(text) // 64)
 
 
-def encoder_of(tokenizer: Any, workers: Workers, context: int = 1 << 16) -> Encoder:
-    return Encoder(tokenizer, RequestLimits(max_seq_len=context, vocab_size=320, eos_ids=()), None, workers)
+def encoder_of(tokenizer: Any, thread_pool: ThreadPool, context: int = 1 << 16) -> Encoder:
+    return Encoder(
+        tokenizer, RequestLimits(max_seq_len=context, vocab_size=320, eos_ids=()), None, thread_pool
+    )
 
 
 def test_a_cancelled_call_ends_with_its_current_piece() -> None:
     tokenizer = HeldTokenizer()
 
     async def work() -> None:
-        encoder = encoder_of(tokenizer, Workers())
-        call = arriving.Arrival(1)
+        encoder = encoder_of(tokenizer, ThreadPool())
+        call = arriving.PendingCall(1)
         task = asyncio.create_task(call.tokenize([request(prompt="a" * 100 * PIECE_COST)], encoder))
         await asyncio.to_thread(tokenizer.begun.acquire)
         task.cancel()
         await asyncio.wait({task})
         tokenizer.go_on.set()
-        await encoder.workers.run(lambda: None)
+        await encoder.thread_pool.run(lambda: None)
         assert tokenizer.pieces == ["a"]
 
     run(work())
@@ -153,10 +155,10 @@ def test_two_long_calls_and_a_short_one_take_turns() -> None:
     tokenizer.go_on.set()
 
     async def work() -> None:
-        encoder = encoder_of(tokenizer, Workers())
+        encoder = encoder_of(tokenizer, ThreadPool())
         texts = ["a" * 30 * PIECE_COST, "b" * 30 * PIECE_COST, "c" * 5000]
         await asyncio.gather(
-            *(arriving.Arrival(1).tokenize([request(prompt=text)], encoder) for text in texts)
+            *(arriving.PendingCall(1).tokenize([request(prompt=text)], encoder) for text in texts)
         )
         assert tokenizer.pieces.index("c") < 8
 
@@ -217,7 +219,7 @@ def test_options_with_many_entries_are_checked_in_a_thread(monkeypatch: pytest.M
         limits = RequestLimits(max_seq_len=10, vocab_size=10**6, eos_ids=())
         for count in (10, 100_000):
             bias = dict.fromkeys(range(count), 1.0)
-            await prepare_all([request(logit_bias=bias)], limits, Workers())
+            await prepare_all([request(logit_bias=bias)], limits, ThreadPool())
         assert threads[0] == threading.main_thread().name
         assert threads[1].startswith("segue-worker")
 

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.frontend.worker_health import Vitals
+from segue.frontend.worker_health import WorkerHealth
 from segue.messages.control import Heartbeat
 
 PING_S, STALL_S, PERIOD = 5.0, 30.0, 1.0
 
 
-def vitals(num_ranks: int = 1) -> Vitals:
-    return Vitals(num_ranks, ping_s=PING_S, stall_s=STALL_S, now=1000.0)
+def vitals(num_ranks: int = 1) -> WorkerHealth:
+    return WorkerHealth(num_ranks, ping_s=PING_S, stall_s=STALL_S, now=1000.0)
 
 
 def test_silence_of_one_rank_is_enough_and_is_named() -> None:

@@ -51,16 +51,16 @@ def _sums(groups: TPGroups, hidden: int, dtype: torch.dtype) -> list[torch.Tenso
     from segue.kernels.triton.all_reduce import OneShotAllReduce
 
     size, rank = groups.tp.size, groups.tp.rank
-    one_shot = OneShotAllReduce(groups, torch.device("cuda", rank), hidden, 8)
+    fused_all_reduce = OneShotAllReduce(groups, torch.device("cuda", rank), hidden, 8)
     weight = _random(0, (hidden,), dtype)
     found = []
-    for rows, splits in ((1, 1), (3, 4), (min(200, one_shot.most_rows), 1), (1, 4)):
+    for rows, splits in ((1, 1), (3, 4), (min(200, fused_all_reduce.most_rows), 1), (1, 4)):
         parts = [[_random(9 * i + r, (splits, rows, hidden)) for r in range(size)] for i in range(3)]
 
         def chain(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
             residual, outputs = None, []
             for x in inputs:
-                normed, residual = one_shot.add_rms_norm(x, residual, weight, 1e-6)
+                normed, residual = fused_all_reduce.add_rms_norm(x, residual, weight, 1e-6)
                 outputs += [normed, residual]
             return outputs
 
@@ -98,12 +98,12 @@ def _sums(groups: TPGroups, hidden: int, dtype: torch.dtype) -> list[torch.Tenso
 def _samples(groups: TPGroups, vocab: int) -> list[torch.Tensor]:
     """Check that sampling from vocabulary shards gives the tokens and log-probabilities of all logits."""
     from segue.kernels.triton.all_reduce import OneShotAllReduce
-    from segue.kernels.triton.sampling import VocabPart, sample_plain
+    from segue.kernels.triton.sampling import VocabShard, sample_plain
     from segue.models.sharding import shard_rows
 
     tp, device = groups.tp, torch.device("cuda", groups.tp.rank)
     shard_size = shard_rows(vocab, tp.size)
-    shard = VocabPart(OneShotAllReduce(groups, device, 64, 40), tp.rank * shard_size, vocab)
+    shard = VocabShard(OneShotAllReduce(groups, device, 64, 40), tp.rank * shard_size, vocab)
     temperatures = torch.tensor([0.0, 0.7, 1.3, 0.0], device=device).repeat(10)
     columns = {
         "temperatures": temperatures,

@@ -23,7 +23,7 @@ class Exchange:
 class ThreadCollectives:
     """Collectives between threads."""
 
-    one_shot = None
+    fused_all_reduce = None
 
     def __init__(self, tp: TPInfo, exchange: Exchange) -> None:
         self.tp = tp

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from segue.config import EngineConfig
 from segue.errors import RequestTooLargeError
 from segue.frontend.sampling_options import RequestLimits
-from segue.frontend.thread_pool import Workers
+from segue.frontend.thread_pool import ThreadPool
 from segue.server.body import read_json
 from segue.server.large_body import Bounds, generate
 
@@ -28,7 +28,7 @@ def request(*chunks: bytes, length: int | None = None) -> Request:
     headers = [] if length is None else [(b"content-length", str(length).encode())]
     service = SimpleNamespace(
         config=EngineConfig(max_body_mib=1),
-        manager=SimpleNamespace(workers=Workers()),
+        manager=SimpleNamespace(thread_pool=ThreadPool()),
         bounds=Bounds(vocabulary=RequestLimits(max_seq_len=100, vocab_size=50, eos_ids=()), max_prompts=10),
     )
     app = SimpleNamespace(state=SimpleNamespace(service=service))

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.frontend.thread_pool import INLINE_ENTRIES, Workers
+from segue.frontend.thread_pool import INLINE_ENTRIES, ThreadPool
 from segue.server.large_reply import ITEMS, json_pieces, reply_response
 
 CONTENT = st.recursive(
@@ -34,7 +34,7 @@ def test_a_large_reply_has_the_same_bytes_as_a_small_one() -> None:
     content = [{"text": "é", "output_ids": [1, 2]}] * 3
 
     async def work() -> None:
-        small, large = [await reply_response(content, n, Workers()) for n in (1, INLINE_ENTRIES + 1)]
+        small, large = [await reply_response(content, n, ThreadPool()) for n in (1, INLINE_ENTRIES + 1)]
         assert (small.body, small.headers) == (large.body, large.headers)
         assert json.loads(large.body) == content
 

@@ -54,7 +54,7 @@ def test_checksums_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     ranks, _ = engine
     found = inspect_ranks(ranks, CheckWeights(action="checksum"))
-    assert found["checksums"].keys() == set(ranks[0].served.table.names)
+    assert found["checksums"].keys() == set(ranks[0].served.weight_map.names)
     with rank_of(tmp_path / "old") as alone:
         assert inspect_ranks([alone], CheckWeights(action="checksum")) == found
 
@@ -127,7 +127,7 @@ def test_invalid_requests_are_refused(request_: GetWeights, message: str, tmp_pa
 def test_an_answer_has_a_limited_number_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.embed_tokens.weight"
     with rank_of(checkpoint("llama-tied", tmp_path / "old", 0)[0]) as rank:
-        rows, columns = rank.served.table.shapes[name]
+        rows, columns = rank.served.weight_map.shapes[name]
         assert rows > 110
         monkeypatch.setattr(inspect, "_MAX_VALUES", 110 * columns)
         assert len(inspect_ranks([rank], GetWeights(name=name, truncate_size=110))) == 110

@@ -109,10 +109,10 @@ def test_progress_is_reported_at_the_first_byte_and_after_each_bucket(rank: Rank
 
 def test_an_update_of_a_part_of_a_parameter_leaves_the_rest(rank: Rank) -> None:
     before = {name: rank.served.arena.view(name).clone() for name in rank.served.arena.table}
-    state = {QKV.format("k"): torch.randn(rank.served.table.shapes[QKV.format("k")])}
+    state = {QKV.format("k"): torch.randn(rank.served.weight_map.shapes[QKV.format("k")])}
     transfer([rank], Trainer([rank]), state, manifest_of(state, partial=True))
     rank.do(Commit, session=1)
-    (part,) = rank.served.table.slices[QKV.format("k")]
+    (part,) = rank.served.weight_map.slices[QKV.format("k")]
     before[part.parameter][part.destination] = state[QKV.format("k")].to(torch.bfloat16)
     for name, expected in before.items():
         assert torch.equal(rank.served.arena.view(name), expected), name
@@ -172,7 +172,7 @@ def test_a_session_waits_for_the_memory_of_the_previous_one(
         added.set()
         add(self, *arguments)
 
-    payload = save({NORM: torch.ones(rank.served.table.shapes[NORM])})
+    payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
     rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
     monkeypatch.setattr(StagedWeights, "release", slow_release)
     monkeypatch.setattr(StagedWeights, "add", seen_add)
@@ -194,7 +194,7 @@ def test_a_commit_is_answered_before_its_memory_is_given_back(
         seen.append(answered.wait(2))
         raise RuntimeError("it cannot be unmapped")
 
-    payload = save({NORM: torch.ones(rank.served.table.shapes[NORM])})
+    payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
     rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
     with monkeypatch.context() as patched:
         patched.setattr(StagedWeights, "release", release)
@@ -219,7 +219,7 @@ def test_a_session_whose_manifest_was_refused_can_drop_its_broadcasts(rank: Rank
 
 
 def test_dropped_tensors_are_not_checked_against_an_earlier_manifest(rank: Rank) -> None:
-    state = {NORM: torch.ones(rank.served.table.shapes[NORM])}
+    state = {NORM: torch.ones(rank.served.weight_map.shapes[NORM])}
     options = {"partial": True, "checksums": {NORM: checksum(state[NORM])}}
     trainer = Trainer([rank])
     rank.do(Stage, session=1, manifest=manifest_of(state, **options))  # another rank refuses it
@@ -354,7 +354,7 @@ def test_a_tied_head_sent_alone_must_equal_the_served_embedding(copy: bool, tied
 
 
 def test_without_a_copy_a_session_has_one_payload(rank: Rank) -> None:
-    payload = save({NORM: torch.ones(rank.served.table.shapes[NORM])})
+    payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
     rank.do(Take, session=1, payload=payload, load_format=None, copy=False)
     (error,) = rank.ask(Take, session=1, payload=payload, load_format=None, copy=False).errors
     assert "accepts no more" in error
@@ -368,7 +368,7 @@ def test_an_unknown_payload_is_refused(rank: Rank) -> None:
 def test_too_little_memory_is_reported_in_bytes(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer([rank])
     monkeypatch.setattr(staging_memory, "free_cpu_memory", lambda: 1000)
-    state = {EMBED: torch.zeros(rank.served.table.shapes[EMBED])}
+    state = {EMBED: torch.zeros(rank.served.weight_map.shapes[EMBED])}
     staging = -(-state[EMBED].numel() * 2 // ALIGNMENT) * ALIGNMENT
     needed = staging + 2 * state[EMBED].nbytes
     (error,) = rank.ask(Stage, session=1, manifest=manifest_of(state, partial=True)).errors
@@ -382,7 +382,7 @@ def test_a_failed_commit_reports_whether_it_has_written(tmp_path: Path) -> None:
 
     old, _ = checkpoint("llama", tmp_path / "old", 0)
     with rank_of(old, rebuild=rebuild) as rank:
-        payload = save({NORM: torch.ones(rank.served.table.shapes[NORM])})
+        payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
         rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
         reply = rank.ask(Commit, session=1)
         assert reply.errors == ["RuntimeError: no memory"] and reply.fields["touched"] is True
@@ -406,7 +406,7 @@ def test_a_commit_whose_result_is_unknown_counts_as_written(
         return replace(done, events=[Event(), Event()])  # type: ignore[list-item]
 
     monkeypatch.setattr(WeightUpdater, "_on_stream", failing)
-    payload = save({NORM: torch.ones(rank.served.table.shapes[NORM])})
+    payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
     for session, where in ((1, "behind"), (2, "where steps run")):
         rank.do(Take, session=session, payload=payload, load_format=None, copy=True)
         reply = rank.ask(Commit, session=session)

@@ -46,7 +46,7 @@ def peak_of_an_update(directory: Path, flattened: bool) -> tuple[int, int]:
     dummy.fill = fill
     meter = PeakMeter(torch.device("cpu"))
     with rank_of(directory, load_format="dummy") as rank:
-        table = rank.served.table
+        table = rank.served.weight_map
         state = {name: torch.full(table.shapes[name], 0.5, dtype=torch.bfloat16) for name in table.names}
         manifest = manifest_of(state, num_buckets=8, flattened=flattened)
         trainer = Trainer([rank])

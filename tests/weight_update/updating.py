@@ -91,7 +91,7 @@ def rank_of(
     stream = make_stream(device)
     served = ServedWeights(
         arena=arena,
-        table=weight_map.build(source.config, tp),
+        weight_map=weight_map.build(source.config, tp),
         config=source.config,
         tp=tp,
         device=device,

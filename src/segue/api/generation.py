@@ -63,7 +63,7 @@ class Generation:
         if self.num_entries <= INLINE_ENTRIES:
             bodies = self._bodies()
         else:
-            bodies = await self._manager.workers.run(self._bodies)
+            bodies = await self._manager.thread_pool.run(self._bodies)
         return bodies if self._call.batch_id is not None else bodies[0]
 
     def _bodies(self) -> list[dict[str, Any]]:

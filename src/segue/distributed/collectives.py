@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from segue.distributed.info import TPInfo
 
 
-class OneShot(Protocol):
+class FusedAllReduce(Protocol):
     """An all-reduce of few rows, fused with the RMS norm behind it; see `kernels.triton.all_reduce`."""
 
     max_rows: int
@@ -33,7 +33,7 @@ class Collectives(Protocol):
         ...
 
     @property
-    def one_shot(self) -> OneShot | None:
+    def fused_all_reduce(self) -> FusedAllReduce | None:
         """The fused all-reduce for few rows; None where the devices do not support it."""
         ...
 
@@ -54,7 +54,7 @@ class SingleRank:
     """The collectives of a group of one: each returns its tensor unchanged."""
 
     tp = TPInfo(0, 1)
-    one_shot = None
+    fused_all_reduce = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -72,7 +72,9 @@ class GroupCollectives:
     def __init__(self, tp: TPInfo, group: ProcessGroup) -> None:
         """Use `group`, in which this process has rank `tp.rank`."""
         self.tp = tp
-        self.one_shot: OneShot | None = None  # set by the runner: this package may not import kernels
+        self.fused_all_reduce: FusedAllReduce | None = (
+            None  # set by the runner: this package may not import kernels
+        )
         self._group = group
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

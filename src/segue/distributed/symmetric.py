@@ -31,7 +31,7 @@ class SymmetricMemory:
         )  # of each rank's bytes, in this process's address space
 
 
-def all_devices_meet(size: int) -> bool:
+def all_devices_have_peer_access(size: int) -> bool:
     """Whether each of the first `size` CUDA devices can access the memory of all others."""
     pairs = ((a, b) for a in range(size) for b in range(size) if a != b)
     return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)

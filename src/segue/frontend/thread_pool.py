@@ -21,7 +21,7 @@ async def turn(number: int) -> None:
         await asyncio.sleep(0)
 
 
-class Workers:
+class ThreadPool:
     """A few threads with a first-come, first-served queue of short pieces of work: bodies, texts, templates.
 
     Long work is split into pieces, and each piece is queued when the one before it is done. So no call waits

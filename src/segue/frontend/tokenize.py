@@ -19,7 +19,7 @@ from segue.frontend.sampling_options import (
     num_entries,
     prepare,
 )
-from segue.frontend.thread_pool import Workers
+from segue.frontend.thread_pool import ThreadPool
 from segue.frontend.tokenizer import Tokenizer
 
 INLINE_COST = 4096  # most characters of a call's prompts that are tokenized on the event loop
@@ -33,7 +33,7 @@ PROBE_SLACK = 256  # tokens by which a part alone may exceed its share of the wh
 NO_TOKENIZER = "this model has no tokenizer; give the prompt as token ids"
 
 
-class Arrival:
+class PendingCall:
     """The requests of one call, until they are sent to the scheduler."""
 
     __slots__ = ("_ended", "_num_requests", "aborted")
@@ -83,16 +83,16 @@ class Encoder:
         tokenizer: Tokenizer | None,
         limits: RequestLimits,
         chars_per_token: int | None,
-        workers: Workers,
+        thread_pool: ThreadPool,
     ) -> None:
         """``chars_per_token``: the most characters that become one token; None: there is no bound."""
-        self.workers = workers
+        self.thread_pool = thread_pool
         self._tokenizer = tokenizer
         self._limits = limits
         self._chars_per_token = chars_per_token
 
     def encode(self, request: GenerateRequest) -> Sequence[int]:
-        """Return the token ids of one prompt. Raises as :meth:`Arrival.tokenize` does."""
+        """Return the token ids of one prompt. Raises as :meth:`PendingCall.tokenize` does."""
         prompt = request.prompt
         if isinstance(prompt, str):
             prompt = self._ids(prompt, request, special=request.add_special_tokens)
@@ -128,7 +128,7 @@ class Encoder:
         count = 0
         for start in range(0, len(text), PIECE_COST):
             part = text[start : start + PIECE_COST]
-            count += len(await self.workers.run(partial(self._ids, part, request, special=False)))
+            count += len(await self.thread_pool.run(partial(self._ids, part, request, special=False)))
             count -= PROBE_SLACK
             if count >= self._limits.max_seq_len:
                 check_prompt_len(count, self._limits, request.param, at_least=True)
@@ -140,7 +140,7 @@ class Encoder:
 
 
 async def prepare_all(
-    requests: Sequence[GenerateRequest], limits: RequestLimits, workers: Workers
+    requests: Sequence[GenerateRequest], limits: RequestLimits, thread_pool: ThreadPool
 ) -> list[Prepared]:
     """Return the checked options of the requests. Options that requests share are checked once.
 
@@ -160,7 +160,7 @@ async def prepare_all(
     else:
         for start in range(0, len(owners), PIECE_REQUESTS):
             part = owners[start : start + PIECE_REQUESTS]
-            await workers.run(partial(work, part))
+            await thread_pool.run(partial(work, part))
     return [prepared[id(request.options)] for request in requests]
 
 
@@ -173,7 +173,7 @@ async def _encode_in_pieces(requests: Sequence[GenerateRequest], encoder: Encode
     for part in _split(requests):
         if len(part) == 1:
             await encoder.check_parts(part[0])
-        prompts += await encoder.workers.run(partial(encoder.encode_all, part))
+        prompts += await encoder.thread_pool.run(partial(encoder.encode_all, part))
     return prompts
 
 

@@ -26,8 +26,8 @@ from segue.frontend.sampling_options import Prepared, RequestLimits
 from segue.frontend.stats import Stats
 from segue.frontend.stream import RequestStream
 from segue.frontend.text_bound import max_chars_per_token
-from segue.frontend.thread_pool import Workers, turn
-from segue.frontend.tokenize import NO_TOKENIZER, Arrival, Encoder, prepare_all
+from segue.frontend.thread_pool import ThreadPool, turn
+from segue.frontend.tokenize import NO_TOKENIZER, Encoder, PendingCall, prepare_all
 from segue.frontend.tokenizer import Tokenizer
 from segue.messages.control import (
     Continue,
@@ -94,14 +94,14 @@ class TokenizerManager:
         self.limits = RequestLimits(
             max_seq_len=ready.max_seq_len, vocab_size=ready.vocab_size, eos_ids=eos_ids
         )
-        self.workers = Workers()
+        self.thread_pool = ThreadPool()
         self._chars_per_token = (
             None if tokenizer is None else max_chars_per_token(tokenizer.backend, self.table.tokens)
         )
         self._send = send
         self._admission = Admission(max_queued_requests, ready.max_running_requests)
         self._states: dict[str, RequestState] = {}
-        self._arriving: dict[str, Arrival] = {}  # rid -> its call, until the request has a state
+        self._arriving: dict[str, PendingCall] = {}  # rid -> its call, until the request has a state
         self._batches: dict[str, set[str]] = {}  # batch id -> rids of its requests in flight
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
@@ -134,7 +134,7 @@ class TokenizerManager:
         created = time.monotonic()
         self._check_rids(requests, batch_id)
         self._admission.check(len(requests), len(self._arriving), self.stats.counters)
-        arrival = Arrival(len(requests))
+        arrival = PendingCall(len(requests))
         rids = [request.rid for request in requests]
         self._arriving |= dict.fromkeys(rids, arrival)
         if batch_id is not None:
@@ -142,7 +142,7 @@ class TokenizerManager:
         self._idle.clear()
         begun: list[RequestState] = []
         try:
-            options = await prepare_all(requests, self.limits, self.workers)
+            options = await prepare_all(requests, self.limits, self.thread_pool)
             prompts = await arrival.tokenize(requests, self._encoder)
             added: list[tuple[RequestState, AddRequest]] = []
             for number, parts in enumerate(zip(requests, prompts, options, strict=True)):
@@ -170,7 +170,7 @@ class TokenizerManager:
 
     @property
     def _encoder(self) -> Encoder:
-        return Encoder(self.tokenizer, self.limits, self._chars_per_token, self.workers)
+        return Encoder(self.tokenizer, self.limits, self._chars_per_token, self.thread_pool)
 
     def _make_state(
         self,
@@ -179,7 +179,7 @@ class TokenizerManager:
         prepared: Prepared,
         batch_id: str | None,
         created: float,
-        arrival: Arrival,
+        arrival: PendingCall,
     ) -> tuple[RequestState, AddRequest]:
         """Make a request's state, and the message that adds it to the scheduler."""
         if request.rid in arrival.aborted:
@@ -191,7 +191,7 @@ class TokenizerManager:
         message = AddRequest(rid=request.rid, prompt=pack_ids(ids), params=params, priority=request.priority)
         return state, message
 
-    def _send_request(self, state: RequestState, message: AddRequest, arrival: Arrival) -> None:
+    def _send_request(self, state: RequestState, message: AddRequest, arrival: PendingCall) -> None:
         """Send a request, or end it if it was aborted before."""
         del self._arriving[state.rid]
         self._states[state.rid] = state
@@ -323,7 +323,7 @@ class TokenizerManager:
         if len(messages) <= INLINE_MESSAGES and num_chars <= INLINE_CHARS:
             return self.tokenizer.apply_chat_template(messages)
         tokenizer = self.tokenizer
-        return await self.workers.run(lambda: tokenizer.apply_chat_template(messages))
+        return await self.thread_pool.run(lambda: tokenizer.apply_chat_template(messages))
 
     @property
     def trouble(self) -> SegueError | None:
@@ -401,7 +401,7 @@ class TokenizerManager:
         if self._dead is not None:
             return
         self._dead = error
-        self.workers.close(error)
+        self.thread_pool.close(error)
         self.stats.finished["error"] += len(self._states)
         for state in self._states.values():
             state.fail(error)

@@ -6,7 +6,7 @@ from segue.heartbeat import AwakeClock, heartbeat_period
 from segue.messages.control import Heartbeat
 
 
-class Vitals:
+class WorkerHealth:
     """Keeps the last heartbeat of each rank, and judges by them. Times are monotonic, in seconds.
 
     Ages count only time in which this process ran. If it was stopped or busy for long, it has read no

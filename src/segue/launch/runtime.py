@@ -18,7 +18,7 @@ from segue.config import EngineConfig
 from segue.errors import ConfigError, EngineDeadError, EngineStartError, SegueError
 from segue.frontend.tokenizer import Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
-from segue.frontend.worker_health import Vitals
+from segue.frontend.worker_health import WorkerHealth
 from segue.launch.channel import Addresses, Channel
 from segue.launch.embedded import EmbeddedScheduler
 from segue.launch.processes import WORKER_COMMAND, WorkerProcesses, make_run_dir, socket_addresses
@@ -56,7 +56,7 @@ class Runtime:
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._manager: TokenizerManager | None = None
         self._embedded = embedded
-        self._vitals: Vitals | None = None
+        self._vitals: WorkerHealth | None = None
         self._watching: asyncio.Task[None] | None = None
         self._stopping = False
         self._context: zmq.Context[Any] = zmq.Context()
@@ -201,7 +201,9 @@ class Runtime:
         if self._embedded:
             return
         config = self.config
-        self._vitals = Vitals(config.tp, ping_s=config.ping_s, stall_s=config.stall_s, now=time.monotonic())
+        self._vitals = WorkerHealth(
+            config.tp, ping_s=config.ping_s, stall_s=config.stall_s, now=time.monotonic()
+        )
         self._watching = self._loop.create_task(self._check_workers_forever(self._vitals.period / 2))
 
     async def _check_workers_forever(self, seconds: float) -> None:

@@ -71,6 +71,6 @@ class RowParallelLinear(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`, this rank's summand, or its split-K partials, which `RMSNorm.add` takes."""
-        tp, one_shot = self.collectives.tp, self.collectives.one_shot
-        may_split = tp.size == 1 or (one_shot is not None and len(x) <= one_shot.max_rows)
+        tp, fused_all_reduce = self.collectives.tp, self.collectives.fused_all_reduce
+        may_split = tp.size == 1 or (fused_all_reduce is not None and len(x) <= fused_all_reduce.max_rows)
         return linear(x, self.weight, self.bias if tp.is_first else None, self.packed, may_split=may_split)

@@ -34,7 +34,7 @@ class RMSNorm(Layer):
         May overwrite both inputs.
         """
         weight = self.weight if self.weight_float32 is None else self.weight_float32
-        one_shot = self.collectives.one_shot
-        if one_shot is not None and x.shape[-2] <= one_shot.max_rows:
-            return one_shot.add_rms_norm(x, residual, weight, self.eps)
+        fused_all_reduce = self.collectives.fused_all_reduce
+        if fused_all_reduce is not None and x.shape[-2] <= fused_all_reduce.max_rows:
+            return fused_all_reduce.add_rms_norm(x, residual, weight, self.eps)
         return add_rms_norm(self.collectives.all_reduce(x), residual, weight, self.eps)

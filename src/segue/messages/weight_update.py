@@ -102,12 +102,12 @@ class Stage(_Tagged, frozen=True):
 class Receive(_Tagged, frozen=True):
     """Receive the tensors of the last :class:`Stage`; the reply comes once the first broadcast is entered.
 
-    ``longest_s``: a receive that cannot be cancelled any more ends by itself after this time.
+    ``gloo_timeout_s``: a receive that cannot be cancelled any more ends by itself after this time.
     """
 
     call: int
     session: int
-    longest_s: float | None = None
+    gloo_timeout_s: float | None = None
 
 
 class Load(_Tagged, frozen=True):

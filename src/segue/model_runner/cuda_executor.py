@@ -14,7 +14,7 @@ from torch import Tensor
 from segue.attention.base import PagedBackend
 from segue.distributed.collectives import Collectives
 from segue.kernels.triton.all_reduce import OneShotAllReduce
-from segue.kernels.triton.sampling import VocabPart, sample_plain
+from segue.kernels.triton.sampling import VocabShard, sample_plain
 from segue.kvcache.pool import KVPool
 from segue.messages.requests import SamplingMode
 from segue.messages.steps import StepPlan
@@ -69,10 +69,10 @@ class CUDAExecutor:
         """
         self._model = model
         self._collectives = collectives
-        self._vocab_shard: VocabPart | None = None
-        if isinstance(collectives.one_shot, OneShotAllReduce):
-            self._vocab_shard = VocabPart(
-                collectives.one_shot, model.shard.vocab_start, model.config.vocab_size
+        self._vocab_shard: VocabShard | None = None
+        if isinstance(collectives.fused_all_reduce, OneShotAllReduce):
+            self._vocab_shard = VocabShard(
+                collectives.fused_all_reduce, model.shard.vocab_start, model.config.vocab_size
             )
         self._state = state
         self._backend = backend

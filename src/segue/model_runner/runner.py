@@ -20,7 +20,7 @@ from segue.config import EngineConfig, parse_list, parse_sizes
 from segue.distributed.collectives import GroupCollectives
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
-from segue.distributed.symmetric import all_devices_meet
+from segue.distributed.symmetric import all_devices_have_peer_access
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
 from segue.layers import moe_backend
@@ -213,7 +213,7 @@ class ModelRunner:
                 config,
                 selection,
                 experts if model_config.moe else None,
-                can_capture_collectives=tp.size == 1 or groups.collectives.one_shot is not None,
+                can_capture_collectives=tp.size == 1 or groups.collectives.fused_all_reduce is not None,
             )
             captures = demand.reserve.graphs > 0
             budget = plan_pages(demand, config.num_kv_tokens)
@@ -259,7 +259,9 @@ class ModelRunner:
             progress.detail, num_graphs = "none: steps run eagerly", 0
             has_experts = model_config.moe is not None
             grid = resolve_grid(config, resolved, backend, selection.name, has_experts, captures=captures)
-            if resolved.device.type == "cuda" and (tp.size == 1 or groups.collectives.one_shot is not None):
+            if resolved.device.type == "cuda" and (
+                tp.size == 1 or groups.collectives.fused_all_reduce is not None
+            ):
                 self._executor = executor = _make_cuda_executor(
                     config, resolved, groups, model, state, kv, backend, sampler
                 )
@@ -303,7 +305,7 @@ class ModelRunner:
         allow = self._config.weights_master_allow
         return ServedWeights(
             arena=self.arena,
-            table=weight_map.build(self._source.config, self.tp),
+            weight_map=weight_map.build(self._source.config, self.tp),
             config=self._source.config,
             tp=self.tp,
             device=self.device,
@@ -334,14 +336,14 @@ def _add_one_shot(groups: TPGroups, resolved: ResolvedConfig, hidden_size: int) 
     from segue.kernels.triton.all_reduce import OneShotAllReduce
 
     assert isinstance(groups.collectives, GroupCollectives)
-    if not all_devices_meet(groups.tp.size):
+    if not all_devices_have_peer_access(groups.tp.size):
         logger.warning(
             "the CUDA devices cannot address each other's memory: all-reduces use NCCL, and steps run eagerly"
         )
         return 0
-    one_shot = OneShotAllReduce(groups, resolved.device, hidden_size, resolved.max_running_requests)
-    groups.collectives.one_shot = one_shot
-    return one_shot.num_bytes
+    fused_all_reduce = OneShotAllReduce(groups, resolved.device, hidden_size, resolved.max_running_requests)
+    groups.collectives.fused_all_reduce = fused_all_reduce
+    return fused_all_reduce.num_bytes
 
 
 def _agree_on_free_memory(groups: TPGroups, device: torch.device) -> int:

@@ -16,9 +16,9 @@ def internal_state(s: Scheduler) -> dict[str, Any]:
     resources, ratio = s.resources, s.new_token_ratio
     prefilling = [r.rid for r in s.running.values() if r.phase is RequestPhase.PREFILL]
     return {
-        "engine_paused": s.control.asked_state is PauseState.PAUSED,
-        "pause_mode": s.control.asked_mode,
-        "pause_state": s.control.asked_state.name.lower(),
+        "engine_paused": s.control.client_state is PauseState.PAUSED,
+        "pause_mode": s.control.client_mode,
+        "pause_state": s.control.client_state.name.lower(),
         "waiting_queue_size": len(s.waiting),
         "waiting_queue_rids": [r.rid for r in s.waiting],
         "running_batch_size": len(s.running),

@@ -71,15 +71,15 @@ class PauseControl:
         return max(self.holders.values(), key=_MODES.index, default=None)
 
     @property
-    def asked_mode(self) -> PauseMode | None:
+    def client_mode(self) -> PauseMode | None:
         """The strongest mode of all holds but the weight commit's, which is short and unseen by clients."""
         modes = (mode for holder, mode in self.holders.items() if holder != "weight_commit")
         return max(modes, key=_MODES.index, default=None)
 
     @property
-    def asked_state(self) -> PauseState:
+    def client_state(self) -> PauseState:
         """The state as a client sees it; :attr:`state` also counts the hold of a weight commit."""
-        if self.asked_mode is None:
+        if self.client_mode is None:
             return PauseState.RUNNING
         if self.state is PauseState.PAUSED and not self._user_waits():
             return PauseState.PAUSED
@@ -163,11 +163,13 @@ class PauseControl:
 
     def _must_wait(self) -> bool:
         """Whether a step or, in mode "wait", a request has to end before the pause takes effect."""
-        return bool(self._scheduler.in_flight or (self.mode == "wait" and self._scheduler.has_begun))
+        return bool(
+            self._scheduler.in_flight or (self.mode == "wait" and self._scheduler.has_started_requests)
+        )
 
     def _user_waits(self) -> bool:
         """Whether the user's pause waits for requests that have begun, even during a weight commit."""
-        return self.holders.get("user") == "wait" and self._scheduler.has_begun
+        return self.holders.get("user") == "wait" and self._scheduler.has_started_requests
 
     def _take_effect(self, now: float) -> None:
         """Enter PAUSED and apply the modes of the new holds.
@@ -195,7 +197,7 @@ class PauseControl:
             self._replies.append(
                 Paused(
                     call=call,
-                    mode=self.asked_mode,
+                    mode=self.client_mode,
                     num_running=len(self._scheduler.running),
                     num_waiting=len(self._scheduler.waiting),
                     num_retracted=num_retracted,

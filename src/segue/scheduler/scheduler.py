@@ -98,7 +98,7 @@ class Scheduler:
         if not 1 <= prompt_len < self.limits.max_seq_len:
             rule = f"must have 1 to {self.limits.max_seq_len - 1}, so that one more token fits the context"
             return _rejected(message, ContextLengthError, f"the prompt has {prompt_len} tokens, but {rule}")
-        if self.limits.reject_while_paused and (mode := self.control.asked_mode) is not None:
+        if self.limits.reject_while_paused and (mode := self.control.client_mode) is not None:
             text = f"generation is paused ({mode}), and --paused-policy is reject; retry later"
             return _rejected(message, PausedError, text)
         if len(self.waiting) >= self.limits.max_queued_requests:
@@ -237,10 +237,10 @@ class Scheduler:
         """Whether a step could be planned now, or after the step in flight."""
         if self.control.admits:
             return bool(self.running or self.waiting)
-        return self.control.runs and self.has_begun
+        return self.control.runs and self.has_started_requests
 
     @property
-    def has_begun(self) -> bool:
+    def has_started_requests(self) -> bool:
         """Whether a request runs, or waits because it was retracted."""
         return bool(self.running) or any(request.num_retractions for request in self.waiting)
 
@@ -440,8 +440,8 @@ class Scheduler:
     def output(self, **columns: Any) -> SchedulerOutput:
         """Returns a message to the frontend with the present counters; ``columns`` are its other fields."""
         totals = self.totals
-        totals.paused = self.control.asked_mode
-        totals.is_paused = self.control.asked_state is PauseState.PAUSED
+        totals.paused = self.control.client_mode
+        totals.is_paused = self.control.client_state is PauseState.PAUSED
         totals.num_running, totals.num_waiting = len(self.running), len(self.waiting)
         totals.num_accepted = self._arrivals
         totals.used_pages = self.limits.num_pages - self.resources.allocator.num_free

@@ -32,7 +32,7 @@ async def read_json(request: Request, check: Callable[[Any], T], shape: Callable
     data = await read_bytes(request, service.config.max_body_mib)
     if len(data) <= INLINE_BYTES:
         return check(_parse(data))
-    return await manager.workers.run(lambda: check(decode(data, shape(bounds))))
+    return await manager.thread_pool.run(lambda: check(decode(data, shape(bounds))))
 
 
 def _parse(data: bytes) -> Any:

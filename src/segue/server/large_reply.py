@@ -8,18 +8,18 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from segue.frontend.thread_pool import INLINE_ENTRIES, Workers
+from segue.frontend.thread_pool import INLINE_ENTRIES, ThreadPool
 from segue.server.errors import json_response
 
 ITEMS = 256  # items of a list that are encoded in one call
 _encode = msgspec.json.Encoder().encode
 
 
-async def reply_response(content: Any, num_entries: int, workers: Workers) -> Response:
+async def reply_response(content: Any, num_entries: int, thread_pool: ThreadPool) -> Response:
     """Returns a JSON reply. With more than ``INLINE_ENTRIES`` entries, a thread encodes it in pieces."""
     if num_entries <= INLINE_ENTRIES:
         return json_response(content)
-    data = await workers.run(lambda: b"".join(json_pieces(content)))
+    data = await thread_pool.run(lambda: b"".join(json_pieces(content)))
     return Response(data, media_type="application/json")
 
 

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 
 from segue.config import EngineConfig
 from segue.errors import ConfigError
-from segue.host import settle_heap
+from segue.host import freeze_heap
 from segue.launch.processes import WORKER_COMMAND
 from segue.launch.runtime import Runtime
 from segue.logs import logger
@@ -97,7 +97,7 @@ async def serve(
         if not starting.done():
             return 0 if signals.stop.is_set() else 1
         runtime = app.state.service.runtime = starting.result()
-        settle_heap()
+        freeze_heap()
         on_ready(runtime, url_of(listener))
         code = await _serve_until_the_end(runtime, stopping, http, config.exit_grace)
         if stopping.done() and not runtime.died.done():

@@ -37,7 +37,7 @@ async def generate(request: Request) -> Response:
         generation = await unless_gone(request, _begun(manager, call))
         return EventStream(_events(generation), native_body, generation.close)
     reply, num_entries = await unless_gone(request, _result(manager, call))
-    return await reply_response(reply, num_entries, manager.workers)
+    return await reply_response(reply, num_entries, manager.thread_pool)
 
 
 async def _begun(manager: TokenizerManager, call: NativeCall) -> Generation:

@@ -107,16 +107,16 @@ async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: 
     def choices() -> list[dict[str, Any]]:
         return [choice(dialect, index, output, wanted.logprobs >= 0) for index, output in enumerate(outputs)]
 
-    workers = runtime.manager.workers
+    thread_pool = runtime.manager.thread_pool
     reply = {
         "id": wanted.id,
         "object": dialect.object,
         "created": created,
         "model": runtime.name,
-        "choices": choices() if num_entries <= INLINE_ENTRIES else await workers.run(choices),
+        "choices": choices() if num_entries <= INLINE_ENTRIES else await thread_pool.run(choices),
         "usage": usage(ends),
     }
-    return await reply_response(reply, num_entries, workers)
+    return await reply_response(reply, num_entries, thread_pool)
 
 
 async def _submit(runtime: Runtime, wanted: Wanted) -> tuple[list[RequestStream], ExitStack]:

@@ -48,10 +48,10 @@ def _load(staged: StagedWeights, model_path: str, load_format: str | None) -> li
             "Start an engine with it instead",
             param="model_path",
         )
-    names = served.table.names
+    names = served.weight_map.names
 
     on_cpu = served.device.type == "cpu"
-    widest = max(shape[-1] for shape in served.table.shapes.values())
+    widest = max(shape[-1] for shape in served.weight_map.shapes.values())
     staging_bytes = max(_STAGING_BYTES, 8 * widest) if on_cpu else STAGING_BYTES
 
     def make() -> Arena:
@@ -61,7 +61,7 @@ def _load(staged: StagedWeights, model_path: str, load_format: str | None) -> li
 
     with staged.memory.on_stream():
         for _ in read_weights(
-            source, served.table, make, served.dtype, seed=served.seed, staging_bytes=staging_bytes
+            source, served.weight_map, make, served.dtype, seed=served.seed, staging_bytes=staging_bytes
         ):
             model_files.check_wanted()
     staged.memory.synchronize()

@@ -143,7 +143,7 @@ class ZeroCopyTensors:
     @property
     def parameters(self) -> set[str]:
         """The model's parameters that these tensors write, in whole or in part."""
-        slices = self._served.table.slices
+        slices = self._served.weight_map.slices
         return {part.parameter for name in self._tensors for part in slices.get(name, ())}
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -154,12 +154,12 @@ class ZeroCopyTensors:
                 tensor[part.source],
             )
             for name, tensor in self._tensors.items()
-            for part in self._served.table.slices.get(name, ())
+            for part in self._served.weight_map.slices.get(name, ())
         ]
 
     def problems(self) -> list[str]:
         """Returns the problems of the values: not finite, or different from a tied tensor."""
-        table, dtype = self._served.table, self._served.dtype
+        table, dtype = self._served.weight_map, self._served.dtype
         slices = [
             (name, part, tensor[part.source])
             for name, tensor in self._tensors.items()

@@ -47,7 +47,7 @@ class Inspector:
         return {"differ": self._differing()}
 
     def _values(self, name: str, size: int) -> dict[str, Any]:
-        table = self._served.table
+        table = self._served.weight_map
         meaning = table.aliases.get(name, name)
         if meaning not in table.slices:
             raise InvalidRequestError(
@@ -111,7 +111,7 @@ class Inspector:
             raise InvalidRequestError(
                 "there is no snapshot to compare with: take one first (action 'snapshot')"
             )
-        table, arena = self._served.table, self._served.arena
+        table, arena = self._served.weight_map, self._served.arena
         changed = {
             name
             for name, values in self._snapshot.items()
@@ -137,7 +137,7 @@ class Inspector:
 
 def _owned_slices(served: ServedWeights) -> dict[str, tuple[Slice, ...]]:
     """Returns the slices that this rank counts: a slice that several ranks hold counts on the first."""
-    table, tp = served.table, served.tp
+    table, tp = served.weight_map, served.tp
     if tp.rank == 0:
         return {name: table.slices[name] for name in table.names}
     before = weight_map.build(served.config, TPInfo(rank=tp.rank - 1, size=tp.size)).slices

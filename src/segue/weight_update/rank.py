@@ -225,7 +225,7 @@ class WeightUpdater:
 
     def _stage(self, session: RankSession, manifest: Manifest) -> list[str]:
         group = self._group(manifest)
-        problems = check(manifest, self._served.table)
+        problems = check(manifest, self._served.weight_map)
         if problems:
             return problems
         manifest = normalised(manifest)
@@ -278,7 +278,11 @@ class WeightUpdater:
             session.manifest = session.sink = None
             session.is_receiving = True
             session.receiver = Receiver(
-                group, manifest, takes, Callbacks(ready, progress, done), gloo_timeout_s=command.longest_s
+                group,
+                manifest,
+                takes,
+                Callbacks(ready, progress, done),
+                gloo_timeout_s=command.gloo_timeout_s,
             )
 
     def _group(self, manifest: Manifest) -> JoinedGroup:
@@ -310,7 +314,7 @@ class WeightUpdater:
             shapes=[list(tensor.shape) for _, tensor in tensors],
         )
         manifest = Manifest(group_name="", buckets=[bucket], partial=True)
-        problems = check(manifest, served.table)
+        problems = check(manifest, served.weight_map)
         if problems:
             return problems
         session.num_bytes += bucket_bytes(bucket)

@@ -31,7 +31,7 @@ class ServedWeights:
     """The weights that a rank serves with, and the means to change them."""
 
     arena: Arena
-    table: WeightMap
+    weight_map: WeightMap
     config: ModelConfig
     tp: TPInfo
     device: torch.device
@@ -55,9 +55,9 @@ class ServedWeights:
     @cached_property
     def writers(self) -> Mapping[str, frozenset[str]]:
         """Parameter -> the checkpoint names, none of them stacked, that together write all of it."""
-        found: dict[str, set[str]] = {parameter: set() for parameter in self.table.parameters}
-        for name in self.table.names:
-            for part in self.table.slices[name]:
+        found: dict[str, set[str]] = {parameter: set() for parameter in self.weight_map.parameters}
+        for name in self.weight_map.names:
+            for part in self.weight_map.slices[name]:
                 found[part.parameter].add(name)
         return {parameter: frozenset(names) for parameter, names in found.items()}
 

@@ -37,7 +37,7 @@ class StagedWeights:
     @property
     def parameters(self) -> list[str]:
         """The model's parameters that are staged."""
-        return [name for name in self._views if name not in self.served.table.aliases]
+        return [name for name in self._views if name not in self.served.weight_map.aliases]
 
     @property
     def whole(self) -> Arena:
@@ -54,7 +54,7 @@ class StagedWeights:
         Raises:
             OutOfMemoryError: there is too little memory; the message says how many bytes are missing.
         """
-        table = self.served.table
+        table = self.served.weight_map
         names = list(names)
         aliases = [name for name in names if name in table.aliases and name not in self._views]
         written = {
@@ -75,8 +75,8 @@ class StagedWeights:
 
     def parts(self, name: str) -> Iterator[tuple[Tensor, Box]]:
         """Yields staging memory and source slice of each part that this rank keeps of tensor `name`."""
-        meaning = self.served.table.aliases.get(name)
-        for part in self.served.table.slices[meaning or name]:
+        meaning = self.served.weight_map.aliases.get(name)
+        for part in self.served.weight_map.slices[meaning or name]:
             if meaning is None:
                 yield box_of(self._views[part.parameter], part.destination, len(part.source)), part.source
             else:
@@ -118,7 +118,9 @@ class StagedWeights:
             self._views[spec.name] = staging.arena.view(spec.name)
 
     def _tied_spec(self, name: str) -> TensorSpec:
-        rows = [part.source[0] for part in self.served.table.slices[self.served.table.aliases[name]]]
+        rows = [
+            part.source[0] for part in self.served.weight_map.slices[self.served.weight_map.aliases[name]]
+        ]
         shape = (sum(box.stop - box.start for box in rows), self.served.config.hidden_size)
         return TensorSpec(name=name, shape=shape, dtype=self.served.dtype)
 
@@ -126,11 +128,11 @@ class StagedWeights:
         view = self._views[parameter]
         if not self.served.writers[parameter] <= self.names:
             copy_into(view, self.served.arena.view(parameter))
-        elif parameter in self.served.table.padding:
-            view[self.served.table.padding[parameter]].zero_()
+        elif parameter in self.served.weight_map.padding:
+            view[self.served.weight_map.padding[parameter]].zero_()
 
     def _not_finite(self, names: Collection[str]) -> list[str]:
-        table = self.served.table
+        table = self.served.weight_map
         parameters = list({part.parameter for name in names for part in table.slices.get(name, ())})
         found = are_finite([self._views[name] for name in parameters], self.served.dtype)
         bad = {name for name, finite in zip(parameters, found, strict=True) if not finite}
@@ -142,7 +144,7 @@ class StagedWeights:
         ]
 
     def _untied(self, names: Collection[str]) -> list[str]:
-        table, found = self.served.table, []
+        table, found = self.served.weight_map, []
         for name, meaning in table.aliases.items():
             if name not in names:
                 continue

@@ -22,8 +22,8 @@ from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import EngineStartError, SegueError
-from segue.heartbeat import Pulse, Turn
-from segue.host import settle_heap
+from segue.heartbeat import HeartbeatSender, Turn
+from segue.host import freeze_heap
 from segue.logs import configure, logger
 from segue.messages.control import InitStep, Ready, StartFailed
 from segue.messages.steps import RankEvent
@@ -86,7 +86,7 @@ def run_scheduler(
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
             )
             if not embedded:
-                settle_heap()
+                freeze_heap()
             outbox.send(msgspec.msgpack.encode(_ready(runner, steps)))
             loop.run()
         finally:
@@ -200,7 +200,7 @@ def _run_follower(
     started = start_runner(config, tp, run_dir, outbox)
     outbox.close(linger=500)
     if started is not None:
-        settle_heap()
+        freeze_heap()
         runner, sender = started[0], EventSender(context, run_dir)
         updater = WeightUpdater(runner.served_weights(), sender.send)
         follow(runner, updater, messages, sender.send, depth=OVERLAP_DEPTH, turn=turn)
@@ -224,7 +224,7 @@ def main() -> None:
     addresses = (f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
     context: zmq.Context[Any] = zmq.Context()
     try:
-        with Pulse(context, addresses[1], tp.rank, config.ping_s) as pulse:
+        with HeartbeatSender(context, addresses[1], tp.rank, config.ping_s) as pulse:
             if tp.rank == 0:
                 run_scheduler(config, run_dir, addresses, context, size=tp.size, turn=pulse.turn)
             else:

@@ -36,10 +36,10 @@ Filters = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class VocabPart:
+class VocabShard:
     """One rank's shard of the vocabulary."""
 
-    one_shot: OneShotAllReduce
+    fused_all_reduce: OneShotAllReduce
     start: int  # first token of the shard; a multiple of 128
     vocab_size: int  # of all shards together
 
@@ -246,7 +246,7 @@ def sample_plain(
     logprob_ring: Tensor,
     ring_index: Tensor,
     filters: Filters | None = None,
-    part: VocabPart | None = None,
+    part: VocabShard | None = None,
 ) -> None:
     """Sample one token for each of B rows; writes it to the token pool and to a line of `ring`.
 
@@ -301,7 +301,7 @@ def _launch(
     *,
     write_state: bool = True,
     filters: Filters | None = None,
-    part: VocabPart | None = None,
+    part: VocabShard | None = None,
 ) -> None:
     """Run both kernels; with `write_state` they also write the token pool and the log-probabilities."""
     logits = logits.contiguous()  # they may be a slice without the vocabulary's padding
@@ -337,16 +337,20 @@ def _launch(
         *targets,
         ring.stride(0),
         filtered,
-        *((part.one_shot.candidates, part.one_shot.candidate_epochs) if part else (ring, ring)),
-        part.one_shot.sampling_rows if part else 0,
+        *(
+            (part.fused_all_reduce.candidates, part.fused_all_reduce.candidate_epochs)
+            if part
+            else (ring, ring)
+        ),
+        part.fused_all_reduce.sampling_rows if part else 0,
         logits.stride(0),
         start,
         size,
         vocab_size,
         num_chunks,
         FILTERS=filters is not None,
-        RANK=part.one_shot.tp.rank if part else 0,
-        WORLD=part.one_shot.tp.size if part else 1,
+        RANK=part.fused_all_reduce.tp.rank if part else 0,
+        WORLD=part.fused_all_reduce.tp.size if part else 1,
         WRITE_STATE=write_state,
         CHUNKS=triton.next_power_of_2(num_chunks),
         BLOCK=_BLOCK,

@@ -82,7 +82,7 @@ class UpdateSession:
         return silence if self.answer_by is None else min(silence, self.answer_by)
 
     @property
-    def longest_s(self) -> float:
+    def gloo_timeout_s(self) -> float:
         """Longer than any broadcast of a session: both silences, and the time to copy the last tensors."""
         return self.arm_timeout_s + 2 * self.timeout_s + COPY_S
 

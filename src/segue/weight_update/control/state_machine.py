@@ -215,7 +215,7 @@ class WeightMachine:
         session.buckets, session.bytes, session.done = {}, {}, set()
         self._enter(session, UpdatePhase.STAGING, now)
 
-        longest_s = session.longest_s
+        gloo_timeout_s = session.gloo_timeout_s
 
         def staged(replies: list[RankReply], now: float) -> None:
             if self.session is not session:
@@ -226,7 +226,8 @@ class WeightMachine:
             session.staging = staging(replies)
             self._enter(session, UpdatePhase.POSTING, now)
             self._fan_out.send(
-                lambda _, call: Receive(call=call, session=session.number, longest_s=longest_s), posted
+                lambda _, call: Receive(call=call, session=session.number, gloo_timeout_s=gloo_timeout_s),
+                posted,
             )
 
         def posted(replies: list[RankReply], now: float) -> None:

@@ -195,8 +195,8 @@ class Receiver:
         self._callbacks.done(error)
 
 
-def _timeout_error(has_begun: bool, timeout_s: float) -> str:
-    if has_begun:
+def _timeout_error(has_started_requests: bool, timeout_s: float) -> str:
+    if has_started_requests:
         return f"nothing was received for {timeout_s:g} s (timeout_s), in the middle of the update"
     return f"nothing was received within {timeout_s:g} s (arm_timeout_s)"
 
