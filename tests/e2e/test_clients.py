@@ -93,7 +93,7 @@ class Trainer:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen([sys.executable, str(TRAINER)], stdin=pipe, stdout=pipe, text=True)
 
-    def tell(self, line: str, answer: str) -> None:
+    def order(self, line: str, answer: str) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
@@ -113,10 +113,10 @@ def test_a_client_of_old_ends_with_its_weights(
     trainer: Trainer, servers: Servers, checkpoints: list[Path], name: str
 ) -> None:
     client = servers.clients[0]
-    trainer.tell(json.dumps([name, client.served.url, str(checkpoints[1] / "sent")]), "met")
+    trainer.order(json.dumps([name, client.served.url, str(checkpoints[1] / "sent")]), "met")
     running = client.start(None, greedy(2000), rid="running", input_ids=PROMPTS[0])
     client.until(running_batch_rids=["running"])
-    trainer.tell("go", "done")
+    trainer.order("go", "done")
     if name == "seed":  # the others have ended it
         client.until_more(client.state()["num_generated_tokens"])
         client.abort("running")

@@ -29,7 +29,7 @@ class Over(Exception):
     pass
 
 
-class Session:
+class Observer:
     """Records the calls that an observer of a receive gets."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ def receive_from(group: Store, num_buckets: int = 2) -> NcclReceive:
     return found
 
 
-def in_thread(receiving: NcclReceive, session: Session) -> tuple[threading.Thread, list[BaseException]]:
+def in_thread(receiving: NcclReceive, session: Observer) -> tuple[threading.Thread, list[BaseException]]:
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -171,7 +171,7 @@ def joined(trainer: Any, groups: Groups, new_group: NewGroup, monkeypatch: pytes
 
 @pytest.mark.parametrize("flattened", [False, True])
 def test_all_tensors_arrive(trainer: Any, joined: JoinedGroup, flattened: bool) -> None:
-    sink, session = Kept(), Session()
+    sink, session = Kept(), Observer()
     broadcasts = plan(manifest("g", BUCKETS, flattened=flattened), sink, torch.device("cuda"))
     thread, raised = in_thread(NcclReceive(joined, broadcasts, sink), session)
     trainer.send(joined.group, BUCKETS, flattened=flattened)
@@ -191,7 +191,7 @@ def test_tensors_arrive_as_their_buckets_are_announced(
     store.set(ANNOUNCED_KEY, "0")
     announced = 0
     for _ in range(2):  # sessions
-        sink, session = Kept(), Session()
+        sink, session = Kept(), Observer()
         broadcasts = plan(manifest("g", BUCKETS, flattened=flattened), sink, torch.device("cuda"))
         thread, raised = in_thread(NcclReceive(joined, broadcasts, sink), session)
         trainer.send(joined.group, BUCKETS, flattened=flattened)
@@ -213,7 +213,7 @@ def has_just(sink: Kept, names: list[str]) -> bool:
 
 
 def test_no_receive_is_queued_before_its_bucket_is_announced() -> None:
-    group, session = Store(), Session()
+    group, session = Store(), Observer()
     receiving = receive_from(group)
     thread, raised = in_thread(receiving, session)
     for _ in range(3):
@@ -226,7 +226,7 @@ def test_no_receive_is_queued_before_its_bucket_is_announced() -> None:
 
 
 def test_received_buckets_are_counted_while_the_next_one_is_not_announced(wait_until: WaitUntil) -> None:
-    group, session = Store(), Session()
+    group, session = Store(), Observer()
     receiving: Any = receive_from(group)
     is_received = threading.Event()
     receiving._in_flight.append((receiving._broadcasts[0], SimpleNamespace(query=is_received.is_set)))
@@ -241,7 +241,7 @@ def test_received_buckets_are_counted_while_the_next_one_is_not_announced(wait_u
 
 @pytest.mark.parametrize("answer", [0, 2])
 def test_a_receive_that_waits_for_its_trainer_is_released_and_does_nothing_later(answer: int) -> None:
-    group, session = Store(), Session()
+    group, session = Store(), Observer()
     receiving: Any = receive_from(group)
     group.answers.clear()
     thread, raised = in_thread(receiving, session)
@@ -299,7 +299,7 @@ def test_flattened_buckets_are_received_into_registered_buffers_that_the_group_k
     monkeypatch.setattr(joined.process_group, "eager_connect_single_device", connect, raising=False)
     monkeypatch.setattr(joined, "_is_communicator_built", False)
     for _ in range(2):
-        sink, session = Kept(), Session()
+        sink, session = Kept(), Observer()
         broadcasts = plan(manifest("g", BUCKETS, flattened=True), sink, torch.device("cuda"))
         receiving = NcclReceive(joined, broadcasts, sink, registered=True)
         (buffers,) = registered

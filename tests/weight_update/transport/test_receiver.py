@@ -43,7 +43,7 @@ class Kept:
         self.tensors[name] = tensor.clone()
 
 
-class Session:
+class Observer:
     """A receiver, and a record of its callbacks."""
 
     def __init__(self, group: JoinedGroup, buckets: list[Tensors], sink: Any = None, **options: Any) -> None:
@@ -105,7 +105,7 @@ def joined(trainer: Any, groups: Groups, new_group: NewGroup) -> JoinedGroup:
 
 @pytest.mark.parametrize("flattened", [False, True])
 def test_all_tensors_arrive(trainer: Any, joined: JoinedGroup, flattened: bool) -> None:
-    session = Session(joined, BUCKETS, flattened=flattened)
+    session = Observer(joined, BUCKETS, flattened=flattened)
     assert session.ready.wait(10)
     trainer.send(joined.group, BUCKETS, flattened=flattened)
     assert session.end() is None
@@ -123,7 +123,7 @@ def test_a_broadcast_that_began_before_the_receive_arrives(
     trainer: Any, joined: JoinedGroup, flattened: bool
 ) -> None:
     trainer.send(joined.group, BUCKETS, flattened=flattened)
-    session = Session(joined, BUCKETS, flattened=flattened)
+    session = Observer(joined, BUCKETS, flattened=flattened)
     assert session.end() is None
     assert_received(session.sink.tensors, BUCKETS)
 
@@ -134,7 +134,7 @@ def test_a_broadcast_that_began_before_the_receive_arrives(
 def test_a_broadcast_of_another_size_than_in_the_manifest_is_an_error(
     trainer: Any, joined: JoinedGroup, sent: int, word: str
 ) -> None:
-    session = Session(joined, [[("first", "uint8", [8])], [("second", "uint8", [100_000])]], flattened=True)
+    session = Observer(joined, [[("first", "uint8", [8])], [("second", "uint8", [100_000])]], flattened=True)
     trainer.send(joined.group, [[("first", "uint8", [8])], [("second", "uint8", [sent])]], flattened=True)
     error = session.end()
     assert error is not None
@@ -145,7 +145,7 @@ def test_a_broadcast_of_another_size_than_in_the_manifest_is_an_error(
 
 @pytest.mark.parametrize("buckets", [[], [[], []]])
 def test_a_manifest_without_tensors_is_received_at_once(joined: JoinedGroup, buckets: list[Tensors]) -> None:
-    session = Session(joined, buckets)
+    session = Observer(joined, buckets)
     assert session.end() is None
     assert session.ready.is_set()
     assert session.progress == ([(len(buckets), 0)] if buckets else [])
@@ -153,7 +153,7 @@ def test_a_manifest_without_tensors_is_received_at_once(joined: JoinedGroup, buc
 
 
 def test_a_discarded_manifest_is_received_and_dropped(trainer: Any, joined: JoinedGroup) -> None:
-    session = Session(joined, BUCKETS, discard=True)
+    session = Observer(joined, BUCKETS, discard=True)
     trainer.send(joined.group, BUCKETS, flattened=False)
     assert session.end() is None
     assert session.sink.tensors == {}
@@ -165,7 +165,7 @@ def test_a_session_with_a_posted_receive_is_cancelled_at_once(
     trainer: Any, joined: JoinedGroup, num_threads: Callable[[], int], wait_until: WaitUntil
 ) -> None:
     threads = num_threads()
-    session = Session(joined, BUCKETS)
+    session = Observer(joined, BUCKETS)
     assert session.ready.wait(10)
     began = time.monotonic()
     session.receiver.cancel("no longer wanted")
@@ -178,7 +178,7 @@ def test_a_session_with_a_posted_receive_is_cancelled_at_once(
 
 
 def test_cancelling_an_ended_session_changes_nothing(trainer: Any, joined: JoinedGroup) -> None:
-    session = Session(joined, BUCKETS)
+    session = Observer(joined, BUCKETS)
     trainer.send(joined.group, BUCKETS, flattened=False)
     assert session.end() is None
     session.receiver.cancel()
@@ -188,14 +188,14 @@ def test_cancelling_an_ended_session_changes_nothing(trainer: Any, joined: Joine
 
 def test_silence_before_the_first_broadcast_ends_at_the_arm_timeout(joined: JoinedGroup) -> None:
     began = time.monotonic()
-    session = Session(joined, BUCKETS, arm_timeout_s=0.5, timeout_s=60.0)
+    session = Observer(joined, BUCKETS, arm_timeout_s=0.5, timeout_s=60.0)
     assert session.end(3) == "nothing was received within 0.5 s (arm_timeout_s)"
     assert 0.4 < time.monotonic() - began < 2
     assert not joined.alive
 
 
 def test_silence_after_the_first_broadcast_ends_at_the_timeout(trainer: Any, joined: JoinedGroup) -> None:
-    session = Session(joined, BUCKETS, flattened=True, arm_timeout_s=60.0, timeout_s=0.5)
+    session = Observer(joined, BUCKETS, flattened=True, arm_timeout_s=60.0, timeout_s=0.5)
     trainer.send(joined.group, BUCKETS[:1], flattened=True)
     assert session.end(3) == "nothing was received for 0.5 s (timeout_s), in the middle of the update"
     assert session.progress[-1][0] == 1
@@ -220,7 +220,7 @@ def test_a_trainer_killed_in_a_broadcast_ends_the_session_and_another_one_is_joi
             killed.append(time.monotonic())
             super().store(name, tensor)
 
-    session = Session(joined, large, Kills(), flattened=flattened, gloo_timeout_s=3.0)
+    session = Observer(joined, large, Kills(), flattened=flattened, gloo_timeout_s=3.0)
     error = session.end(5)
     assert error is not None
     assert error.startswith("the connection to the trainer was lost")
@@ -235,7 +235,7 @@ def test_a_trainer_killed_in_a_broadcast_ends_the_session_and_another_one_is_joi
 
     second = new_trainer()
     joined = second.meet(groups, group)
-    session = Session(joined, BUCKETS, flattened=flattened)
+    session = Observer(joined, BUCKETS, flattened=flattened)
     second.send(group, BUCKETS, flattened=flattened)
     assert session.end() is None
     assert_received(session.sink.tensors, BUCKETS)
@@ -246,7 +246,7 @@ def test_a_trainer_killed_before_its_first_broadcast_ends_the_session(
 ) -> None:
     trainer = new_trainer()
     joined = trainer.meet(groups, new_group())
-    session = Session(joined, BUCKETS)
+    session = Observer(joined, BUCKETS)
     assert session.ready.wait(10)
     trainer.kill()
     error = session.end(1)
@@ -259,7 +259,7 @@ def test_a_sink_that_fails_ends_the_session_and_frees_the_trainer(trainer: Any, 
         def store(self, name: str, tensor: Tensor) -> None:
             raise RuntimeError("no space left")
 
-    session = Session(joined, BUCKETS, Full())
+    session = Observer(joined, BUCKETS, Full())
     trainer.send(joined.group, BUCKETS * 3, flattened=False)
     assert session.end() == "no space left"
     assert not joined.alive
@@ -284,7 +284,7 @@ def three_ranks(trainer: Any, new_group: NewGroup) -> Iterator[list[JoinedGroup]
 
 @pytest.mark.parametrize("flattened", [False, True])
 def test_all_ranks_receive(trainer: Any, three_ranks: list[JoinedGroup], flattened: bool) -> None:
-    sessions = [Session(group, BUCKETS, flattened=flattened) for group in three_ranks]
+    sessions = [Observer(group, BUCKETS, flattened=flattened) for group in three_ranks]
     trainer.send(three_ranks[0].group, BUCKETS, flattened=flattened)
     assert [session.end() for session in sessions] == [None] * 3
     for session in sessions:
@@ -295,7 +295,7 @@ def test_an_inner_rank_of_gloos_tree_forwards_exactly_the_manifests_bytes(
     trainer: Any, three_ranks: list[JoinedGroup]
 ) -> None:
     buckets: list[Tensors] = [[("large", "uint8", [1000])], [("small", "uint8", [10])]]
-    sessions = [Session(group, buckets) for group in three_ranks[:2]]
+    sessions = [Observer(group, buckets) for group in three_ranks[:2]]
     trainer.send(three_ranks[0].group, buckets, flattened=False)
     for bucket in buckets:
         ((name, dtype, shape),) = bucket
@@ -306,7 +306,7 @@ def test_an_inner_rank_of_gloos_tree_forwards_exactly_the_manifests_bytes(
 
 
 def test_all_ranks_notice_a_killed_trainer(trainer: Any, three_ranks: list[JoinedGroup]) -> None:
-    sessions = [Session(group, BUCKETS) for group in three_ranks]
+    sessions = [Observer(group, BUCKETS) for group in three_ranks]
     assert all(session.ready.wait(10) for session in sessions)
     trainer.kill()
     for session in sessions:
@@ -325,7 +325,7 @@ def test_a_trainer_may_end_before_its_broadcasts_are_stored(trainer: Any, joined
             super().store(name, tensor)
 
     buckets = [BUCKETS[0][:2]]
-    session = Session(joined, buckets, Slow())
+    session = Observer(joined, buckets, Slow())
     trainer.send(joined.group, buckets, flattened=False)
     assert session.end() is None
     assert_received(session.sink.tensors, buckets)
@@ -353,7 +353,7 @@ groups.close()
 
 def test_a_dead_group_receives_nothing(joined: JoinedGroup) -> None:
     joined.mark_dead("for a test")
-    error = Session(joined, BUCKETS).end()
+    error = Observer(joined, BUCKETS).end()
     assert error is not None
     assert "is dead: for a test" in error
 
@@ -367,7 +367,7 @@ def share_of_a_core() -> float:
 
 def test_a_posted_receive_uses_no_processor_time(joined: JoinedGroup) -> None:
     before = min(share_of_a_core() for _ in range(2))  # servers of other tests may run in this process
-    session = Session(joined, BUCKETS, arm_timeout_s=600.0)
+    session = Observer(joined, BUCKETS, arm_timeout_s=600.0)
     assert session.ready.wait(10)
     deadline = time.monotonic() + 15.0
     share = 1.0
@@ -384,7 +384,7 @@ def many_rounds(
     buckets: list[Tensors] = [[(f"w{i}", "bfloat16", [64, 16])] for i in range(num_buckets)]
     for number in range(rounds):
         flattened = number % 2 == 0
-        session = Session(joined, buckets, flattened=flattened)
+        session = Observer(joined, buckets, flattened=flattened)
         assert session.ready.wait(10)
         trainer.send(joined.group, buckets, flattened=flattened, after=delays[number % len(delays)])
         assert session.end() is None
