@@ -261,7 +261,7 @@ def test_integer_weights_are_an_error_that_names_the_tensor(changed: Callable[[s
 def test_weights_given_twice_are_an_error(changed: Callable[[str, Change], Path]) -> None:
     name = "model.layers.0.mlp.experts.down_proj"
     path = changed("qwen3-moe", lambda tensors: tensors.update({name: torch.zeros(3, 48, 24)}))
-    with pytest.raises(ModelFileError, match=r"two names: see those for layers.0.mlp.experts.down"):
+    with pytest.raises(ModelFileError, match=r"two names: see the names that fill layers.0.mlp.experts.down"):
         tiny.load(path)
 
 

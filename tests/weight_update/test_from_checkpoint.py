@@ -105,7 +105,7 @@ def test_reading_ends_when_the_session_is_discarded(
     assert reached.wait(20)
     discard = rank.send(Discard, session=1)
     go.set()
-    assert rank.reply(load).errors == ["discarded while it was read"]
+    assert rank.reply(load).errors == ["the update was discarded while its files were read"]
     assert rank.reply(discard).errors == []
 
 
@@ -201,7 +201,7 @@ def test_reading_ends_within_a_second_of_a_discard(rank: Rank, tmp_path: Path, w
     wait_until(lambda: read_of(endless) > 4 << 20, what="a reader in the middle of the file")
     discard = rank.send(Discard, session=1)
     began = time.monotonic()
-    assert rank.reply(load).errors == ["discarded while it was read"]
+    assert rank.reply(load).errors == ["the update was discarded while its files were read"]
     assert time.monotonic() - began < 1
     assert rank.reply(discard).errors == []
     new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
@@ -306,7 +306,7 @@ def test_a_download_ends_when_the_session_is_discarded(
     while not (mark.exists() and mark.read_text()):
         assert time.monotonic() < deadline
     discard = rank.send(Discard, session=1)
-    assert rank.reply(load).errors == ["discarded while it was read"]
+    assert rank.reply(load).errors == ["the update was discarded while its files were read"]
     assert rank.reply(discard).errors == []
     assert not Path(f"/proc/{mark.read_text()}").exists()
 

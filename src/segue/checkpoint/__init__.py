@@ -1,1 +1,1 @@
-"""From a name or a directory to weights in memory: sources, hub, caches, file formats."""
+"""Resolves a model's name or directory, and loads its weights: sources, hub, caches and file formats."""

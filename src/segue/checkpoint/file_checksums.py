@@ -1,7 +1,7 @@
 """Checksums of the files that Segue writes into the user's cache, kept in a file beside them.
 
-CRC-32: what is looked for is damage by a disk, a power failure or a stray write, and it takes half the time
-of SHA-256 (measured on a CPU with instructions for both: 3.9 and 1.8 GB per second and thread).
+The checksum is CRC-32: it finds damage by a disk, a power failure or a stray write, in half the time of
+SHA-256 (measured on a CPU with instructions for both: 3.9 and 1.8 GB per second and thread).
 """
 
 import json
@@ -11,22 +11,22 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_PIECE = 32 << 20  # bytes that have a checksum of their own, so that several threads can look at one file
-_BLOCK = 1 << 20  # bytes read at once: they stay in a core's cache until they are summed up
+_PIECE = 32 << 20  # bytes per checksum, so that several threads can check one file
+_BLOCK = 1 << 20  # bytes per read: they stay in a core's cache until their checksum is computed
 _MAX_THREADS = 4
 
 
 def write(record: Path, names: Iterable[str]) -> None:
-    """Write to `record` the checksums of the files `names` of its directory.
+    """Write to `record` the checksums of the files `names`, which lie in the directory of `record`.
 
     Raises:
-        OSError: a file cannot be read, or `record` not be written.
+        OSError: a file cannot be read, or `record` cannot be written.
     """
     record.write_text(json.dumps({name: _checksums(record.parent / name) for name in names}))
 
 
 def find_damage(record: Path) -> str | None:
-    """What is wrong with the files that `record` tells of, for a log; None if they are as written."""
+    """Return what is wrong with the files listed in `record`, as a log text; None if they are as written."""
     try:
         known = json.loads(record.read_text())
     except FileNotFoundError:
@@ -40,15 +40,15 @@ def find_damage(record: Path) -> str | None:
             found = _checksums(record.parent / name)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        except ValueError:  # the record itself is damaged, and the name none that a file can have
-            return f"{record.name} names a file {name!a}"
+        except ValueError:  # the record itself is damaged: no file can have this name
+            return f"{record.name} names a file {name!a}, which cannot exist"
         if found != checksums:
             return f"{name} differs from what was written"
     return None
 
 
 def _checksums(path: Path) -> list[int]:
-    """One checksum per piece, the last of which may be empty."""
+    """Return one checksum per piece; the last piece may be empty."""
     handle = os.open(path, os.O_RDONLY)
     try:
         starts = range(0, os.fstat(handle).st_size + 1, _PIECE)

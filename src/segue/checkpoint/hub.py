@@ -1,4 +1,4 @@
-"""Fetching a model from the Hugging Face hub, or from its local cache when that has it."""
+"""Fetches a model from the Hugging Face hub, or from the hub's local cache if the model is there."""
 
 import os
 import re
@@ -25,7 +25,9 @@ def is_repository_id(model: str) -> bool:
 
 
 def fetch(model: str, *, weights: bool) -> Path:
-    """The local directory with the files of `model`, with `weights` or without, fetched if not there.
+    """Return the local directory with the files of `model`, after fetching those that are missing.
+
+    `weights`: whether to fetch the weights too.
 
     Raises:
         ModelFileError: there is no such model, or the hub cannot be reached and the model was never fetched.
@@ -47,20 +49,20 @@ def fetch(model: str, *, weights: bool) -> Path:
     except (LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ModelFileError(
             f"model {model!r} is no local file or directory, and the Hugging Face hub cannot be reached to "
-            f"fetch it ({_first_line(error)}). Give the path of a model directory or GGUF file, or fetch it "
-            f"with `hf download {model}` while there is a network"
+            f"fetch it ({_first_line(error)}). Give the path of a model directory or GGUF file, or fetch the "
+            f"model with `hf download {model}` while there is a network"
         ) from error
 
 
 def cache_directory() -> Path:
-    """Where fetched models are kept."""
+    """Return the directory of the hub's local cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
 
 
 def _fetch_in_child(model: str, patterns: list[str]) -> Path:
-    """Fetch in a process that can be ended: a download that has begun cannot be called back."""
+    """Fetch in a child process, which can be killed: a download within this process cannot be cancelled."""
     with subprocess.Popen(
         [sys.executable, "-c", _CHILD, model, *patterns],
         stdin=subprocess.DEVNULL,
@@ -79,7 +81,7 @@ def _fetch_in_child(model: str, patterns: list[str]) -> Path:
         finally:
             child.kill()
     if child.returncode != 0:
-        reason = next(iter(reversed(errors.strip().splitlines())), "it ended without a word")
+        reason = next(iter(reversed(errors.strip().splitlines())), "the download process gave no reason")
         raise ModelFileError(
             f"model {model!r} cannot be fetched from the Hugging Face hub ({reason[:300]}). Check the name; "
             "for a private or gated model, log in with `hf auth login` where the server runs"

@@ -1,4 +1,4 @@
-"""Filling a rank's arena with weights: safetensors, GGUF or made up, in one pass without a second copy."""
+"""Loads a rank's weights into its arena, from safetensors, GGUF or dummy weights, without a second copy."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ from segue.checkpoint.shards import Shards
 from segue.checkpoint.source import ModelSource
 from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena, TensorSpec, bind
-from segue.models import weight_map
 from segue.models.config import ModelConfig
 from segue.models.weight_map import WeightMap
+from segue.models.weight_map import build as build_weight_map
 
 
 def load_weights(
@@ -31,44 +31,44 @@ def load_weights(
     *,
     seed: int = 0,
 ) -> Arena:
-    """Fill a new arena with this rank's share of the weights, and bind `model`, so far on `meta`, to it.
+    """Fill a new arena with this rank's shard of the weights, and bind `model` to it.
 
-    Values are cast to the parameters' dtype; `dtype` is the one a GGUF file is converted to. `progress` None
-    shows a bar on rank 0 of a terminal. `seed` is that of dummy weights.
+    `model` is on `meta` before. A GGUF file is converted to `dtype`; all values are cast to the parameters'
+    dtype. With `progress` None, rank 0 shows a progress bar on a terminal. `seed` is for dummy weights.
 
     Raises:
         ModelFileError: a file or tensor is missing, truncated, corrupt or of the wrong shape, or has values
-            that are not finite; both are named.
+            that are not finite; the text names the file and the tensor.
         CacheDirectoryError: a GGUF file has to be converted, and the cache cannot be written.
-        TensorParallelError: the model cannot be cut into `tp.size` parts.
+        TensorParallelError: the model cannot be cut into `tp.size` shards.
     """
-    table = weight_map.build(config, tp)
+    weight_map = build_weight_map(config, tp)
     specs = [
         TensorSpec(name=name, shape=tuple(parameter.shape), dtype=parameter.dtype)
         for name, parameter in model.named_parameters()
     ]
-    assert {spec.name: spec.shape for spec in specs} == table.parameters, "model and weight map disagree"
+    assert {spec.name: spec.shape for spec in specs} == weight_map.parameters, "model and weight map disagree"
     show = progress if progress is not None else tp.is_first and sys.stderr.isatty()
     with tqdm(unit="B", unit_scale=True, desc="Loading weights", disable=not show) as bar:
         bar.reset(total=sum(spec.num_bytes for spec in specs))
         made: list[Arena] = []
 
         def make() -> Arena:
-            made.append(_allocate(specs, table, device))
+            made.append(_allocate(specs, weight_map, device))
             return made[0]
 
-        for num_bytes in read_weights(source, table, make, dtype, seed=seed, progress=show):
+        for num_bytes in read_weights(source, weight_map, make, dtype, seed=seed, progress=show):
             bar.update(num_bytes)
     (arena,) = made
     if source.format != "dummy":
-        check_finite(arena, table, source.gguf or source.directory)
+        check_finite(arena, weight_map, source.gguf or source.directory)
     bind(model, arena)
     return arena
 
 
 def read_weights(
     source: ModelSource,
-    table: WeightMap,
+    weight_map: WeightMap,
     make: Callable[[], Arena],
     dtype: torch.dtype,
     *,
@@ -76,29 +76,29 @@ def read_weights(
     progress: bool = False,
     staging_bytes: int = STAGING_BYTES,
 ) -> Iterator[int]:
-    """Check the files, then fill the arena that `make` gives; yields bytes as they arrive there.
+    """Check the files, then fill the arena that `make` returns; yields the bytes of each filled block.
 
-    `staging_bytes`: see `BounceBuffers`; for the rest, and the errors, see `load_weights`.
+    `BounceBuffers` explains `staging_bytes`; `load_weights` explains the other arguments and the errors.
     """
     if source.format == "dummy":
         arena = make()
-        yield from dummy.fill(arena, table, seed)
+        yield from dummy.fill(arena, weight_map, seed)
         return
-    with _open(source, table, dtype, progress=progress) as shards:
-        shards.check(table)
+    with _open(source, weight_map, dtype, progress=progress) as shards:
+        shards.check(weight_map)
         arena = make()
-        yield from shards.copy(arena, table, BounceBuffers(arena.slabs[0].device, staging_bytes))
+        yield from shards.copy(arena, weight_map, BounceBuffers(arena.slabs[0].device, staging_bytes))
 
 
-def _open(source: ModelSource, table: WeightMap, dtype: torch.dtype, *, progress: bool) -> Shards:
+def _open(source: ModelSource, weight_map: WeightMap, dtype: torch.dtype, *, progress: bool) -> Shards:
     if source.gguf is None:
         return Shards.in_directory(source.directory)
-    path = gguf_weights.convert(source.gguf, source.directory, dtype, table, progress=progress)
+    path = gguf_weights.convert(source.gguf, source.directory, dtype, weight_map, progress=progress)
     return Shards(path, [path])
 
 
-def _allocate(specs: list[TensorSpec], table: WeightMap, device: torch.device | str) -> Arena:
+def _allocate(specs: list[TensorSpec], weight_map: WeightMap, device: torch.device | str) -> Arena:
     arena = Arena.allocate(specs, device)
-    for parameter, box in table.padding.items():
+    for parameter, box in weight_map.padding.items():
         arena.view(parameter)[box].zero_()
     return arena

@@ -1,8 +1,8 @@
-"""Opening a model's files: regular files only, within the directories that are allowed, until told to stop.
+"""Opens a model's files: regular files only, within the allowed directories, until the reading is cancelled.
 
-All readers of model files open them here and ask :func:`check_wanted` while they read. What is allowed is a
-variable of the context, not an argument of every reader, so that no reader can be forgotten. By default, as
-when a server starts, every directory is allowed and nobody stops the reading.
+All readers of model files open them here and call :func:`check_wanted` while they read. The rules are a
+context variable, not an argument of every reader, so that no reader can be forgotten. By default, as when a
+server starts, every directory is allowed and the reading cannot be cancelled.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 
 from segue.errors import ModelFileError, WeightSyncError
 
-MAX_JSON = 256 << 20  # bytes; the index of a model of a million tensors has a tenth of it
-_MAX_PATH, _MAX_NAME = 4096, 255  # bytes, as Linux has it
-_SHOWN = 60  # characters at either end of a long path
+MAX_JSON = 256 << 20  # bytes; the index of a model of a million tensors has a tenth of that
+_MAX_PATH, _MAX_NAME = 4096, 255  # bytes; the limits of Linux
+_SHOWN = 60  # characters shown of each end of a long path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Under which rules files are read."""
+    """The rules under which model files are read."""
 
-    roots: tuple[Path, ...] | None = None  # where models may be, links resolved; None: anywhere
-    own: tuple[Path, ...] = ()  # where our own files are, which may be read too
-    hub: bool = True  # whether a model may be fetched
+    roots: tuple[Path, ...] | None = None  # directories where models may be, links resolved; None: anywhere
+    own: tuple[Path, ...] = ()  # directories of Segue's own files, which may be read too
+    hub: bool = True  # whether a model may be fetched from the hub
     is_cancelled: Callable[[], bool] | None = None
 
 
@@ -36,7 +36,7 @@ _reading: ContextVar[Reading] = ContextVar("reading", default=Reading())  # noqa
 
 
 def current() -> Reading:
-    """The rules that hold here."""
+    """Return the rules of the current context."""
     return _reading.get()
 
 
@@ -44,7 +44,7 @@ def current() -> Reading:
 def reading(
     roots: Sequence[str] | None, own: Sequence[Path], *, hub: bool, is_cancelled: Callable[[], bool]
 ) -> Iterator[None]:
-    """Within it, this thread opens files below ``roots`` and ``own`` only, until ``is_cancelled``."""
+    """Let this thread open only files below ``roots`` and ``own`` in the block, until ``is_cancelled``."""
     token = _reading.set(
         Reading(
             roots=None if roots is None else tuple(Path(os.path.realpath(root)) for root in roots),
@@ -60,24 +60,24 @@ def reading(
 
 
 def check_wanted() -> None:
-    """Go on unless the reading was cancelled.
+    """Check that the reading is not cancelled.
 
     Raises:
-        WeightSyncError: it was.
+        WeightSyncError: the reading was cancelled.
     """
     is_cancelled = _reading.get().is_cancelled
     if is_cancelled is not None and is_cancelled():
-        raise WeightSyncError("discarded while it was read")
+        raise WeightSyncError("the update was discarded while its files were read")
 
 
 def may_be_at(path: str | os.PathLike[str]) -> bool:
-    """Whether a model may be at `path`, its links followed."""
+    """Whether the rules allow a model at `path`, after following links."""
     roots = _reading.get().roots
     return roots is None or _is_below(Path(os.path.realpath(path)), roots)
 
 
 def check_path(path: str) -> None:
-    """Refuse what no file system has.
+    """Refuse a path that no file system can have.
 
     Raises:
         ModelFileError: `path` is too long, or has a character that no path may have.
@@ -90,34 +90,35 @@ def check_path(path: str) -> None:
         raise ModelFileError(f"model path {shown(path)} has a character that no path may have")
     if len(name) >= _MAX_PATH or any(len(part) > _MAX_NAME for part in name.split(b"/")):
         raise ModelFileError(
-            f"model path {shown(path)} is too long: a path has less than {_MAX_PATH} bytes, and each name in "
-            f"it at most {_MAX_NAME}"
+            f"model path {shown(path)} is too long: a path must have less than {_MAX_PATH} bytes, and each "
+            f"name in it at most {_MAX_NAME}"
         )
 
 
 def shown(path: str) -> str:
-    """`path` in quotation marks, shortened in the middle if it is long."""
+    """Return `path` in quotation marks, shortened in the middle if it is long."""
     if len(path) > 3 * _SHOWN:
         return f"{path[:_SHOWN]!a}…{path[-_SHOWN:]!a} ({len(path)} characters)"
     return ascii(path)
 
 
 def open_file(path: Path) -> int:
-    """A descriptor of the regular file at `path`, whatever links lead to it.
+    """Open the regular file at `path`, following links, and return its descriptor.
 
     Raises:
-        OSError: there is none, or it cannot be opened.
-        ModelFileError: it is a device, a pipe, a socket or a directory, or is where no model file may be.
+        OSError: the file does not exist or cannot be opened.
+        ModelFileError: it is a device, a pipe, a socket or a directory, or the rules do not allow its path.
         WeightSyncError: the reading was cancelled.
     """
     check_wanted()
-    _check_regular(path, os.stat(path))  # first: a device may do something when it is opened
+    _check_regular(path, os.stat(path))  # before opening, since opening a device can have side effects
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check_regular(path, os.fstat(descriptor))
         allowed = _reading.get()
         if allowed.roots is not None:
-            real = Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # what was opened, not what is there now
+            # The path of the file that was opened; `path` may lead to another file by now.
+            real = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
             if not _is_below(real, (*allowed.roots, *allowed.own)):
                 raise ModelFileError(
                     f"model file {path} leads to a file outside of the directories of --weights-root; add "
@@ -130,11 +131,11 @@ def open_file(path: Path) -> int:
 
 
 def read_text(path: Path) -> str:
-    """The text of a small file, JSON most likely.
+    """Return the text of a small file, usually JSON.
 
     Raises:
         OSError, ModelFileError, WeightSyncError: as :func:`open_file`.
-        ValueError: it is no text, or too long.
+        ValueError: the file is not UTF-8, or is longer than MAX_JSON.
     """
     with os.fdopen(open_file(path), "rb") as file:
         content = file.read(MAX_JSON + 1)

@@ -1,7 +1,8 @@
-"""Reading tensors of a safetensors file straight into the memory they are for, and writing such files.
+"""Reads tensors of a safetensors file straight into their destination, and writes such files.
 
-The safetensors package maps files into memory. Pages of a map that were read stay resident and count as ours,
-so loading a model that way takes its size twice. Here bytes go from the page cache to their destination only.
+The safetensors package maps files into memory. Pages of a map that were read stay resident and count as this
+process's memory, so loading a model that way takes its size twice. Here, bytes go from the page cache to their
+destination only.
 """
 
 import json
@@ -22,27 +23,27 @@ ITEM_SIZES = {
     "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 
-_PIECE = 8 << 20  # bytes read before it is asked whether more is wanted
+_PIECE = 8 << 20  # bytes read between two checks for cancellation
 _MAX_DIMS = 64
-_MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_MAX_HEADER = 100_000_000  # bytes; the limit of the format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a file."""
+    """One tensor of a file: its name, type and place."""
 
     name: str
-    dtype: str  # the format's name, such as "BF16"
+    dtype: str  # as the format names it, such as "BF16"
     shape: tuple[int, ...]
     start: int  # bytes from the start of the file
     num_bytes: int
 
 
 class SafetensorsFile:
-    """An open file and its checked table of tensors."""
+    """An open safetensors file and the tensors that its checked header lists."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path` and check its header against its length.
+        """Open `path` and check its header against the file's length.
 
         Raises:
             ModelFileError: the file is missing, unreadable, truncated or corrupt.
@@ -70,7 +71,7 @@ class SafetensorsFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file; harmless when closed."""
+        """Close the file; a second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -79,14 +80,14 @@ class SafetensorsFile:
         """Fill `target` with the tensor's bytes from `offset`.
 
         Raises:
-            ModelFileError: the file cannot be read, or has become shorter since it was opened.
+            ModelFileError: the file cannot be read, or is shorter than when it was opened.
         """
         assert offset + target.nbytes <= tensor.num_bytes
         read_fully(self.path, self._fd, tensor.start + offset, target, tensor.name)
 
 
 def read_fully(path: Path, fd: int, position: int, target: memoryview, tensor: str) -> None:
-    """Fill `target` from `position` of the file.
+    """Fill `target` with the bytes of the file `fd` from `position`; `path` and `tensor` are for errors.
 
     Raises:
         ModelFileError: the file cannot be read, or ends too early.
@@ -121,8 +122,8 @@ def _read_table(path: Path, fd: int) -> dict[str, StoredTensor]:
         )
     if 8 + header_size > size:
         raise ModelFileError(
-            f"model file {path} is truncated: its header alone needs {8 + header_size} bytes, it has {size}. "
-            "Get it again"
+            f"model file {path} is truncated: its header alone needs {8 + header_size} bytes, the file has "
+            f"{size}. Get it again"
         )
     try:
         header = json.loads(os.pread(fd, header_size, 8))
@@ -143,7 +144,7 @@ def _stored(name: str, fields: Mapping[str, Any], data_start: int) -> StoredTens
     if len(shape) > _MAX_DIMS or not all(
         type(number) is int and 0 <= number < 1 << 63 for number in (start, end, *shape)
     ):
-        raise ValueError(f"tensor {name[:80]!r} has a shape or a place that no tensor has")
+        raise ValueError(f"tensor {name[:80]!r} has a shape or data_offsets that no tensor can have")
     return StoredTensor(
         name=name, dtype=str(fields["dtype"]), shape=shape, start=data_start + start, num_bytes=end - start
     )
@@ -178,7 +179,7 @@ def _check(path: Path, tensors: list[StoredTensor], data_start: int, size: int) 
 
 @contextmanager
 def open_writer(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[BinaryIO]:
-    """Start a file of `tensors`, name -> (dtype, shape), whose bytes are then written in this order.
+    """Write the header of a file of `tensors`, name -> (dtype, shape); the block writes their bytes in order.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""The safetensors files of one checkpoint: found, checked against the weight map, copied into an arena."""
+"""Finds a checkpoint's safetensors files, checks them against the weight map, copies them into an arena."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -21,20 +21,20 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DERIVED = ".rotary_emb.inv_freq"  # follows from the config; old checkpoints have it all the same
-_CHUNK = 64 << 20  # bytes read at once, so that progress shows
-_COMPARED = 1 << 20  # elements compared at once
-_SHOWN = 4  # names in an error message
+_DERIVED = ".rotary_emb.inv_freq"  # follows from the config, but old checkpoints store it
+_CHUNK = 64 << 20  # bytes per read, so that the progress bar moves
+_COMPARE_CHUNK = 1 << 20  # elements compared at a time
+_SHOWN = 4  # most tensor names in an error text
 
 
 class Shards:
-    """Open files and what is in which."""
+    """A checkpoint's open files, and which file holds which tensor."""
 
     def __init__(self, origin: Path, paths: Iterable[Path]) -> None:
-        """Open and check `paths`; `origin` is the file or directory to name where a tensor is missing.
+        """Open and check `paths`; errors about a missing tensor name the file or directory `origin`.
 
         Raises:
-            ModelFileError: a file is missing, truncated or corrupt, or two hold the same tensor.
+            ModelFileError: a file is missing, truncated or corrupt, or two files hold the same tensor.
         """
         self.origin = origin
         self.files: list[SafetensorsFile] = []
@@ -48,10 +48,10 @@ class Shards:
 
     @classmethod
     def in_directory(cls, directory: Path) -> Self:
-        """The checkpoint in `directory`: one file, an index and its files, or all safetensors files.
+        """Open the checkpoint in `directory`: one file, an index and its files, or all safetensors files.
 
         Raises:
-            ModelFileError: there is none, or as for the files themselves.
+            ModelFileError: there is no checkpoint, or one of its files is missing, truncated or corrupt.
         """
         if (directory / SINGLE).exists():
             return cls(directory / SINGLE, [directory / SINGLE])
@@ -97,68 +97,70 @@ class Shards:
         for file in self.files:
             file.close()
 
-    def check(self, table: WeightMap) -> None:
-        """Hold names, shapes and types against `table`, before anything is loaded.
+    def check(self, weight_map: WeightMap) -> None:
+        """Check names, shapes and types of all tensors against `weight_map`, before anything is loaded.
 
         Raises:
-            ModelFileError: a tensor is missing, unknown, of a wrong shape or type, or differs from the one it
-                is tied to; names file and tensor.
+            ModelFileError: a tensor is missing, unknown, of a wrong shape or type, or differs from the tensor
+                it is tied to; the text names the file and the tensor.
         """
         for name, file in self.tensors.items():
             stored = file.tensors[name]
             if name.endswith(_DERIVED):
                 continue
-            meaning = table.aliases.get(name, name)
-            if meaning not in table.slices:
+            target = weight_map.aliases.get(name, name)
+            if target not in weight_map.slices:
                 raise ModelFileError(
-                    f"model file {file.path}: tensor {name!r} is not part of the model config.json describes"
+                    f"model file {file.path}: tensor {name!r} is not part of the model that config.json "
+                    "describes"
                 )
-            if stored.shape != table.shapes[meaning]:
+            if stored.shape != weight_map.shapes[target]:
                 raise ModelFileError(
                     f"model file {file.path}: tensor {name!r} has shape {list(stored.shape)}; config.json "
-                    f"asks for {list(table.shapes[meaning])}"
+                    f"asks for {list(weight_map.shapes[target])}"
                 )
             if stored.dtype not in _DTYPES:
                 raise ModelFileError(
                     f"model file {file.path}: tensor {name!r} has type {stored.dtype}; supported: "
                     f"{', '.join(_DTYPES)}"
                 )
-        missing = table.missing(self.tensors)
+        missing = weight_map.missing(self.tensors)
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise ModelFileError(f"{self.origin} lacks tensor {', '.join(map(repr, missing[:_SHOWN]))}{more}")
-        repeated = table.coverage(name for name in self.tensors if name in table.slices).repeated
+        repeated = weight_map.coverage(name for name in self.tensors if name in weight_map.slices).repeated
         if repeated:
             raise ModelFileError(
-                f"{self.origin} holds the same weights under two names: see those for {next(iter(repeated))}"
+                f"{self.origin} holds the same weights under two names: see the names that fill "
+                f"{next(iter(repeated))}"
             )
-        for name, meaning in table.aliases.items():
-            if name in self.tensors and not self._equal(name, meaning):
+        for name, target in weight_map.aliases.items():
+            if name in self.tensors and not self._equal(name, target):
                 raise ModelFileError(
-                    f"model file {self.tensors[name].path}: tensor {name!r} differs from {meaning!r}, to "
-                    "which config.json ties it; set tie_word_embeddings to false there"
+                    f"model file {self.tensors[name].path}: tensor {name!r} differs from {target!r}, to "
+                    "which config.json ties it; set tie_word_embeddings to false in config.json"
                 )
 
-    def copy(self, arena: Arena, table: WeightMap, staging: BounceBuffers) -> Iterator[int]:
-        """Copy what `table` asks for into `arena`, cast to its dtypes; yields bytes as they arrive there.
+    def copy(self, arena: Arena, weight_map: WeightMap, staging: BounceBuffers) -> Iterator[int]:
+        """Copy the slices of `weight_map` into `arena`, cast to its dtypes; yields the bytes of each copy.
 
-        What cannot be read in place passes through `staging`.
+        Bytes that cannot be read in place pass through `staging`.
 
         Raises:
             ModelFileError: a file cannot be read.
         """
         for file in self.files:
             for tensor in file.tensors.values():
-                for part in table.slices.get(tensor.name, ()):
+                for part in weight_map.slices.get(tensor.name, ()):
                     yield from _copy(
                         file, tensor, part, arena.view(part.parameter)[part.destination], staging
                     )
 
     def _equal(self, *names: str) -> bool:
-        """Whether tensors of equal shape have equal values."""
+        """Whether two tensors of equal shape have equal values."""
         size = prod(self.tensors[names[0]].tensors[names[0]].shape)
-        for first in range(0, size, _COMPARED):
-            count = min(_COMPARED, size - first)
+        for first in range(0, size, _COMPARE_CHUNK):
+            count = min(_COMPARE_CHUNK, size - first)
             one, other = (self._elements(name, first, count) for name in names)
             if not torch.equal(one, other):
                 return False
@@ -188,12 +190,12 @@ def _read_index(index: Path) -> dict[str, str]:
         places = {str(name): str(file) for name, file in content["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFileError(
-            f"model file {index} is corrupt: it is no index of tensors ({error!r}). Get it again"
+            f"model file {index} is corrupt: it is not an index of tensors ({error!r}). Get it again"
         ) from error
     for name, file in places.items():
         if Path(file).name != file or file in ("", ".."):
             raise ModelFileError(
-                f"model file {index} is corrupt: tensor {name!r} is said to be in {file!r}, not a file name"
+                f"model file {index} is corrupt: it places tensor {name!r} in {file!r}, not a file name"
             )
     return places
 
@@ -201,7 +203,7 @@ def _read_index(index: Path) -> dict[str, str]:
 def _copy(
     file: SafetensorsFile, tensor: StoredTensor, part: Slice, target: Tensor, staging: BounceBuffers
 ) -> Iterator[int]:
-    if target.dim() > len(part.source):  # one expert's matrix, for a parameter that has all of them
+    if target.dim() > len(part.source):  # one expert's matrix in the parameter of all experts
         target = target[0]
     if len(tensor.shape) < 3:
         yield from _copy_rows(file, tensor, 0, tensor.shape, part.source, target, staging)

@@ -1,4 +1,4 @@
-"""From what the user calls a model to the files it is made of. Light: no torch, no weights read."""
+"""Resolves the name that a user gives a model to the model's files, without torch and without weights."""
 
 import json
 import os
@@ -19,13 +19,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.js
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a model's parts are."""
+    """A model's files and configuration."""
 
-    name: str  # short, for people and as the default name clients use
+    name: str  # short, for display; also the default name that clients use
     format: Literal["safetensors", "gguf", "dummy"]  # of the weights
-    directory: Path  # has config.json; for a GGUF file the one converted from it
+    directory: Path  # has config.json; for a GGUF file, the directory converted from it
     gguf: Path | None
-    tokenizer_directory: Path | None  # None: the model has no tokenizer, so only token ids can be given
+    tokenizer_directory: Path | None  # None: the model has no tokenizer, so requests must give token ids
     config: ModelConfig
     hf_config: Mapping[str, Any]  # config.json
     generation_config: Mapping[str, Any]  # generation_config.json, or empty
@@ -38,14 +38,14 @@ class ModelSource:
 
 
 def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -> ModelSource:
-    """Find `model`: a directory, a GGUF file, a hub id, or None for the bundled one.
+    """Find `model`: a directory, a GGUF file, a hub id, or None for the bundled model.
 
-    Fetches and converts what is not in the cache yet, except for the weights of a GGUF file.
+    Files that the cache lacks are fetched and converted, except for the weights of a GGUF file.
 
     Raises:
-        ModelFileError: no such model, a file missing or corrupt, or one that does not fit `load_format`.
-        UnsupportedModelError: the architecture is not supported; the message lists those that are.
-        CacheDirectoryError: something has to be put into `cache_dir`, and it cannot be written.
+        ModelFileError: the model does not exist, a file is missing or corrupt, or does not fit `load_format`.
+        UnsupportedModelError: the architecture is not supported; the text lists the supported ones.
+        CacheDirectoryError: a file has to be written to `cache_dir`, and `cache_dir` is not writable.
     """
     cache_dir = Path(cache_dir)
     if model is None:
@@ -77,7 +77,7 @@ def _locate(model: str, load_format: LoadFormat) -> Path:
     if is_hub_id and model_files.current().hub:
         return hub.fetch(model, weights=load_format != "dummy")
     how = "; to fetch it from the hub, start the server with --weights-from-hub" if is_hub_id else ""
-    if not is_allowed:  # said of what exists and of what does not
+    if not is_allowed:  # the same text whether the path exists or not
         raise ModelFileError(
             f"model {model_files.shown(model)} is not within the directories of --weights-root{how}"
         )
@@ -136,10 +136,10 @@ def _model_config(directory: Path, hf_config: Mapping[str, Any]) -> ModelConfig:
 
 
 def eos_token_ids(hf_config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a generation: those of `generation_config`, else of `hf_config`.
+    """Return the tokens that end a generation: those of `generation_config`, else of `hf_config`.
 
     Raises:
-        ModelFileError: they are no token ids.
+        ModelFileError: the values are not token ids.
     """
     found = generation_config.get("eos_token_id")
     if found is None:
@@ -150,17 +150,17 @@ def eos_token_ids(hf_config: Mapping[str, Any], generation_config: Mapping[str, 
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise ModelFileError(
-                f"the model's eos_token_id is {found!r}; it must be a token id or a list of such: correct "
-                "generation_config.json or config.json"
+                f"the model's eos_token_id is {found!r}; it must be a token id or a list of token ids: "
+                "correct generation_config.json or config.json"
             )
     return ids
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a model's JSON file.
+    """Return the object in a model's JSON file.
 
     Raises:
-        ModelFileError: the file is missing, cannot be read, or holds something else.
+        ModelFileError: the file is missing, cannot be read, or does not hold a JSON object.
     """
     try:
         content = json.loads(model_files.read_text(path))
@@ -185,12 +185,12 @@ class Installed:
     """A model in the cache."""
 
     name: str
-    path: Path  # what `resolve` takes; for a converted model what was made of a GGUF file
+    path: Path  # `resolve` takes it; for a converted model, the directory made of a GGUF file
     num_bytes: int
 
 
 def installed(cache_dir: Path | str) -> list[Installed]:
-    """What the cache holds: GGUF files fetched, then models converted from GGUF files, each by name."""
+    """List the models in the cache: fetched GGUF files, then converted GGUF files, each sorted by name."""
     cache_dir = Path(cache_dir)
     fetched = [
         Installed(name=path.stem, path=path, num_bytes=path.stat().st_size)
@@ -208,7 +208,7 @@ def installed(cache_dir: Path | str) -> list[Installed]:
 
 
 def _converted_name(config: Path) -> str:
-    """What a converted model is called; the directory's name if its config is damaged."""
+    """Return a converted model's name, or the directory's name if its config is damaged."""
     try:
         name = read_json(config).get("_name_or_path")
     except ModelFileError:

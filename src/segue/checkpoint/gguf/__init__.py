@@ -1,1 +1,1 @@
-"""Conversion of a GGUF file to what the engine loads."""
+"""Converts a GGUF file to the files that the engine loads."""

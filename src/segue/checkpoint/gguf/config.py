@@ -1,4 +1,4 @@
-"""From a GGUF file's metadata to the content of `config.json` and `generation_config.json`."""
+"""Converts a GGUF file's metadata to the content of `config.json` and `generation_config.json`."""
 
 import os
 from typing import Any
@@ -11,14 +11,14 @@ from segue.checkpoint.model_files import open_file
 from segue.checkpoint.safetensors_file import read_fully
 from segue.errors import ModelFileError, UnsupportedModelError
 
-ARCHITECTURES = {  # GGUF's name -> model type, class
+ARCHITECTURES = {  # name in GGUF -> model type, class
     "llama": ("llama", "LlamaForCausalLM"),  # Mistral and SmolLM2 too
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 
-_MAX_FACTORS = 1 << 16  # of RoPE: half as many as a head has values
+_MAX_FACTORS = 1 << 16  # most RoPE factors; a model has half as many as a head has values
 
 _TOKEN_IDS = {
     "bos_token_id": "bos_token_id",
@@ -29,11 +29,11 @@ _TOKEN_IDS = {
 
 
 def config(file: GGUFFile) -> dict[str, Any]:
-    """What a `config.json` of this model would say.
+    """Return the content of this model's `config.json`.
 
     Raises:
         UnsupportedModelError: the architecture, or its kind of RoPE scaling, is not supported.
-        ModelFileError: a key is missing.
+        ModelFileError: a metadata key is missing.
     """
     name = file.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
@@ -74,12 +74,12 @@ def config(file: GGUFFile) -> dict[str, Any]:
         found["num_experts"] = reader.need("expert_count")
         found["num_experts_per_tok"] = reader.need("expert_used_count")
         found["moe_intermediate_size"] = reader.need("expert_feed_forward_length")
-        found["norm_topk_prob"] = True  # not in the file: the architecture always does
+        found["norm_topk_prob"] = True  # not in the file; true of every model of this architecture
     return found
 
 
 def generation_config(file: GGUFFile) -> dict[str, Any]:
-    """What a `generation_config.json` would say: the special tokens, all that end a turn among them."""
+    """Return the content of `generation_config.json`: the special tokens, with all that end a turn."""
     found = token_ids(file)
     found.pop("unk_token_id", None)
     ends = [file.metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
@@ -90,18 +90,18 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
 
 
 class Keys:
-    """Metadata under a prefix: the architecture's, or "tokenizer.ggml"."""
+    """The metadata under one prefix: the architecture's name, or "tokenizer.ggml"."""
 
     def __init__(self, file: GGUFFile, prefix: str) -> None:
         self.file = file
         self.prefix = prefix
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, or `default` where the file has none."""
+        """Return the value, or `default` if the file has none."""
         return self.file.metadata.get(f"{self.prefix}.{key}", default)
 
     def need(self, key: str) -> Any:
-        """The value; without it, a ModelFileError."""
+        """Return the value; raise a ModelFileError if the file has none."""
         value = self.get(key)
         if value is None:
             raise ModelFileError(
@@ -110,7 +110,7 @@ class Keys:
         return value
 
     def size(self, key: str) -> int:
-        """A value that must be a positive integer; a ModelFileError otherwise."""
+        """Return the value; raise a ModelFileError unless it is a positive integer."""
         value = self.need(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelFileError(
@@ -121,9 +121,9 @@ class Keys:
 
 
 def token_ids(file: GGUFFile) -> dict[str, Any]:
-    """The special tokens the file names, by a config's names for them."""
-    keys = {ours: f"tokenizer.ggml.{theirs}" for ours, theirs in _TOKEN_IDS.items()}
-    return {ours: file.metadata[key] for ours, key in keys.items() if key in file.metadata}
+    """Return the special tokens in the file, under the names that `config.json` has for them."""
+    keys = {name: f"tokenizer.ggml.{gguf_name}" for name, gguf_name in _TOKEN_IDS.items()}
+    return {name: file.metadata[key] for name, key in keys.items() if key in file.metadata}
 
 
 def _vocab_size(file: GGUFFile, reader: Keys) -> Any:
@@ -156,10 +156,10 @@ def _rope(file: GGUFFile, reader: Keys) -> dict[str, Any]:
 
 
 def _llama3(file: GGUFFile, theta: float) -> dict[str, Any]:
-    """Recognise Llama 3's scaling by the factor of each frequency, which is all that the file has of it."""
+    """Recognise Llama 3's scaling by the factor of each frequency; the file does not name the scaling."""
     tensor = file.tensors["rope_freqs.weight"]
     factors = _factors(file, tensor)
-    # What Llama 3.1 and later were trained with; a file has only what follows from it.
+    # The parameters of Llama 3.1 and later; a file has only the factors that follow from them.
     factor, low, high, original = float(factors.max(initial=1.0)), 1.0, 4.0, 8192
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
     smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
@@ -186,7 +186,8 @@ def _factors(file: GGUFFile, tensor: GGUFTensor) -> np.ndarray[Any, np.dtype[np.
     ):
         raise ModelFileError(
             f"model file {file.path}: tensor {tensor.name!r} has type {tensor.type.name} and shape "
-            f"{list(tensor.shape)}; it must be a vector of at most {_MAX_FACTORS} F32. Convert it again"
+            f"{list(tensor.shape)}; it must be a vector of at most {_MAX_FACTORS} F32 values. Convert "
+            "it again"
         )
     factors = np.empty(tensor.shape, np.float32)
     handle = open_file(file.path)

@@ -1,4 +1,4 @@
-"""A GGUF file's config and tokenizer as Hugging Face files, made once and kept in the user's cache."""
+"""Converts a GGUF file's config and tokenizer to Hugging Face files, once, in the user's cache."""
 
 import json
 import shutil
@@ -14,19 +14,19 @@ from segue.checkpoint.gguf import tokenizer
 from segue.checkpoint.gguf.file import GGUFFile
 from segue.logs import logger
 
-FORMAT = "3"  # to be raised when what is written here, or the weights beside it, changes
+FORMAT = "3"  # raise it when the content of these files, or of the weights beside them, changes
 RECORD = "checksums.json"
 
 
 def convert(path: Path, cache_dir: Path) -> Path:
-    """The directory with the configs and the tokenizer of the GGUF file at `path`.
+    """Return the directory with the configs and the tokenizer of the GGUF file at `path`.
 
-    It is `<cache_dir>/converted/<SHA-256 of the file>/<FORMAT>`; `gguf_weights.convert` adds the weights.
-    Files there that are damaged are made again.
+    The directory is `<cache_dir>/converted/<SHA-256 of the file>/<FORMAT>`; `gguf.weights.convert` adds the
+    weights. Damaged files in it are written again.
 
     Raises:
         ModelFileError: the file is missing, truncated, corrupt, or its tokenizer is of an unknown kind.
-        UnsupportedModelError: its architecture is not supported; the message lists those that are.
+        UnsupportedModelError: the architecture is not supported; the text lists the supported ones.
         CacheDirectoryError: the cache cannot be written.
     """
     directory = cache_dir / "converted" / cache.sha256_of(path, cache_dir) / FORMAT
@@ -37,7 +37,7 @@ def convert(path: Path, cache_dir: Path) -> Path:
     with cache.exclusive(directory):
         damage = file_checksums.find_damage(directory / RECORD)  # another process may have been faster
         if damage is not None and directory.is_dir():
-            logger.warning("the cache directory %s is damaged: %s; making it again", directory, damage)
+            logger.warning("the cache directory %s is damaged: %s; converting again", directory, damage)
             _replace_files(directory, fill)
         elif damage is not None:
             cache.publish_directory(directory, fill)
@@ -45,7 +45,7 @@ def convert(path: Path, cache_dir: Path) -> Path:
 
 
 def _replace_files(directory: Path, fill: Callable[[Path], None]) -> None:
-    """Put what `fill` makes into `directory`, where there may be weights besides."""
+    """Replace the files that `fill` makes in `directory`, and keep the others, such as weights."""
     with tempfile.TemporaryDirectory(prefix="segue-") as temporary:
         fill(Path(temporary))
         for made in Path(temporary).iterdir():

@@ -1,7 +1,7 @@
-"""The header of a GGUF file: metadata and where each tensor lies.
+"""Reads the header of a GGUF file: the metadata and the offset of each tensor.
 
-The gguf package's reader makes array objects of every string of the vocabulary, which takes seconds; this one
-makes the string alone. Dequantisation is the package's.
+The gguf package's reader makes array objects for each string of the vocabulary, which takes seconds; this
+reader makes only the string. Dequantisation is left to the package.
 """
 
 import os
@@ -23,50 +23,50 @@ _ARRAY = 9
 _DEFAULT_ALIGNMENT = 32
 _MAGIC = b"GGUF"
 _MAX_ARRAY = 1 << 24  # items; the largest vocabularies have some 2^18
-_MAX_HEADER = 64 << 20  # bytes; with the largest vocabularies it has some 2^24
-_LOOK = 1 << 20  # bytes read before it is asked whether more is wanted
+_MAX_HEADER = 64 << 20  # bytes; headers with the largest vocabularies have some 2^24
+_CHECK_BYTES = 1 << 20  # bytes read between two checks for cancellation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTensor:
-    """One tensor of a file."""
+    """One tensor of a file: its name, type and place."""
 
     name: str
     type: GGMLQuantizationType
-    shape: tuple[int, ...]  # rows first, as torch has it
+    shape: tuple[int, ...]  # rows first, as in torch
     start: int  # bytes from the start of the file
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row: what lies along the last dimension."""
+        """Bytes of one row, that is, along the last dimension."""
         block, size = GGML_QUANT_SIZES[self.type]
         return self.shape[-1] // block * size
 
     @property
     def num_rows(self) -> int:
-        """Rows of all leading dimensions together."""
+        """Rows over all leading dimensions together."""
         return prod(self.shape[:-1])
 
     @property
     def end(self) -> int:
-        """First byte after the tensor, from the start of the file."""
+        """Offset of the first byte after the tensor, from the start of the file."""
         return self.start + self.num_rows * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFile:
-    """What a GGUF file says of itself. Arrays are tuples."""
+    """The header of a GGUF file. Arrays in the metadata are tuples."""
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, GGUFTensor]  # in the order of their bytes
+    tensors: Mapping[str, GGUFTensor]  # by name, in the order of their bytes in the file
 
     @classmethod
     def read(cls, path: Path) -> "GGUFFile":
         """Read the header of `path` and check it against the file's length.
 
         Raises:
-            ModelFileError: the file is missing, no GGUF file, truncated, corrupt, or one part of several.
+            ModelFileError: the file is missing, truncated, corrupt, not GGUF, or one part of several.
         """
         try:
             with os.fdopen(_open(path), "rb") as file:
@@ -90,10 +90,10 @@ class GGUFFile:
 
 
 def check_is_gguf(path: Path) -> None:
-    """Look at the first bytes of `path`, before anybody reads all of it.
+    """Check the first bytes of `path`, so that no other file is read in full.
 
     Raises:
-        ModelFileError: it is missing, or is no GGUF file.
+        ModelFileError: the file is missing, or is not a GGUF file.
     """
     try:
         os.close(_open(path))
@@ -102,10 +102,10 @@ def check_is_gguf(path: Path) -> None:
 
 
 def _open(path: Path) -> int:
-    """A descriptor of a file that begins as GGUF files do."""
+    """Return a descriptor of the file, which begins with GGUF's magic bytes."""
     descriptor = open_file(path)
     try:
-        # The size first: files of /proc have none, and may give bytes for ever, or keep who reads waiting.
+        # The size first: files of /proc have size 0, and reading them may never end, or may block.
         is_gguf = (
             os.fstat(descriptor).st_size >= len(_MAGIC) and os.pread(descriptor, len(_MAGIC), 0) == _MAGIC
         )
@@ -118,16 +118,16 @@ def _open(path: Path) -> int:
 
 
 class _Cursor:
-    """Takes values off a file behind its first four bytes, one after the other.
+    """Reads one value after the other from a file, starting after its four magic bytes.
 
-    The file is read, not mapped: a map of a file that becomes shorter would end the process.
+    The file is not mapped into memory: if a mapped file became shorter, reading it would kill the process.
     """
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self.position = len(_MAGIC)
         self._file = file
         self._size = size
-        self._next_look = 0
+        self._next_check = 0
         file.seek(self.position)
 
     def take(self, layout: str) -> tuple[Any, ...]:
@@ -143,11 +143,11 @@ class _Cursor:
             raise EOFError
         if self.position > _MAX_HEADER:
             raise ValueError(f"it has more than {_MAX_HEADER} bytes")
-        if self.position >= self._next_look:
-            self._next_look = self.position + _LOOK
+        if self.position >= self._next_check:
+            self._next_check = self.position + _CHECK_BYTES
             check_wanted()
         found = self._file.read(count)
-        if len(found) < count:  # it has become shorter
+        if len(found) < count:  # the file has become shorter
             raise EOFError
         return found
 

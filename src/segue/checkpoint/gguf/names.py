@@ -1,4 +1,4 @@
-"""From the tensors of a GGUF file to the tensors of a Hugging Face checkpoint."""
+"""Maps the tensors of a GGUF file to the tensors of a Hugging Face checkpoint."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from segue.checkpoint.gguf.file import GGUFFile, GGUFTensor
 from segue.errors import ModelFileError
 
-_IGNORED = frozenset({"rope_freqs.weight"})  # the RoPE scaling, which is in the config
+_IGNORED = frozenset({"rope_freqs.weight"})  # the RoPE scaling; the converted config has it
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -30,22 +30,22 @@ _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_ex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a checkpoint tensor is in a GGUF file: some rows of a tensor there, perhaps in another order."""
+    """The rows of a GGUF tensor that make up one checkpoint tensor, perhaps in another order."""
 
-    name: str  # the checkpoint's
+    name: str  # in the checkpoint
     shape: tuple[int, ...]
     tensor: GGUFTensor
     first_row: int = 0
-    # For llama, the q and k rows of a head are stored as the pairs that RoPE turns together, (0, D/2),
-    # (1, D/2+1), …; a checkpoint has the first halves of all pairs, then the second. 0: nothing to undo.
+    # For llama, GGUF stores the q and k rows of a head as the pairs that RoPE rotates together, (0, D/2),
+    # (1, D/2+1), …; a checkpoint has the first rows of all pairs, then the second rows. 0: the same order.
     head_dim: int = 0
 
 
 def sources(file: GGUFFile, config: Mapping[str, Any]) -> list[Source]:
-    """All checkpoint tensors in `file`, in the order they are stored. `config` is the file's `config.json`.
+    """List all checkpoint tensors in `file`, in the order of its bytes. `config` is its `config.json`.
 
     Raises:
-        ModelFileError: a tensor has no counterpart.
+        ModelFileError: a tensor has no counterpart in a checkpoint of this architecture.
     """
     found: list[Source] = []
     for tensor in file.tensors.values():
@@ -80,6 +80,6 @@ def _sources_of(file: GGUFFile, tensor: GGUFTensor, config: Mapping[str, Any]) -
             )
     else:
         raise ModelFileError(
-            f"model file {file.path}: tensor {tensor.name!r} is none of this architecture's; the model needs "
-            "more than Segue implements"
+            f"model file {file.path}: tensor {tensor.name!r} is not part of this architecture; the model "
+            "needs more than Segue implements"
         )

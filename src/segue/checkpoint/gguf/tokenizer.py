@@ -1,7 +1,7 @@
-"""A GGUF file's vocabulary as `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`.
+"""Converts a GGUF file's vocabulary to `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`.
 
-Made from the file's metadata alone, so that ids do not depend on the version of any other package that reads
-GGUF. What is not in the metadata is chosen as transformers 5.23 chooses it.
+The conversion uses only the file's metadata, so that token ids do not depend on the version of another
+package that reads GGUF. Settings that the metadata lacks are chosen as transformers 5.23 chooses them.
 """
 
 import json
@@ -18,7 +18,7 @@ from segue.errors import ModelFileError
 
 CONVERTED_KEY = "converted_from_gguf"  # in tokenizer_config.json
 
-_SPACE = "\u2581"  # SentencePiece's sign for a space
+_SPACE = "\u2581"  # stands for a space in SentencePiece
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CL100K = (
@@ -32,7 +32,7 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = {  # tokenizer.ggml.pre -> how text is cut into words before merging
+SPLITS = {  # tokenizer.ggml.pre -> the pattern that cuts text into words before merging
     "gpt-2": _GPT2,
     "smollm": _GPT2,  # NOTE: the original also cuts before each digit; transformers, our reference, does not
     "llama-bpe": _LLAMA3,
@@ -49,7 +49,7 @@ SPLITS = {  # tokenizer.ggml.pre -> how text is cut into words before merging
 
 
 def convert(file: GGUFFile, directory: Path) -> None:
-    """Write the tokenizer of `file` to `directory`; nothing, if the file has none.
+    """Write the tokenizer of `file` to `directory`; write nothing if the file has no tokenizer.
 
     Raises:
         ModelFileError: the vocabulary is of an unknown kind, or broken.
@@ -67,9 +67,9 @@ def convert(file: GGUFFile, directory: Path) -> None:
     if kind == "gpt2" and pre not in SPLITS:
         raise ModelFileError(
             f"model file {file.path} has pre-tokenizer {pre!r} ('tokenizer.ggml.pre'); supported: "
-            f"{', '.join(SPLITS)}. Another would give wrong ids: use the model's safetensors directory or, "
-            "if you know which of these it is, write it into a copy: gguf-new-metadata --pre-tokenizer NAME "
-            "OLD.gguf NEW.gguf"
+            f"{', '.join(SPLITS)}. Any other would give wrong token ids: use the model's safetensors "
+            "directory or, if you know which of these it is, write it into a copy: gguf-new-metadata "
+            "--pre-tokenizer NAME OLD.gguf NEW.gguf"
         )
     tokens = keys.need("tokens")
     try:
@@ -80,11 +80,11 @@ def convert(file: GGUFFile, directory: Path) -> None:
         backend.save(str(directory / "tokenizer.json"), pretty=False)
     except ModelFileError:
         raise
-    except Exception as error:  # whatever Python or the Rust library makes of a broken vocabulary
+    except Exception as error:  # a broken vocabulary can raise anything, in Python or in the Rust library
         raise ModelFileError(
             f"model file {file.path}: its tokenizer cannot be converted ({error!r}). Convert the model again"
         ) from error
-    # tokenizer.json has it all; a class of the model's own would build it anew, in its own way.
+    # tokenizer.json is complete; a tokenizer class of the model would rebuild it in a different way.
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", CONVERTED_KEY: True, **named}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     template = file.metadata.get("tokenizer.chat_template")
@@ -128,7 +128,7 @@ def _sentencepiece(keys: Keys) -> Backend:
 
 
 def _merges_by_score(vocabulary: dict[str, int], scores: tuple[float, ...]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, the best token first; the longer left part wins a tie."""
+    """Return all pairs of tokens that make a token, by falling score; of equal scores, longer left first."""
     pairs = [
         (token[:cut], token[cut:])
         for token in vocabulary
@@ -143,7 +143,7 @@ def _merges_by_score(vocabulary: dict[str, int], scores: tuple[float, ...]) -> l
 
 
 def _add_special_tokens(backend: Backend, keys: Keys, named: set[str]) -> None:
-    """Tokens found in text as a whole: control tokens, and what the vocabulary's maker defined."""
+    """Add the tokens that are matched in text as a whole: control tokens and user-defined tokens."""
     tokens = keys.need("tokens")
     types = dict(zip(tokens, keys.get("token_type", [TokenType.NORMAL] * len(tokens)), strict=True))
     control = (TokenType.CONTROL, TokenType.UNKNOWN)
@@ -162,7 +162,7 @@ def _post_processor(keys: Keys, *, add_bos: bool) -> Any:
 
 
 def _end(keys: Keys, name: str, default: bool) -> list[tuple[str, int]]:
-    """The token that the file wants at this end of a text, if any."""
+    """Return the token, "bos" or "eos", that the file adds at its end of a text, if any."""
     if not keys.get(f"add_{name}_token", default):
         return []
     index = keys.need(f"{name}_token_id")

@@ -1,4 +1,4 @@
-"""A GGUF file's weights as a safetensors file in the engine's dtype, made once and kept in the cache."""
+"""Converts a GGUF file's weights to a safetensors file in the engine's dtype, once, in the cache."""
 
 import json
 import os
@@ -26,30 +26,28 @@ from segue.models.weight_map import WeightMap
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
-_BLOCK_ELEMENTS = (
-    1 << 19
-)  # that are dequantised at once: bounds memory, and temporaries stay in a core's cache
-_MAX_THREADS = 4  # each takes memory for the blocks it works on
+# Elements dequantised per block: this bounds memory, and temporaries stay in a core's cache.
+_BLOCK_ELEMENTS = 1 << 19
+_MAX_THREADS = 4  # each thread takes memory for its blocks
 
 
 def convert(
     path: Path,
     directory: Path,
     dtype: torch.dtype,
-    table: WeightMap | None = None,
+    weight_map: WeightMap | None = None,
     *,
     progress: bool = False,
 ) -> Path:
-    """The file `weights-<dtype>.safetensors` in `directory`, made from the GGUF file at `path` if not there.
+    """Return the path of `weights-<dtype>.safetensors` in `directory`, made from the GGUF file at `path`.
 
-    One that is there but damaged, as after a power failure, is made again.
-
-    Values are dequantised to float32 in blocks of rows, then cast. `table`: of the model that the file's
-    metadata describes, to refuse other tensors before they take memory, or space in the cache.
+    An intact file from an earlier call is used; a damaged one, as after a power failure, is made again.
+    Values are dequantised to float32 in blocks of rows, then cast. `weight_map` belongs to the model that
+    the file's metadata describes: other tensors are refused before they take memory or space in the cache.
 
     Raises:
         ModelFileError: the file is missing, truncated, corrupt, or holds a tensor that cannot be dequantised,
-            or one that is not the model's.
+            or that is not part of the model.
         CacheDirectoryError: `directory` cannot be written.
     """
     target = directory / f"weights-{str(dtype).removeprefix('torch.')}.safetensors"
@@ -65,21 +63,21 @@ def convert(
                 )
             file = GGUFFile.read(path)
             sources = names.sources(file, json.loads((directory / "config.json").read_text(encoding="utf-8")))
-            if table is not None:
-                _check(path, sources, table)
+            if weight_map is not None:
+                _check(path, sources, weight_map)
             cache.publish_file(target, lambda temporary: _write(temporary, file, sources, dtype, progress))
             cache.publish_file(record, lambda temporary: file_checksums.write(temporary, [target.name]))
     return target
 
 
-def _check(path: Path, sources: list[Source], table: WeightMap) -> None:
+def _check(path: Path, sources: list[Source], weight_map: WeightMap) -> None:
     for source in sources:
-        expected = table.shapes.get(table.aliases.get(source.name, source.name))
+        expected = weight_map.shapes.get(weight_map.aliases.get(source.name, source.name))
         if source.shape != expected:
-            should = "has no such tensor" if expected is None else f"asks for {list(expected)}"
+            rule = "has no such tensor" if expected is None else f"asks for {list(expected)}"
             raise ModelFileError(
                 f"model file {path} is corrupt: tensor {source.tensor.name!r} has shape "
-                f"{list(source.shape)}, and the model that its metadata describes {should}. Get it again"
+                f"{list(source.shape)}, and the model that its metadata describes {rule}. Get it again"
             )
 
 
@@ -114,7 +112,7 @@ def _write(target: Path, file: GGUFFile, sources: list[Source], dtype: torch.dty
 
 
 def _blocks(source: Source) -> Iterator[tuple[Source, range]]:
-    """Cut a tensor into blocks of whole rows, and of whole heads where their rows are to be put in order."""
+    """Cut a tensor into blocks of whole rows, and of whole heads if the rows of a head change their order."""
     step = max(1, _BLOCK_ELEMENTS // source.shape[-1])
     if source.head_dim:
         step = max(step // source.head_dim, 1) * source.head_dim
