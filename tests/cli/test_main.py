@@ -290,13 +290,20 @@ def test_a_running_server_is_paused_flushed_and_continued(
             with pytest.raises(RemoteError, match=r"400 Cache not flushed\. Reason: 1 requests run"):
                 RUNNER.invoke(main.app, ["flush", "--url", server.url], catch_exceptions=False)
             line = told("pause", "--mode", "in-place", "--ttl", "60")
-            assert line.startswith("paused (in_place): 1 requests in place, 0 wait; 0 retracted, 0 aborted; ")
+            assert line.startswith(
+                "paused (in_place): 1 requests in place, 0 waiting; 0 retracted, 0 aborted; "
+            )
             line = told("pause")
-            assert line.startswith("paused (retract): 0 requests in place, 1 wait; 1 retracted, 0 aborted; ")
+            assert line.startswith(
+                "paused (retract): 0 requests in place, 1 waiting; 1 retracted, 0 aborted; "
+            )
             assert re.fullmatch(r"Cache flushed\. Flushed items: \d+", told("flush", "--timeout", "5"))
             assert told("continue") == "Generation continued successfully."
             assert not state()["engine_paused"]
-            assert told("abort", *abort) == f"told to abort {'one' if abort == ['one'] else 'all requests'}"
+            assert (
+                told("abort", *abort)
+                == f"asked the server to abort {'one' if abort == ['one'] else 'all requests'}"
+            )
             request.join(2)
             assert not request.is_alive()
         server.assert_nothing_left()

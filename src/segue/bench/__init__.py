@@ -1,1 +1,1 @@
-"""What `segue bench` runs."""
+"""The measurements that `segue bench` runs."""

@@ -1,4 +1,4 @@
-"""Where one step's time goes: each kernel's share, beside the floor that memory and arithmetic set."""
+"""Profiles one step: each kernel's share of the time, beside the roofline of memory and arithmetic."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _WARM, _TIMED, _TRACED = 8, 40, 10  # steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTime:
-    """One kernel, or on a CPU one operator, averaged over steps."""
+    """The time of one kernel, or on a CPU of one operator, averaged over steps."""
 
     name: str
-    calls: float  # a step
-    microseconds: float  # a step
+    calls: float  # per step
+    microseconds: float  # per step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
-    """One kind of step."""
+    """The times of one kind of step."""
 
     label: str
-    milliseconds: float  # from launch to launch, as served
-    host_milliseconds: float  # of planning, launching and reading, the wait for the device left out
-    floor_milliseconds: float  # weights and KV read once at the memory's speed, or the GEMMs' arithmetic
+    milliseconds: float  # from launch to launch, as in serving
+    host_milliseconds: float  # of planning, launching and reading, without the wait for the device
+    roofline_milliseconds: float  # the longer of reading weights and KV once, and of the GEMMs' arithmetic
     kernels: list[KernelTime]  # the slowest first
 
 
@@ -52,10 +52,10 @@ class StepBench:
     """A scheduler and a runner in this process, without a frontend."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start the runner of `config`, a single rank."""
+        """Start the runner of `config`, on a single rank."""
         if config.tp != 1:
-            raise ConfigError(f"tp={config.tp}: profiles are of one rank; leave --tp out", param="tp")
-        self.config = config = config.with_(disable_prefix_cache=True)  # every prompt is computed
+            raise ConfigError(f"tp={config.tp}: only one rank can be profiled; leave --tp out", param="tp")
+        self.config = config = config.with_(disable_prefix_cache=True)  # so that every prompt is computed
         self.source: ModelSource = resolve(config.model, config.load_format, config.cache_dir)
         self.init_steps: list[InitStep] = []
         with TemporaryDirectory() as run_dir:
@@ -65,11 +65,11 @@ class StepBench:
         self._count = 0
 
     def close(self) -> None:
-        """Give the device back."""
+        """Close the runner and free its device memory."""
         self.runner.close()
 
     def decode(self, rows: int, context: int, prompt: int = 0) -> StepProfile:
-        """Steps of `rows` decode rows that have about `context` tokens each, and one prompt of `prompt`.
+        """Profile steps of `rows` decode rows of about `context` tokens each, and one prompt of `prompt`.
 
         Raises:
             ConfigError: so many rows, or so many tokens, do not fit.
@@ -78,10 +78,10 @@ class StepBench:
         prefills = -(-rows * context // limits.chunked_prefill_size)  # the first rows decode meanwhile
         tokens = context + prefills + 2 + _WARM + _TIMED + _TRACED
         pages = -(-tokens // limits.page_size)
-        beside = 2 if prompt else 0  # of the step before too, which is still to be read
-        if rows + beside > limits.max_running_requests:
+        num_prompts = 2 if prompt else 0  # the prompt of the step before is still running too
+        if rows + num_prompts > limits.max_running_requests:
             raise ConfigError(
-                f"{rows + beside} rows: at most {limits.max_running_requests} can run; raise "
+                f"{rows + num_prompts} rows: at most {limits.max_running_requests} can run; raise "
                 "--max-running-requests"
             )
         if prompt > limits.chunked_prefill_size:
@@ -89,12 +89,12 @@ class StepBench:
                 f"a prompt of {prompt} tokens takes several steps; raise --chunked-prefill-size, which is "
                 f"{limits.chunked_prefill_size}"
             )
-        pages_beside = beside * -(-(prompt + 1) // limits.page_size)
-        if rows * pages + pages_beside > limits.num_pages or tokens > limits.max_seq_len:
+        prompt_pages = num_prompts * -(-(prompt + 1) // limits.page_size)
+        if rows * pages + prompt_pages > limits.num_pages or tokens > limits.max_seq_len:
             raise ConfigError(
                 f"{rows} rows of {tokens} tokens do not fit {limits.num_pages} KV pages of "
-                f"{limits.page_size} tokens, {limits.max_seq_len} a sequence; ask for fewer rows or less "
-                "context"
+                f"{limits.page_size} tokens, or {limits.max_seq_len} tokens per sequence; ask for fewer rows "
+                "or less context"
             )
         with self._scheduled(rows, context) as drive:
             drive.run_until_all_decode()
@@ -107,17 +107,18 @@ class StepBench:
             seconds = (time.perf_counter() - begun) / _TIMED
             host = (drive.host_seconds - host) / _TIMED
             kernels = self._traced(lambda: drive.run(1), drive)
-        beside_label = f", and a prompt of {prompt}" if prompt else ""
+        prompt_label = f", and a prompt of {prompt}" if prompt else ""
+        roofline = self._roofline(rows + prompt, rows * context + prompt, rows + (prompt > 0))
         return StepProfile(
-            label=f"decode, {rows} rows of {context} tokens{beside_label}",
+            label=f"decode, {rows} rows of {context} tokens{prompt_label}",
             milliseconds=seconds * 1e3,
             host_milliseconds=host * 1e3,
-            floor_milliseconds=self._floor(rows + prompt, rows * context + prompt, rows + (prompt > 0)) * 1e3,
+            roofline_milliseconds=roofline * 1e3,
             kernels=kernels,
         )
 
     def prefill(self, tokens: int) -> StepProfile:
-        """Steps that each run one prompt of `tokens` tokens whole and sample its first token."""
+        """Profile steps that each run a whole prompt of `tokens` tokens and sample its first token."""
         drive = _Drive(self._scheduler, self.runner)
 
         def step() -> None:
@@ -138,7 +139,7 @@ class StepBench:
             label=f"prefill of {tokens} tokens",
             milliseconds=sorted(seconds)[_TIMED // 2] * 1e3,
             host_milliseconds=host * 1e3,
-            floor_milliseconds=self._floor(tokens, tokens, 1) * 1e3,
+            roofline_milliseconds=self._roofline(tokens, tokens, 1) * 1e3,
             kernels=self._traced(step, drive),
         )
 
@@ -180,10 +181,10 @@ class StepBench:
         ]
         return sorted(found, key=lambda kernel: -kernel.microseconds)
 
-    def _floor(self, tokens: int, kv_tokens: int, logits: int) -> float:
-        """Seconds: every weight and cached token read once, or two operations a weight and token.
+    def _roofline(self, tokens: int, kv_tokens: int, logits: int) -> float:
+        """Return the least seconds: the weights and KV read once, or two operations per weight and token.
 
-        The head works on `logits` rows alone; of experts, those count that the tokens can choose.
+        The head computes only `logits` rows. Only the experts that the tokens can choose count.
         """
         bandwidth, flops = self._speed
         model, item = self.source.config, self.runner.dtype.itemsize
@@ -203,9 +204,9 @@ class StepBench:
         scheduler, drive = self._scheduler, _Drive(self._scheduler, self.runner)
         length = max(1, context - _WARM - _TIMED // 2)
         prefills = -(-rows * length // self.runner.limits.chunked_prefill_size)
-        most = prefills + 2 + _WARM + _TIMED + _TRACED
+        max_tokens = prefills + 2 + _WARM + _TIMED + _TRACED
         for i in range(rows):
-            params = SamplingParams(max_new_tokens=most, temperature=0.6, seed=i)
+            params = SamplingParams(max_new_tokens=max_tokens, temperature=0.6, seed=i)
             self._add(str(i), self._prompt(i, length), params)
         yield drive
         drive.wait()
@@ -213,14 +214,14 @@ class StepBench:
 
 
 class _Drive:
-    """The loop of `segue.worker.loop`, with overlap, without messages."""
+    """Runs the loop of `segue.worker.loop`, with overlap but without messages."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._pending: ForwardOutput | None = None
         self.host_seconds = 0.0
-        self.before: Callable[[], None] = lambda: None  # every step
+        self.before: Callable[[], None] = lambda: None  # called before every step
 
     def run_until_all_decode(self) -> None:
         scheduler = self._scheduler
@@ -248,7 +249,7 @@ class _Drive:
 
 
 def _measure_device(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes moved a second and operations a second, on random values."""
+    """Measure the bytes moved per second and the operations per second, on random values."""
     size = 1 << (26 if device.type == "cpu" else 30)
     data = torch.empty(size, dtype=torch.uint8, device=device).random_().view(torch.int32)
     square = torch.randn(512 if device.type == "cpu" else 8192, device=device).to(dtype)

@@ -1,4 +1,4 @@
-"""A conversation in the terminal, with an engine of our own or with a server."""
+"""Runs a conversation in the terminal, with an engine in this process or with a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELP = "/help  this list\n/reset forget the conversation\n/exit  leave (also Ctr
 
 
 class LocalChat:
-    """Answers from an engine."""
+    """Gets answers from an engine in this process."""
 
     def __init__(self, engine: Engine, params: dict[str, Any]) -> None:
         self._engine = engine
@@ -28,7 +28,7 @@ class LocalChat:
         self.model = engine.model_name
 
     def reply(self, messages: list[Message]) -> Iterator[str]:
-        """Pieces of the answer."""
+        """Return the pieces of the answer to `messages`."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise RemoteError(f"{self.model} has no tokenizer, so it cannot chat")
@@ -37,7 +37,7 @@ class LocalChat:
 
 
 class RemoteChat:
-    """Answers from an OpenAI-compatible server."""
+    """Gets answers from an OpenAI-compatible server."""
 
     def __init__(self, server: Remote, params: dict[str, Any]) -> None:
         self._server = server
@@ -46,7 +46,7 @@ class RemoteChat:
             self.model: str = json.load(response)["data"][0]["id"]
 
     def reply(self, messages: list[Message]) -> Iterator[str]:
-        """Pieces of the answer."""
+        """Yield the pieces of the answer to `messages`."""
         body = {"model": self.model, "messages": messages, "stream": True, **self._params}
         data, server = json.dumps(body).encode(), self._server
         with server.open("/v1/chat/completions", data) as response, server.understood():
@@ -65,7 +65,7 @@ class RemoteChat:
 
 
 def pieces(updates: Iterator[dict[str, Any]]) -> Iterator[str]:
-    """The text that each growing reply adds."""
+    """Yield the text that each update adds; an update holds the whole text so far."""
     shown = 0
     try:
         for update in updates:
@@ -77,7 +77,7 @@ def pieces(updates: Iterator[dict[str, Any]]) -> Iterator[str]:
 
 
 def converse(model: str, reply: Callable[[list[Message]], Iterator[str]], system: str | None) -> None:
-    """Ask, answer, repeat, until /exit or the end of the input."""
+    """Read messages and print their answers until /exit or the end of the input."""
     console = Console(highlight=False)
     console.print(f"[dim]{model} — /help lists the commands[/dim]")
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -114,7 +114,7 @@ def converse(model: str, reply: Callable[[list[Message]], Iterator[str]], system
 
 
 def _show(console: Console, answer: Iterator[str]) -> str:
-    """Print an answer as it comes; Ctrl-C ends it early."""
+    """Print an answer piece by piece and return its text; Ctrl-C ends the answer early."""
     parts: list[str] = []
     began = time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""Models in the user's cache."""
+"""Lists the models in the user's cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from segue.checkpoint import bundled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledModel:
-    """One model; ``num_bytes`` is None if it is not fetched yet."""
+    """One model in the cache; ``num_bytes`` is None if the model is not fetched yet."""
 
     name: str
     kind: str
@@ -22,7 +22,7 @@ class InstalledModel:
 
 
 def installed_models(cache_dir: Path) -> Iterator[InstalledModel]:
-    """The bundled model, then those converted from GGUF files."""
+    """Yield the bundled model, then the models converted from GGUF files."""
     path = cache_dir / "bundled" / bundled.FILE
     fetched = path.exists()
     yield InstalledModel(
@@ -45,10 +45,10 @@ def installed_models(cache_dir: Path) -> Iterator[InstalledModel]:
 
 
 def _origins(cache_dir: Path) -> dict[str, Path]:
-    """SHA-256 to the file that had it when it was last hashed."""
+    """Map each SHA-256 to the path of the file that had this SHA-256 when the cache hashed the file."""
     found = {}
-    for memory in (cache_dir / "hashes").glob("*.json"):
-        with suppress(OSError, ValueError, LookupError, TypeError):  # a broken one costs a name only
-            known = json.loads(memory.read_text())
+    for record in (cache_dir / "hashes").glob("*.json"):
+        with suppress(OSError, ValueError, LookupError, TypeError):  # without the record only a name is lost
+            known = json.loads(record.read_text())
             found[known["sha256"]] = Path(known["path"])
     return found

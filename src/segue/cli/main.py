@@ -40,12 +40,11 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measure an engine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
-# Flags that make no sense without a server.
-SERVER_GROUP = "Server"
+SERVER_GROUP = "Server"  # the group of options that only `serve` takes
 
 
 def main() -> None:
-    """Run the command line. A user's error is one red line and exit code 1."""
+    """Run the command line. A SegueError is printed as one red line, and the exit code is 1."""
     try:
         app()
     except SegueError as error:
@@ -56,7 +55,7 @@ def main() -> None:
 
 
 def with_engine_options(*, server: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replace a command's ``config`` parameter by a flag for each option of :class:`EngineConfig`."""
+    """Replace a command's ``config`` parameter by one flag per option of :class:`EngineConfig`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         options = [
@@ -85,7 +84,7 @@ def with_engine_options(*, server: bool) -> Callable[[Callable[..., Any]], Calla
 
 
 def _flag(option: Field[Any], kind: Any) -> inspect.Parameter:
-    """A flag that is None unless given, so that the environment can decide."""
+    """Return the flag of an option; its default is None, so that the environment can set the option."""
     rule = option.metadata
     flag = f"--{option.name.replace('_', '-')}"
     bases = [each for each in get_args(kind) if each is not type(None)]
@@ -125,7 +124,7 @@ def root(
 
 TrainingDType = Literal["float32", "bfloat16"]
 MaxTokens = Annotated[
-    int | None, typer.Option(help="Most tokens of an answer; default: the rest of the context.")
+    int | None, typer.Option(help="Maximum tokens of an answer; default: the rest of the context.")
 ]
 Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
 TopP = Annotated[
@@ -138,10 +137,10 @@ TopP = Annotated[
 def serve(config: EngineConfig) -> None:
     """Serve a model over HTTP: OpenAI's API, and SGLang's /generate.
 
-    Every option is also an environment variable, named behind it.
+    Every option can also be set by the environment variable that its help names.
     """
-    # Until the server handles it, Ctrl-C ends the process at once. As a KeyboardInterrupt it can be lost:
-    # Python swallows one that is raised in a callback, such as those that run while modules are imported.
+    # Until the server handles Ctrl-C, it ends the process at once. A KeyboardInterrupt could be lost: Python
+    # swallows one that is raised in a callback, such as those that run while modules are imported.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     import uvloop
@@ -187,7 +186,7 @@ def generate(
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
 ) -> None:
-    """Continue a text, and print it as it comes."""
+    """Continue a text, and print the continuation while it is generated."""
     params = {"max_new_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     with _engine(config) as engine:
         for piece in pieces(engine.generate(prompt, params, stream=True)):
@@ -231,8 +230,8 @@ def trainer(
         int, typer.Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)
     ] = 8990,
     device: Annotated[Device, typer.Option(help="Where the model is trained.")] = "auto",
-    dtype: Annotated[TrainingDType, typer.Option(help="Type of weights, and of what is sent.")] = "float32",
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW.", min=0)] = 1e-5,
+    dtype: Annotated[TrainingDType, typer.Option(help="Type of the weights, also when sent.")] = "float32",
+    learning_rate: Annotated[float, typer.Option(help="Learning rate of AdamW.", min=0)] = 1e-5,
     cache_dir: Annotated[str | None, typer.Option(help="Where models are kept.")] = None,
     log_level: Annotated[LogLevel, typer.Option(help="How much is logged.")] = "info",
     allowed_hosts: Annotated[
@@ -245,7 +244,7 @@ def trainer(
 ) -> None:
     """Train a model, and send its weights to running servers.
 
-    POST /add_inference_endpoint names a server, /sync_inference_weights sends, /train_step trains.
+    POST /add_inference_endpoint adds a server, /sync_inference_weights sends weights, /train_step trains.
     """
     from segue.http_guard import HttpGuard
     from segue.trainer.model import TrainedModel
@@ -275,19 +274,19 @@ def profile_steps(
     config: EngineConfig,
     steps: Annotated[
         list[str] | None,
-        typer.Argument(help="Decode rows (32), p and the tokens of a prompt (p512), or both (255+p256)."),
+        typer.Argument(help="Decode rows (32), the tokens of a prompt (p512), or both (255+p256)."),
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens that decode rows have.", min=64)] = 512,
+    context: Annotated[int, typer.Option(help="Tokens per decode row.", min=64)] = 512,
     kernels: Annotated[int, typer.Option(help="Kernels shown per step.", min=1)] = 12,
 ) -> None:
-    """Where a step's time goes: each kernel's share, beside the floor that the hardware sets."""
-    os.environ.update(worker_environment(config.tp))  # before torch reads it: as in a worker
+    """Profile steps: each kernel's share of the time, beside the roofline of the hardware."""
+    os.environ.update(worker_environment(config.tp))  # as in a worker, before torch reads the environment
     from segue.bench.profile import StepBench, StepProfile
 
     if config.log_level == "info":
         config = config.with_(log_level="warning")
     configure(config.log_level)
-    wanted: list[tuple[int, int]] = []  # decode rows, tokens of a prompt
+    shapes: list[tuple[int, int]] = []  # decode rows, tokens of a prompt
     for text in steps or ["1", "16", "p512"]:
         found = re.fullmatch(r"([1-9]\d*)?(?:(?(1)\+)p([1-9]\d*))?", text)
         if found is None or not text:
@@ -295,16 +294,15 @@ def profile_steps(
                 f"step {text!r}: give a number of decode rows (32), of prompt tokens (p512), or both "
                 "(255+p256)"
             )
-        wanted.append((int(found[1] or 0), int(found[2] or 0)))
+        shapes.append((int(found[1] or 0), int(found[2] or 0)))
     console = Console(highlight=False)
     with console.status("Starting …"):
         bench = StepBench(config)
 
     def show(found: StepProfile) -> None:
-        times = f"{found.milliseconds:.3f} ms, {found.host_milliseconds:.3f} ms of the host's own"
-        table = Table(
-            title=f"{found.label}: {times}; floor {found.floor_milliseconds:.3f} ms", title_justify="left"
-        )
+        times = f"{found.milliseconds:.3f} ms, {found.host_milliseconds:.3f} ms on the host"
+        roofline = f"roofline {found.roofline_milliseconds:.3f} ms"
+        table = Table(title=f"{found.label}: {times}; {roofline}", title_justify="left")
         for column in ("kernel", "calls", "µs", "share"):
             table.add_column(column, justify="left" if column == "kernel" else "right")
         total = sum(kernel.microseconds for kernel in found.kernels) or 1.0
@@ -314,7 +312,7 @@ def profile_steps(
         console.print(table)
 
     try:
-        for rows, prompt in wanted:
+        for rows, prompt in shapes:
             show(bench.decode(rows, context, prompt) if rows else bench.prefill(prompt))
     finally:
         bench.close()
@@ -324,7 +322,7 @@ def profile_steps(
 def models(
     cache_dir: Annotated[str | None, typer.Option(help="Where models are kept.")] = None,
 ) -> None:
-    """List the bundled model and those converted from GGUF files, with their sizes."""
+    """List the bundled model and the models converted from GGUF files, with their sizes."""
     given: dict[str, Any] = {} if cache_dir is None else {"cache_dir": cache_dir}
     directory = Path(EngineConfig.create(**given).cache_dir)
     table = Table(box=None, pad_edge=False)
@@ -356,15 +354,15 @@ def pause(
     mode: Annotated[
         str,
         typer.Option(
-            help="What becomes of requests: wait (running ones end first), in_place (they stay where they "
-            "are), retract (they give their KV back, and wait), abort (they end)."
+            help="What happens to requests: wait (running ones finish first), in_place (they keep their KV), "
+            "retract (they give up their KV and wait), abort (they end)."
         ),
     ] = "retract",
-    ttl: Annotated[float | None, typer.Option(help="Seconds after which it continues by itself.")] = None,
+    ttl: Annotated[float | None, typer.Option(help="Seconds until the server continues by itself.")] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Stop a server's generation; returns once nothing runs."""
+    """Pause a server's generation; returns once no request runs."""
     server = _server(url, api_key)
     timeout = None if mode == "wait" else TIMEOUT_S
     text = server.post("/pause_generation", {"mode": mode, "ttl_s": ttl}, timeout=timeout)
@@ -372,14 +370,14 @@ def pause(
         now = json.loads(text)
         state = "continued meanwhile" if now["mode"] is None else f"paused ({now['mode']})"
         typer.echo(
-            f"{state}: {now['num_running']} requests in place, {now['num_waiting']} wait; "
+            f"{state}: {now['num_running']} requests in place, {now['num_waiting']} waiting; "
             f"{now['num_retracted']} retracted, {now['num_aborted']} aborted; took {now['drained_ms']:.1f} ms"
         )
 
 
 @app.command("continue", rich_help_panel=CONTROL)
 def continue_(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
-    """Let a paused server go on."""
+    """Let a paused server continue."""
     server = _server(url, api_key)
     text = server.post("/continue_generation")
     with server.understood():
@@ -393,11 +391,11 @@ def abort(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """End a request of a server, or all; their replies are what they have. An unknown id does nothing."""
+    """Abort one request of a server, or all. Replies keep the text so far. An unknown id does nothing."""
     if bool(rid) == all_:
         raise ConfigError("give either a request's id or --all")
     _server(url, api_key).post("/abort_request", {"rid": rid or "", "abort_all": all_})
-    typer.echo("told to abort " + ("all requests" if all_ else str(rid)))
+    typer.echo("asked the server to abort " + ("all requests" if all_ else str(rid)))
 
 
 @app.command(rich_help_panel=CONTROL)
@@ -408,9 +406,9 @@ def flush(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Have a server forget all cached KV."""
-    patience = None if timeout else TIMEOUT_S
-    text = _server(url, api_key).post(f"/flush_cache?timeout={timeout}", timeout=patience)
+    """Drop all cached KV of a server."""
+    reply_timeout = None if timeout else TIMEOUT_S
+    text = _server(url, api_key).post(f"/flush_cache?timeout={timeout}", timeout=reply_timeout)
     typer.echo(" ".join(text.split()))
 
 
@@ -420,7 +418,7 @@ def _server(url: str, api_key: str | None) -> Remote:
 
 @contextmanager
 def _engine(config: EngineConfig) -> Iterator[Engine]:
-    """An engine for one command: only its warnings are logged."""
+    """Run an engine for one command; at the default log level, the engine logs only warnings."""
     if config.log_level == "info":
         config = config.with_(log_level="warning")
     configure(config.log_level)

@@ -1,4 +1,4 @@
-"""A running server, as the command line talks to it."""
+"""Sends the command line's requests to a running server."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ TIMEOUT_S = 600.0
 
 
 class RemoteError(SegueError):
-    """The server cannot be reached, or it refused."""
+    """The server cannot be reached, or it refused the request."""
 
 
 class Remote:
-    """Where requests go, and with which key."""
+    """A client of the server at a URL, with an API key or none."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
-        # A proxy of the environment would look for this machine's own server on another machine.
+        # A proxy from the environment would look for a loopback address on another machine.
         direct = [urllib.request.ProxyHandler({})] if _is_loopback(self.url) else []
         self._opener = urllib.request.build_opener(*direct)
 
     def post(self, path: str, body: Any = None, *, timeout: float | None = TIMEOUT_S) -> str:
-        """The text of the answer; ``timeout``: seconds of silence that are too long.
+        """Post ``body`` as JSON and return the text of the answer; ``timeout``: seconds without data.
 
         Raises:
-            RemoteError: there is no such server, or it refused.
+            RemoteError: the server cannot be reached, refused the request, or did not finish its answer.
         """
         data = b"" if body is None else json.dumps(body).encode()
         with self.open(path, data, timeout=timeout) as response, self.understood():
@@ -45,10 +45,10 @@ class Remote:
             return text
 
     def open(self, path: str, data: bytes | None = None, *, timeout: float | None = TIMEOUT_S) -> Any:
-        """The answer, to be read and closed; a POST if there are data.
+        """Return the open answer, which the caller must close; the request is a POST if ``data`` is given.
 
         Raises:
-            RemoteError: there is no such server, or it refused.
+            RemoteError: the server cannot be reached, or it refused the request.
         """
         try:
             request = urllib.request.Request(self.url + path, data, self._headers)
@@ -62,7 +62,7 @@ class Remote:
 
     @contextmanager
     def understood(self) -> Iterator[None]:
-        """What stops answering, or answers something else than was expected, is one error."""
+        """Raise a RemoteError if the answer breaks off in the block, or is not of the expected form."""
         try:
             yield
         except (OSError, HTTPException) as error:
@@ -74,7 +74,7 @@ class Remote:
 
 
 def message_of(content: Any) -> str:
-    """What the body of an error says, whoever wrote it."""
+    """Return the message in the body of an error, in any of the known forms."""
     for name in ("error", "message"):
         if isinstance(content, dict):
             content = content.get(name, content)
