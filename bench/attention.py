@@ -1,11 +1,11 @@
-"""Measure the attention backends against each other, and store their order where "auto" looks.
+"""Measures the attention backends against each other, and stores their order in the table that "auto" reads.
 
     python -m bench.attention
 
-Every step is timed as a chain of layers in one CUDA graph, so that launches do not count; prefill with as
-many slots for sequences as a captured step has. The order, for one device, head size and page size, is that
-of the geometric mean over the steps, so that a short step counts as much as a long one: of decode, and of
-prefill by the tokens of the step.
+Every step is timed as a chain of layers in one CUDA graph, so that launches do not count. Prefill has as many
+sequence slots as a captured step. For each device, head size and page size, the backends are ordered by the
+geometric mean over the steps, so that a short step counts as much as a long one: once for decode, and once
+for each number of prefill tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from segue.attention.registry import Setting
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
 
-# Sequences, tokens of the step and tokens in the cache of each; prefill by the tokens of the step.
+# Each step: sequences, new tokens per sequence, cached tokens per sequence. Prefill: by the step's tokens.
 PREFILL = {
     256: [(1, 256, 256), (16, 16, 16), (1, 256, 4096)],
     1024: [(1, 1024, 1024), (16, 64, 64), (2, 512, 4096)],
@@ -42,11 +42,11 @@ SLOTS = 257  # sequences that a captured step has room for, the dummy request in
 
 
 def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) -> float:
-    """Microseconds of one layer's attention."""
+    """Return the microseconds of one layer's attention."""
     shape, device = setting.shape, setting.device
-    each = -(-kv_len // setting.page_size)
+    pages = -(-kv_len // setting.page_size)
     pool = KVPool(
-        num_pages=count * each,
+        num_pages=count * pages,
         num_layers=LAYERS,
         page_size=setting.page_size,
         num_kv_heads=shape.num_kv_heads,
@@ -62,7 +62,7 @@ def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) ->
         scratch_page=pool.scratch_page,
         device=device,
     )
-    table.data[:count, :each] = torch.randperm(count * each, device=device).view(count, each)
+    table.data[:count, :pages] = torch.randperm(count * pages, device=device).view(count, pages)
     ctx = Context.build(
         input_ids=torch.zeros(count * q_len, dtype=torch.int64, device=device),
         slots=range(count),
@@ -86,14 +86,14 @@ def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) ->
 
 
 def rank(half: str, setting: Setting, steps: list[tuple[int, int, int]]) -> list[str]:
-    """Backends from the fastest on; printed."""
+    """Return the backends, the fastest first, and print their times."""
     times = {
         name: [measure(name, setting, *step) for step in steps]
         for name in registry.supported_backends(setting)
     }
     order = sorted(times, key=lambda name: geometric_mean(times[name]))
     report.show(
-        f"{half}, heads of {setting.shape.head_dim}, pages of {setting.page_size}: µs a layer",
+        f"{half}, heads of {setting.shape.head_dim}, pages of {setting.page_size}: µs per layer",
         ["backend", *(f"{count} x {q_len} of {kv_len}" for count, q_len, kv_len in steps)],
         [[name, *(f"{time:.1f}" for time in times[name])] for name in order],
     )
@@ -101,7 +101,7 @@ def rank(half: str, setting: Setting, steps: list[tuple[int, int, int]]) -> list
 
 
 def main() -> None:
-    """Measure what is installed, print it, and replace the part of the table for this compute capability."""
+    """Measure the installed backends, and replace the entries of this compute capability in the table."""
     device = torch.device("cuda", 0)
     table = json.loads(registry.TABLE.read_text())
     mine: dict[str, dict[str, object]] = {}

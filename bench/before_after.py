@@ -1,12 +1,12 @@
-"""Two commits of Segue against each other on this machine: is the later one slower?
+"""Measures two commits of Segue against each other on this machine: is the later one slower?
 
     python -m bench.before_after BEFORE [AFTER] [--what host_cost serving_cost load] [--blocks 10]
 
 Both commits are checked out beside each other. Each block measures A B C C B A, where A is BEFORE, B is
 AFTER, and C is BEFORE once more, in processes of its own. A drift of the machine within a block cancels out
 of B / A and of C / A. A figure's change is the median of B / A over the blocks. Its spread is the median over
-the blocks of how far C / A is from 1. The later commit is worse where it loses more than 2 % and more than
-the spread.
+the blocks of how far C / A is from 1. The later commit is worse if it loses more than 2 % and more than the
+spread.
 
 `host_cost` is that bench of each commit, in milliseconds per step. `serving_cost` is the served half of that
 bench: tokens per second of 8 concurrent streams. `load` sends short requests at a fixed rate, as
@@ -43,7 +43,7 @@ Measure = Callable[[], Figures]
 
 
 def main() -> int:
-    """Exit code 1 if a figure became worse by more than is tolerated."""
+    """Compare the commits; the exit code is 1 if a figure became worse by more than TOLERATED."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--what", nargs="+", choices=sorted(BENCHES), default=sorted(BENCHES))
     parser.add_argument("--blocks", type=int, default=10)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and leave no server behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
     commits = {"before": _commit(args.before), "after": _commit(args.after)}
     found: dict[str, Any] = {}
     with _checked_out(commits["before"]) as before, _checked_out(commits["after"]) as after:
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def compared(blocks: list[list[tuple[str, Figures]]], name: str) -> dict[str, Any]:
-    """One figure over all blocks: its values and ratios, the change, the spread and the verdict."""
+    """Summarise one figure over all blocks: its values and ratios, the change, the spread and the verdict."""
     ratios: dict[str, list[float]] = {"after": [], "before again": []}
     values: dict[str, list[float]] = {side: [] for side in set(ORDER)}
     for block in blocks:
@@ -159,7 +159,7 @@ def _loaded(clients: Clients, seconds: float) -> Figures:
 
 @contextmanager
 def _servers(trees: dict[str, Path]) -> Iterator[dict[str, str]]:
-    """A server per side, each in a fresh process, all of them idle but the one that is being measured."""
+    """Start a fresh server per side and yield their URLs; only the server that is measured gets requests."""
     with ExitStack() as stack:
         urls = {}
         for side, tree in trees.items():

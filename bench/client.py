@@ -1,8 +1,8 @@
-"""A lean client of `/v1/completions`: it notes when bytes come, and reads what they say afterwards.
+"""A lean client of `/v1/completions`: it records when bytes arrive, and parses them after the load.
 
-One connection a request, HTTP/1.1 over asyncio. While a load runs, an event costs one callback that appends
-to a list; chunks, events and JSON are taken apart when all is over, so the client is slow to become what is
-measured. All times are of `time.perf_counter`, which all processes of a machine share.
+It opens one connection per request, HTTP/1.1 over asyncio. While a load runs, an event costs one callback
+that appends to a list; chunks, events and JSON are parsed when the load is over, so that the client does not
+become the bottleneck. All times are of `time.perf_counter`, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Job:
     """One request of a load."""
 
     prompt: Sequence[int] | str  # token ids, or text
-    max_tokens: int  # exactly so many: EOS is ignored
-    due: float = 0.0  # seconds after the load begins
+    max_tokens: int  # the exact number of output tokens: EOS is ignored
+    due: float = 0.0  # when to send it, in seconds after the load begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """When what happened to one request."""
+    """The times of one request, and how it ended."""
 
-    due: float  # when it should have been sent
-    sent: float  # or, if it never was, given up
-    times: list[float]  # of each event that brought text
-    tokens: int  # that the server counted; 0 without an end
-    wanted: int  # tokens
-    given_up: bool  # by the client, at the load's end
-    error: str | None  # None: it ended as it should, or was given up
+    due: float  # when the request should have been sent
+    sent: float  # when it was sent; if it never was, when the client gave it up
+    times: list[float]  # when each event with text arrived
+    tokens: int  # output tokens as the server counted them; 0 if the reply did not end
+    max_tokens: int  # output tokens that the request asked for
+    given_up: bool  # whether the client gave the request up at the load's end
+    error: str | None  # None: the request ended as it should, or was given up
 
 
 class _Choice(msgspec.Struct):
@@ -59,14 +59,14 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Connection(asyncio.Protocol):
-    """One request: sends it when connected, then keeps what comes."""
+    """The connection of one request: sends it when connected, then keeps the bytes of the reply."""
 
-    def __init__(self, payload: bytes, due: float, wanted: int) -> None:
+    def __init__(self, payload: bytes, due: float, max_tokens: int) -> None:
         self.due = due
         self.sent = 0.0
         self.pieces: list[tuple[float, bytes]] = []
         self.ended = asyncio.Event()
-        self._payload, self._wanted = payload, wanted
+        self._payload, self._max_tokens = payload, max_tokens
         self._transport: asyncio.Transport | None = None
         self._failure: str | None = None
         self._given_up = False
@@ -84,24 +84,24 @@ class Connection(asyncio.Protocol):
         self.ended.set()
 
     def give_up(self) -> None:
-        """Close the connection, if it has not ended."""
+        """Close the connection if the reply has not ended."""
         if not self.ended.is_set():
             self._given_up = True
-            self.sent = self.sent or clock()  # not sent: at least so late
+            self.sent = self.sent or clock()  # if the request was not sent, it is at least this late
             if self._transport is not None:
                 self._transport.abort()
 
     def fail(self, error: OSError) -> None:
-        """It could not be sent."""
+        """Record that the request could not be sent."""
         self._failure = str(error)
         self.sent = clock()
         self.ended.set()
 
     def timeline(self) -> Timeline:
-        """What came, taken apart."""
+        """Parse the reply."""
         times, tokens, error = _read(self.pieces)
-        if error is None and tokens != self._wanted:
-            error = f"{tokens} tokens came, {self._wanted} were asked for"
+        if error is None and tokens != self._max_tokens:
+            error = f"{tokens} tokens came, {self._max_tokens} were asked for"
         elif error is None and not times:
             error = f"{tokens} tokens came, but no text: nothing to time"
         return Timeline(
@@ -109,20 +109,20 @@ class Connection(asyncio.Protocol):
             sent=self.sent,
             times=times,
             tokens=tokens,
-            wanted=self._wanted,
+            max_tokens=self._max_tokens,
             given_up=self._given_up,
             error=None if self._given_up else self._failure or error,
         )
 
 
 class Client:
-    """Sends jobs to one server."""
+    """Sends the requests of a load to one server."""
 
     def __init__(self, url: str, model: str) -> None:
-        """Talk to the server at `url`, without a path.
+        """Prepare requests to the server at `url`, which has no path.
 
         Raises:
-            ValueError: it is no http address.
+            ValueError: `url` is not of the form http://host:port.
         """
         parts = urlsplit(url)
         if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
@@ -130,7 +130,7 @@ class Client:
         self._host, self._port, self._model = parts.hostname, parts.port or 80, model
 
     def connection(self, job: Job, due: float) -> Connection:
-        """The request, to be sent."""
+        """Encode the request of `job` and return its connection, which `send` opens."""
         body = msgspec.json.encode(
             {
                 "model": self._model,
@@ -149,7 +149,7 @@ class Client:
         return Connection(head.encode() + body, due, job.max_tokens)
 
     async def send(self, connection: Connection) -> None:
-        """Connect and send; the reply comes to `connection`."""
+        """Connect and send the request; `connection` receives the reply."""
         loop = asyncio.get_running_loop()
         try:
             await loop.create_connection(lambda: connection, self._host, self._port)
@@ -157,7 +157,7 @@ class Client:
             connection.fail(error)
 
     async def open_loop(self, jobs: Sequence[Job], begin: float, end: float) -> list[Connection]:
-        """Send each job when it is due, whatever became of the others; give up what is not done at `end`."""
+        """Send each job when it is due, even if others still run; give up unfinished jobs at `end`."""
 
         async def one(job: Job, connection: Connection) -> None:
             await asyncio.sleep(connection.due - clock())
@@ -170,7 +170,7 @@ class Client:
     async def closed_loop(
         self, jobs: Sequence[Job], concurrency: int, begin: float, end: float
     ) -> list[Connection]:
-        """Keep `concurrency` jobs running until `end`, as long as there are jobs; then give up the rest."""
+        """Keep `concurrency` jobs running until `end` or until no job is left; give up unfinished jobs."""
         waiting = [self.connection(job, begin) for job in reversed(jobs)]
         begun: list[Connection] = []
 
@@ -194,7 +194,7 @@ class Client:
 
 
 def _read(pieces: Sequence[tuple[float, bytes]]) -> tuple[list[float], int, str | None]:
-    """Times of events with text, tokens, and what went wrong, of one HTTP reply as it came."""
+    """Parse one HTTP reply: the times of events with text, the number of tokens, and the error, if any."""
     raw = b"".join(data for _, data in pieces)
     head, _, body = raw.partition(b"\r\n\r\n")
     if not head:
@@ -211,18 +211,18 @@ def _read(pieces: Sequence[tuple[float, bytes]]) -> tuple[list[float], int, str 
             if event == b"data: [DONE]":
                 ended = True
             elif event.startswith(b"data: {"):
-                news = _decode(event[6:])
-                if news.error is not None:
-                    return times, tokens, str(news.error)
-                if news.usage is not None:
-                    tokens = news.usage.completion_tokens
-                if news.choices and news.choices[0].text:
+                content = _decode(event[6:])
+                if content.error is not None:
+                    return times, tokens, str(content.error)
+                if content.usage is not None:
+                    tokens = content.usage.completion_tokens
+                if content.choices and content.choices[0].text:
                     times.append(when)
     return times, tokens, None if ended else "the stream was cut"
 
 
 def _after(pieces: Sequence[tuple[float, bytes]], skip: int) -> list[tuple[float, bytes]]:
-    """The pieces without their first `skip` bytes."""
+    """Return the pieces without their first `skip` bytes."""
     left = []
     for when, data in pieces:
         if skip < len(data):
@@ -232,7 +232,7 @@ def _after(pieces: Sequence[tuple[float, bytes]], skip: int) -> list[tuple[float
 
 
 def _chunks(pieces: Sequence[tuple[float, bytes]], skip: int) -> list[tuple[float, bytes]]:
-    """HTTP's chunks, each with the time at which it was complete."""
+    """Return the chunks of the chunked HTTP body, each with the time at which it was complete."""
     found, buffer = [], b""
     for when, data in _after(pieces, skip):
         buffer += data

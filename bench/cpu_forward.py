@@ -1,8 +1,9 @@
-"""The model's forward alone on this CPU: `python -m bench.cpu_forward`.
+"""Measures the model's forward alone on this CPU: `python -m bench.cpu_forward`.
 
-Random weights in the shape of SmolLM2-135M; no sampling, no scheduling; beside it the time that reading
-memory takes. Page faults cost more than arithmetic in prefill unless GLIBC_TUNABLES is, joined by colons,
-glibc.malloc.hugetlb=1, glibc.malloc.mmap_threshold=1073741824 and glibc.malloc.trim_threshold=1073741824.
+The model has random weights in the shape of SmolLM2-135M; there is no sampling and no scheduling. Beside each
+time stands the time that only reading memory takes. In prefill, page faults cost more than arithmetic unless
+GLIBC_TUNABLES is, joined by colons, glibc.malloc.hugetlb=1, glibc.malloc.mmap_threshold=1073741824 and
+glibc.malloc.trim_threshold=1073741824.
 """
 
 import argparse
@@ -47,7 +48,7 @@ PAGE_SIZE = 16
 
 
 def random_model(dtype: torch.dtype, deterministic: bool) -> Decoder:
-    """The model with small random weights, packed."""
+    """Build the model with small random weights, and pack them."""
     model = build_model(SMOLLM2, dtype=dtype, deterministic=deterministic)
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
@@ -58,7 +59,7 @@ def random_model(dtype: torch.dtype, deterministic: bool) -> Decoder:
 
 
 def context(model: Decoder, deterministic: bool, num_sequences: int, q_len: int, kv_len: int) -> Context:
-    """A step of equal sequences on pages in random order."""
+    """Build a step of sequences of equal length, with their pages in random order."""
     config, dtype = model.config, model.norm.weight.dtype
     pages = -(-kv_len // PAGE_SIZE)
     pool = KVPool(
@@ -79,8 +80,8 @@ def context(model: Decoder, deterministic: bool, num_sequences: int, q_len: int,
         device="cpu",
     )
     order = torch.randperm(pool.num_pages).view(num_sequences, pages).tolist()
-    for row in range(num_sequences):
-        table.assign(row, 0, order[row])
+    for slot in range(num_sequences):
+        table.assign(slot, 0, order[slot])
     shape = AttentionShape(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -99,7 +100,7 @@ def context(model: Decoder, deterministic: bool, num_sequences: int, q_len: int,
         slots=list(range(num_sequences)),
         q_lens=[q_len] * num_sequences,
         kv_lens=[kv_len] * num_sequences,
-        wanted=torch.arange(1, num_sequences + 1) * q_len - 1,
+        logits_indices=torch.arange(1, num_sequences + 1) * q_len - 1,
         num_decode=num_sequences if q_len == 1 else 0,
         page_table=table,
         kv=pool,
@@ -108,7 +109,10 @@ def context(model: Decoder, deterministic: bool, num_sequences: int, q_len: int,
 
 
 def milliseconds(runs: Sequence[Callable[[], object]], seconds: float) -> list[tuple[float, float]]:
-    """Fastest and median time of each of `runs`, taken in turn, so that a busy machine is fair to all."""
+    """Return the fastest and the median time of each of `runs`.
+
+    The runs take turns, so that other load on the machine slows all of them equally.
+    """
     times: list[list[float]] = [[] for _ in runs]
     end = time.perf_counter() + seconds
     while len(times[0]) < 5 or time.perf_counter() < end:
@@ -120,10 +124,10 @@ def milliseconds(runs: Sequence[Callable[[], object]], seconds: float) -> list[t
 
 
 def main() -> None:
-    """Print a line a case and mode."""
+    """Print one line per case and mode."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--deterministic", action="store_true", help="that mode too, in turn with the other")
+    parser.add_argument("--deterministic", action="store_true", help="measure that mode too, in turns")
     parser.add_argument("--seconds", type=float, default=3.0, help="time spent on each case")
     options = parser.parse_args()
     modes = [False, True] if options.deterministic else [False]
@@ -139,19 +143,19 @@ def main() -> None:
                 ctx = context(model, mode, num_sequences, q_len, kv_len)
                 steps.append(partial(step, model, ctx))
             kv_bytes = num_sequences * kv_len * ctx.kv.page_bytes // PAGE_SIZE
-            floor = (weight_bytes + kv_bytes) / bandwidth / 1e6
+            memory_ms = (weight_bytes + kv_bytes) / bandwidth / 1e6
             for mode, (best, median) in zip(modes, milliseconds(steps, options.seconds), strict=True):
                 rate = num_sequences * q_len / best * 1e3
                 print(
                     f"{num_sequences:2d} x {q_len:3d} of {kv_len:4d}: best {best:7.2f} ms, "
-                    f"median {median:7.2f} ms, {rate:6.0f} tok/s, memory alone {floor:5.2f} ms"
+                    f"median {median:7.2f} ms, {rate:6.0f} tok/s, memory alone {memory_ms:5.2f} ms"
                     f"{', deterministic' if mode else ''}",
                     flush=True,
                 )
 
 
 def step(model: Decoder, ctx: Context) -> object:
-    """Logits of the last token of each sequence."""
+    """Return the logits of the last token of each sequence."""
     return model.logits(model(ctx))
 
 

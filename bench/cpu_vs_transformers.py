@@ -1,10 +1,10 @@
-"""Segue against transformers' ``generate`` on the same cores, model and prompts, in one run.
+"""Measures Segue against transformers' ``generate`` on the same cores, model and prompts, in one run.
 
-bfloat16, greedy, no early end. Decode: 128 tokens behind prompts of 128, at batch 1 and 16; a token's time is
-``(t(128 new) - t(1 new)) / 127``, so prefill is not in it. Prefill: the first token behind a prompt of 1024.
-The engines take turns, each repetition has its own prompts, and medians are compared. Transformers runs with
-SDPA, its default, and with eager attention, and the better of the two counts; its KV cache is its default.
-Segue has its defaults, but no prefix cache.
+All runs are bfloat16 and greedy, and ignore EOS. Decode: 128 tokens after prompts of 128, at batch 1 and 16;
+a token's time is ``(t(128 new) - t(1 new)) / 127``, which leaves prefill out. Prefill: the first token after
+a prompt of 1024. The engines take turns, each repetition has its own prompts, and medians are compared.
+Transformers runs with SDPA, its default, and with eager attention, and the better of the two counts; its KV
+cache is its default. Segue has its defaults, but no prefix cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench import report, workload
 from tests.fixtures.make_reference import load_model
 
 Generate = Callable[[list[list[int]], int], None]
-"""Continue equally long prompts by so many tokens each."""
+"""(prompts of equal length, new tokens per prompt): generates the tokens."""
 
 PREFILL_LEN = 1024
 DECODE_PROMPT_LEN = 128
@@ -34,7 +34,7 @@ DECODE_TOKENS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """One row of the table: what is timed, and the ratio that must be reached."""
+    """One row of the table: the measured case, and the ratio that Segue must reach."""
 
     name: str
     batch: int
@@ -48,7 +48,7 @@ MEASURES = (DECODE_1, DECODE_16, PREFILL)
 
 
 def tokens_per_second(generate: Generate, measure: Measure, seed: int) -> float:
-    """One repetition: two timed calls for decode, one for prefill."""
+    """Measure one repetition: two timed calls for decode, one for prefill."""
     if measure is PREFILL:
         return PREFILL_LEN / _seconds(generate, workload.prompts(1, PREFILL_LEN, seed=seed), 1)
     batch = workload.prompts(measure.batch, DECODE_PROMPT_LEN, seed=seed)
@@ -64,7 +64,7 @@ def _seconds(generate: Generate, batch: list[list[int]], num_tokens: int) -> flo
 
 
 def transformers_sides(gguf: Path) -> dict[str, Generate]:
-    """One model of transformers, read from the same GGUF, with either attention."""
+    """Load the model of the same GGUF file into transformers, and return it with either attention."""
     model, _ = load_model(gguf, torch.bfloat16)
 
     def side(attention: str) -> Generate:
@@ -85,7 +85,7 @@ def transformers_sides(gguf: Path) -> dict[str, Generate]:
 
 
 def segue_side(engine: Any) -> Generate:
-    """A running engine."""
+    """Return a running Segue engine as one side of the comparison."""
 
     def generate(batch: list[list[int]], num_tokens: int) -> None:
         replies = engine.generate(input_ids=batch, sampling_params=workload.greedy(num_tokens))
@@ -95,7 +95,7 @@ def segue_side(engine: Any) -> Generate:
 
 
 def measure_all(sides: dict[str, Generate], repetitions: int) -> dict[str, dict[str, list[float]]]:
-    """Tokens a second of each repetition, by measure and engine; repetition 0 warms up and is dropped."""
+    """Return tokens/s of each repetition, by measure and engine; repetition 0 warms up and is dropped."""
     found: dict[str, dict[str, list[float]]] = {m.name: {side: [] for side in sides} for m in MEASURES}
     for repetition in range(repetitions + 1):
         for measure in MEASURES:
@@ -107,7 +107,7 @@ def measure_all(sides: dict[str, Generate], repetitions: int) -> dict[str, dict[
 
 
 def main() -> int:
-    """Exit code 1 if a bar is missed."""
+    """Run the benchmark; the exit code is 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument(

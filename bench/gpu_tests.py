@@ -1,7 +1,7 @@
-"""Runs the GPU tests, each file in a process of its own, and stores how they ended in ``gpu_tests.json``.
+"""Runs the GPU tests, each file in a process of its own, and stores their results in ``gpu_tests.json``.
 
-A run of some of the files replaces what is stored of these alone, so the whole may be put together from
-several runs, each file with the commit and the device that it holds for::
+A run of some files replaces only the results of these files, so the stored results may come from several
+runs; each file's result has the commit and the device of its run::
 
     python -m bench.gpu_tests
     python -m bench.gpu_tests tests/gpu/test_engine.py tests/gpu/test_tp.py --pytest-args="-m gpu"
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pytest-args", default="", help="more arguments of pytest, in one word")
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("there is no CUDA device, so there is nothing to test or to store", file=sys.stderr)
+        print("there is no CUDA device: nothing was tested and nothing is stored", file=sys.stderr)
         return 2
     files = given.files or sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/gpu/test_*.py"))
     ended = run(files, shlex.split(given.pytest_args))
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(files: Sequence[str], arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """How each file ended; stored after each, so that a run that is broken off leaves what it has."""
+    """Run each file and return its result; each is stored at once, so that an aborted run keeps it."""
     ended: dict[str, dict[str, Any]] = {}
     for file in files:
         ended[file] = _run(file, arguments)
@@ -61,7 +61,7 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> dict[str, dict[str, A
 
 
 def store(ended: dict[str, dict[str, Any]]) -> None:
-    """Put these files' results in the place of older ones; those of files that are gone go."""
+    """Replace the stored results of these files, and drop the results of files that no longer exist."""
     path = report.RESULTS / f"{NAME}.json"
     stored = json.loads(path.read_text())["files"] if path.exists() else {}
     merged = {file: each for file, each in sorted((stored | ended).items()) if (ROOT / file).exists()}
@@ -79,7 +79,7 @@ def _run(file: str, arguments: Sequence[str]) -> dict[str, Any]:
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         counts = _counts(path) if path.exists() else dict.fromkeys(COUNTS, 0)
     if code not in (0, NOTHING_COLLECTED):
-        counts["failed"] = max(counts["failed"], 1)  # a process that died tells of no failure
+        counts["failed"] = max(counts["failed"], 1)  # a process that died reports no failed test
     circumstances = {name: found[name] for name in OF_A_FILE if name in found}
     return circumstances | counts | {"exit_code": code, "seconds": round(time.monotonic() - began, 1)}
 

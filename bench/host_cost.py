@@ -1,7 +1,7 @@
-"""What a decode step costs the host: the pure scheduler and the msgspec hops, without a device.
+"""Measures what a decode step costs the host: the scheduler and the msgspec messages, without a device.
 
-256 requests decode; the pages they fill are appended and go into the prefix cache. Every message is encoded
-and decoded as it would be between processes: the plan to a rank, the result, the output to the frontend.
+256 requests decode; the pages that they fill are appended and go into the prefix cache. Every message is
+encoded and decoded as between processes: the plan for a rank, the result, the output for the frontend.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BAR_MS = 0.5
 def measure(
     *, num_requests: int, num_steps: int, page_size: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
-    """Mean milliseconds a step by ``clock``, by part."""
+    """Return the mean milliseconds per step by ``clock``, by part."""
     rng = random.Random(0)
     scheduler = Scheduler(
         Limits(
@@ -81,7 +81,7 @@ def measure(
 
 
 def main() -> int:
-    """Exit code 1 if the bar is missed."""
+    """Run the benchmark; the exit code is 1 if the bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--steps", type=int, default=256)
@@ -97,7 +97,7 @@ def main() -> int:
     }
     worst = max(each["total"] for each in figures.values())
     rows = [[name, f"{each['total']:.3f}", f"{BAR_MS:g}"] for name, each in figures.items()]
-    report.show(f"host ms a decode step of {args.requests} requests", ["", "mean", "bar"], rows)
+    report.show(f"host ms per decode step of {args.requests} requests", ["", "mean", "bar"], rows)
     record = {"unit": "ms", "worst": worst, "bar": BAR_MS, "requests": args.requests, "steps": args.steps}
     print(f"written to {report.save('host_cost', {**record, **figures})}")
     return 0 if worst <= BAR_MS else 1

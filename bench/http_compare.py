@@ -1,10 +1,10 @@
-r"""Segue's server and another engine's, the same loads one after the other, and the bars between them.
+r"""Runs the same loads on another engine's server and on Segue's, and compares the figures with bars.
 
     python -m bench.http_compare MODEL --theirs "python3 -m other.server --model {model} --port {port}"
 
-MODEL is a directory with a config.json; if it has no tokenizer, one is made up. On each server in turn: so
-many requests at any time as saturate it; Poisson arrivals at 50 and 80 % of what the server measured first
-gave; a long prompt among decodes. What is known is written after every part.
+MODEL is a directory with a config.json; if it has no tokenizer, an artificial one is used. Each server in
+turn gets three loads: a constant number of requests that saturates it; Poisson arrivals at 50 and 80 % of the
+rate that the first server reached; a long prompt while others decode. Results are written after every part.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from bench.intrusion import Intrusion
 from bench.load import SLO, Clients, Lengths
 from bench.model_dir import with_tokenizer
 
-SHARES = (0.5, 0.8)  # of the saturation
+SHARES = (0.5, 0.8)  # of the rate at saturation
 _OPEN = tuple(f"{share:.0%}" for share in SHARES)
-TTFT_BAR, GAP_BAR = 0.7, 0.8  # ours over theirs: p50 of the first token, p99 of the gap
+TTFT_BAR, GAP_BAR = 0.7, 0.8  # Segue's value over the other's: p50 of the first token, p99 of the gap
 WARM_UP_S = 3.0
 CONCURRENCY = 256
-MOST_RATE = 150  # requests a second that a saturated server could need
+MAX_RATE = 150  # requests per second; no saturated server answers more
 
 OURS = (
     f"{sys.executable} -m segue serve --model {{model}} --port {{port}} --load-format dummy --dtype bfloat16 "
@@ -40,11 +40,11 @@ OURS = (
 )
 
 Side = dict[str, Any]
-"""Of one server: command, version, ready_s, loads by name, long_prompt, exceptions by part, clocks."""
+"""The results of one server: command, version, ready_s, loads, long_prompt, exceptions by part, clocks."""
 
 
-class Sitting:
-    """One run of the comparison; what was found so far is on disk."""
+class Comparison:
+    """One run of the comparison; the results so far are on disk."""
 
     def __init__(self, args: argparse.Namespace, model: Path) -> None:
         self.sides: dict[str, Side] = {}
@@ -52,13 +52,13 @@ class Sitting:
         self._lengths = Lengths(max_id=args.max_id)
 
     def measure(self, name: str, command: str) -> None:
-        """All parts on one server; a part that fails leaves a note, and the next one is tried."""
+        """Run all parts on one server; if a part fails, store its exception and run the next part."""
         args, port = self._args, launch.free_port()
         url = f"http://127.0.0.1:{port}"
         side: Side = {"command": command, "loads": {}, "exceptions": {}}
         self.sides[name] = side
-        places = {"{model}": str(self._model), "{port}": str(port)}
-        words = [_filled(word, places) for word in shlex.split(command)]
+        values = {"{model}": str(self._model), "{port}": str(port)}
+        words = [_filled(word, values) for word in shlex.split(command)]
         log = report.RESULTS / f"{args.name}_{name}.log"
         with ExitStack() as stack:
             side["ready_s"] = stack.enter_context(
@@ -81,9 +81,14 @@ class Sitting:
         side["clocks"] = clocks.seen
 
     def _saturate(self, clients: Clients, seconds: float, *, seed: int) -> dict[str, Any]:
-        most = round(CONCURRENCY + MOST_RATE * seconds)
         return serving.saturated(
-            clients, CONCURRENCY, seconds=seconds, lengths=self._lengths, slo=SLO(), most=most, seed=seed
+            clients,
+            CONCURRENCY,
+            seconds=seconds,
+            lengths=self._lengths,
+            slo=SLO(),
+            max_requests=round(CONCURRENCY + MAX_RATE * seconds),
+            seed=seed,
         )
 
     def _load(self, clients: Clients, share: float) -> dict[str, Any]:
@@ -102,45 +107,46 @@ class Sitting:
         began = time.monotonic()
         try:
             into[name] = run()
-        except Exception:  # the next part may go well
+        except Exception:  # the next part may succeed
             side["exceptions"][name] = traceback.format_exc()
             traceback.print_exc()
         print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
         self.save()
 
     def save(self) -> Path:
-        """To bench/results."""
+        """Write the results so far to bench/results."""
         arguments = {name: str(value) for name, value in vars(self._args).items()}
         return report.save(self._args.name, {"arguments": arguments, "sides": self.sides})
 
 
-def _filled(word: str, places: dict[str, str]) -> str:
-    for place, value in places.items():
-        word = word.replace(place, value)
+def _filled(word: str, values: dict[str, str]) -> str:
+    for placeholder, value in values.items():
+        word = word.replace(placeholder, value)
     return word
 
 
 def _version(url: str) -> str | None:
-    """What vLLM and Segue tell; not every server does."""
+    """Return the version that the server reports, as vLLM and Segue do; None if it reports none."""
     reply = httpx.get(f"{url}/version", timeout=10)
     return str(reply.json()["version"]) if reply.is_success else None
 
 
-def measure(sitting: Sitting, commands: dict[str, str | None]) -> None:
-    """One server after the other."""
+def measure(comparison: Comparison, commands: dict[str, str | None]) -> None:
+    """Measure one server after the other."""
     for name, command in commands.items():
         if command:
             try:
-                sitting.measure(name, command)
-            except Exception:  # the other server may do better
-                sitting.sides[name]["exceptions"]["server"] = traceback.format_exc()
+                comparison.measure(name, command)
+            except Exception:  # the other server may start
+                comparison.sides[name]["exceptions"]["server"] = traceback.format_exc()
                 traceback.print_exc()
 
 
 def bars(ours: Side, theirs: Side) -> list[tuple[str, float, float]]:
-    """(what, value, most it may be): ratios of ours to theirs, our longest gap in seconds, our unanswered.
+    """Return (label, value, its maximum) of each bar.
 
-    Latencies are those of the requests that were answered, so there must be no others.
+    The values are ratios of ours to theirs, our longest gap in seconds, and our requests without an answer.
+    Latencies count only answered requests, so the last must be 0.
     """
     found = []
     for name, load in ours["loads"].items():
@@ -175,49 +181,52 @@ def show(sides: dict[str, Side]) -> None:
 
 
 def main() -> int:
-    """Exit code 1 if a bar is missed, or a part went wrong."""
+    """Run the comparison; the exit code is 1 if a bar is missed or a part failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path)
     parser.add_argument("--theirs", help="a command with {model} and {port}")
-    parser.add_argument("--ours", default=OURS, help="the same; measured second")
+    parser.add_argument("--ours", default=OURS, help="Segue's command, in the same form; measured second")
     parser.add_argument(
-        "--saturation", type=serving.positive, help="requests a second, instead of what is measured"
+        "--saturation", type=serving.positive, help="requests per second, instead of the measured rate"
     )
     parser.add_argument(
         "--burstiness", type=serving.positive, default=1.0, help="1: Poisson; less: in bursts"
     )
-    parser.add_argument("--long-prompt", type=int, default=Intrusion().prompt, help="its tokens")
-    parser.add_argument("--chunk", type=int, default=Intrusion().chunk, help="prompt tokens a step")
+    parser.add_argument(
+        "--long-prompt", type=int, default=Intrusion().prompt, help="tokens of the long prompt"
+    )
+    parser.add_argument("--chunk", type=int, default=Intrusion().chunk, help="prompt tokens per step")
     parser.add_argument("--max-id", type=int, default=Lengths().max_id, help="largest token id of a prompt")
     parser.add_argument("--saturate-seconds", type=serving.positive, default=12.0)
     parser.add_argument("--load-seconds", type=serving.positive, default=15.0)
     parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds")
     parser.add_argument("--processes", type=int, default=4, help="client processes")
-    parser.add_argument("--name", default="gpu_http", help="of the files in bench/results")
+    parser.add_argument("--name", default="gpu_http", help="name of the files in bench/results")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and leave no server behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is stopped
     with with_tokenizer(args.model) as model:
-        sitting = Sitting(args, model)
-        measure(sitting, {"theirs": args.theirs, "ours": args.ours})
-    print(f"written to {sitting.save()}")
+        comparison = Comparison(args, model)
+        measure(comparison, {"theirs": args.theirs, "ours": args.ours})
+    print(f"written to {comparison.save()}")
     serving.draw(
         args.name,
         {
             name: [load for part, load in side["loads"].items() if part in _OPEN]
-            for name, side in sitting.sides.items()
+            for name, side in comparison.sides.items()
         },
     )
-    show(sitting.sides)
-    if len(sitting.sides) < 2:
-        return 1 if any(side["exceptions"] for side in sitting.sides.values()) else 0
-    found = bars(sitting.sides["ours"], sitting.sides["theirs"])
+    show(comparison.sides)
+    if len(comparison.sides) < 2:
+        return 1 if any(side["exceptions"] for side in comparison.sides.values()) else 0
+    found = bars(comparison.sides["ours"], comparison.sides["theirs"])
     verdicts = [
-        [what, f"{is_:.3f}", f"{most:.3f}", "holds" if is_ <= most else "MISSED"] for what, is_, most in found
+        [label, f"{value:.3f}", f"{bar:.3f}", "holds" if value <= bar else "MISSED"]
+        for label, value, bar in found
     ]
-    report.show("bars", ["", "is", "may be", ""], verdicts)
-    return 0 if len(found) == 3 * len(SHARES) + 1 and all(is_ <= most for _, is_, most in found) else 1
+    report.show("bars", ["", "value", "maximum", ""], verdicts)
+    return 0 if len(found) == 3 * len(SHARES) + 1 and all(value <= bar for _, value, bar in found) else 1
 
 
 if __name__ == "__main__":

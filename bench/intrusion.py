@@ -1,4 +1,4 @@
-"""A long prompt that comes while others decode: how long do their streams stand still?"""
+"""Measures how long decoding streams stall while the server prefills a long prompt."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ DECODE_PROMPT = 128  # tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intrusion:
-    """The scene."""
+    """The settings: decoding streams, and a long prompt that arrives while they decode."""
 
     decodes: int = 64
-    decode_tokens: int = 3000  # enough to last
+    decode_tokens: int = 3000  # enough for a stream to outlast the measurement
     prompt: int = 16_384  # tokens
     chunk: int = 8192  # prompt tokens that the server takes in one step
     repeats: int = 3
     max_id: int = 10_000
 
     def job(self, rng: random.Random, length: int, tokens: int) -> Job:
-        """A request of so many prompt and output tokens."""
+        """Return a request of `length` prompt tokens and `tokens` output tokens."""
         return Job(prompt=[rng.randint(0, self.max_id) for _ in range(length)], max_tokens=tokens)
 
 
 async def measure(client: Client, scene: Intrusion, seed: int = 0) -> dict[str, Any]:
-    """Seconds: the gap of an undisturbed stream, the longest gap around each long prompt, and what it may be.
+    """Measure seconds: an undisturbed stream's gap, the longest gap at each long prompt, and its bar.
 
-    `chunk` is what a step of one chunk takes, alone: the first token of a prompt of one chunk, or what the
-    chunks behind it add to the first token of the whole prompt.
+    `chunk_s` is the time of a step of one chunk, alone: the first token of a prompt of one chunk, or the time
+    that each further chunk adds to the first token of the whole prompt.
 
     Raises:
         TimeoutError: the streams do not begin, or the prompt is not answered.
@@ -72,7 +72,7 @@ async def measure(client: Client, scene: Intrusion, seed: int = 0) -> dict[str, 
         finally:
             for stream in streams:
                 stream.give_up()
-    times = [[*stream.timeline().times, end] for stream in streams]  # one may still stand still
+    times = [[*stream.timeline().times, end] for stream in streams]  # a stream may stall up to the end
     step = statistics.median(gaps_around(times, begin, calm))
     chunk = max(first, (whole - first) / later)
     worst = [max(gaps_around(times, *span)) for span in spans]
@@ -89,7 +89,7 @@ async def measure(client: Client, scene: Intrusion, seed: int = 0) -> dict[str, 
 def _check_alive(streams: list[Connection]) -> None:
     for stream in streams:
         if stream.ended.is_set():
-            why = stream.timeline().error or "it had all its tokens; give the scene more decode_tokens"
+            why = stream.timeline().error or "it had all its tokens; give the Intrusion more decode_tokens"
             raise RuntimeError(f"a decoding stream ended: {why}")
 
 
@@ -110,5 +110,5 @@ async def _answered(client: Client, job: Job) -> Connection:
 
 
 def gaps_around(streams: list[list[float]], since: float, until: float) -> list[float]:
-    """Of all streams the gaps that overlap the span, in seconds."""
+    """Return the gaps of all streams that overlap the time from `since` to `until`, in seconds."""
     return [b - a for each in streams for a, b in pairwise(each) if a < until and b > since]

@@ -1,4 +1,4 @@
-"""A server of our own: started, ready, stopped."""
+"""Starts a server, waits until it is ready, and stops it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
+    """Return a port that no process listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -54,11 +54,11 @@ def running(
     log: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[float]:
-    """Start `command` in a process group of its own; yield the seconds until ``/health`` said 200; stop it.
+    """Start `command` in a process group of its own, yield the seconds until ``/health`` is 200, and stop it.
 
     Raises:
-        RuntimeError: it ended before it was ready.
-        TimeoutError: it was not ready in time.
+        RuntimeError: the server ended before it was ready.
+        TimeoutError: the server was not ready within `start_timeout` seconds.
     """
     began = time.monotonic()
     with open(log or os.devnull, "wb") as output:
@@ -99,6 +99,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_TIMEOUT_S)
-    with suppress(ProcessLookupError):  # what it started and left behind would keep the GPU's memory
+    with suppress(ProcessLookupError):  # child processes that are left would keep the GPU's memory
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

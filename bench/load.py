@@ -1,4 +1,4 @@
-"""Loads on a server and what they showed: arrivals, client processes, latencies."""
+"""Puts a load on a server and summarises the latencies: arrivals, client processes, percentiles."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 
 from bench.client import Client, Job, Timeline, clock
 
-LEAD_S = 1.0  # between handing out jobs and the load's begin: requests are encoded meanwhile
+LEAD_S = 1.0  # from handing out the jobs to the load's begin, so that requests are encoded before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Uniformly drawn lengths in tokens, both ends included, of prompts that share nothing.
+    """Uniformly drawn lengths in tokens, both ends included, of prompts without common prefixes.
 
-    With `text` a prompt has so many numbers as words instead, for servers that take no token ids.
+    With `text` a prompt is a text of that many numbers, for servers that take no token ids.
     """
 
     prompt: tuple[int, int] = (100, 1024)
@@ -32,7 +32,7 @@ class Lengths:
     text: bool = False
 
     def job(self, rng: random.Random, due: float = 0.0) -> Job:
-        """One request."""
+        """Draw one request."""
         prompt = [rng.randint(0, self.max_id) for _ in range(rng.randint(*self.prompt))]
         return Job(
             prompt=" ".join(map(str, prompt)) if self.text else prompt,
@@ -42,22 +42,22 @@ class Lengths:
 
     @property
     def mean_output(self) -> float:
-        """Tokens."""
+        """The mean number of output tokens."""
         return sum(self.output) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SLO:
-    """What a request must keep to count as good."""
+    """The limits that a request must keep to count as good."""
 
     ttft: float = 0.2  # seconds to the first token
-    gap: float = 0.05  # seconds between two tokens, in 99 of 100
+    gap: float = 0.05  # seconds between two tokens, in 99 of 100 gaps
 
 
 def arrivals(rate: float, seconds: float, burstiness: float, rng: random.Random) -> list[float]:
-    """When requests come, in seconds: gaps are Gamma-distributed with shape `burstiness`.
+    """Draw the arrival times of requests, in seconds: gaps are Gamma-distributed with shape `burstiness`.
 
-    1 is a Poisson process; less comes in bursts, more is steadier; the mean rate is the same.
+    1 is a Poisson process; a lower value gives bursts, a higher one steadier arrivals, at the same mean rate.
     """
     found, now = [], 0.0
     while (now := now + rng.gammavariate(burstiness, 1 / (rate * burstiness))) < seconds:
@@ -67,16 +67,16 @@ def arrivals(rate: float, seconds: float, burstiness: float, rng: random.Random)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What the clients saw of one load."""
+    """The timelines of one load, as the clients saw it."""
 
     begin: float
     timelines: list[Timeline]
-    client_cpu: float  # share of a core that the busiest client process took
+    client_cpu: float  # share of a core that the busiest client process used
 
     def summary(self, *, since: float, until: float, slo: SLO) -> dict[str, Any]:
-        """Latencies in seconds and rates per second of the time from `since` to `until` after the begin.
+        """Summarise the time from `since` to `until` after the begin: latencies in seconds, rates per second.
 
-        A first token and an end count for requests that were due in that time, a gap where it ended in it.
+        First tokens and ends count if their request was due in that time; a gap counts if it ended in it.
         """
         first, last = self.begin + since, self.begin + until
         asked = [t for t in self.timelines if first <= t.due < last]
@@ -102,13 +102,13 @@ class Run:
 
 
 def keeps(timeline: Timeline, slo: SLO) -> bool:
-    """Whether a request that ended kept `slo`."""
+    """Whether a request that has ended kept `slo`."""
     gaps = [b - a for a, b in pairwise(timeline.times)]
     return timeline.times[0] - timeline.due <= slo.ttft and (not gaps or percentile(gaps, 0.99) <= slo.gap)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed; NaN of none."""
+    """Return the smallest value that at least `share` of the values do not exceed; NaN if there are none."""
     if not values:
         return float("nan")
     ordered = sorted(values)
@@ -116,7 +116,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Mean, p50, p90, p99 and the largest."""
+    """Return the mean, p50, p90, p99 and the maximum."""
     return {
         "mean": statistics.fmean(values) if values else float("nan"),
         **{f"p{round(100 * share)}": percentile(values, share) for share in (0.5, 0.9, 0.99)},
@@ -125,13 +125,13 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 class Clients:
-    """Processes that load one server together."""
+    """A pool of client processes that together put a load on one server."""
 
     def __init__(self, url: str, model: str, processes: int) -> None:
         self._args = (url, model)
         self._count = processes
         self._pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
-        list(self._pool.map(time.sleep, [0.2] * processes))  # started, each of them
+        list(self._pool.map(time.sleep, [0.2] * processes))  # so that each process is started
 
     def __enter__(self) -> Clients:
         return self
@@ -142,23 +142,27 @@ class Clients:
     def open_loop(
         self, rate: float, seconds: float, *, lengths: Lengths, burstiness: float, seed: int, patience: float
     ) -> Run:
-        """Requests at `rate` a second for `seconds`; what is not done `patience` later is given up."""
+        """Send `rate` requests per second for `seconds`; give up those not done `patience` seconds later."""
         rng = random.Random(seed)
         jobs = [lengths.job(rng, due) for due in arrivals(rate, seconds, burstiness, rng)]
         return self._run([(jobs[i :: self._count], None) for i in range(self._count)], seconds + patience)
 
-    def closed_loop(self, concurrency: int, seconds: float, *, lengths: Lengths, most: int, seed: int) -> Run:
-        """So many requests at any time, for `seconds`; `most` requests are prepared.
+    def closed_loop(
+        self, concurrency: int, seconds: float, *, lengths: Lengths, max_requests: int, seed: int
+    ) -> Run:
+        """Keep `concurrency` requests running for `seconds`; `max_requests` are prepared.
 
         Raises:
-            RuntimeError: these were too few.
+            RuntimeError: the prepared requests were too few.
         """
         rng = random.Random(seed)
-        jobs = [lengths.job(rng) for _ in range(most)]
+        jobs = [lengths.job(rng) for _ in range(max_requests)]
         shares = [len(range(i, concurrency, self._count)) for i in range(self._count)]
         run = self._run([(jobs[i :: self._count], shares[i]) for i in range(self._count)], seconds)
-        if len(run.timelines) == most:
-            raise RuntimeError(f"all {most} requests were sent before {seconds:g} s were over; prepare more")
+        if len(run.timelines) == max_requests:
+            raise RuntimeError(
+                f"all {max_requests} requests were sent before {seconds:g} s were over; prepare more"
+            )
         return run
 
     def _run(self, shares: Sequence[tuple[list[Job], int | None]], seconds: float) -> Run:
@@ -178,7 +182,7 @@ class Clients:
 def _load(
     url: str, model: str, jobs: list[Job], concurrency: int | None, begin: float, end: float
 ) -> tuple[list[Timeline], float]:
-    """In a client process: the timelines, and the share of a core taken."""
+    """Run the jobs in a client process; return the timelines and the share of a core that it used."""
     client = Client(url, model)
     gc.collect()
     gc.disable()

@@ -1,7 +1,8 @@
-"""How long weights and tokenizer take to load: from the GGUF with an empty cache, and again with a full one.
+"""Measures how long weights and tokenizer take to load from the GGUF, with an empty and with a full cache.
 
-Each load is a process of its own. The clock starts when torch is imported and runs through finding the model,
-converting it where the cache has nothing, filling the arena in bfloat16, and loading the tokenizer.
+Each load has a process of its own. The clock starts after torch is imported, and the measured time includes
+finding the model, converting it if the cache is empty, filling the arena in bfloat16, and loading the
+tokenizer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BARS_S = {"first": 6.0, "later": 3.0}
 
 
 def load(model: Path, cache_dir: Path) -> float:
-    """Load once, here; seconds."""
+    """Load once in this process, and return the seconds."""
     import torch
 
     from segue.checkpoint.load import load_weights
@@ -42,13 +43,13 @@ def load(model: Path, cache_dir: Path) -> float:
 
 
 def load_in_a_process(model: Path, cache_dir: Path) -> float:
-    """The same in a process of its own."""
+    """Load once in a process of its own, and return the seconds."""
     command = [sys.executable, "-m", "bench.load_time", "--cache-dir", str(cache_dir), "--model", str(model)]
     return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def main() -> int:
-    """Exit code 1 if a bar is missed."""
+    """Run the benchmark; the exit code is 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)

@@ -1,9 +1,9 @@
-"""What a chunk of a prompt costs the requests that decode beside it.
+"""Measures what a chunk of a prompt costs the requests that decode in the same step.
 
     python -m bench.mixed_step MODEL [--load-format dummy …]
 
-Steps of 255 decode rows and a prompt of 256 tokens, against steps of 256 decode rows, one launched ahead as
-when serving. A prompt ends with its step, and the next step brings another.
+Compares steps of 255 decode rows and a prompt of 256 tokens with steps of 256 decode rows. As in serving, the
+next step is launched before the last one's results are read. Each step has a new prompt, which ends with it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from bench import report
 from segue.bench.profile import StepBench
 from segue.config import EngineConfig
 
-BAR_MS = 1.0  # more than the decode step
+BAR_MS = 1.0  # by which the mixed step may exceed the decode step
 ROWS, CHUNK, CONTEXT = 256, 256, 640
 
 
 def main() -> int:
-    """Exit code 1 if the bar is missed."""
+    """Run the benchmark; the exit code is 1 if the bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--load-format", default="auto")
@@ -34,7 +34,7 @@ def main() -> int:
             load_format=args.load_format,
             dtype="bfloat16",
             max_model_len=4096,
-            max_running_requests=ROWS + 1,  # the prompt of the step before is still to be read
+            max_running_requests=ROWS + 1,  # the prompt of the step before is still running
         )
     )
     decode, mixed = list[float](), list[float]()
@@ -47,7 +47,7 @@ def main() -> int:
         [f"{ROWS} decode rows", f"{pure:.3f}", ""],
         [f"{ROWS - 1} and a prompt of {CHUNK}", f"{both:.3f}", f"{pure + BAR_MS:.3f}"],
     ]
-    report.show(f"ms a step, {CONTEXT} tokens a row", ["", "median", "bar"], rows)
+    report.show(f"ms per step, {CONTEXT} tokens per row", ["", "median", "bar"], rows)
     figures = {
         "unit": "ms",
         "model": Path(args.model).name,

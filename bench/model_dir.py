@@ -1,6 +1,6 @@
-"""A tokenizer for a model of dummy weights, so that a server can turn what it samples into text.
+"""Writes an artificial tokenizer for a model with dummy weights, so that a server can decode its tokens.
 
-Every token is visible ASCII, so each one sampled is text at once, and no stream waits for half a character.
+Every token is visible ASCII, so each sampled token is text at once, and no stream waits for half a character.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 @contextmanager
 def with_tokenizer(directory: Path) -> Iterator[Path]:
-    """`directory` if it has a tokenizer; else, for a while, one with its JSON files and a tokenizer."""
+    """Yield `directory` if it has a tokenizer, else a temporary copy of its JSON files with a tokenizer."""
     if (directory / "tokenizer.json").exists():
         yield directory
         return
@@ -32,9 +32,9 @@ def with_tokenizer(directory: Path) -> Iterator[Path]:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Write ``tokenizer.json`` with as many tokens as ``config.json`` says, and its settings."""
+    """Write ``tokenizer.json`` with the vocabulary size of ``config.json``, and ``tokenizer_config.json``."""
     size = json.loads((directory / "config.json").read_text())["vocab_size"]
-    characters = [*string.ascii_letters, *string.digits, *string.punctuation, "\u0120"]  # the last: a space
+    characters = [*string.ascii_letters, *string.digits, *string.punctuation, "\u0120"]  # the last is a space
     words = (f"\u0120{number}" for number in range(size))
     vocabulary = {text: index for index, text in zip(range(size), (*characters, *words), strict=False)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -1,10 +1,10 @@
-"""A layer of experts in a CUDA graph, beside its floor and beside vLLM's fused experts.
+"""Measures a layer of experts in a CUDA graph, beside its roofline and beside vLLM's fused experts.
 
     python -m bench.moe [--peer]
 
-The layer is Qwen3-30B-A3B's: hidden size 2048, 128 experts of 768, 8 a token, bf16. Random weights, hidden
-states and router logits; a graph runs several layers, so that no weight is found in the cache by chance.
-Timed is everything from the router's logits to the layer's output, and without the routing. `--peer` needs
+The layer is that of Qwen3-30B-A3B: hidden size 2048, 128 experts of 768, 8 per token, bf16. Weights, hidden
+states and router logits are random; a graph runs several layers, so that no weight is in the cache by chance.
+One time is from the router's logits to the layer's output, the other leaves the routing out. `--peer` needs
 vLLM.
 """
 
@@ -16,23 +16,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bench.floor import Machine
 from bench.report import save, show
+from bench.roofline import Machine
 from bench.tune_gemm import chain_time
 from segue.kernels.moe import route
 from segue.kernels.triton.moe import run_experts
 
 HIDDEN, EXPERTS, PER_TOKEN, SIZE = 2048, 128, 8, 768
 TOKENS = (1, 32, 256, 4096)
-LAYERS, RUNS = 4, 8  # weights; runs a graph, each with other tokens
+LAYERS, RUNS = 4, 8  # layers with weights of their own; runs per graph, each with other tokens
 
 Layer = tuple[Tensor, Tensor]  # gate_up, down
 Experts = Callable[[Tensor, Layer, Tensor, Tensor], Tensor]
 Route = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def floor(routed: list[Tensor]) -> float:
-    """Microseconds: the chosen experts read once, or the operations of all pairs."""
+def roofline(routed: list[Tensor]) -> float:
+    """Return the least microseconds: the chosen experts read once, or the operations of all pairs."""
     machine = Machine()
     distinct = sum(experts.unique().numel() for experts in routed) / len(routed)
     read = distinct * 3 * SIZE * HIDDEN * 2 / machine.read
@@ -40,7 +40,7 @@ def floor(routed: list[Tensor]) -> float:
 
 
 def ours() -> tuple[Route, Experts]:
-    """Our kernels."""
+    """Return Segue's kernels."""
     return (
         lambda x, logits: route(logits, PER_TOKEN, renormalise=True),
         lambda x, layer, weights, experts: run_experts(x, *layer, weights, experts),
@@ -48,7 +48,7 @@ def ours() -> tuple[Route, Experts]:
 
 
 def peers() -> tuple[Route, Experts]:
-    """Those of vLLM."""
+    """Return vLLM's kernels."""
     from vllm.model_executor.layers.fused_moe import fused_experts, fused_topk
 
     return (
@@ -58,7 +58,7 @@ def peers() -> tuple[Route, Experts]:
 
 
 def measure(tokens: int, layers: list[Layer], engines: dict[str, tuple[Route, Experts]]) -> dict[str, float]:
-    """Microseconds a layer; the engines' results are compared."""
+    """Return the microseconds per layer; check that the engines' results agree."""
     inputs = [
         (
             torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16),
@@ -67,7 +67,7 @@ def measure(tokens: int, layers: list[Layer], engines: dict[str, tuple[Route, Ex
         for _ in range(RUNS)
     ]
     routed = [engines["segue"][0](x, logits) for x, logits in inputs]
-    figure = {"tokens": float(tokens), "floor_us": floor([experts for _, experts in routed])}
+    figure = {"tokens": float(tokens), "floor_us": roofline([experts for _, experts in routed])}
     results = {}
     for name, (choose, run) in engines.items():
 
@@ -99,7 +99,9 @@ def main() -> None:
     ]
     figures = [measure(tokens, layers, engines) for tokens in TOKENS]
     names = list(figures[0])
-    show("experts, microseconds a layer", names, [[f"{figure[n]:.1f}" for n in names] for figure in figures])
+    show(
+        "experts, microseconds per layer", names, [[f"{figure[n]:.1f}" for n in names] for figure in figures]
+    )
     save("gpu_moe", {"layers": figures})
 
 

@@ -1,12 +1,12 @@
-"""The pinned offline workload on Segue, figure by figure as on its peers, and its tokens scored again.
+"""Runs the pinned offline workload on Segue, with the figures of its peers, and scores its tokens again.
 
-    python -m bench.offline 0.6b [--option=value …]      (--deterministic=1: a result of its own)
+    python -m bench.offline 0.6b [--option=value …]      (--deterministic=1 has a result file of its own)
 
-The suite brings the prompts and the clock; this adapter runs the batches, on a default `segue.Engine` without
-prefix cache, with a context of 4096 and 256 running requests. It keeps what was produced: afterwards four
+The suite has the prompts and the clock; this adapter runs the batches, on a default `segue.Engine` without
+prefix cache, with a context of 4096 and 256 running requests. It keeps the output tokens: afterwards, four
 requests of each kind of call are scored teacher-forced by an eager forward, because the speed of wrong tokens
-does not count. Beside each figure stands the share of the floor that it reaches. Ready counts from the start
-of this process, imports included, as the suite counts it for its own engine.
+does not count. Beside each figure stands the share of its roofline that it reaches. Ready counts from the
+start of this process, imports included, as the suite counts it for its own engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, TextIO, get_type_hints
 
 import torch
 
-from bench import floor, report, suite
+from bench import report, roofline, suite
 from bench.rescore import Produced, Score, Teacher, allowed, rescore, rounding
 from segue import Engine
 from segue.checkpoint.source import resolve
@@ -41,14 +41,14 @@ WORKLOAD = {
     "disable_prefix_cache": True,
 }
 RESCORED = 4  # requests of each kind of call
-LONG = 100_000  # output tokens of a call that is long enough to look at the GPU's clocks
+LONG = 100_000  # output tokens of a call that is long enough to sample the GPU's clocks
 FIGURE = re.compile(
     r"RESULT \S+ \S+ (.+?) (?:output_tok_per_s|step_ms|median_ms|tok_per_s)=([\d.]+)"
 )  # engine and size, then name and value
 
 
 class Adapter:
-    """`generate` for the suite; remembers the last call of each kind, and clocks of the first long one."""
+    """The suite's `generate`; keeps the last call of each kind, and the clocks of the first long call."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -56,7 +56,7 @@ class Adapter:
         self.clocks = report.Clocks()
 
     def __call__(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[int]:
-        """Run a batch with EOS ignored; the number of tokens of each request."""
+        """Run a batch with EOS ignored, and return the number of output tokens of each request."""
         params = [
             {"temperature": temperature, "max_new_tokens": count, "ignore_eos": True, "sampling_seed": seed}
             for seed, count in enumerate(max_tokens)
@@ -72,7 +72,7 @@ class Adapter:
 
 
 def spread(requests: Sequence[Produced], count: int) -> list[Produced]:
-    """The shortest request, the longest, and some between."""
+    """Return `count` requests: the shortest, the longest, and some between."""
     ordered = sorted(requests, key=lambda request: len(request.prompt) + len(request.output))
     if len(ordered) <= count:
         return ordered
@@ -80,7 +80,7 @@ def spread(requests: Sequence[Produced], count: int) -> list[Produced]:
 
 
 def figures(lines: Sequence[str]) -> dict[str, float]:
-    """Milliseconds, or tokens a second, by figure, from the suite's RESULT lines; medians of repeats."""
+    """Return milliseconds or tokens/s by figure from the suite's RESULT lines; medians of repetitions."""
     found: dict[str, list[float]] = {}
     for line in lines:
         if match := FIGURE.match(line):
@@ -89,7 +89,7 @@ def figures(lines: Sequence[str]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Exit code 1 if a token is wrong."""
+    """Run the benchmark; the exit code is 1 if a token is wrong."""
     parser = argparse.ArgumentParser(
         usage="python -m bench.offline SIZE [--option=value …]",
         description=__doc__,
@@ -111,19 +111,20 @@ def main() -> int:
             suite.run("segue-deterministic" if engine.config.deterministic else "segue", size, adapter)
     config = engine.config
     measured = figures(printed.getvalue().splitlines())
-    floors = floor.figures(resolve(config.model, "dummy", config.cache_dir).config, floor.Machine())
-    tokens = {"offline256": sum(floor.offline256_lengths()[1]), "prefill 64x2048": 64 * 2048}
+    model_config = resolve(config.model, "dummy", config.cache_dir).config
+    rooflines = roofline.figures(model_config, roofline.Machine())
+    tokens = {"offline256": sum(roofline.offline256_lengths()[1]), "prefill 64x2048": 64 * 2048}
     reached = {
-        name: value / (tokens[name] / floors[name].seconds)
+        name: value / (tokens[name] / rooflines[name].seconds)
         if name in tokens
-        else floors[name].seconds * 1e3 / value
+        else rooflines[name].seconds * 1e3 / value
         for name, value in measured.items()
     }
     report.show(
         f"Qwen3-{size}{', deterministic' * config.deterministic}: tokens/s or ms",
-        ["", "measured", "floor, ms", "of the floor"],
+        ["", "measured", "roofline, ms", "of the roofline"],
         [
-            [name, f"{value:.6g}", f"{floors[name].seconds * 1e3:.3f}", f"{reached[name]:.0%}"]
+            [name, f"{value:.6g}", f"{rooflines[name].seconds * 1e3:.3f}", f"{reached[name]:.0%}"]
             for name, value in measured.items()
         ],
     )
@@ -133,10 +134,12 @@ def main() -> int:
         "clocks": adapter.clocks.seen,
         "ready, s": round(ready, 1),
         "figures": measured,
-        "of the floor": {name: round(value, 3) for name, value in reached.items()},
+        "of the floor": {  # the share of the roofline, under the key of the results that are already stored
+            name: round(value, 3) for name, value in reached.items()
+        },
         "lines": [line.removeprefix("RESULT ") for line in printed.getvalue().splitlines()],
     }
-    report.save(stored, found)  # whatever becomes of what follows
+    report.save(stored, found)  # in case scoring fails
     scores = score_again(config.with_(disable_cuda_graph=True, deterministic=False), adapter.calls)
     found["scored again"] = {kind: asdict(score) for kind, score in scores.items()}
     print(f"written to {report.save(stored, found)}")
@@ -144,7 +147,7 @@ def main() -> int:
 
 
 def score_again(config: EngineConfig, calls: Mapping[str, Sequence[Produced]]) -> dict[str, Score]:
-    """Four requests of each kind of call."""
+    """Score RESCORED requests of each kind of call."""
     teacher = Teacher(config)
     exact = Teacher(config.with_(dtype="float32"), weights=torch.bfloat16)
     longest = max(
@@ -162,10 +165,10 @@ def score_again(config: EngineConfig, calls: Mapping[str, Sequence[Produced]]) -
 
 
 def engine_options(arguments: Sequence[str]) -> dict[str, Any]:
-    """Of `--name=value` each.
+    """Parse engine options of the form `--name=value`.
 
     Raises:
-        ConfigError: another form, an unknown name, a wrong value.
+        ConfigError: an argument has another form, an unknown name or a wrong value.
     """
     hints = get_type_hints(EngineConfig)
     found = {}
@@ -180,13 +183,13 @@ def engine_options(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def age() -> float:
-    """Seconds since this process began."""
+    """Return the seconds since this process began."""
     ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 class _Tee(io.StringIO):
-    """Keeps what passes through to a stream."""
+    """Keeps the text that it passes on to a stream."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""How soon a pause is acknowledged: with many requests decoding, and in the middle of a long prefill.
+"""Measures how soon a pause is acknowledged: while many requests decode, and in the middle of a long prefill.
 
     python -m bench.pause MODEL [--option=value …]
 
 A pause (in place) comes at a random moment, is acknowledged once no rank runs anything, and ends again. The
-time is the caller's, of `segue.Engine`, so that it has every hop in it. Bars: with all rows decoding, the
-99th percentile is at most two steps and 5 ms; in a prompt of two chunks, no pause takes longer than a chunk
-and 5 ms. A chunk's time is that of the second one, the longer: a prompt of two less a prompt of one.
+time is measured by the caller of `segue.Engine`, so that it includes every hop. Bars: with all rows decoding,
+the 99th percentile is at most two steps and 5 ms; in a prompt of two chunks, no pause takes longer than a
+chunk and 5 ms. A chunk's time is that of the second, longer one: a prompt of two chunks less a prompt of one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from segue.errors import ConfigError
 
 SLACK_MS = 5.0
 PAUSES, PROMPTS = 200, 30
-TOKENS = 512  # of a prompt of the decode part
+TOKENS = 512  # tokens per prompt of the decoding requests
 
 
 def prompt(rng: random.Random, length: int) -> list[int]:
@@ -34,7 +34,7 @@ def prompt(rng: random.Random, length: int) -> list[int]:
 
 
 def ask(engine: Engine, tokens: list[int], count: int) -> asyncio.Task[Any]:
-    """A greedy request for so many tokens."""
+    """Start a greedy request for `count` tokens after the prompt `tokens`."""
     params = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
     return asyncio.create_task(engine.async_generate(input_ids=tokens, sampling_params=params))
 
@@ -45,24 +45,24 @@ async def state(engine: Engine) -> dict[str, Any]:
 
 
 async def pause(engine: Engine) -> tuple[float, Any]:
-    """Milliseconds to the acknowledgement of a pause, which ends at once; and what it said."""
+    """Pause and continue; return the milliseconds to the acknowledgement, and the acknowledgement."""
     start = time.perf_counter()
-    said = await engine.async_pause_generation("in_place")
+    reply = await engine.async_pause_generation("in_place")
     took = (time.perf_counter() - start) * 1e3
     await engine.async_continue_generation()
-    return took, said
+    return took, reply
 
 
 async def while_decoding(engine: Engine, rng: random.Random, rows: int, length: int) -> dict[str, Any]:
-    """Pauses of `rows` decoding requests."""
+    """Measure pauses while `rows` requests decode."""
     requests = [ask(engine, prompt(rng, TOKENS), length - TOKENS - 1) for _ in range(rows)]
     while (now := await state(engine))["running_batch_size"] < rows or not now["chunked_req_is_none"]:
         await asyncio.sleep(0.05)
     took = []
     for _ in range(PAUSES):
         await asyncio.sleep(rng.uniform(0.02, 0.05))
-        ms, said = await pause(engine)
-        assert said.num_running == rows, f"{said.num_running} of {rows} requests run: they are too short"
+        ms, reply = await pause(engine)
+        assert reply.num_running == rows, f"{reply.num_running} of {rows} requests run: they are too short"
         took.append(ms)
     steps, start = (await state(engine))["forward_ct_decode"], time.perf_counter()
     await asyncio.sleep(1.0)
@@ -82,7 +82,7 @@ async def while_decoding(engine: Engine, rng: random.Random, rows: int, length: 
 
 
 async def while_prefilling(engine: Engine, rng: random.Random, chunk: int) -> dict[str, Any]:
-    """Pauses in prompts of two chunks."""
+    """Measure pauses during the prefill of prompts of two chunks."""
     alone: dict[int, list[float]] = {1: [], 2: []}
     for chunks in (1, 2) * 3:
         start = time.perf_counter()
@@ -91,10 +91,10 @@ async def while_prefilling(engine: Engine, rng: random.Random, chunk: int) -> di
     one, two = (statistics.median(alone[chunks]) for chunks in (1, 2))
     chunk_ms, took = max(one, two - one), []
     for _ in range(PROMPTS):
-        request = ask(engine, prompt(rng, 2 * chunk), 2)  # so that it runs on behind its second chunk
+        request = ask(engine, prompt(rng, 2 * chunk), 2)  # so that it still runs after its second chunk
         await asyncio.sleep(rng.uniform(0.1, 0.9) * two / 1e3)
-        ms, said = await pause(engine)
-        assert said.num_running == 1, "the pause came too late"
+        ms, reply = await pause(engine)
+        assert reply.num_running == 1, "the pause came too late"
         took.append(ms)
         await request
     return {
@@ -109,7 +109,7 @@ async def while_prefilling(engine: Engine, rng: random.Random, chunk: int) -> di
 
 
 async def measure(model: str, options: dict[str, Any]) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """What goes on while pauses come, and the figures."""
+    """Yield each part, that is, what the engine does while it is paused, and the part's figures."""
     rng = random.Random(0)
     async with Engine(model, **{"disable_prefix_cache": True, **options}) as engine:
         decided = (await engine.async_get_server_info())["decided"]
@@ -120,7 +120,7 @@ async def measure(model: str, options: dict[str, Any]) -> AsyncIterator[tuple[st
 
 
 async def show(model: str, options: dict[str, Any]) -> bool:
-    """Print and store each part as soon as it is measured; whether all bars hold."""
+    """Print and store each part as soon as it is measured; return whether all bars hold."""
     found: dict[str, Any] = {}
     async for part, figures in measure(model, options):
         found[part] = figures
@@ -134,7 +134,7 @@ async def show(model: str, options: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Exit code 1 if a bar is missed."""
+    """Run the benchmark; the exit code is 1 if a bar is missed."""
     parser = argparse.ArgumentParser(
         usage="python -m bench.pause MODEL [--option=value …]",
         description=__doc__,

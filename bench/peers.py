@@ -1,11 +1,11 @@
-"""Segue beside another engine on the pinned offline workload, with the bars.
+"""Compares Segue with another engine on the pinned offline workload, and checks the bars.
 
     python -m bench.vllm_offline 0.6b | tee theirs.log
     python -m bench.offline 0.6b
     python -m bench.peers 0.6b theirs.log
 
-Reads the log of the other engine, which ran on the same GPU just before or after, and what `bench.offline`
-wrote. A bar is a ratio to the other engine's figure, or milliseconds.
+Reads the log of the other engine, which ran on the same GPU just before or after, and the results that
+`bench.offline` wrote. A bar is a ratio to the other engine's figure, or a number of milliseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from bench import report
 from bench.offline import figures
 
-# How many times faster than the other engine; first tokens in milliseconds.
+# Bars: how many times faster than the other engine, and the longest first tokens in milliseconds.
 RATIOS = {
     "0.6b": {
         "offline256": 1.10,
@@ -29,39 +29,42 @@ RATIOS = {
     },
     "8b": {"offline256": 1.04, "decode bs=1": 1.15, "decode bs=32": 1.1, "decode bs=256": 1.08},
 }
-MOST_MS = {
+MAX_MS = {
     "0.6b": {"first_token prompt=16": 2.6, "first_token prompt=256": 3.2, "first_token prompt=1024": 5.5},
     "8b": {},
 }
-PER_SECOND = ("offline256", "prefill 64x2048")  # more is better
+PER_SECOND = ("offline256", "prefill 64x2048")  # figures in tokens/s, where more is better
 
 
 def judged(size: str, name: str, ours: float, theirs: float) -> tuple[float, str, bool | None]:
-    """How many times faster, the bar in words, and whether it holds; None: there is none."""
+    """Return how many times faster Segue is, the bar in words, and whether it holds (None: no bar)."""
     faster = ours / theirs if name in PER_SECOND else theirs / ours
     if name in RATIOS[size]:
         bar = RATIOS[size][name]
         return faster, f"{bar:.2f} x", faster >= bar
-    if name in MOST_MS[size]:
-        most = MOST_MS[size][name]
-        return faster, f"{most} ms", ours <= most
+    if name in MAX_MS[size]:
+        bar = MAX_MS[size][name]
+        return faster, f"{bar} ms", ours <= bar
     return faster, "", None
 
 
 def main() -> int:
-    """Exit code 1 if a bar is missed or has no figure, or if tokens were not scored again or are wrong."""
+    """Check the bars.
+
+    The exit code is 1 if a bar is missed or has no figure, or if tokens were not scored again or are wrong.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("size", choices=list(RATIOS))
-    parser.add_argument("log", type=Path, help="what the suite printed for the other engine")
+    parser.add_argument("log", type=Path, help="the suite's output for the other engine")
     args = parser.parse_args()
     size = args.size
     ours = json.loads((report.RESULTS / f"gpu_offline_{size}.json").read_text())
     lines = [line for line in args.log.read_text().splitlines() if line.split()[2:3] == [size]]
     theirs = figures(lines)
     missing = sorted(
-        {*RATIOS[size], *MOST_MS[size], *ours["figures"]} - (theirs.keys() & ours["figures"].keys())
+        {*RATIOS[size], *MAX_MS[size], *ours["figures"]} - (theirs.keys() & ours["figures"].keys())
     )
     if missing:
         parser.error(f"no figure of both engines for {', '.join(missing)}: run both suites to their end")
@@ -72,7 +75,7 @@ def main() -> int:
         word = "" if holds is None else "holds" if holds else "MISSED"
         share = f"{ours['of the floor'][name]:.0%}"
         rows.append([name, f"{value:.6g}", f"{theirs[name]:.6g}", f"{faster:.3f} x", bar, word, share])
-    columns = ["", "Segue", "other engine", "faster", "bar", "", "of the floor"]
+    columns = ["", "Segue", "other engine", "faster", "bar", "", "of the roofline"]
     report.show(f"Qwen3-{size}: tokens/s or ms", columns, rows)
     scores = ours.get("scored again")
     right = bool(scores) and not any(score["wrong"] for score in scores.values())

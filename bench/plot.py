@@ -1,4 +1,4 @@
-"""Small line charts as SVG: two dozen lines instead of a plotting library for a handful of curves."""
+"""Draws small line charts as SVG: two dozen lines of code instead of a plotting library for a few curves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Curves = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def charts(path: Path, panels: Mapping[str, Curves], x_label: str) -> Path:
-    """Write one panel beside the other; each has a title and named curves of (x, y), axes from zero."""
+    """Write the panels side by side; each has a title and named curves of (x, y), and axes from zero."""
     parts = [_panel(title, curves, x_label, i * _WIDTH) for i, (title, curves) in enumerate(panels.items())]
     width = _WIDTH * len(parts)
     path.write_text(

@@ -1,14 +1,13 @@
-"""Short prompts through each mode of prefill graphs: requests a second and time to first token.
+"""Measures short prompts with each mode of prefill graphs: requests per second and time to first token.
 
     python -m bench.prefill_graphs MODEL [--load-format dummy …]
 
-Prompts have chat-like lengths: log-normal, median 17 tokens, sigma 1.6; longer ones than 256 are left out.
-Each asks for one token, so that every step is a prefill, as on a worker that only prefills. So many clients
-at a time each send the next prompt when they have their token. Scheduler and runner are those of an engine,
-without its frontend.
+Prompts have chat-like lengths: log-normal, median 17 tokens, sigma 1.6; lengths above 256 are left out. Each
+request asks for one token, so that every step is a prefill, as on a worker that only prefills. Each client
+sends its next prompt when it has its token. Scheduler and runner are those of an engine without frontend.
 
-`grid`: what --enable-batch-prefill-cuda-graph gives, a slot a prompt where at most half is padding, else by
-total tokens. `grid alone`: the smallest slots that hold the prompts, however padded, else no graph.
+`grid` is --enable-batch-prefill-cuda-graph: one slot per prompt if at most half is padding, else a graph by
+total tokens. `grid alone`: the smallest slots that hold the prompts, however much padding, else no graph.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from segue.model_runner.step_result import ForwardOutput
 from segue.scheduler.scheduler import Scheduler
 from segue.worker.main import limits_of
 
-MEDIAN, SIGMA, LONGEST = 17, 1.6, 256  # tokens; of the logarithm; tokens
+MEDIAN, SIGMA, MAX_LEN = 17, 1.6, 256  # tokens; of the logarithm; tokens
 CONCURRENCY = (1, 4, 16, 64)
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"disable_cuda_graph": True},
@@ -47,24 +46,24 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def prompt_lengths(seed: int) -> Iterator[int]:
-    """Lengths of prompts, without end."""
+    """Yield prompt lengths without end."""
     rng = random.Random(seed)
     while True:
         length = round(rng.lognormvariate(0, SIGMA) * MEDIAN)
-        if 1 <= length <= LONGEST:
+        if 1 <= length <= MAX_LEN:
             yield length
 
 
 class Server:
-    """A scheduler and a runner."""
+    """A scheduler and a runner in this process, in one mode."""
 
     def __init__(self, config: EngineConfig, mode: str) -> None:
         source = resolve(config.model, config.load_format, config.cache_dir)
-        self.most_padding = graphs.MAX_PADDING
+        self.max_padding = graphs.MAX_PADDING
         with TemporaryDirectory() as run_dir:
             self.runner = ModelRunner(config, source, TPInfo(), Path(run_dir), lambda step: None)
         if mode == "grid alone":
-            self.most_padding = 1 << 20
+            self.max_padding = 1 << 20
             executor = self.runner._executor
             assert isinstance(executor, CUDAExecutor)
             executor._capture_sizes = replace(executor._capture_sizes, forward=(), prefill=())
@@ -72,8 +71,8 @@ class Server:
         self._count = 0
 
     def serve(self, clients: int, num_requests: int, seed: int) -> tuple[float, list[float]]:
-        """Seconds that all took, and each one's to its token."""
-        graphs.MAX_PADDING = self.most_padding
+        """Serve `num_requests`; return the seconds of all together, and of each one to its token."""
+        graphs.MAX_PADDING = self.max_padding
         lengths, rng = prompt_lengths(seed), random.Random(seed)
         sent: dict[str, float] = {}
         seconds: list[float] = []
@@ -106,7 +105,7 @@ class Server:
 
 
 def main() -> None:
-    """Run all modes by turns."""
+    """Run all modes in turns."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,7 +113,7 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--repetitions", type=int, default=4)
     parser.add_argument(
-        "--requests", type=int, default=300, help="of a client alone; of 64, four times as many"
+        "--requests", type=int, default=300, help="requests with one client; with 64, four times as many"
     )
     args = parser.parse_args()
     servers = {}
@@ -167,7 +166,7 @@ def main() -> None:
         report.show(mode, list(figures[mode][0]), rows)
     record = {
         "model": Path(args.model).name,
-        "lengths": {"median": MEDIAN, "sigma": SIGMA, "longest": LONGEST},
+        "lengths": {"median": MEDIAN, "sigma": SIGMA, "longest": MAX_LEN},
         **figures,
     }
     print(f"written to {report.save('gpu_prefill_graphs', record)}")

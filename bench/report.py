@@ -1,4 +1,4 @@
-"""Where results go: a small table for the reader, JSON with the circumstances for the record."""
+"""Prints results as a small table, and stores them as JSON with their circumstances."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).with_name("results")
-WIDTH = 140  # columns, where there is no terminal
+WIDTH = 140  # columns of a table if the output is no terminal
 
 
 def circumstances() -> dict[str, Any]:
-    """The machine, the versions and the commit that a figure holds for.
+    """Return the machine, the versions and the commit of a measurement.
 
-    In a copy of the tree without its history the variable ``BENCH_COMMIT`` says which commit it is.
+    In a copy of the tree without its history, the environment variable ``BENCH_COMMIT`` names the commit.
     """
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=RESULTS.parent, capture_output=True, text=True
@@ -49,7 +49,7 @@ def _device() -> dict[str, str]:
 
 
 class Clocks:
-    """Watches the GPU while the ``with`` block runs; without one it sees nothing."""
+    """Samples the GPU's clocks while the ``with`` block runs; without a GPU, `seen` stays empty."""
 
     def __init__(self) -> None:
         self.seen: dict[str, float] = {}  # medians over the seconds under load
@@ -95,7 +95,7 @@ def _versions(*names: str) -> dict[str, str]:
 
 
 def num_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -108,7 +108,7 @@ def save(name: str, figures: dict[str, Any]) -> Path:
 
 
 def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table, numbers right-aligned."""
+    """Print a table; all columns but the first are right-aligned."""
     table = Table(title=title, title_justify="left")
     for index, name in enumerate(header):
         table.add_column(name, justify="left" if index == 0 else "right")

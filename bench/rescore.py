@@ -1,10 +1,10 @@
-"""Whether an engine's tokens are the model's: each is scored again, teacher-forced, by one eager forward.
+"""Checks that an engine's tokens are the model's: scores each again, teacher-forced, by one eager forward.
 
 Sampling is the argmax of logits and noise, and the noise is a function of (seed, position, token). So the
-eager logits say what should have been drawn, and a token's *regret* says how far it is from that: by so much
-its score, noise included, is below the best one's. Where logits differ by rounding alone, regrets are 0 but
-for close calls; a token from wrong logits has one of several units. What rounding does depends on the model:
-it is measured, as the difference between the eager logits and those of a float32 forward of the same weights.
+eager logits give the token that should have been drawn. A token's *regret* is the difference between the best
+score and its own, noise included. If logits differ only by rounding, regrets are 0 except for close calls; a
+token from wrong logits has a regret of several units. The effect of rounding depends on the model: it is
+measured as the difference between the eager logits and those of a float32 forward of the same weights.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from segue.model_runner.resolved_config import resolve_config
 from segue.models.registry import build_model
 from segue.sampling.rng import gumbel
 
-LEAST_BOUND = 0.1  # of a regret, in logits
-MOST_BOUND = 1.0  # more is not rounding: the eager forward, which the engine shares kernels with, is wrong
-ROUNDINGS = 8.0  # a regret may be so many times the root mean square of what rounding changes in a logit
+MIN_BOUND = 0.1  # of a regret, in logits
+MAX_BOUND = 1.0  # more is not rounding: the eager forward, which shares kernels with the engine, is wrong
+ROUNDINGS = 8.0  # the bound of a regret, in root mean squares of the change that rounding makes to a logit
 _BLOCK = 128  # as in segue.sampling.gumbel_max
-_POSITIONS = 128  # scored at a time
+_POSITIONS = 128  # output tokens scored at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Produced:
-    """A request and the tokens an engine made for it."""
+    """A request and the tokens that an engine produced for it."""
 
     prompt: Sequence[int]
     output: Sequence[int]
-    temperature: float  # 0, or plain sampling
+    temperature: float  # 0: greedy; otherwise temperature is the only sampling option
     seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Of all tokens of some requests."""
+    """The score of all tokens of some requests."""
 
     tokens: int
-    equal: float  # share that are exactly what eager would have made
+    equal: float  # share of tokens that the eager forward would also have produced
     worst_regret: float  # in logits
-    bound: float  # of a regret
-    wrong: int  # tokens whose regret exceeds it
+    bound: float  # the largest regret that is allowed, in logits
+    wrong: int  # tokens whose regret exceeds the bound
 
     def __str__(self) -> str:
         return (
@@ -65,13 +65,13 @@ class Score:
 
 
 class Teacher:
-    """The model of `config`, one sequence at a time, without scheduler and graphs."""
+    """Runs the model of `config` on one sequence at a time, without scheduler and graphs."""
 
     def __init__(self, config: EngineConfig, weights: torch.dtype | None = None) -> None:
-        """Load the weights; with `weights` their values are rounded to that type."""
+        """Load the weights; if `weights` is given, round their values to that dtype."""
         source, tp = resolve(config.model, config.load_format, config.cache_dir), TPInfo()
-        self._config, self._choices = config, resolve_config(config, source, tp)
-        device, dtype = self._choices.device, self._choices.dtype
+        self._config, self._resolved = config, resolve_config(config, source, tp)
+        device, dtype = self._resolved.device, self._resolved.dtype
         self._model = build_model(source.config, dtype=dtype)
         load_weights(self._model, source.config, source, tp, device, dtype, progress=False, seed=config.seed)
         if weights is not None:
@@ -81,9 +81,9 @@ class Teacher:
 
     @torch.inference_mode()
     def regrets(self, request: Produced) -> Tensor:
-        """Of each output token, float64 `[n]`, in logits."""
-        tokens = torch.tensor(request.output, device=self._choices.device)
-        positions = torch.arange(len(tokens), device=self._choices.device) + len(request.prompt)
+        """Return the regret of each output token, float64 `[n]`, in logits."""
+        tokens = torch.tensor(request.output, device=self._resolved.device)
+        positions = torch.arange(len(tokens), device=self._resolved.device) + len(request.prompt)
         parts = [
             regrets(logits, tokens[part], positions[part], request.seed, request.temperature)
             for part, logits in self.logits(request)
@@ -92,7 +92,7 @@ class Teacher:
 
     @torch.inference_mode()
     def logits(self, request: Produced) -> Iterator[tuple[slice, Tensor]]:
-        """Float32 `[n, V]` for each run of output tokens."""
+        """Yield float32 logits `[n, V]` for each run of at most _POSITIONS output tokens."""
         hidden = self._hidden([*request.prompt, *request.output[:-1]])[len(request.prompt) - 1 :]
         for start in range(0, len(request.output), _POSITIONS):
             part = slice(start, start + _POSITIONS)
@@ -101,15 +101,15 @@ class Teacher:
             yield part, logits
 
     def _hidden(self, ids: list[int]) -> Tensor:
-        choices, model = self._choices, self._model
-        num_pages = -(-len(ids) // choices.page_size)
-        kv = make_pool(model, choices, num_pages=num_pages)
+        resolved, model = self._resolved, self._model
+        num_pages = -(-len(ids) // resolved.page_size)
+        kv = make_pool(model, resolved, num_pages=num_pages)
         table = PageTable(
             max_running=1,
             max_seq_len=len(ids),
-            page_size=choices.page_size,
+            page_size=resolved.page_size,
             scratch_page=kv.scratch_page,
-            device=choices.device,
+            device=resolved.device,
         )
         table.assign(0, 0, range(num_pages))
         shape = AttentionShape(
@@ -119,12 +119,12 @@ class Teacher:
             scale=model.config.head_dim**-0.5,
         )
         setting = attention.Setting(
-            shape=shape, device=choices.device, dtype=choices.dtype, page_size=choices.page_size
+            shape=shape, device=resolved.device, dtype=resolved.dtype, page_size=resolved.page_size
         )
         selection = attention.select(self._config.attention_backend, setting)
         hidden: Tensor = model(
             Context.build(
-                input_ids=torch.tensor(ids, device=choices.device),
+                input_ids=torch.tensor(ids, device=resolved.device),
                 slots=[0],
                 q_lens=[len(ids)],
                 kv_lens=[len(ids)],
@@ -138,15 +138,15 @@ class Teacher:
 
 
 def regrets(logits: Tensor, tokens: Tensor, positions: Tensor, seed: int, temperature: float) -> Tensor:
-    """How far each token's score is below the best one's, float64 `[n]`, in logits.
+    """Return how far each token's score is below the best score, float64 `[n]`, in logits.
 
     Args:
         logits: float32 `[n, V]`.
-        tokens: int64 `[n]`, what was produced.
-        positions: int64 `[n]`, of those tokens in their sequence.
-        seed: of the request.
-        temperature: 0: the score is the logit. Else a token is drawn in two stages, by the score of its block
-            of 128 tokens and by its own within the block; the worse of both regrets counts.
+        tokens: int64 `[n]`, the tokens that were produced.
+        positions: int64 `[n]`, the positions of those tokens in their sequence.
+        seed: the request's seed.
+        temperature: with 0, the score is the logit. Otherwise a token is drawn in two stages, by the score of
+            its block of 128 tokens and by its own score within the block; the larger regret of both counts.
     """
     if temperature == 0.0:
         return _below(logits.double(), tokens)
@@ -169,7 +169,7 @@ def _below(scores: Tensor, index: Tensor) -> Tensor:
 
 
 def rounding(teacher: Teacher, exact: Teacher, request: Produced) -> float:
-    """Root mean square of what the logits of both differ by."""
+    """Return the root mean square of the difference between the logits of `teacher` and `exact`."""
     total, count = 0.0, 0
     for (_, mine), (_, true) in zip(teacher.logits(request), exact.logits(request), strict=True):
         total += (mine - true).double().square().sum().item()
@@ -178,17 +178,17 @@ def rounding(teacher: Teacher, exact: Teacher, request: Produced) -> float:
 
 
 def allowed(noise: float) -> float:
-    """What a regret may be, in logits, where rounding changes a logit by `noise`."""
-    return min(max(LEAST_BOUND, ROUNDINGS * noise), MOST_BOUND)
+    """Return the bound of a regret, in logits, if rounding changes a logit by `noise`."""
+    return min(max(MIN_BOUND, ROUNDINGS * noise), MAX_BOUND)
 
 
 def rescore(teacher: Teacher, requests: Iterable[Produced], bound: float) -> Score:
-    """Score every token of `requests`; a regret may be `bound` logits."""
+    """Score every token of `requests`; a token with a regret above `bound` logits is wrong."""
     found = torch.cat([teacher.regrets(request) for request in requests])
     return Score(
         tokens=len(found),
         equal=(found == 0).double().mean().item(),
         worst_regret=found.max().item(),
         bound=bound,
-        wrong=int((~(found <= bound)).sum()),  # NaN is wrong
+        wrong=int((~(found <= bound)).sum()),  # written so that NaN counts as wrong
     )

@@ -1,12 +1,12 @@
-"""Requests at a rate against any OpenAI-compatible server, and how long they waited for their tokens.
+"""Sends requests at a rate to any OpenAI-compatible server, and measures how long their tokens take.
 
     python -m bench.serving http://127.0.0.1:30000 --rate 5 --rate 10 [--burstiness 0.5]
 
-Open loop: requests come by a Poisson process, or in bursts (Gamma), whether or not others are answered.
-Prompts are random token ids, outputs have exactly the length asked for. Per rate: time to the first token
-from when the request was due, gaps between tokens, end to end; p50, p90, p99; and goodput, the requests a
-second that kept the SLO. `--long-prompt` adds a long prompt among decoding streams. JSON and SVG go to
-bench/results.
+The load is open loop: requests come by a Poisson process, or in bursts (Gamma), whether or not others are
+answered. Prompts are random token ids, and outputs have exactly the requested length. Figures per rate: the
+time from when a request was due to its first token, the gaps between tokens, and the time to the end, as p50,
+p90 and p99; and goodput, the requests per second that kept the SLO. `--long-prompt` adds a long prompt among
+decoding streams. JSON and SVG go to bench/results.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from bench.client import Client
 from bench.intrusion import Intrusion
 from bench.load import SLO, Clients, Lengths
 
-WARM_UP = 0.15  # share of a load's time that is not counted
-PATIENCE_S = 10.0  # for what is not done when the last request has come
+WARM_UP = 0.15  # share of a load's time, at its begin, that does not count
+PATIENCE_S = 10.0  # after the last arrival, until unfinished requests are given up
 
 
 def model_of(url: str) -> str:
-    """The name of the model that `url` serves."""
+    """Return the name of the model that the server at `url` serves."""
     name: str = httpx.get(f"{url}/v1/models", timeout=10).raise_for_status().json()["data"][0]["id"]
     return name
 
@@ -37,7 +37,7 @@ def model_of(url: str) -> str:
 def at_rate(
     clients: Clients, rate: float, *, seconds: float, lengths: Lengths, burstiness: float, slo: SLO, seed: int
 ) -> dict[str, Any]:
-    """One load."""
+    """Run one load of `rate` requests per second, and return its summary."""
     run = clients.open_loop(
         rate, seconds, lengths=lengths, burstiness=burstiness, seed=seed, patience=PATIENCE_S
     )
@@ -45,21 +45,28 @@ def at_rate(
 
 
 def saturated(
-    clients: Clients, concurrency: int, *, seconds: float, lengths: Lengths, slo: SLO, most: int, seed: int
+    clients: Clients,
+    concurrency: int,
+    *,
+    seconds: float,
+    lengths: Lengths,
+    slo: SLO,
+    max_requests: int,
+    seed: int,
 ) -> dict[str, Any]:
-    """The most that the server gives: so many requests at any time. `rate` is in requests a second."""
-    run = clients.closed_loop(concurrency, seconds, lengths=lengths, most=most, seed=seed)
+    """Saturate the server with `concurrency` requests at any time; `rate` is its requests per second."""
+    run = clients.closed_loop(concurrency, seconds, lengths=lengths, max_requests=max_requests, seed=seed)
     found = run.summary(since=0.3 * seconds, until=seconds, slo=slo)
     rate = found["events_per_s"] * found["tokens_per_event"] / lengths.mean_output
     return {"concurrency": concurrency, "rate": rate, **found}
 
 
 def long_prompt(url: str, model: str, scene: Intrusion) -> dict[str, Any]:
-    """A long prompt among decodes."""
+    """Measure the gaps of decoding streams at a long prompt."""
     return asyncio.run(intrusion.measure(Client(url, model), scene))
 
 
-TITLE = "ms; good: of the SLO; late: sent after it was due; client: CPU of a process"
+TITLE = "ms; good: kept the SLO; late: sent after it was due; client: CPU of the busiest process"
 COLUMNS = (
     "",
     "req/s",
@@ -79,7 +86,7 @@ COLUMNS = (
 
 
 def row(name: str, found: Mapping[str, Any]) -> list[str]:
-    """A line of the table, in milliseconds."""
+    """Return one line of the table, in milliseconds."""
 
     def ms(kind: str, *which: str) -> list[str]:
         return [f"{1e3 * found[kind][each]:.1f}" for each in which]
@@ -99,7 +106,7 @@ def row(name: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def draw(name: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Latency over rate, a curve a server."""
+    """Draw latency over rate, one curve per server."""
 
     def curves(kind: str, which: str) -> dict[str, list[tuple[float, float]]]:
         return {side: [(run["rate"], 1e3 * run[kind][which]) for run in runs] for side, runs in found.items()}
@@ -110,18 +117,18 @@ def draw(name: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         "gap between tokens, p50, ms": curves("gap_s", "p50"),
         "gap between tokens, p99, ms": curves("gap_s", "p99"),
     }
-    plot.charts(report.RESULTS / f"{name}.svg", panels, "requests a second")
+    plot.charts(report.RESULTS / f"{name}.svg", panels, "requests per second")
 
 
 def positive(text: str) -> float:
-    """A number above 0, for argparse."""
+    """Parse a number above 0, for argparse."""
     if not 0 < float(text) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: must be above 0")
     return float(text)
 
 
 def base_url(text: str) -> str:
-    """Where a server is, for argparse; a path /v1 is taken off."""
+    """Parse a server's URL, for argparse, and remove the path /v1."""
     url = text.rstrip("/").removesuffix("/v1")
     try:
         Client(url, "")
@@ -131,31 +138,31 @@ def base_url(text: str) -> str:
 
 
 def main() -> int:
-    """Exit code 1 if a request failed."""
+    """Run the benchmark; the exit code is 1 if a request failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("url", type=base_url, help="http://host:port")
-    parser.add_argument("--rate", type=positive, action="append", required=True, help="requests a second")
+    parser.add_argument("--rate", type=positive, action="append", required=True, help="requests per second")
     parser.add_argument("--burstiness", type=positive, default=1.0, help="1: Poisson; less: in bursts")
-    parser.add_argument("--seconds", type=positive, default=20.0, help="of arrivals, for each rate")
+    parser.add_argument("--seconds", type=positive, default=20.0, help="seconds of arrivals, for each rate")
     parser.add_argument("--prompt", type=int, nargs=2, default=Lengths().prompt, metavar=("MIN", "MAX"))
     parser.add_argument("--output", type=int, nargs=2, default=Lengths().output, metavar=("MIN", "MAX"))
     parser.add_argument("--max-id", type=int, default=Lengths().max_id, help="largest token id of a prompt")
-    parser.add_argument("--text", action="store_true", help="prompts of words: the server takes no token ids")
+    parser.add_argument("--text", action="store_true", help="text prompts, for servers without token ids")
     parser.add_argument("--slo-ttft", type=float, default=SLO().ttft, help="seconds")
     parser.add_argument("--slo-gap", type=float, default=SLO().gap, help="seconds, in 99 of 100 gaps")
     parser.add_argument("--long-prompt", type=int, help="tokens of a prompt among 64 decoding streams")
-    parser.add_argument("--chunk", type=int, default=Intrusion().chunk, help="prompt tokens it takes a step")
+    parser.add_argument("--chunk", type=int, default=Intrusion().chunk, help="prompt tokens per step")
     parser.add_argument("--processes", type=int, default=4, help="client processes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", default="serving", help="of the files in bench/results")
+    parser.add_argument("--name", default="serving", help="name of the files in bench/results")
     args = parser.parse_args()
     for name in ("prompt", "output"):
         if not 1 <= getattr(args, name)[0] <= getattr(args, name)[1]:
             parser.error(f"--{name}: give MIN and MAX, 1 or more, in this order")
     if args.long_prompt and args.text:
-        parser.error("--long-prompt has token ids: not with --text")
+        parser.error("--long-prompt uses token ids, so it cannot be combined with --text")
     lengths = Lengths(
         prompt=tuple(args.prompt), output=tuple(args.output), max_id=args.max_id, text=args.text
     )
@@ -177,7 +184,7 @@ def main() -> int:
             )
     report.show(TITLE, COLUMNS, [row(model, run) for run in runs])
     figures: dict[str, Any] = {"arguments": vars(args), "model": model, "rates": runs}
-    report.save(args.name, figures)  # whatever becomes of what follows
+    report.save(args.name, figures)  # in case the long prompt fails
     if args.long_prompt:
         chunk = min(args.chunk, args.long_prompt)
         scene = Intrusion(prompt=args.long_prompt, chunk=chunk, max_id=args.max_id)

@@ -1,8 +1,8 @@
-"""What serving costs: 8 concurrent streams over HTTP against the same 8 requests in process, same cores.
+"""Measures the cost of serving: 8 streams over HTTP against the same 8 requests in process, same cores.
 
-bfloat16, prompts of 128 tokens, 128 new tokens each, no prefix cache. Served: `segue serve`, and this process
-as the client, which reads and parses every event of `/v1/completions`. In process: one `Engine.generate`
-of all 8. They take turns; whole wall time, prefill included; medians.
+All runs are bfloat16, with prompts of 128 tokens, 128 new tokens each, and no prefix cache. Served: `segue
+serve`, with this process as the client, which reads and parses every event of `/v1/completions`. In process:
+one `Engine.generate` of all 8. Both take turns; the whole wall time counts, prefill included; medians.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BAR = 0.75
 
 
 async def stream_all(url: str, model: str, batch: list[list[int]]) -> int:
-    """All prompts at once, each on its own connection; the number of tokens that came."""
+    """Send all prompts at once, each on its own connection, and return the number of tokens received."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         return sum(await asyncio.gather(*(_stream(client, model, prompt) for prompt in batch)))
 
@@ -54,7 +54,7 @@ async def _stream(client: httpx.AsyncClient, model: str, prompt: list[int]) -> i
 
 
 def served_speed(url: str, model: str, batch: list[list[int]]) -> float:
-    """Tokens a second over HTTP."""
+    """Return the tokens per second over HTTP."""
     began = time.perf_counter()
     tokens = asyncio.run(stream_all(url, model, batch))
     seconds = time.perf_counter() - began
@@ -63,7 +63,7 @@ def served_speed(url: str, model: str, batch: list[list[int]]) -> float:
 
 
 def in_process_speed(engine: Any, batch: list[list[int]]) -> float:
-    """Tokens a second of one call."""
+    """Return the tokens per second of one call of the engine."""
     began = time.perf_counter()
     replies = engine.generate(input_ids=batch, sampling_params=workload.greedy(NUM_TOKENS))
     seconds = time.perf_counter() - began
@@ -73,7 +73,7 @@ def in_process_speed(engine: Any, batch: list[list[int]]) -> float:
 
 
 def main() -> int:
-    """Exit code 1 if the bar is missed."""
+    """Run the benchmark; the exit code is 1 if the bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repetitions", type=int, default=5)
     args = parser.parse_args()

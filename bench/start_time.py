@@ -1,4 +1,4 @@
-"""How long `segue serve` takes to answer 200 on `/health`, model cache warm; median of several starts."""
+"""Measures how long `segue serve` takes until `/health` is 200, with a warm model cache; median of starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BAR_S = 12.0
 
 
 def main() -> int:
-    """Exit code 1 if the bar is missed."""
+    """Run the benchmark; the exit code is 1 if the bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=3)
     args = parser.parse_args()

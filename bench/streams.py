@@ -1,4 +1,4 @@
-"""Streams of tokens from a server, and when each token came."""
+"""Keeps streams of tokens from a server running, and records when each token arrives."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import urllib.request
 from multiprocessing.connection import Connection
 from typing import Any
 
-TOKENS = 256  # of a request: one that is done is followed by the next
+TOKENS = 256  # per request; the next request of a stream follows when one is done
 START_S = 120.0
-QUIET_S = 30.0  # that the last tokens may take when all is over
+QUIET_S = 30.0  # within which the last tokens must arrive after the streams are stopped
 
-Spans = list[tuple[float, float]]  # of `time.monotonic`
+Spans = list[tuple[float, float]]  # begins and ends, by `time.monotonic`
 
 
 class Streams:
-    """Greedy requests, one behind the other on each stream, until the ``with`` block is left.
+    """Sends greedy requests, one after the other on each stream, until the ``with`` block ends.
 
-    They have a process of their own, which leaves this one its processor time.
+    The streams run in a process of their own, so that they take no processor time from this process.
     """
 
     def __init__(self, url: str, count: int) -> None:
@@ -45,7 +45,7 @@ class Streams:
         self.stop()
 
     def stop(self) -> None:
-        """End all streams; what they saw is there then."""
+        """End all streams, and fetch their tokens' times."""
         if not self._process.is_alive():
             return
         self._ours.send("stop")
@@ -58,12 +58,15 @@ class Streams:
         self._times = found
 
     def rate(self, spans: Spans) -> float:
-        """Tokens a second within the spans, once stopped; each came evenly since the one before."""
+        """Return the tokens per second within the spans, after `stop`.
+
+        A token counts evenly over the time since the token before it.
+        """
         tokens = sum(_count(mine, end) - _count(mine, start) for mine in self._times for start, end in spans)
         return tokens / sum(end - start for start, end in spans)
 
     def longest_gap(self, start: float, end: float) -> float:
-        """Seconds between two tokens of one stream that a span has part of, once stopped."""
+        """Return the longest gap in seconds of one stream that overlaps the span, after `stop`."""
         gaps = [
             after - before
             for stream in self._times
@@ -74,7 +77,7 @@ class Streams:
 
 
 def state(url: str) -> dict[str, Any]:
-    """The engine's own figures."""
+    """Return the internal state that the server reports."""
     with urllib.request.urlopen(f"{url}/server_info", timeout=30) as response:
         found: dict[str, Any] = json.load(response)["internal_states"][0]
         return found
@@ -93,7 +96,7 @@ def _run(url: str, count: int, pipe: Connection) -> None:
     times: list[list[float]] = [[] for _ in range(count)]
 
     def stream(number: int, mine: list[float]) -> None:
-        length = 1 + TOKENS * number // count  # of the first one: contexts are then of all lengths, always
+        length = 1 + TOKENS * number // count  # staggers the streams, so that contexts have all lengths
         try:
             while not stopped.is_set():
                 params = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}

@@ -1,7 +1,7 @@
-"""The pinned offline workload, the same for every engine.
+"""Runs the pinned offline workload, which is the same for every engine.
 
-Qwen3 shapes with dummy weights, prompts of token ids drawn with seed 0, EOS ignored. A line that begins
-with RESULT is one figure.
+The models have Qwen3's shapes and dummy weights, the prompts are token ids drawn with seed 0, and EOS is
+ignored. Each line of output that begins with RESULT is one figure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 Generate = Callable[[list[list[int]], list[int], float], list[int]]
-"""(prompts, tokens to make of each, temperature) -> tokens made of each; all requests at once."""
+"""(prompts, output tokens per prompt, temperature) -> output tokens made per prompt; all requests at once."""
 
 MAX_ID = 10_000
 COMMON = {
@@ -58,7 +58,7 @@ FIRST_TOKENS = (16, 64, 256, 1024, 3500)
 
 
 def model_dir(size: str) -> str:
-    """A directory with the configuration of a model of `size`, for engines that make up weights."""
+    """Write the configuration of a model of `size` to a directory, for engines with dummy weights."""
     path = Path(tempfile.gettempdir()) / f"segue-bench-{os.getuid()}" / f"qwen3-{size}"
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(COMMON | SHAPES[size]))
@@ -67,18 +67,18 @@ def model_dir(size: str) -> str:
 
 
 def draw_prompt(rng: random.Random, length: int) -> list[int]:
-    """Token ids."""
+    """Draw `length` token ids."""
     return [rng.randint(0, MAX_ID) for _ in range(length)]
 
 
 def offline256(rng: random.Random) -> tuple[list[list[int]], list[int]]:
-    """Prompts of 256 requests, and how many tokens to make of each."""
+    """Draw the prompts of 256 requests, and their numbers of output tokens."""
     prompts = [draw_prompt(rng, rng.randint(100, 1024)) for _ in range(256)]
     return prompts, [rng.randint(100, 1024) for _ in range(256)]
 
 
 def run(engine: str, size: str, generate: Generate) -> None:
-    """Run everything on one engine and print its figures."""
+    """Run the whole workload on one engine and print its figures."""
     rng = random.Random(0)
 
     def prompt(length: int) -> list[int]:

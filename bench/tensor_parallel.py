@@ -1,9 +1,10 @@
-"""Tensor parallel on the GPUs of one host: the decode step of Qwen3-8B, and the sums over ranks alone.
+"""Measures tensor parallelism on the GPUs of one host: Qwen3-8B's decode step, and the all-reduces alone.
 
     python -m bench.tensor_parallel
 
-Weights are random; a step's time is (257 tokens - 1 token) / 256 of a batch of prompts of 512 tokens, of the
-whole engine. The sums, each with the addition and the norm behind it, are timed as chains in a CUDA graph.
+Weights are random. A step's time is that of the whole engine, (257 tokens - 1 token) / 256, for a batch of
+prompts of 512 tokens. The all-reduces, each with the following addition and norm, are timed as chains in a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from segue.distributed.info import TPInfo
 BATCHES = (1, 32, 256)
 ROWS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024)
 HIDDEN = 4096
-SPLITS = 2  # what the GEMMs of a few rows give at these sizes
-LINKS = 72  # sums in a chain
+SPLITS = 2  # split-K partials of the GEMMs of few rows at these sizes
+LINKS = 72  # all-reduces in a chain
 
 
 def decode_steps(directory: str, tp: int) -> dict[str, float]:
-    """Milliseconds a step by batch size."""
+    """Return the milliseconds per step by batch size."""
     rng = random.Random(0)
     found = {}
     begun = time.perf_counter()
@@ -61,12 +62,12 @@ def decode_steps(directory: str, tp: int) -> dict[str, float]:
             timed(rows, 2)
             differences = [timed(rows, 257) - timed(rows, 1) for _ in range(3)]
             found[f"step_ms_{rows}"] = statistics.median(differences) / 256 * 1e3
-            print(f"tp {tp}, {rows} rows: {found[f'step_ms_{rows}']:.3f} ms a step", flush=True)
+            print(f"tp {tp}, {rows} rows: {found[f'step_ms_{rows}']:.3f} ms per step", flush=True)
     return found
 
 
 def sums(rank: int, size: int, directory: str) -> None:
-    """Time the sums on one rank; rank 0 writes them down."""
+    """Time the all-reduces on one rank; rank 0 writes the times to `directory`."""
     from segue.kernels.triton import all_reduce
 
     tp, device = TPInfo(rank, size), torch.device("cuda", rank)
@@ -86,8 +87,8 @@ def sums(rank: int, size: int, directory: str) -> None:
         (path / "sums.json").write_text(json.dumps(found))
 
 
-def _time_sums(rows: int, groups: TPGroups, fused_all_reduce: FusedAllReduce) -> dict[str, float]:
-    """Microseconds of each way to sum `rows` tokens."""
+def _time_sums(rows: int, groups: TPGroups, one_shot: OneShot) -> dict[str, float]:
+    """Return the microseconds of each way to all-reduce `rows` tokens."""
     from segue.kernels.norm import add_rms_norm
 
     residual, whole, weight = (torch.randn(n, HIDDEN, device="cuda").bfloat16() for n in (rows, rows, 1))
@@ -104,7 +105,7 @@ def _time_sums(rows: int, groups: TPGroups, fused_all_reduce: FusedAllReduce) ->
 
 
 def _chain(link: Callable[[], object], barrier: Callable[[], None]) -> float:
-    """Microseconds of a link of a chain in a graph, the median of seven replays."""
+    """Return the microseconds per link of a chain in a graph, the median of seven replays."""
     link()
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -126,17 +127,17 @@ def _chain(link: Callable[[], object], barrier: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    """Measure what this host has GPUs for."""
+    """Measure each tensor-parallel size that this host has GPUs for."""
     sizes = [size for size in (1, 2, 4) if size <= torch.cuda.device_count()]
     results: dict[str, Any] = {"sums_us": {}, "engine": {}}
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(suite.COMMON | suite.SHAPES["8b"]))
         for size in sizes:
             if size > 1:
-                meeting = Path(directory) / str(size)
-                meeting.mkdir()
-                mp.spawn(sums, (size, str(meeting)), nprocs=size)
-                results["sums_us"][size] = json.loads((meeting / "sums.json").read_text())
+                subdirectory = Path(directory) / str(size)
+                subdirectory.mkdir()
+                mp.spawn(sums, (size, str(subdirectory)), nprocs=size)
+                results["sums_us"][size] = json.loads((subdirectory / "sums.json").read_text())
             results["engine"][size] = decode_steps(directory, size)
             report.save("gpu_tensor_parallel", results)
     alone = results["engine"][1]

@@ -1,11 +1,11 @@
-"""Measure how each GEMM of a decode step is cut best, and store it where the kernels look.
+"""Measures the best plan of each GEMM of a decode step, and stores it in the table that the kernels read.
 
     python -m bench.tune_gemm qwen3-0.6b qwen3-8b qwen3-8b:2 qwen3-8b:4
 
-`:2` means one rank's share of tensor parallel 2; there only tiles are tried that have won for whole models.
-Every plan is timed as a chain of GEMMs with different weights in one CUDA graph, so that neither launches
-nor cached weights flatter it, against cuBLAS in the same chain. For split-K partials the time that their
-reader needs is added. Only the shapes measured are replaced in the table.
+`:2` means one rank's shard of tensor parallel 2; only tiles that are best for a whole model are tried for it.
+Every plan is timed as a chain of GEMMs with different weights in one CUDA graph, so that neither launches nor
+cached weights flatter it, against cuBLAS in the same chain. For split-K partials, the time to read them is
+added. Only the measured shapes are replaced in the table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench.floor import Machine
+from bench.roofline import Machine
 from segue.kernels.triton import gemm
 from segue.kernels.triton.gemm import GemmPlan
 from segue.models.sharding import shard_rows
@@ -32,13 +32,13 @@ MODELS = {
     "qwen3-8b": (4096, 32, 8, 128, 12288, 151936),
 }
 ROWS = (1, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-MEMORY = 3.5e12  # bytes a second, for the readers of split-K partials
-SHARED = 227 << 10  # bytes of shared memory a program can have
-WORTH = 0.98  # of cuBLAS's time, at most, for a plan of ours to be stored
+MEMORY = 3.5e12  # bytes per second at which split-K partials are read
+SHARED = 227 << 10  # bytes of shared memory per program
+WORTH = 0.98  # a plan is stored if it takes less than this share of cuBLAS's time
 
 
 def shapes(model: str) -> Iterator[tuple[int, int, bool]]:
-    """(N, K, whether the reader takes split-K partials) of a model, or of one rank's share of it."""
+    """Yield (N, K, whether the reader takes split-K partials) of a model, or of one rank's shard of it."""
     name, _, ranks = model.partition(":")
     hidden, heads, kv_heads, dim, inner, vocab = MODELS[name]
     tp = int(ranks or 1)
@@ -50,7 +50,7 @@ def shapes(model: str) -> Iterator[tuple[int, int, bool]]:
 
 
 def plans(rows: int, size: int, depth: int, may_split: bool) -> Iterator[GemmPlan]:
-    """What is worth a try."""
+    """Yield the plans that are worth trying."""
     tiles_m = (
         {max(16, 1 << (rows - 1).bit_length())} if rows <= 64 else {64, 128, 256} if rows > 128 else {64, 128}
     )
@@ -71,13 +71,13 @@ def plans(rows: int, size: int, depth: int, may_split: bool) -> Iterator[GemmPla
 
 
 def tiles_that_won(table: dict[str, Any]) -> set[GemmPlan]:
-    """The stored plans of all shapes, however often they split."""
+    """Return the stored plans of all shapes, without their number of splits."""
     stored = (plan for rows in table.values() for kinds in rows.values() for plan in kinds.values() if plan)
     return {replace(GemmPlan(**plan), splits=1) for plan in stored}
 
 
 def chain_time(run: Callable[[int], object], copies: int) -> float:
-    """Microseconds of one of `copies` runs in a graph, the best of three."""
+    """Return the microseconds of one of `copies` runs in a graph, the best of four replays."""
     run(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -96,7 +96,7 @@ def chain_time(run: Callable[[int], object], copies: int) -> float:
 
 
 def compile_plan(job: tuple[GemmPlan, int, int, int, torch.dtype]) -> None:
-    """Fill Triton's cache, in a process of its own."""
+    """Compile the kernel of a plan into Triton's cache; runs in a process of its own."""
     plan, rows, size, depth, dtype = job
     x = torch.zeros(rows, depth, dtype=torch.bfloat16, device="cuda")
     weight = torch.zeros(
@@ -106,7 +106,7 @@ def compile_plan(job: tuple[GemmPlan, int, int, int, torch.dtype]) -> None:
 
 
 def measure(rows: int, size: int, depth: int, may_split: bool, tried: list[GemmPlan]) -> dict[str, object]:
-    """The best plans of one shape, and their times."""
+    """Return the best plan of one shape, with and without split-K, and print the times."""
     dtype = torch.bfloat16 if may_split else torch.float32
     copies = max(2, min(28, int(3e9 // (size * depth * 2))))
     weights = [torch.randn(size, depth, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
@@ -133,19 +133,19 @@ def measure(rows: int, size: int, depth: int, may_split: bool, tried: list[GemmP
         good = allowed and allowed[0][0] < WORTH * cublas
         best[name] = asdict(allowed[0][2]) if good else None
     machine = Machine()
-    floor = max(size * depth * 2 / machine.read, 2 * rows * size * depth / machine.flops) * 1e6
-    found = f"floor {floor:.2f} cuBLAS {cublas:.2f} best {timed[0][1]:.2f} µs, {timed[0][2]}"
+    roofline = max(size * depth * 2 / machine.read, 2 * rows * size * depth / machine.flops) * 1e6
+    found = f"roofline {roofline:.2f} cuBLAS {cublas:.2f} best {timed[0][1]:.2f} µs, {timed[0][2]}"
     print(f"{size}x{depth}, {rows} rows: {found}", flush=True)
     return best
 
 
 def main() -> None:
-    """Tune the models named."""
+    """Tune the models named on the command line."""
     begun = time.monotonic()
     table = json.loads(gemm.TABLE.read_text()) if gemm.TABLE.exists() else {}
     device = table.setdefault(torch.cuda.get_device_name(), {})
     won = tiles_that_won(device)
-    wanted = {
+    pending = {
         shape: ":" in model
         for model in sys.argv[1:]
         for shape in shapes(model)
@@ -153,9 +153,9 @@ def main() -> None:
     }
     tried = {
         (shape, rows): [
-            plan for plan in plans(rows, *shape) if not is_share or replace(plan, splits=1) in won
+            plan for plan in plans(rows, *shape) if not is_shard or replace(plan, splits=1) in won
         ]
-        for (shape, is_share), rows in itertools.product(sorted(wanted.items()), ROWS)
+        for (shape, is_shard), rows in itertools.product(sorted(pending.items()), ROWS)
     }
     jobs = {}
     for ((size, depth, may_split), rows), candidates in tried.items():

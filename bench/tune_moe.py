@@ -1,10 +1,10 @@
-"""Measure how the two grouped GEMMs of a mixture of experts are cut best; stored where the kernels look.
+"""Measures the best plan of the two grouped GEMMs of a mixture of experts; stores it where the kernels look.
 
     python -m bench.tune_moe qwen3-30b-a3b
 
-Each GEMM is timed alone, in one CUDA graph over several routings of random tokens, with every cut; then
-the best cuts of each tile size together, sorting and adding up included. Only the shapes measured are
-replaced.
+Each GEMM is timed alone, in one CUDA graph over several routings of random tokens, with every tile
+configuration. Then the best configurations of both GEMMs are timed together, for each tile size, including
+the sorting and the sum over experts. Only the measured shapes are replaced in the table.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from segue.kernels.triton import moe
 from segue.kernels.triton.moe import MoEPlan, TileConfig
 from segue.kernels.triton.moe_routing import sort
 
-# experts, experts a token, expert size, hidden size
+# experts, experts per token, expert size, hidden size
 MODELS = {"qwen3-30b-a3b": (128, 8, 768, 2048)}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-TOGETHER = 2  # of the best cuts of each GEMM, timed in all combinations
-COPIES = 2  # of the weights
-ROUTINGS = 6  # in a graph: few tokens choose other experts each time
+TOGETHER = 2  # best configurations of each GEMM, timed in all combinations
+COPIES = 2  # copies of the weights
+ROUTINGS = 6  # routings per graph: few tokens choose other experts in each
 
 Shape = tuple[int, int, int, int]
 Job = tuple[str, int, TileConfig]  # GEMM, pairs in a tile, cut
 
 
 def blocks(tokens: int, shape: Shape) -> list[int]:
-    """Tile sizes worth a try."""
-    pairs = tokens * shape[1] / shape[0]  # an expert
+    """Return the tile sizes that are worth trying."""
+    pairs = tokens * shape[1] / shape[0]  # per expert
     found = [block for block in (16, 32, 64, 128) if pairs <= 4 * block and block <= max(16, 4 * pairs)]
     return ([1] if tokens <= 16 else []) + found
 
@@ -71,7 +71,7 @@ def cuts(gemm: str, block: int, shape: Shape) -> Iterator[TileConfig]:
 
 
 class Case:
-    """Random weights and routings of so many tokens."""
+    """Random weights, and random routings of `tokens` tokens."""
 
     def __init__(self, shape: Shape, tokens: int, weights: list[tuple[Tensor, Tensor]]) -> None:
         num_experts, per_token, _, hidden = shape
@@ -102,7 +102,7 @@ class Case:
         return chain_time(lambda i: prepared[i][0](*prepared[i][1]), ROUTINGS)
 
     def whole(self, plan: MoEPlan) -> float:
-        """Microseconds of everything behind the routing."""
+        """Return the microseconds of everything after the routing."""
         return chain_time(
             lambda i: moe.run(plan, self.inputs[i][0], *self.weights[i % COPIES], *self.inputs[i][1:]),
             ROUTINGS,
@@ -110,7 +110,7 @@ class Case:
 
 
 def attempt(measure: Callable[[], float], label: object) -> float:
-    """`measure()`, or for ever where the device cannot."""
+    """Return `measure()`, or infinity if the device cannot run it."""
     try:
         return measure()
     except Exception as error:
@@ -119,7 +119,7 @@ def attempt(measure: Callable[[], float], label: object) -> float:
 
 
 def measure(shape: Shape, tokens: int, weights: list[tuple[Tensor, Tensor]]) -> dict[str, object]:
-    """The best plan of one shape for so many tokens."""
+    """Return the best plan of one shape for `tokens` tokens."""
     case = Case(shape, tokens, weights)
     found: list[tuple[float, MoEPlan]] = []
     for block in blocks(tokens, shape):
@@ -150,7 +150,7 @@ def show(cut: TileConfig) -> str:
 
 
 def compile_cut(job: tuple[Shape, Job]) -> None:
-    """Fill Triton's cache, in a process of its own."""
+    """Compile the kernel of a job into Triton's cache; runs in a process of its own."""
     (_, per_token, size, hidden), (gemm, block, cut) = job
     few = 16
     gate_up = torch.zeros(few, 2 * size, hidden, dtype=torch.bfloat16, device="cuda")
@@ -174,7 +174,7 @@ def compile_cuts(shapes: list[Shape]) -> None:
 
 
 def tune(shapes: list[Shape]) -> None:
-    """Measure and store."""
+    """Measure the shapes and store their best plans."""
     begun = time.monotonic()
     table = json.loads(moe.TABLE.read_text()) if moe.TABLE.exists() else {}
     device = table.setdefault(torch.cuda.get_device_name(), {})
@@ -193,6 +193,6 @@ def tune(shapes: list[Shape]) -> None:
 
 
 if __name__ == "__main__":
-    wanted = [MODELS[name] for name in sys.argv[1:]]
-    compile_cuts(wanted)
-    tune(wanted)
+    named = [MODELS[name] for name in sys.argv[1:]]
+    compile_cuts(named)
+    tune(named)

@@ -1,4 +1,4 @@
-"""The pinned offline workload on vLLM, for `bench.peers`; needs vLLM.
+"""Runs the pinned offline workload on vLLM, for `bench.peers`; needs vLLM.
 
 python -m bench.vllm_offline 0.6b | tee theirs.log
 """
@@ -13,7 +13,7 @@ from bench import suite
 
 
 def main() -> None:
-    """Settings as near to those of `bench.offline` as vLLM has them."""
+    """Run the suite with settings as close to those of `bench.offline` as vLLM has them."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     size, begun = sys.argv[1], time.perf_counter()

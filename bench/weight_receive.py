@@ -1,7 +1,8 @@
-"""Receives weight updates over gloo from a trainer process on this machine, and says how fast.
+"""Measures how fast weight updates arrive over gloo from a trainer process on this machine.
 
-``python -m bench.weight_receive``: SmolLM2's 270 MB in 73 buckets, both wires, against a receiver of plain
-torch: one blocking broadcast behind the other into one buffer, nothing kept; and the copy alone.
+``python -m bench.weight_receive``: SmolLM2's 270 MB in 73 buckets, in both formats, against a receiver of
+plain torch, which runs one blocking broadcast after the other into one buffer and keeps nothing; and the copy
+alone.
 """
 
 import argparse
@@ -29,7 +30,7 @@ SECONDS = 120.0
 
 
 class Copy:
-    """Copies what comes to where it stays."""
+    """A sink that copies each received tensor into one buffer."""
 
     def __init__(self, kept: torch.Tensor) -> None:
         self._kept, self._end = kept, 0
@@ -77,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=270)
     parser.add_argument("--buckets", type=int, default=73)
-    parser.add_argument("--tensors", type=int, default=4, help="in each bucket")
+    parser.add_argument("--tensors", type=int, default=4, help="tensors per bucket")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     numel = args.megabytes * 1_000_000 // (2 * args.buckets * args.tensors)
@@ -120,32 +121,32 @@ def run(trainer: Any, buckets: list[Any], num_bytes: int, rounds: int) -> None:
     print(f"the copy alone: {time.perf_counter() - began:.3f} s")
     groups = Groups(torch.device("cpu"))
     trainer.readline()
-    tell(trainer, do="host", port=port, name="bench", world_size=2)
+    command(trainer, do="host", port=port, name="bench", world_size=2)
     groups.join(group, 0, SECONDS)
     trainer.readline()
     joined = groups.get("bench")
     assert joined is not None
     ways: dict[str, Callable[..., None]] = {"Receiver": receive, "plain torch": receive_plainly}
     for flattened in (True, False):
-        tell(trainer, do="make", buckets=buckets, flattened=flattened)
+        command(trainer, do="make", buckets=buckets, flattened=flattened)
         trainer.readline()
         for name, way in ways.items():
             best, cpu = float("inf"), 0.0
             for _ in range(rounds):
-                tell(trainer, do="send", name="bench", after=0.05)
+                command(trainer, do="send", name="bench", after=0.05)
                 began, used = time.perf_counter(), time.process_time()
                 way(joined, buckets, kept, flattened)
                 seconds = time.perf_counter() - began - 0.05
                 if seconds < best:
                     best, cpu = seconds, time.process_time() - used
                 json.loads(trainer.readline())
-            wire = "one broadcast a bucket" if flattened else "one broadcast a tensor"
-            print(f"{wire:24}{name:12}{best:7.3f} s {num_bytes / best / 1e9:6.2f} GB/s, {cpu:.3f} s of CPU")
+            wire = "one broadcast per bucket" if flattened else "one broadcast per tensor"
+            print(f"{wire:26}{name:12}{best:7.3f} s {num_bytes / best / 1e9:6.2f} GB/s, {cpu:.3f} s of CPU")
     groups.close()
 
 
-def tell(trainer: Any, **order: Any) -> None:
-    trainer.write(json.dumps(order) + "\n")
+def command(trainer: Any, **fields: Any) -> None:
+    trainer.write(json.dumps(fields) + "\n")
     trainer.flush()
 
 

@@ -1,17 +1,17 @@
-"""How fast a server gets new weights, how long that holds up generation, and what serving loses meanwhile.
+"""Measures how fast a server gets new weights, how long that stops generation, and what serving loses.
 
     python -m bench.weight_sync MODEL [--device cuda] [--option=value …]
     python -m bench.weight_sync MODEL --device cuda --same-gpu --memory-ratio=0.5
 
-A server and a trainer, which is this process: on CUDA the server has the first GPU and the trainer the last,
-and weights go over NCCL; else gloo. Made-up weights of the model's shapes are sent whole, once to warm up and
-then several times, flattened and one broadcast a tensor, with the server idle and under a load of streams.
-Bars, for Qwen3-8B's shapes between two H200s, warm: flattened at least 150 GB/s, and 0.3 s from prepare to
-complete; one broadcast a tensor at least 60 GB/s; a commit holds generation for at most 20 ms with staging on
-the device (``--weight-staging-gb=18``), 400 ms with staging on the host. Serving loses at most 5 %
-while an update waits for the trainer and while it is received, with a sender as it is by default; what it
-loses to one that sends at full speed all the same is measured too, and has no bar. With
-``--same-gpu`` the server reads this process's memory instead (CUDA IPC): at least 1 TB/s.
+This process is the trainer of a server. On CUDA, the server has the first GPU, the trainer has the last, and
+weights go over NCCL; otherwise over gloo. Dummy weights of the model's shapes are sent whole, once to warm up
+and then several times, flattened and with one broadcast per tensor, to an idle server and to one under a load
+of streams. Bars, for Qwen3-8B's shapes between two H200s, warm: flattened at least 150 GB/s, and 0.3 s from
+prepare to complete; one broadcast per tensor at least 60 GB/s; a commit stops generation for at most 20 ms
+with staging on the device (``--weight-staging-gb=18``), 400 ms with staging on the host. Serving loses at
+most 5 % while an update waits for the trainer and while it is received, with a sender at its defaults; the
+loss to a sender that sends at full speed is measured too, and has no bar. With ``--same-gpu`` the server
+reads this process's memory instead (CUDA IPC): at least 1 TB/s.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from segue.weight_update.payload.decode import encode
 SENDS = 5
 STREAMS = 64
 STD = 0.02
-LOAD_S = 3.0  # that the rate without an update is measured
+LOAD_S = 3.0  # for which the rate without an update is measured
 START_S = 300.0
 HOST_COMMIT_MS = 400.0  # with staging on the host
 BARS = {
@@ -63,7 +63,7 @@ BARS = {
 
 @contextmanager
 def server(model: Path, device: str, options: list[str]) -> Iterator[str]:
-    """Its URL."""
+    """Start a server and yield its URL."""
     command = [sys.executable, "-m", "segue", "serve", "--model", str(model), "--load-format", "dummy"]
     command += ["--port", "0", "--device", device, "--log-level", "warning", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -83,18 +83,18 @@ def server(model: Path, device: str, options: list[str]) -> Iterator[str]:
 
 
 def weights_of(model: Path, device: torch.device) -> dict[str, torch.Tensor]:
-    """Made-up tensors with the checkpoint's names and shapes, bfloat16."""
+    """Make random bfloat16 tensors with the checkpoint's names and shapes."""
     config = ModelConfig.from_hf(json.loads((model / "config.json").read_text()))
-    table = weight_map.build(config, TPInfo())
+    tensors = weight_map.build(config, TPInfo())
     noise = torch.Generator(device).manual_seed(0)
     return {
-        name: STD * torch.randn(table.shapes[name], dtype=torch.bfloat16, device=device, generator=noise)
-        for name in table.names
+        name: STD * torch.randn(tensors.shapes[name], dtype=torch.bfloat16, device=device, generator=noise)
+        for name in tensors.names
     }
 
 
 def sends(sender: WeightSender) -> dict[str, Any]:
-    """Medians of several, behind one that warms up."""
+    """Send several updates after one that warms up, and return medians."""
     with sender:
         sender.send()
         reports = [sender.send() for _ in range(SENDS)]
@@ -110,7 +110,7 @@ def sends(sender: WeightSender) -> dict[str, Any]:
 
 
 def shared(url: str, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Medians of updates from the memory of this process, which shares the server's GPU."""
+    """Send updates from the memory of this process on the server's GPU, and return medians."""
     reports, walls = [], []
     for _ in range(1 + SENDS):
         payload = base64.b64encode(encode(weights.items(), "flattened_bucket")).decode()
@@ -134,7 +134,7 @@ def shared(url: str, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def ask(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The answer to a GET, or with a body to a POST; one that says no is raised as it is."""
+    """Return the answer to a GET, or with `body` to a POST; raise the text of an error answer."""
     data = None if body is None else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(url, data, timeout=START_S) as response:
@@ -145,19 +145,19 @@ def ask(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 class Mark:
-    """Sees a transfer go on; with `hold` set, stops it for LOAD_S behind its first bucket."""
+    """Records the progress of a transfer; with `hold` set, stops it for LOAD_S after its first bucket."""
 
     def __init__(self) -> None:
         self.hold = False
-        self.held: Spans = []  # nothing was sent, and the next bucket was being waited for
-        self.moving: Spans = []  # from the first bucket that had gone to the last
+        self.held: Spans = []  # while nothing was sent and the server waited for the next bucket
+        self.moving: Spans = []  # from the end of the first bucket to the end of the last
         self._first = 0.0
 
     def __call__(self, progress: Progress) -> None:
         now = time.monotonic()
         if progress.num_buckets == 1 and self.hold:
             time.sleep(LOAD_S)
-            # What was under way has landed by the first half.
+            # The bytes in flight have arrived within the first half.
             self.held.append((now + LOAD_S / 2, time.monotonic()))
         elif progress.num_buckets == 1:
             self._first = now
@@ -166,7 +166,7 @@ class Mark:
 
 
 def under_load(url: str, streams: int, new_sender: Callable[..., WeightSender]) -> dict[str, Any]:
-    """What streams lose to updates: while one waits for the trainer, while one is received, in all."""
+    """Measure what streams lose: while an update waits for the trainer, while it is received, and in all."""
     mark = Mark()
     with Streams(url, streams) as load:
         with new_sender(on_progress=mark) as sender:
@@ -197,7 +197,7 @@ def under_load(url: str, streams: int, new_sender: Callable[..., WeightSender]) 
 
 
 def killed(url: str, model: Path, weights: dict[str, torch.Tensor], streams: int) -> dict[str, Any]:
-    """The longest gap between two tokens of a stream while a trainer is killed and another takes over."""
+    """Measure the longest gap between two tokens of a stream while a new trainer replaces a killed one."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     device = str(next(iter(weights.values())).device)
@@ -226,7 +226,7 @@ def killed(url: str, model: Path, weights: dict[str, torch.Tensor], streams: int
 
 
 def stuck_trainer(url: str, model: Path, device: str, pipe: Connection) -> None:
-    """Send a bucket and announce another: over NCCL it is being received when nothing further comes."""
+    """Send one bucket, announce the next, and stop: over NCCL, the server is then receiving it."""
 
     def stop(progress: Progress) -> None:
         group = sender._group
@@ -241,7 +241,7 @@ def stuck_trainer(url: str, model: Path, device: str, pipe: Connection) -> None:
 
 
 def misses(found: dict[str, Any]) -> Iterator[str]:
-    """Figures behind their bars, for Qwen3-8B's shapes between two H200s, or on one."""
+    """Yield the figures that miss their bars, for Qwen3-8B's shapes between two H200s, or on one."""
     for part, figures in found.items():
         if part == "options":
             continue
@@ -255,15 +255,15 @@ def misses(found: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Exit code 1 if a bar for CUDA is missed."""
+    """Run the benchmark; the exit code is 1 if a bar for CUDA is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="a directory with config.json; its weights are made up")
+    parser.add_argument("model", type=Path, help="a directory with config.json; weights are dummies")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--buffer-mb", type=int, default=1024)
     parser.add_argument("--streams", type=int, default=STREAMS)
-    parser.add_argument("--tp", type=int, default=1, help="of the server; the trainer has a GPU besides")
+    parser.add_argument("--tp", type=int, default=1, help="of the server; the trainer has another GPU")
     parser.add_argument("--same-gpu", action="store_true")
     parser.add_argument("--name", default="weight_sync")
     args, options = parser.parse_known_args()
@@ -276,7 +276,7 @@ def main() -> int:
 
     def keep(part: str, **figures: Any) -> None:
         found[part] = figures
-        report.save(args.name, found)  # whatever becomes of what follows
+        report.save(args.name, found)  # in case a later part fails
         shown = {name: value for name, value in figures.items() if name != "timings"}
         cells = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in shown.values()]
         report.show(part, list(shown), [cells])
@@ -286,7 +286,7 @@ def main() -> int:
             keep("on one GPU", **shared(url, weights_of(args.model, torch.device("cuda", 0))))
         else:
             device = torch.device("cpu")
-            if args.device == "cuda":  # not one of the server's
+            if args.device == "cuda":  # a GPU that the server does not use
                 device = torch.device("cuda", torch.cuda.device_count() - 1)
             weights = weights_of(args.model, device)
             new_sender = partial(WeightSender, [url], weights, buffer_size_mb=args.buffer_mb)

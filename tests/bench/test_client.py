@@ -1,4 +1,4 @@
-"""The client reads what servers send, however it is cut, and says when it came."""
+"""The client parses replies that arrive in any pieces, and records when each event arrived."""
 
 import asyncio
 import random
@@ -33,13 +33,13 @@ def server(tmp_path_factory):
         live.assert_nothing_left()
 
 
-def test_an_event_has_the_time_at_which_its_last_byte_came():
+def test_an_event_has_the_time_of_its_last_byte():
     pieces = [(1.0, HEAD + chunk(EVENTS[0])), (2.0, chunk(EVENTS[1])[:9]), (3.0, chunk(EVENTS[1])[9:])]
     pieces.append((4.0, b"".join(map(chunk, EVENTS[2:])) + chunk(b"")))
     assert _read(pieces) == ([1.0, 3.0], 2, None)
 
 
-def test_cuts_between_pieces_and_chunks_change_nothing():
+def test_piece_and_chunk_boundaries_do_not_change_the_result():
     rng = random.Random(0)
     body = b"".join(EVENTS)
     for _ in range(200):
@@ -52,7 +52,7 @@ def test_cuts_between_pieces_and_chunks_change_nothing():
         assert (len(times), tokens, error) == (2, 2, None)
 
 
-def test_a_reply_without_chunks_is_read_to_its_end():
+def test_a_reply_without_chunked_encoding_is_read_to_its_end():
     raw = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + b"".join(EVENTS)
     assert _read([(1.0, raw[:30]), (2.0, raw[30:])]) == ([2.0, 2.0], 2, None)
 
@@ -66,7 +66,7 @@ def test_a_reply_without_chunks_is_read_to_its_end():
         (HEAD + chunk(b'data: {"error":{"message":"died"}}\n\n'), "{'message': 'died'}"),
     ],
 )
-def test_what_went_wrong_is_told(raw, error):
+def test_a_failed_reply_gives_its_error(raw, error):
     assert _read([(1.0, raw)])[2] == error
 
 
@@ -88,29 +88,29 @@ def test_requests_of_an_open_loop_are_sent_when_they_are_due(server):
     client, begin = Client(server.url, "tiny-model"), clock() + 0.05
     jobs = [job(5 + i, 8, due=0.02 * i) for i in range(10)]
     found = [each.timeline() for each in run(client.open_loop(jobs, begin, begin + 20))]
-    for wanted, timeline in zip(jobs, found, strict=True):
+    for expected, timeline in zip(jobs, found, strict=True):
         assert timeline.error is None
         assert not timeline.given_up
-        assert timeline.tokens == timeline.wanted == wanted.max_tokens
-        assert timeline.due == begin + wanted.due <= timeline.sent <= timeline.times[0]
+        assert timeline.tokens == timeline.max_tokens == expected.max_tokens
+        assert timeline.due == begin + expected.due <= timeline.sent <= timeline.times[0]
         assert timeline.times == sorted(timeline.times)
 
 
-def test_a_closed_loop_runs_every_job_at_most_so_many_at_a_time(server):
+def test_a_closed_loop_runs_every_job_and_keeps_its_concurrency(server):
     client, begin = Client(server.url, "tiny-model"), clock()
     found = run(client.closed_loop([job(9, 20) for _ in range(12)], 3, begin, begin + 20))
     timelines = [each.timeline() for each in found]
     assert [timeline.error for timeline in timelines] == [None] * 12
     starts = sorted((timeline.sent, 1) for timeline in timelines)
     ends = sorted((timeline.times[-1], -1) for timeline in timelines)
-    running = most = 0
+    running = max_running = 0
     for _, change in sorted(starts + ends):
         running += change
-        most = max(most, running)
-    assert most <= 3
+        max_running = max(max_running, running)
+    assert max_running <= 3
 
 
-def test_what_is_not_done_at_the_end_is_given_up_and_is_no_failure(server):
+def test_a_request_unfinished_at_the_end_is_given_up_without_an_error(server):
     client, begin = Client(server.url, "tiny-model"), clock()
     (found,) = run(client.open_loop([job(9, 400)], begin, begin + 0.02))
     assert found.timeline().given_up
@@ -120,7 +120,7 @@ def test_what_is_not_done_at_the_end_is_given_up_and_is_no_failure(server):
 def test_a_request_that_could_not_be_sent_is_late():
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
-        full.listen(0)  # nobody accepts
+        full.listen(0)  # no process accepts connections
         client, begin = Client(f"http://127.0.0.1:{full.getsockname()[1]}", "m"), clock()
         jobs = [job(1, 1) for _ in range(8)]
         found = [each.timeline() for each in run(client.open_loop(jobs, begin, begin + 0.3))]
@@ -128,7 +128,7 @@ def test_a_request_that_could_not_be_sent_is_late():
     assert max(timeline.sent - timeline.due for timeline in found) >= 0.29
 
 
-def test_a_refused_request_says_why(server):
+def test_a_refused_request_gives_the_status(server):
     client, begin = Client(server.url, "another-model"), clock()
     (found,) = run(client.open_loop([job(9, 4)], begin, begin + 5))
     assert "404" in found.timeline().error
@@ -147,7 +147,7 @@ def test_another_scheme_is_refused():
         Client("https://127.0.0.1:1", "m")
 
 
-def test_no_server_is_an_error_of_each_request():
+def test_without_a_server_each_request_has_an_error():
     client, begin = Client(f"http://127.0.0.1:{free_port()}", "m"), clock()
     (found,) = run(client.open_loop([job(9, 4)], begin, begin + 5))
     assert found.timeline().error

@@ -1,4 +1,4 @@
-"""What is stored of a run of the GPU tests; files of tests stand in for them."""
+"""The stored results of a run of the GPU tests; small test files stand in for the GPU tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = {
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the tree without its history, in which every test is one of a GPU."""
+    """A source tree without history, in which every test is marked as a GPU test."""
     (tmp_path / "tests/gpu").mkdir(parents=True)
     for name, text in FILES.items():
         marked = f"import pytest\npytestmark = pytest.mark.gpu\n{text}"
@@ -61,7 +61,7 @@ def test_every_file_is_stored_with_its_counts_commit_and_seconds(tree: Path) -> 
     assert found["commits"] == ["first"]
 
 
-def test_runs_of_some_files_are_put_together(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_some_files_are_merged(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good, slow = "tests/gpu/test_good.py", "tests/gpu/test_slow.py"
     assert gpu_tests.main([good]) == 0
     monkeypatch.setenv("BENCH_COMMIT", "second")
@@ -76,7 +76,7 @@ def test_runs_of_some_files_are_put_together(tree: Path, monkeypatch: pytest.Mon
     assert counts(stored(tree)["totals"]) == (0, 0, 0)
 
 
-def test_without_a_device_nothing_is_stored(
+def test_nothing_is_stored_without_a_device(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # loading them takes longer than the tests

@@ -1,4 +1,4 @@
-"""The whole way over HTTP: servers are started, loaded, compared and stopped."""
+"""The HTTP benchmarks from end to end: servers are started, loaded, compared and stopped."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def model(tmp_path):
     return tmp_path / "a model"
 
 
-def test_every_token_of_the_made_up_tokenizer_is_text_at_once(model):
+def test_every_token_of_the_artificial_tokenizer_is_complete_text(model):
     with with_tokenizer(model) as directory:
         assert read_json(directory / "config.json")["vocab_size"] == 1000
         tokenizer = Tokenizer.load(directory)
@@ -89,7 +89,7 @@ def test_two_servers_are_compared_part_by_part(model, results, monkeypatch, caps
     assert "first token, p50, at 50%" in capsys.readouterr().out
 
 
-def test_a_server_that_does_not_start_leaves_a_note(model, results, monkeypatch):
+def test_the_exception_of_a_server_that_does_not_start_is_stored(model, results, monkeypatch):
     argv = ["http_compare", str(model), "--theirs=false", "--ours=false"]
     monkeypatch.setattr(sys, "argv", argv)
     assert http_compare.main() == 1
@@ -104,7 +104,7 @@ def test_bars_are_ratios_of_medians_and_tails():
         return {"loads": {"50%": load, "80%": load}}
 
     found = http_compare.bars(side(0.006, 0.009), side(0.010, 0.010))
-    ratios = [(round(value, 3), most) for what, value, most in found if "ours over theirs" in what]
+    ratios = [(round(value, 3), bar) for label, value, bar in found if "ours over theirs" in label]
     assert ratios == [(0.6, 0.7), (0.9, 0.8)] * 2
     scene = {"long_prompt": {"worst_gap_s": [0.1, 0.3], "allowed_gap_s": 0.2}}
     assert http_compare.bars({"loads": {}, **scene}, {"loads": {}}) == [
@@ -112,19 +112,19 @@ def test_bars_are_ratios_of_medians_and_tails():
     ]
 
 
-def test_a_server_that_is_fast_because_it_refuses_misses_its_bars():
+def test_a_server_that_is_fast_because_it_refuses_requests_misses_its_bars():
     load = {"ttft_s": {"p50": 0.01}, "gap_s": {"p99": 0.01}, "failed": 0, "unfinished": 0}
     refusing = load | {"failed": 90, "ttft_s": {"p50": 0.001}}
     found = http_compare.bars(
         {"loads": {"50%": refusing, "80%": load}}, {"loads": {"50%": load, "80%": load}}
     )
-    assert [(what, value) for what, value, most in found if most == 0] == [
+    assert [(label, value) for label, value, bar in found if bar == 0] == [
         ("failed or unfinished, at 50%", 90),
         ("failed or unfinished, at 80%", 0),
     ]
 
 
-def test_a_server_alone_that_does_not_start_is_a_failure(model, results, monkeypatch):
+def test_a_single_server_that_does_not_start_is_a_failure(model, results, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["http_compare", str(model), "--ours=false"])
     assert http_compare.main() == 1
 
@@ -143,7 +143,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def test_what_a_server_left_behind_is_ended_with_it(wait_until):
+def test_a_child_that_a_server_leaves_is_killed(wait_until):
     port = launch.free_port()
     url = f"http://127.0.0.1:{port}"
     with launch.running([sys.executable, "-c", LEAVES_A_CHILD, str(port)], url) as seconds:
@@ -153,7 +153,7 @@ def test_what_a_server_left_behind_is_ended_with_it(wait_until):
     wait_until(lambda: not _runs(pid), what="the end of the server's child")
 
 
-def test_a_server_that_never_answers_is_given_up():
+def test_a_server_that_never_answers_times_out():
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     url = f"http://127.0.0.1:{launch.free_port()}"
     with (
@@ -188,17 +188,17 @@ def test_a_running_server_is_measured_from_the_command_line(tmp_path, results, m
         ("http://h:1 --rate 0", "0: must be above 0"),
         ("http://h:1 --rate 1 --burstiness -1", "-1: must be above 0"),
         ("http://h:1 --rate 1 --prompt 20 3", "--prompt: give MIN and MAX"),
-        ("http://h:1 --rate 1 --text --long-prompt 5", "not with --text"),
+        ("http://h:1 --rate 1 --text --long-prompt 5", "cannot be combined with --text"),
         ("https://h:1 --rate 1", "must be http://host:port"),
         ("http://h:1/elsewhere --rate 1", "must be http://host:port"),
     ],
 )
-def test_wrong_arguments_are_named(arguments, error, monkeypatch, capsys):
+def test_wrong_arguments_are_refused(arguments, error, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["serving", *arguments.split()])
     with pytest.raises(SystemExit):
         serving.main()
     assert error in capsys.readouterr().err
 
 
-def test_the_base_url_of_openai_clients_is_understood():
+def test_the_base_url_of_openai_clients_is_accepted():
     assert serving.base_url("http://h:1/v1/") == serving.base_url("http://h:1") == "http://h:1"

@@ -1,4 +1,4 @@
-"""How long streams stand still around a long prompt."""
+"""The stalls of decoding streams while the server prefills a long prompt."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.server.live import LiveServer
 from tests.support.tiny_model import write_model
 
 
-def test_a_gap_counts_if_any_of_it_lies_in_the_span():
+def test_a_gap_counts_if_it_overlaps_the_span():
     streams = [[0.0, 1.0, 2.5, 3.0], [0.5, 2.0, 9.0], [5.0]]
     assert sorted(gaps_around(streams, 1.2, 2.2)) == [1.5, 1.5, 7.0]
     assert gaps_around(streams, 10.0, 11.0) == []
@@ -22,7 +22,7 @@ def measured(server, scene):
     return asyncio.run(asyncio.wait_for(intrusion.measure(client, scene), 60))
 
 
-def test_the_longest_gap_is_found_while_a_slow_server_takes_a_prompt(tmp_path, monkeypatch):
+def test_the_longest_gap_is_found_while_a_slow_server_prefills(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_STEP_S", "0.01")
     monkeypatch.setattr(intrusion, "SETTLE_S", 0.1)
     scene = Intrusion(decodes=3, decode_tokens=300, prompt=40, chunk=20, repeats=2, max_id=300)
@@ -40,12 +40,12 @@ def test_streams_that_end_too_early_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(intrusion, "SETTLE_S", 0.1)
     scene = Intrusion(decodes=2, decode_tokens=4, prompt=40, chunk=20, repeats=1, max_id=300)
     with LiveServer(write_model(tmp_path / "tiny-model")) as server:
-        with pytest.raises(RuntimeError, match="give the scene more decode_tokens"):
+        with pytest.raises(RuntimeError, match="give the Intrusion more decode_tokens"):
             measured(server, scene)
         server.assert_nothing_left()
 
 
-def test_a_stream_that_stands_still_to_the_end_counts(tmp_path, monkeypatch):
+def test_a_stream_that_stalls_to_the_end_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(intrusion, "SETTLE_S", 0.3)
     read = intrusion.Connection.timeline
 

@@ -1,4 +1,4 @@
-"""Arrivals, and what is made of the times that clients saw."""
+"""Arrivals, and the figures computed from the times that clients recorded."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from bench.load import SLO, Clients, Lengths, Run, arrivals, keeps, percentile
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_arrivals_have_the_rate_and_the_spread_asked_for(burstiness):
+def test_arrivals_have_the_requested_rate_and_burstiness(burstiness):
     times = arrivals(50.0, 400.0, burstiness, random.Random(1))
     gaps = [b - a for a, b in pairwise(times)]
     assert times == sorted(times)
@@ -34,11 +34,11 @@ def test_the_same_seed_gives_the_same_requests():
 @pytest.mark.parametrize(
     ("share", "expected"), [(0.01, 1), (0.5, 5), (0.51, 6), (0.9, 9), (0.99, 10), (1.0, 10)]
 )
-def test_a_percentile_is_the_value_that_so_many_do_not_exceed(share, expected):
+def test_a_percentile_is_the_smallest_value_that_covers_the_share(share, expected):
     assert percentile([10, 3, 1, 2, 4, 9, 8, 5, 7, 6], share) == expected
 
 
-def test_of_nothing_a_percentile_is_no_number():
+def test_the_percentile_of_no_values_is_nan():
     assert math.isnan(percentile([], 0.5))
 
 
@@ -48,22 +48,22 @@ def timeline(due, *times, sent=None, error=None, given_up=False):
         sent=due if sent is None else sent,
         times=list(times),
         tokens=len(times),
-        wanted=len(times),
+        max_tokens=len(times),
         given_up=given_up,
         error=error,
     )
 
 
-def test_a_summary_counts_what_fell_into_its_time():
+def test_a_summary_counts_the_events_within_its_time():
     run = Run(
         begin=100.0,
         timelines=[
-            timeline(100.5, 100.9, 101.9, sent=101.0),  # due before; its second gap ends within
+            timeline(100.5, 100.9, 101.9, sent=101.0),  # due before the time; its second gap ends within
             timeline(101.0, 101.2, 101.3, 101.5, sent=101.01),
-            timeline(102.0, 102.4, 103.1),  # its gap ends behind
+            timeline(102.0, 102.4, 103.1),  # its gap ends after the time
             timeline(102.5, error="HTTP/1.1 503"),
             timeline(102.6, given_up=True),
-            timeline(103.0, 103.1),  # due behind
+            timeline(103.0, 103.1),  # due after the time
         ],
         client_cpu=0.25,
     )
@@ -90,7 +90,7 @@ def test_a_summary_counts_what_fell_into_its_time():
         ([0.1 + 0.01 * i for i in range(200)] + [9.0], True),  # one long gap in 200
     ],
 )
-def test_a_request_is_good_if_it_began_and_went_on_in_time(times, good):
+def test_a_request_is_good_if_its_first_token_and_its_gaps_keep_the_slo(times, good):
     assert keeps(timeline(0.0, *times), SLO(ttft=0.2, gap=0.15)) is good
 
 
@@ -100,4 +100,4 @@ def test_a_closed_loop_that_ran_out_of_requests_is_an_error():
         Clients(url, "m", 1) as clients,
         pytest.raises(RuntimeError, match="all 6 requests were sent before"),
     ):
-        clients.closed_loop(2, 1.0, lengths=Lengths(prompt=(1, 1), output=(1, 1)), most=6, seed=0)
+        clients.closed_loop(2, 1.0, lengths=Lengths(prompt=(1, 1), output=(1, 1)), max_requests=6, seed=0)

@@ -1,4 +1,4 @@
-"""Bars hold for right tokens and whole runs alone."""
+"""Bars hold only for correct tokens and complete runs."""
 
 import json
 import sys
@@ -7,12 +7,12 @@ import pytest
 
 from bench import peers, report
 
-NAMES = [*peers.RATIOS["0.6b"], *peers.MOST_MS["0.6b"]]
+NAMES = [*peers.RATIOS["0.6b"], *peers.MAX_MS["0.6b"]]
 
 
 @pytest.fixture
 def verdict(tmp_path, monkeypatch):
-    """Exit code for a run that is twice as fast, but for what is changed."""
+    """Returns the exit code for a run that is twice as fast, with the given changes."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)
 
     def run(scores, *, names=NAMES, beside=""):
@@ -32,22 +32,22 @@ def verdict(tmp_path, monkeypatch):
 RIGHT = {"scored again": {"256 x 1022 + 1024": {"wrong": 0}}}
 
 
-def test_twice_as_fast_with_right_tokens_holds(verdict):
+def test_bars_hold_if_segue_is_twice_as_fast_with_right_tokens(verdict):
     assert verdict(RIGHT) == 0
 
 
 @pytest.mark.parametrize("scores", [{}, {"scored again": {}}, {"scored again": {"kind": {"wrong": 1}}}])
-def test_the_speed_of_tokens_that_are_wrong_or_not_scored_does_not_count(verdict, scores, capsys):
+def test_the_speed_of_wrong_or_unscored_tokens_does_not_count(verdict, scores, capsys):
     assert verdict(scores) == 1
     assert "does not count" in capsys.readouterr().out
 
 
-def test_a_figure_that_was_not_measured_is_no_bar_held(verdict, capsys):
+def test_a_missing_figure_is_an_error(verdict, capsys):
     with pytest.raises(SystemExit):
         verdict(RIGHT, names=NAMES[1:])
     assert NAMES[0] in capsys.readouterr().err
 
 
-def test_figures_of_another_size_in_the_same_log_are_left_out(verdict):
+def test_figures_of_another_size_in_the_same_log_are_ignored(verdict):
     slower = "".join(f"\nRESULT vllm 8b decode bs={rows} step_ms=0.1" for rows in (1, 32, 256) for _ in "abc")
     assert verdict(RIGHT, beside=slower) == 0

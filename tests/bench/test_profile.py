@@ -44,7 +44,7 @@ def test_decode_steps_with_a_prompt_in_each_are_profiled(bench: StepBench) -> No
 @pytest.mark.parametrize(
     ("rows", "prompt", "words"), [(7, 20, "9 rows: at most 8"), (2, 65, "chunked-prefill-size")]
 )
-def test_a_prompt_that_does_not_fit_beside_is_refused(
+def test_a_prompt_that_does_not_fit_beside_the_rows_is_refused(
     bench: StepBench, rows: int, prompt: int, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -57,13 +57,13 @@ def test_a_prompt_of_several_chunks_is_profiled(bench: StepBench) -> None:
     assert found.label == "prefill of 150 tokens"
 
 
-def test_the_engine_is_empty_again(bench: StepBench) -> None:
+def test_the_engine_is_empty_after_a_profile(bench: StepBench) -> None:
     bench.decode(2, 100)
     bench.decode(2, 100)
 
 
 @pytest.mark.parametrize(("rows", "context"), [(9, 100), (2, 250), (8, 120)])
-def test_what_does_not_fit_is_refused(bench: StepBench, rows: int, context: int) -> None:
+def test_rows_that_do_not_fit_are_refused(bench: StepBench, rows: int, context: int) -> None:
     with pytest.raises(ConfigError, match=str(rows)):
         bench.decode(rows, context)
 

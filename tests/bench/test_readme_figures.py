@@ -1,4 +1,4 @@
-"""Each figure of README's table is that of a stored result, rounded; what it says of `make test` is so."""
+"""Each figure of README's table is a stored result, rounded; README's statements on `make test` are true."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def stored(name: str) -> Any:
 
 DECODE = ("decode bs=1", "decode bs=32", "decode bs=256")
 FIRST = ("first_token prompt=16", "first_token prompt=256", "first_token prompt=1024")
-# By the words that a row begins with, in the order of the rows.
+# The stored figures of each row, by the words that the row begins with, in the order of the rows.
 ROWS: dict[str, Callable[[], Figures]] = {
     "Qwen3-0.6B, 256 requests": lambda: peers("0.6b", "offline256"),
     "Qwen3-0.6B, a decode step": lambda: peers("0.6b", *DECODE),
@@ -60,13 +60,13 @@ ROWS: dict[str, Callable[[], Figures]] = {
 
 
 def table() -> list[list[str]]:
-    """The cells of the table's rows."""
+    """Returns the cells of the table's rows."""
     lines = README.partition("| | Segue | vLLM |\n")[2].partition("\n\n")[0].splitlines()[1:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def is_rounding(printed: str, value: float) -> bool:
-    """Whether what is printed is the value, rounded to the digits that are printed."""
+    """Whether the printed number is the value, rounded to the printed digits."""
     digits = printed.replace(",", "")
     if "." in digits:
         place = 10.0 ** -len(digits.partition(".")[2])
@@ -79,7 +79,7 @@ def is_rounding(printed: str, value: float) -> bool:
     ("printed", "value", "right"),
     [("0.85", 0.852, True), ("0.85", 0.856, False), ("26,700", 26749, True), ("26,700", 26760, False)],
 )
-def test_a_rounding_is_told_from_another_figure(printed: str, value: float, right: bool) -> None:
+def test_is_rounding_accepts_only_the_rounded_value(printed: str, value: float, right: bool) -> None:
     assert is_rounding(printed, value) == right
 
 
@@ -92,7 +92,7 @@ def test_a_row_has_the_stored_figures(row: list[str], begins: str) -> None:
             assert is_rounding(printed, value), (words, printed, value)
 
 
-def test_readme_says_what_make_test_compares_with_transformers() -> None:
+def test_readme_states_how_many_prompts_make_test_compares() -> None:
     short = [each.values[0] for each in test_correctness.shortened() if not each.marks]
     assert [len(setup.cases) for setup in short] == [30, 20]
     assert "every token of 30 prompts" in README and "and of 20 of them" in README

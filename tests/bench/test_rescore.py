@@ -1,4 +1,4 @@
-"""Scoring again accepts what an engine produces, and nothing else."""
+"""Scoring again accepts the tokens that an engine produces, and no others."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import torch
 
 import segue
 from bench.offline import Adapter, score_again, spread
-from bench.rescore import LEAST_BOUND, MOST_BOUND, Produced, Teacher, allowed, regrets, rescore, rounding
+from bench.rescore import MAX_BOUND, MIN_BOUND, Produced, Teacher, allowed, regrets, rescore, rounding
 from segue.config import EngineConfig
 from segue.sampling.gumbel_max import argmax, draw
 from tests.model_runner import making, tiny
@@ -35,10 +35,10 @@ def teacher(options):
     return Teacher(EngineConfig(**options))
 
 
-def test_what_an_engine_produces_is_what_it_should_have(calls, teacher):
+def test_the_tokens_of_an_engine_are_right(calls, teacher):
     assert len(calls) == 2
     for requests in calls.values():
-        score = rescore(teacher, requests, LEAST_BOUND)
+        score = rescore(teacher, requests, MIN_BOUND)
         assert score.tokens == sum(len(request.output) for request in requests)
         assert score.equal == 1.0
         assert score.worst_regret < 1e-4
@@ -52,8 +52,8 @@ def test_one_wrong_token_is_found(calls, teacher):
             output[at] = (output[at] + 1) % making.VOCAB
             wrong = dataclasses.replace(requests[0], output=output)
             found = teacher.regrets(wrong)
-            assert (found[:at] < LEAST_BOUND).all()
-            assert found[at] > LEAST_BOUND
+            assert (found[:at] < MIN_BOUND).all()
+            assert found[at] > MIN_BOUND
 
 
 def test_tokens_of_another_seed_prompt_or_temperature_are_wrong(calls, teacher):
@@ -65,13 +65,13 @@ def test_tokens_of_another_seed_prompt_or_temperature_are_wrong(calls, teacher):
         dataclasses.replace(greedy[0], temperature=0.6),
         dataclasses.replace(greedy[0], prompt=greedy[1].prompt),
     ):
-        score = rescore(teacher, [wrong], LEAST_BOUND)
+        score = rescore(teacher, [wrong], MIN_BOUND)
         assert score.wrong > score.tokens / 5
 
 
 @pytest.mark.parametrize("vocab", [100, 128, 1000])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.7])
-def test_the_samplers_own_choice_has_no_regret(vocab, temperature):
+def test_a_token_that_the_sampler_draws_has_no_regret(vocab, temperature):
     torch.manual_seed(vocab)
     logits = torch.randn(50, vocab) * 3
     positions = torch.arange(50) + 17
@@ -84,18 +84,18 @@ def test_the_samplers_own_choice_has_no_regret(vocab, temperature):
     assert (regrets(logits, (tokens + 1) % vocab, positions, 5, temperature) > 0).all()
 
 
-def test_logits_of_nan_make_no_token_right(monkeypatch, teacher, calls):
+def test_with_nan_logits_every_token_is_wrong(monkeypatch, teacher, calls):
     monkeypatch.setattr(teacher, "regrets", lambda request: torch.full((3,), torch.nan))
-    assert rescore(teacher, next(iter(calls.values()))[:1], LEAST_BOUND).wrong == 3
+    assert rescore(teacher, next(iter(calls.values()))[:1], MIN_BOUND).wrong == 3
 
 
-def test_the_shortest_and_the_longest_are_among_those_scored():
+def test_the_shortest_and_the_longest_request_are_scored():
     made = [Produced(prompt=[1] * n, output=[1], temperature=0.0, seed=0) for n in (5, 9, 1, 7, 3, 8)]
     assert [len(request.prompt) for request in spread(made, 4)] == [1, 3, 7, 9]
     assert len(spread(made[:2], 4)) == 2
 
 
-def test_rounding_is_what_bfloat16_changes_in_a_logit_of_the_same_weights(options, calls, teacher):
+def test_rounding_measures_the_effect_of_bfloat16_with_equal_weights(options, calls, teacher):
     request = next(iter(calls.values()))[0]
     assert rounding(teacher, teacher, request) == 0.0
     rounded = EngineConfig(**{**options, "dtype": "bfloat16"})
@@ -103,17 +103,17 @@ def test_rounding_is_what_bfloat16_changes_in_a_logit_of_the_same_weights(option
     noise = rounding(coarse, Teacher(rounded.with_(dtype="float32"), weights=torch.bfloat16), request)
     _, logits = next(teacher.logits(request))
     assert 0.001 < noise / logits.std().item() < 0.1
-    assert noise < rounding(coarse, teacher, request)  # whose weights are others
+    assert noise < rounding(coarse, teacher, request)  # the float32 teacher has unrounded weights
 
 
-def test_an_eager_forward_that_is_wrong_itself_allows_no_more():
-    assert allowed(0.001) == LEAST_BOUND
+def test_a_wrong_eager_forward_does_not_raise_the_bound():
+    assert allowed(0.001) == MIN_BOUND
     assert allowed(0.05) == 0.4
-    assert allowed(1.0) == allowed(float("inf")) == MOST_BOUND
-    assert allowed(float("nan")) == LEAST_BOUND
+    assert allowed(1.0) == allowed(float("inf")) == MAX_BOUND
+    assert allowed(float("nan")) == MIN_BOUND
 
 
-def test_an_engine_in_bfloat16_is_held_to_what_rounding_explains(options, capsys):
+def test_a_bfloat16_engine_may_differ_only_by_rounding(options, capsys):
     prompts = [making.prompt(30, seed=i) for i in range(5)]
     with segue.Engine(**{**options, "dtype": "bfloat16"}, embedded=True) as engine:
         adapter = Adapter(engine)

@@ -1,4 +1,4 @@
-"""The workload is pinned: figures are compared over years and engines."""
+"""The workload is pinned, because its figures are compared over years and between engines."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from bench import suite
 CALLS = "f4e7aa83b621784aade9e36b94b3df3245234c619b65755537c7ad1b0daa0a01"
 
 
-def test_no_call_of_the_workload_has_moved(capsys):
+def test_the_calls_of_the_workload_have_not_changed(capsys):
     digest, calls = hashlib.sha256(), []
 
     def generate(prompts: list[list[int]], tokens: list[int], temperature: float) -> list[int]:
@@ -25,12 +25,12 @@ def test_no_call_of_the_workload_has_moved(capsys):
     assert len(lines) == 3 + 3 + 5 + 1 and all(line.startswith("RESULT engine 0.6b ") for line in lines)
 
 
-def test_an_engine_that_makes_other_counts_is_no_engine_to_time():
+def test_an_engine_that_makes_a_wrong_number_of_tokens_is_an_error():
     with pytest.raises(RuntimeError, match="where"):
         suite.run("engine", "0.6b", lambda prompts, tokens, temperature: tokens[1:])
 
 
-def test_a_model_directory_is_one_that_the_engine_reads(tmp_path):
+def test_the_engine_can_read_a_model_directory(tmp_path):
     from segue.checkpoint.source import resolve
 
     config = resolve(suite.model_dir("8b"), "dummy", tmp_path).config

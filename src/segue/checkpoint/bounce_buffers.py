@@ -23,7 +23,7 @@ class BounceBuffers:
 
     @contextmanager
     def take(self, num_bytes: int) -> Iterator[Tensor]:
-        """Yield a uint8 buffer `[num_bytes]`, which the block fills and copies from, asynchronously or not."""
+        """Yield a uint8 buffer `[num_bytes]`; the block fills it, and may copy from it asynchronously."""
         assert num_bytes <= self.num_bytes
         turn = self._next
         self._next = (turn + 1) % len(self._buffers)

@@ -1,8 +1,8 @@
 """Reads tensors of a safetensors file straight into their destination, and writes such files.
 
-The safetensors package maps files into memory. Pages of a map that were read stay resident and count as this
-process's memory, so loading a model that way takes its size twice. Here, bytes go from the page cache to their
-destination only.
+The safetensors package maps files into memory. Pages of a map that were read stay resident and count as
+memory of this process, so loading a model that way takes its size twice. Here, bytes only go from the page
+cache to their destination.
 """
 
 import json

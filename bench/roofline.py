@@ -1,10 +1,10 @@
-"""What the offline workload costs at least: bytes over the memory's speed, operations over the GPU's.
+"""Computes the roofline of the offline workload: bytes over memory bandwidth, operations over FLOP/s.
 
-    python -m bench.floor /path/to/model [--measure]
+    python -m bench.roofline /path/to/model [--measure]
 
-A step has three parts, one after the other: the layers' GEMMs, attention, and the head. Each takes as long
-as the slower of reading what it needs once and of its arithmetic; what lies between them is free. `--measure`
-takes the machine's two constants from this GPU instead of an H200.
+A step has three parts, one after the other: the layers' GEMMs, attention, and the head. Each part takes the
+longer of two times: that of reading its inputs once, and that of its arithmetic. Everything between the parts
+is free. `--measure` measures the machine's two constants on this GPU; the default is an H200.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ from segue.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a device can do at best."""
+    """The peak speeds of a device."""
 
-    read: float = 4.16e12  # bytes a second; measured on an H200
-    flops: float = 764e12  # bfloat16 operations a second; 8192 cubed, on the same
+    read: float = 4.16e12  # bytes per second; measured on an H200
+    flops: float = (
+        764e12  # bfloat16 operations per second; measured on the same H200 with a GEMM of 8192 cubed
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one part of a step reads and computes."""
+    """The bytes that one part of a step reads, and its operations."""
 
     bytes: float
     flops: float
 
     def seconds(self, machine: Machine) -> float:
-        """The slower of both."""
+        """Return the longer of the two times: of reading and of arithmetic."""
         return max(self.bytes / machine.read, self.flops / machine.flops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Floor:
-    """One figure of the workload."""
+class Roofline:
+    """The least time of one figure of the workload, with its bytes and operations."""
 
     seconds: float
     bytes: float
@@ -52,16 +54,16 @@ class Floor:
 
 
 Sequences = Iterable[tuple[int, int]]
-"""(tokens of this step, tokens in the cache with them) of each sequence."""
+"""(tokens of this step, cached tokens including them) of each sequence."""
 
 
 def step(model: ModelConfig, sequences: Sequences, num_logits: int) -> tuple[Work, Work, Work]:
-    """GEMMs, attention and head of one bfloat16 step of a dense model.
+    """Return the GEMMs, the attention and the head of one bfloat16 step of a dense model.
 
-    Every layer counts in full for every token, though the last one's MLP is needed only where a token is
-    sampled (an engine may go below by 1 / layers).
+    Every layer counts in full for every token, although the last layer's MLP is needed only for sampled
+    tokens (so an engine may be faster than the roofline by 1 / layers).
     """
-    assert model.moe is None, "a step of experts depends on what the router chooses"
+    assert model.moe is None, "a step with experts depends on what the router chooses"
     heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
     weights = model.num_layers * (
         model.hidden_size * (2 * heads + 2 * kv_heads) * dim + 3 * model.hidden_size * model.intermediate_size
@@ -70,7 +72,7 @@ def step(model: ModelConfig, sequences: Sequences, num_logits: int) -> tuple[Wor
     for q, kv in sequences:
         tokens += q
         cached += kv
-        pairs += q * kv - q * (q - 1) // 2  # (query, key) that the causal mask lets through
+        pairs += q * kv - q * (q - 1) // 2  # (query, key) pairs that the causal mask allows
     head = model.vocab_size * model.hidden_size
     return (
         Work(bytes=2 * weights, flops=2 * weights * tokens),
@@ -82,31 +84,34 @@ def step(model: ModelConfig, sequences: Sequences, num_logits: int) -> tuple[Wor
     )
 
 
-def total(machine: Machine, *steps: tuple[Work, ...]) -> Floor:
-    """Steps one after the other."""
+def total(machine: Machine, *steps: tuple[Work, ...]) -> Roofline:
+    """Return the roofline of steps that run one after the other."""
     works = [work for parts in steps for work in parts]
-    return Floor(
+    return Roofline(
         seconds=sum(work.seconds(machine) for work in works),
         bytes=sum(work.bytes for work in works),
         flops=sum(work.flops for work in works),
     )
 
 
-def offline(model: ModelConfig, machine: Machine, prompts: Sequence[int], outputs: Sequence[int]) -> Floor:
-    """Requests of `prompts` and `outputs` tokens, all running at once: one step of prefill, then decode."""
+def offline(model: ModelConfig, machine: Machine, prompts: Sequence[int], outputs: Sequence[int]) -> Roofline:
+    """Return the roofline of requests that all run at once: one prefill step, then decode steps.
+
+    `prompts` and `outputs` are the numbers of prompt and output tokens of each request.
+    """
     steps = [step(model, [(n, n) for n in prompts], len(prompts))]
-    for made in range(1, max(outputs)):  # the step that makes output token `made` (from 0)
+    for made in range(1, max(outputs)):  # the step that makes output token `made`, counted from 0
         rows = [(1, n + made) for n, count in zip(prompts, outputs, strict=True) if made < count]
         steps.append(step(model, rows, len(rows)))
     return total(machine, *steps)
 
 
-def figures(model: ModelConfig, machine: Machine) -> dict[str, Floor]:
-    """Of each figure of the workload, by the name that `bench.offline` gives it."""
+def figures(model: ModelConfig, machine: Machine) -> dict[str, Roofline]:
+    """Return the roofline of each figure of the workload, by its name in `bench.offline`."""
     prompts, outputs = offline256_lengths()
     return {
         "offline256": offline(model, machine, prompts, outputs),
-        **{  # the mean of the steps that make tokens 1 to 256 behind prompts of 512
+        **{  # the mean of the steps that make tokens 1 to 256 after prompts of 512
             f"decode bs={rows}": total(machine, step(model, [(1, 640)] * rows, rows)) for rows in (1, 32, 256)
         },
         **{
@@ -118,13 +123,13 @@ def figures(model: ModelConfig, machine: Machine) -> dict[str, Floor]:
 
 
 def offline256_lengths() -> tuple[list[int], list[int]]:
-    """Prompt and output tokens of the pinned workload's 256 requests."""
+    """Return the prompt and output tokens of the pinned workload's 256 requests."""
     prompts, outputs = suite.offline256(random.Random(0))
     return [len(prompt) for prompt in prompts], outputs
 
 
 def measure() -> Machine:
-    """The constants of the GPU at hand."""
+    """Measure the constants of this machine's GPU."""
     import torch
 
     data = torch.randn(1 << 30, device="cuda")
@@ -146,7 +151,7 @@ def _seconds(synchronize: Callable[[], None], run: Callable[[], object]) -> floa
 
 
 def main() -> None:
-    """Print a line a figure."""
+    """Print one line per figure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", type=Path, help="a directory with a config.json")
     parser.add_argument("--measure", action="store_true", help="measure the machine's constants here")
@@ -154,11 +159,11 @@ def main() -> None:
     machine = measure() if args.measure else Machine()
     model = resolve(str(args.model), "dummy", args.model).config
     report.show(
-        f"floors at {machine.read / 1e12:.2f} TB/s and {machine.flops / 1e12:.0f} TFLOP/s",
+        f"rooflines at {machine.read / 1e12:.2f} TB/s and {machine.flops / 1e12:.0f} TFLOP/s",
         ["", "GB", "TFLOP", "ms"],
         [
-            [name, f"{floor.bytes / 1e9:.3g}", f"{floor.flops / 1e12:.3g}", f"{floor.seconds * 1e3:.3f}"]
-            for name, floor in figures(model, machine).items()
+            [name, f"{least.bytes / 1e9:.3g}", f"{least.flops / 1e12:.3g}", f"{least.seconds * 1e3:.3f}"]
+            for name, least in figures(model, machine).items()
         ],
     )
 

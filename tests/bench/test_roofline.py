@@ -1,8 +1,8 @@
-"""The floors are those that were worked out by hand, on the workload that was pinned."""
+"""The rooflines equal figures that were computed by hand, on the pinned workload."""
 
 import pytest
 
-from bench import floor
+from bench import roofline
 from segue.models.config import ModelConfig
 
 COMMON = {
@@ -25,15 +25,15 @@ LARGE = ModelConfig.from_hf(
     | dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, intermediate_size=12288)
     | dict(tie_word_embeddings=False)
 )
-H200 = floor.Machine()
+H200 = roofline.Machine()
 
 
 def milliseconds(model, sequences, num_logits):
-    return floor.total(H200, floor.step(model, sequences, num_logits)).seconds * 1e3
+    return roofline.total(H200, roofline.step(model, sequences, num_logits)).seconds * 1e3
 
 
-def test_the_workload_has_the_tokens_that_were_pinned():
-    prompts, outputs = floor.offline256_lengths()
+def test_the_workload_has_the_pinned_number_of_tokens():
+    prompts, outputs = roofline.offline256_lengths()
     assert (len(prompts), sum(prompts), sum(outputs)) == (256, 142_827, 133_966)
 
 
@@ -43,22 +43,22 @@ def test_one_row_reads_every_weight_once(model, expected):
 
 
 @pytest.mark.parametrize(("model", "expected"), [(SMALL, 0.40), (LARGE, 5.08)])
-def test_the_products_of_256_rows_are_arithmetic(model, expected):
-    products, _, head = floor.step(model, [(1, 640)] * 256, 256)
-    both = products.seconds(H200) + head.seconds(H200)
+def test_the_gemms_of_256_rows_are_bound_by_arithmetic(model, expected):
+    gemms, _, head = roofline.step(model, [(1, 640)] * 256, 256)
+    both = gemms.seconds(H200) + head.seconds(H200)
     assert both * 1e3 == pytest.approx(expected, rel=5e-3)
-    assert products.flops / H200.flops > products.bytes / H200.read
+    assert gemms.flops / H200.flops > gemms.bytes / H200.read
 
 
 def test_decode_attention_reads_keys_and_values_once():
-    _, attention, _ = floor.step(SMALL, [(1, 640)] * 256, 256)
+    _, attention, _ = roofline.step(SMALL, [(1, 640)] * 256, 256)
     assert attention.bytes == 256 * 640 * 28 * 2 * 8 * 128 * 2
     assert attention.seconds(H200) == attention.bytes / H200.read
 
 
-def test_prefill_attention_counts_what_the_mask_lets_through():
-    _, whole, _ = floor.step(SMALL, [(5, 5)], 1)
-    chunks = [floor.step(SMALL, [(q, kv)], 1)[1] for q, kv in ((2, 2), (3, 5))]
+def test_prefill_attention_counts_the_pairs_that_the_mask_allows():
+    _, whole, _ = roofline.step(SMALL, [(5, 5)], 1)
+    chunks = [roofline.step(SMALL, [(q, kv)], 1)[1] for q, kv in ((2, 2), (3, 5))]
     assert whole.flops == sum(part.flops for part in chunks) == 4 * 15 * 28 * 16 * 128
 
 
@@ -73,12 +73,12 @@ def test_prefill_attention_counts_what_the_mask_lets_through():
         (LARGE, "offline256", 133_966 / 12_700 * 1e3),
     ],
 )
-def test_figures_are_within_4_percent_of_those_worked_out_first(model, name, expected):
-    assert floor.figures(model, H200)[name].seconds * 1e3 == pytest.approx(expected, rel=0.04)
+def test_figures_are_within_4_percent_of_first_estimates(model, name, expected):
+    assert roofline.figures(model, H200)[name].seconds * 1e3 == pytest.approx(expected, rel=0.04)
 
 
-def test_a_request_that_has_ended_costs_no_more_steps():
-    alone = floor.offline(SMALL, H200, [100], [50])
-    beside = floor.offline(SMALL, H200, [100, 100], [50, 1])
+def test_a_request_that_has_ended_takes_part_in_no_further_step():
+    alone = roofline.offline(SMALL, H200, [100], [50])
+    beside = roofline.offline(SMALL, H200, [100, 100], [50, 1])
     assert beside.bytes - alone.bytes == 100 * 28 * 2 * 8 * 128 * 2  # its prompt's keys and values, once
     assert alone.seconds > 50 * 0.28e-3
