@@ -35,7 +35,7 @@ COPIES = 2  # copies of the weights
 ROUTINGS = 6  # routings per graph: few tokens choose other experts in each
 
 Shape = tuple[int, int, int, int]
-Job = tuple[str, int, TileConfig]  # GEMM, pairs in a tile, cut
+Job = tuple[str, int, TileConfig]  # GEMM, pairs per tile, configuration
 
 
 def blocks(tokens: int, shape: Shape) -> list[int]:
@@ -45,8 +45,8 @@ def blocks(tokens: int, shape: Shape) -> list[int]:
     return ([1] if tokens <= 16 else []) + found
 
 
-def cuts(gemm: str, block: int, shape: Shape) -> Iterator[TileConfig]:
-    """What is worth a try for tiles of so many pairs."""
+def tile_configs(gemm: str, block: int, shape: Shape) -> Iterator[TileConfig]:
+    """Yield the configurations that are worth trying for tiles of `block` pairs."""
     depth, size = (shape[3], shape[2]) if gemm == "gate_up" else (shape[2], shape[3])
     if block == 1:
         for rows, deep, stages, warps in itertools.product((4, 8, 16), (256, 512), (1, 2, 3), (2, 4, 8)):
@@ -82,23 +82,23 @@ class Case:
             logits = torch.randn(tokens, num_experts, device="cuda")
             self.inputs.append((x, *route(logits, per_token, renormalise=True)))
 
-    def gemm(self, gemm: str, block: int, cut: TileConfig) -> float:
-        """Microseconds of one GEMM."""
+    def gemm(self, gemm: str, block: int, config: TileConfig) -> float:
+        """Return the microseconds of one GEMM."""
         prepared = []
         for i, (x, factors, experts) in enumerate(self.inputs):
             gate_up, down = self.weights[i % COPIES]
             inner = torch.randn(experts.numel(), down.shape[2], device="cuda", dtype=torch.bfloat16)
             if block == 1:
                 if gemm == "gate_up":
-                    prepared.append((moe.gate_up_by_pair, (cut, x, gate_up, factors, experts)))
+                    prepared.append((moe.gate_up_by_pair, (config, x, gate_up, factors, experts)))
                 else:
-                    prepared.append((moe.down_by_token, (cut, inner, down, experts)))
+                    prepared.append((moe.down_by_token, (config, inner, down, experts)))
                 continue
             order, tiles = sort(experts, gate_up.shape[0], block)
             if gemm == "gate_up":
-                prepared.append((moe.gate_up_by_tile, (block, cut, x, gate_up, factors, order, tiles)))
+                prepared.append((moe.gate_up_by_tile, (block, config, x, gate_up, factors, order, tiles)))
             else:
-                prepared.append((moe.down_by_tile, (block, cut, inner, down, order, tiles)))
+                prepared.append((moe.down_by_tile, (block, config, inner, down, order, tiles)))
         return chain_time(lambda i: prepared[i][0](*prepared[i][1]), ROUTINGS)
 
     def whole(self, plan: MoEPlan) -> float:
@@ -132,44 +132,44 @@ def measure(shape: Shape, tokens: int, weights: list[tuple[Tensor, Tensor]]) -> 
 
 
 def best(case: Case, gemm: str, block: int, shape: Shape) -> list[TileConfig]:
-    """The fastest cuts of one GEMM."""
+    """Return the fastest configurations of one GEMM, and print their times."""
     timed = [
-        (attempt(partial(case.gemm, gemm, block, cut), (gemm, block, cut)), cut)
-        for cut in cuts(gemm, block, shape)
+        (attempt(partial(case.gemm, gemm, block, config), (gemm, block, config)), config)
+        for config in tile_configs(gemm, block, shape)
     ]
     timed.sort(key=lambda each: each[0])
-    first = "; ".join(f"{microseconds:.1f} {show(cut)}" for microseconds, cut in timed[:4])
+    first = "; ".join(f"{microseconds:.1f} {show(config)}" for microseconds, config in timed[:4])
     print(f"{case.tokens} tokens, tiles of {block}, {gemm}: {first}; {timed[-1][0]:.1f}", flush=True)
-    return [cut for _, cut in timed[:TOGETHER]]
+    return [config for _, config in timed[:TOGETHER]]
 
 
-def show(cut: TileConfig) -> str:
-    """A cut in short."""
-    flags = "t" * cut.tma + "h" * cut.halves
-    return f"{cut.block_n}x{cut.block_k}s{cut.stages}w{cut.warps}{flags}"
+def show(config: TileConfig) -> str:
+    """Return a short text for a configuration."""
+    flags = "t" * config.tma + "h" * config.halves
+    return f"{config.block_n}x{config.block_k}s{config.stages}w{config.warps}{flags}"
 
 
-def compile_cut(job: tuple[Shape, Job]) -> None:
+def compile_kernel(job: tuple[Shape, Job]) -> None:
     """Compile the kernel of a job into Triton's cache; runs in a process of its own."""
-    (_, per_token, size, hidden), (gemm, block, cut) = job
+    (_, per_token, size, hidden), (gemm, block, config) = job
     few = 16
     gate_up = torch.zeros(few, 2 * size, hidden, dtype=torch.bfloat16, device="cuda")
     down = torch.zeros(few, hidden, size, dtype=torch.bfloat16, device="cuda")
     case = Case((few, per_token, size, hidden), 64, [(gate_up, down)] * COPIES)
-    attempt(partial(case.gemm, gemm, block, cut), job)
+    attempt(partial(case.gemm, gemm, block, config), job)
 
 
-def compile_cuts(shapes: list[Shape]) -> None:
+def compile_kernels(shapes: list[Shape]) -> None:
     """Compile every kernel that will be timed."""
     begun = time.monotonic()
     jobs = {
-        (shape, (gemm, block, cut))
+        (shape, (gemm, block, config))
         for shape, tokens, gemm in itertools.product(shapes, TOKENS, ("gate_up", "down"))
         for block in blocks(tokens, shape)
-        for cut in cuts(gemm, block, shape)
+        for config in tile_configs(gemm, block, shape)
     }
     with multiprocessing.get_context("spawn").Pool(14) as pool:
-        pool.map(compile_cut, list(jobs), chunksize=4)
+        pool.map(compile_kernel, list(jobs), chunksize=4)
     print(f"{len(jobs)} kernels compiled in {time.monotonic() - begun:.0f} s", flush=True)
 
 
@@ -194,5 +194,5 @@ def tune(shapes: list[Shape]) -> None:
 
 if __name__ == "__main__":
     named = [MODELS[name] for name in sys.argv[1:]]
-    compile_cuts(named)
+    compile_kernels(named)
     tune(named)

@@ -1,4 +1,4 @@
-"""The least that a training loop of your own needs to keep a running engine up to date.
+"""The minimum that your own training loop needs to send its weights to a running engine.
 
 segue serve --model path/to/model
 python examples/minimal_trainer.py path/to/model http://127.0.0.1:30000

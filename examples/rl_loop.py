@@ -1,11 +1,11 @@
-"""Reinforcement learning on a laptop: SmolLM2-135M learns to answer sums, and to leave it at that.
+"""Reinforcement learning on a laptop: SmolLM2-135M learns to answer sums and to stop after the answer.
 
     python -m examples.rl_loop [--seed 1] [--device cuda]
 
-Each step rolls out some samples of a few questions through `segue serve`, scores them by a rule, takes one
-step of policy gradient on a torch model, and sends the new weights to the server. Advantages are relative to
-the other samples of a question (GRPO, arXiv:2402.03300); the ratio of the trainer's probability of a token to
-the engine's is clipped (PPO, arXiv:1707.06347).
+Each step rolls out several samples of a few questions through `segue serve`, scores them by a rule, takes one
+policy gradient step on a torch model, and sends the new weights to the server. Advantages are relative to the
+other samples of a question (GRPO, arXiv:2402.03300); the ratio of a token's probability in the trainer to its
+probability in the engine is clipped (PPO, arXiv:1707.06347).
 
 A run succeeds if the mean reward of the last five steps is at least MARGIN above that of the first five.
 """
@@ -44,10 +44,10 @@ from segue.config import EngineConfig
 from segue.trainer import WeightSender
 from segue.weight_update.payload.decode import encode
 
-MARGIN = 0.2  # of a reward between 0 and 1
-WINDOW = 5  # steps whose mean reward is compared
+MARGIN = 0.2  # by which the reward, between 0 and 1, must rise
+WINDOW = 5  # first and last steps whose mean rewards are compared
 CLIP = 0.2
-MICRO_BATCH = 8  # samples whose activations are held at a time
+MICRO_BATCH = 8  # samples per forward and backward pass, which bounds the memory of activations
 
 console = Console(highlight=False)
 
@@ -57,8 +57,8 @@ class Settings:
     seed: int = 0
     device: str = "cpu"
     num_steps: int = 16
-    num_prompts: int = 4  # a step
-    group_size: int = 8  # samples a prompt
+    num_prompts: int = 4  # per step
+    group_size: int = 8  # samples per prompt
     max_tokens: int = 24
     learning_rate: float = 2e-5
 
@@ -73,10 +73,10 @@ class Question:
 class Sample:
     prompt_ids: list[int]
     output_ids: list[int]
-    logprobs: list[float]  # of the output's tokens, as the engine drew them
+    logprobs: list[float]  # of the output tokens, as the engine returned them
     text: str
-    has_ended: bool  # by itself, within `max_tokens`
-    is_right: bool  # the last number in it is the sum
+    has_ended: bool  # whether the answer ended by itself, within `max_tokens`
+    is_right: bool  # whether the last number in the text is the sum
     weight_version: str
     advantage: float = 0.0
 
@@ -91,10 +91,8 @@ class Step:
     ended: float  # share of the samples
     right: float  # share of the samples
     weight_version: str  # of all samples
-    logprob_gap: (
-        float  # mean over tokens of |engine's - trainer's|, nats: how far they are from the same model
-    )
-    clipped: float  # share of the tokens
+    logprob_gap: float  # mean over tokens of |engine's - trainer's logprob|, in nats; 0 for equal models
+    clipped: float  # share of the tokens whose ratio was clipped
     rollout_s: float
     train_s: float
     sync_s: float
@@ -112,7 +110,7 @@ class Policy:
     """The model in training: float32 weights, bfloat16 arithmetic, AdamW."""
 
     def __init__(self, device: str, learning_rate: float) -> None:
-        source = resolve(None, "auto", EngineConfig.create().cache_dir)  # the files that the engine loads
+        source = resolve(None, "auto", EngineConfig.create().cache_dir)  # the same files as the engine
         assert source.gguf is not None
         weights = load_file(gguf_weights.convert(source.gguf, source.directory, torch.bfloat16))
         config = transformers.AutoConfig.from_pretrained(source.directory)
@@ -123,7 +121,7 @@ class Policy:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, fused=True)
 
     def improve(self, samples: list[Sample]) -> tuple[float, float]:
-        """One step; returns the gap between engine and trainer, and the share of clipped ratios."""
+        """Take one step; return the logprob gap of engine and trainer, and the share of clipped ratios."""
         num_tokens = sum(len(sample.output_ids) for sample in samples)
         gap = clipped = 0.0
         for first in range(0, len(samples), MICRO_BATCH):
@@ -142,9 +140,9 @@ class Policy:
         return gap, clipped
 
     def _logprobs(self, samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-        """Ours, the engine's, and 1 where there is a token, all ``[samples, longest output]``.
+        """Return the trainer's logprobs, the engine's, and the token mask, all ``[samples, longest output]``.
 
-        Sequences are padded behind their ends, where causal attention does not look.
+        Sequences are padded at their ends, which causal attention ignores.
         """
         pad = torch.nn.utils.rnn.pad_sequence
         device = self.model.device
@@ -155,30 +153,30 @@ class Policy:
         mask = pad([torch.ones(len(s.output_ids)) for s in samples], batch_first=True).to(device)
         rows = torch.arange(len(samples), device=device)[:, None]
         starts = torch.tensor([[len(s.prompt_ids)] for s in samples], device=device)
-        places = (starts + torch.arange(theirs.shape[1], device=device)).clamp(max=tokens.shape[1] - 1)
+        positions = (starts + torch.arange(theirs.shape[1], device=device)).clamp(max=tokens.shape[1] - 1)
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            hidden = self.model.model(input_ids=tokens).last_hidden_state[rows, places - 1]
+            hidden = self.model.model(input_ids=tokens).last_hidden_state[rows, positions - 1]
             logits = self.model.lm_head(hidden)
-        chosen = tokens[rows, places]
+        chosen = tokens[rows, positions]
         ours = -torch.nn.functional.cross_entropy(logits.float().mT, chosen, reduction="none")
         return ours, theirs, mask
 
 
-# The server that this script starts is asked directly, whatever proxy the environment names.
-DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# The server that this script starts is on this machine, so requests bypass the environment's proxy.
+WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     try:
-        with DIRECTLY.open(request, timeout=300) as response:
+        with WITHOUT_PROXY.open(request, timeout=300) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
         sys.exit(f"{url} answered {error.code}: {error.read().decode()}")
 
 
 def roll_out(url: str, policy: Policy, settings: Settings, numbers: random.Random) -> list[Sample]:
-    """A group of samples for each of some questions, with advantages within the group."""
+    """Draw some questions, sample a group of answers to each, and set the advantages within each group."""
     questions = [ask(numbers) for _ in range(settings.num_prompts)]
     repeated = [question for question in questions for _ in range(settings.group_size)]
     prompts = [policy.tokenizer(question.prompt)["input_ids"] for question in repeated]
@@ -215,7 +213,7 @@ def sample_of(question: Question, prompt_ids: list[int], reply: dict[str, Any]) 
 
 @contextmanager
 def serving(device: str) -> Iterator[str]:
-    """The URL of `segue serve`, with a KV cache that leaves most of a GPU to a trainer beside it."""
+    """Start `segue serve` and yield its URL; its small KV cache leaves most of a GPU to the trainer."""
     command = [sys.executable, "-m", "segue", "serve", "--port", "0", "--log-level", "warning"]
     command += ["--device", device, "--num-kv-tokens", "65536", "--max-model-len", "1024"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -234,8 +232,8 @@ def serving(device: str) -> Iterator[str]:
                 process.kill()
 
 
-def place(device: str) -> tuple[str, str]:
-    """Where the model is trained, and how weights travel from there, and why."""
+def choose_transport(device: str) -> tuple[str, str]:
+    """Return the device to train on, and the transport of the weights with the reason for it."""
     if device == "cpu":
         return "cpu", "gloo, because the weights are on the CPU"
     if torch.cuda.device_count() > 1:
@@ -245,7 +243,7 @@ def place(device: str) -> tuple[str, str]:
 
 @contextmanager
 def sending(url: str, model: torch.nn.Module, transport: str) -> Iterator[Callable[[str], object]]:
-    """What sends the model's weights, and names them."""
+    """Yield a function that sends the model's weights under a version name."""
     if not transport.startswith("CUDA IPC"):
         with WeightSender([url], model, buffer_size_mb=64) as sender:
             yield sender.send
@@ -267,7 +265,7 @@ def sending(url: str, model: torch.nn.Module, transport: str) -> Iterator[Callab
 def run(settings: Settings) -> list[Step]:
     numbers = random.Random(settings.seed)
     torch.manual_seed(settings.seed)
-    device, transport = place(settings.device)
+    device, transport = choose_transport(settings.device)
     console.print(f"weights travel by {transport}")
     policy = Policy(device, settings.learning_rate)
     steps: list[Step] = []
@@ -313,13 +311,13 @@ def show(index: int, step: Step) -> None:
 
 
 def rise(steps: list[Step]) -> tuple[float, float]:
-    """Mean rewards of the first and of the last steps."""
+    """Return the mean rewards of the first and of the last WINDOW steps."""
     rewards = [step.reward for step in steps]
     return statistics.fmean(rewards[:WINDOW]), statistics.fmean(rewards[-WINDOW:])
 
 
 def write(output: Path, settings: Settings, steps: list[Step], seconds: float) -> None:
-    """`output`.json and `output`.svg."""
+    """Write `output`.json and `output`.svg."""
     first, last = rise(steps)
     cpu = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     record = {
@@ -342,7 +340,9 @@ def write(output: Path, settings: Settings, steps: list[Step], seconds: float) -
         name: [(float(i), getattr(step, f"{name}_s")) for i, step in enumerate(steps)]
         for name in ("rollout", "train", "sync")
     }
-    charts(output.with_suffix(".svg"), {"reward, and its two halves": curve, "seconds a step": times}, "step")
+    charts(
+        output.with_suffix(".svg"), {"reward, and its two halves": curve, "seconds per step": times}, "step"
+    )
 
 
 def main() -> None:
@@ -362,10 +362,10 @@ def main() -> None:
     write(output, settings, steps, time.perf_counter() - began)
     first, last = rise(steps)
     console.print(
-        f"mean reward of the first {WINDOW} steps {first:.3f}, of the last {last:.3f}; {output}.svg shows it"
+        f"mean reward of the first {WINDOW} steps {first:.3f}, of the last {last:.3f}; see {output}.svg"
     )
     if settings.num_steps >= 2 * WINDOW and last < first + MARGIN:
-        sys.exit(f"it should have risen by {MARGIN}")
+        sys.exit(f"the mean reward should have risen by {MARGIN}")
 
 
 if __name__ == "__main__":

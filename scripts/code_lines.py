@@ -2,7 +2,7 @@
 
     python scripts/code_lines.py [DIRECTORY]
 
-Prints a line per room, the largest first, and the sum. Default: src/segue.
+Prints one line per subpackage, the largest first, and the sum. Default: src/segue.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SKIPPED = {
 
 
 def count(text: str) -> int:
-    """The number of lines of a module that hold code."""
+    """Return the number of lines of a module that hold code."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in SKIPPED:
@@ -34,7 +34,7 @@ def count(text: str) -> int:
 
 
 def _docstrings(tree: ast.Module) -> set[int]:
-    """The lines of every docstring."""
+    """Return the lines of all docstrings."""
     lines: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -47,12 +47,12 @@ def _docstrings(tree: ast.Module) -> set[int]:
 def main() -> None:
     """Print the table."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else "src/segue")
-    rooms: Counter[str] = Counter()
+    packages: Counter[str] = Counter()
     for path in root.rglob("*.py"):
-        rooms[path.relative_to(root).parts[0]] += count(path.read_text())
-    for room, lines in rooms.most_common():
-        print(f"{lines:6}  {room}")
-    print(f"{rooms.total():6}  in all")
+        packages[path.relative_to(root).parts[0]] += count(path.read_text())
+    for package, lines in packages.most_common():
+        print(f"{lines:6}  {package}")
+    print(f"{packages.total():6}  in all")
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@
 #
 #   MODEL        for both; default: the bundled one       SERVE_ARGS    further options of segue serve
 #   SERVE_PORT   30000                                    TRAINER_ARGS  further options of segue trainer
-#   TRAINER_PORT 8990                                     MASTER_PORT   29600, of the group they meet in
+#   TRAINER_PORT 8990                                     MASTER_PORT   29600, of the weight update group
 #   TP           1, ranks of the server                   DEADLINE_S    300, for both to become healthy
 set -euo pipefail
 
 serve_port=${SERVE_PORT:-30000} trainer_port=${TRAINER_PORT:-8990} tp=${TP:-1}
 segue=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/segue
 [ -x "$segue" ] || segue=$(command -v segue) || { echo "segue is not installed: make setup, or pip install" >&2; exit 1; }
-command -v curl >/dev/null || { echo "this script asks with curl whether the servers are healthy; install it" >&2; exit 1; }
+command -v curl >/dev/null || { echo "this script checks the servers' health with curl; install curl" >&2; exit 1; }
 pids=()
 
 stop() {
@@ -32,7 +32,7 @@ healthy() {
   done
 }
 
-# The server takes the first TP GPUs and the trainer the next one, or the CPU where there is none left.
+# The server takes the first TP GPUs and the trainer the next one, or the CPU if no GPU is left.
 gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, || true)}
 IFS=, read -ra gpus <<<"$gpus"
 trainer=("$segue" trainer)
@@ -42,7 +42,7 @@ elif [ ${#gpus[@]} -gt 0 ]; then
   trainer+=(--device cpu)
 fi
 
-# shellcheck disable=SC2086 # options are words
+# shellcheck disable=SC2086 # options are split into words
 "$segue" serve ${MODEL:+--model "$MODEL"} --port "$serve_port" --tp "$tp" ${SERVE_ARGS:-} &
 pids+=($!)
 # shellcheck disable=SC2086

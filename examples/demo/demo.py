@@ -1,6 +1,6 @@
-"""Serve the bundled model, ask it one question through the official openai client, and stop the server.
+"""Serves the bundled model, asks it one question through the official openai client, and stops the server.
 
-`make demo` runs this. It ends with 0 only if an answer came and the server stopped in good order.
+`make demo` runs this. The exit code is 0 only if the model answered and the server stopped cleanly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ console = Console(highlight=False)
 
 
 class DemoError(Exception):
-    """The demo failed; the message says where, the server's log says why."""
+    """The demo failed; the message names the step, and the server's log has the cause."""
 
 
 def free_port() -> int:
@@ -45,7 +45,7 @@ def free_port() -> int:
 
 @contextmanager
 def server(port: int, options: list[str]) -> Iterator[str]:
-    """`segue serve` as a subprocess, ready; yields its base URL and always stops it."""
+    """Start `segue serve`, yield its base URL when it is ready, and always stop it."""
     with tempfile.NamedTemporaryFile(prefix="segue-demo-", suffix=".log") as log:
         command = [sys.executable, "-m", "segue", "serve", "--port", str(port), *options]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
@@ -100,7 +100,7 @@ def tail(log: Path, lines: int) -> str:
 
 
 def ask(url: str, question: str) -> dict[str, Any]:
-    """Stream one answer to the terminal; returns its figures."""
+    """Stream one answer to the terminal, and return its figures."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
     model = client.models.list().data[0].id
     console.print(f"\n[bold cyan]you[/bold cyan]    {question}")
@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("question", nargs="?", default=QUESTION)
     arguments, options = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"  # the server is here, whatever is proxied
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"  # bypass any proxy
     try:
         run(arguments.question, options)
     except (DemoError, openai.OpenAIError) as error:

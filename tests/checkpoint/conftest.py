@@ -8,5 +8,5 @@ from segue.config import default_cache_dir
 
 @pytest.fixture(scope="session")
 def bundled_path() -> Path:
-    """The bundled model's GGUF file; `make` has fetched it."""
+    """Returns the path of the bundled model's GGUF file, which `make model` has fetched."""
     return ensure_bundled_model(Path(default_cache_dir()))

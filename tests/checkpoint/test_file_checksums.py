@@ -1,4 +1,4 @@
-"""Checksums of files of ours: whatever is not as it was written is found, wherever in the file it lies."""
+"""Checksums of Segue's own files: any difference from what was written is found, at any position."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ PIECE = 64
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With files of no piece, one, and several, one of them just full; small pieces and blocks."""
+    """Returns a directory of files with no, one and several pieces, one of them full; pieces are small."""
     monkeypatch.setattr(file_checksums, "_PIECE", PIECE)
     monkeypatch.setattr(file_checksums, "_BLOCK", 16)
     for name, size in (("none", 0), ("one", 10), ("full", 2 * PIECE), ("many", 5 * PIECE + 7)):
@@ -20,7 +20,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_files_as_they_were_written_are_sound(directory: Path) -> None:
+def test_unchanged_files_have_no_damage(directory: Path) -> None:
     assert file_checksums.find_damage(directory / "record") is None
     (directory / "another").touch()
     assert file_checksums.find_damage(directory / "record") is None
@@ -37,7 +37,7 @@ def test_every_changed_byte_is_found(name: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "one", "full", "many"])
-def test_a_byte_more_or_less_and_pieces_in_another_order_are_found(name: str, directory: Path) -> None:
+def test_added_bytes_lost_bytes_and_reordered_pieces_are_found(name: str, directory: Path) -> None:
     content = (directory / name).read_bytes()
     wrong = [content + b"\0", content[:-1] if content else b"\0", content[PIECE:] + content[:PIECE] + b"\0"]
     for other in wrong:
@@ -45,7 +45,7 @@ def test_a_byte_more_or_less_and_pieces_in_another_order_are_found(name: str, di
         assert file_checksums.find_damage(directory / "record") == f"{name} differs from what was written"
 
 
-def test_what_is_gone_or_no_file_is_found(directory: Path) -> None:
+def test_a_missing_file_and_a_directory_in_its_place_are_found(directory: Path) -> None:
     (directory / "one").unlink()
     assert (
         file_checksums.find_damage(directory / "record") == "one cannot be read (No such file or directory)"
@@ -55,7 +55,7 @@ def test_what_is_gone_or_no_file_is_found(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", "3", "null", "[" * 100_000, "\udcff"])
-def test_a_record_that_is_none_is_damage(content: str, directory: Path) -> None:
+def test_an_invalid_or_missing_record_is_damage(content: str, directory: Path) -> None:
     (directory / "record").write_text(content, errors="surrogateescape")
     assert file_checksums.find_damage(directory / "record") in (
         "record cannot be read",
@@ -66,7 +66,7 @@ def test_a_record_that_is_none_is_damage(content: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [r"\u0000", r"\ud800"])
-def test_a_record_with_a_name_that_no_file_has_is_damage(name: str, directory: Path) -> None:
+def test_a_record_with_an_impossible_file_name_is_damage(name: str, directory: Path) -> None:
     (directory / "record").write_text(f'{{"{name}": [1]}}')
     damage = file_checksums.find_damage(directory / "record")
     assert damage is not None and damage.startswith("record names a file") and damage.isascii()

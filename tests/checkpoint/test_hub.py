@@ -10,19 +10,19 @@ from segue.errors import ModelFileError
 
 
 @pytest.mark.parametrize("model", ["gpt2", "owner/name", "Qwen/Qwen3-0.6B", "a_b/c.d-e"])
-def test_a_repository_id(model: str) -> None:
+def test_this_is_a_repository_id(model: str) -> None:
     assert hub.is_repository_id(model)
 
 
 @pytest.mark.parametrize(
     "model", ["", ".", "..", "./a", "/a/b", "a/b/c", "a b", "a/", "~/a", "a\nb", ".hidden/x"]
 )
-def test_no_repository_id(model: str) -> None:
+def test_this_is_no_repository_id(model: str) -> None:
     assert not hub.is_repository_id(model)
 
 
 class FakeHub:
-    """Answers `snapshot_download`, or fails with an error."""
+    """Stands in for `snapshot_download`: returns a path, or raises an error."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: str | Exception) -> None:
         self.answer = answer
@@ -36,13 +36,13 @@ class FakeHub:
         return f"{self.answer}/{model}"
 
 
-def test_fetch_gives_the_local_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_returns_the_local_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeHub(monkeypatch, "/hub")
     assert hub.fetch("owner/name", weights=True) == Path("/hub/owner/name")
     assert "*.safetensors" in fake.patterns
 
 
-def test_fetch_without_weights_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_without_weights_does_not_download_them(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeHub(monkeypatch, "/hub")
     hub.fetch("owner/name", weights=False)
     assert "*.safetensors" not in fake.patterns
@@ -72,7 +72,7 @@ def test_without_a_network_the_error_names_the_remedy(
 
 
 def test_the_real_library_offline_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The tests run with the hub switched off; nothing is asked of the network.
+    # The tests run with HF_HUB_OFFLINE, so nothing is sent to the network.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelFileError, match="cannot be reached"):
         hub.fetch("segue-tests/there-is-no-such-model", weights=True)

@@ -42,7 +42,7 @@ def sharded(models: dict[str, Any], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def changed(checkpoints: dict[str, Path], tmp_path: Path) -> Callable[[str, Change], Path]:
-    """A copy of a checkpoint, its tensors changed by a function."""
+    """Returns a function that copies a checkpoint and changes its tensors with the given function."""
 
     def make(kind: str, change: Change) -> Path:
         shutil.copytree(checkpoints[kind], tmp_path, dirs_exist_ok=True)
@@ -61,7 +61,7 @@ def test_loads_every_architecture(kind: str, models: dict[str, Any], checkpoints
 
 
 @pytest.mark.parametrize(("kind", "size"), SIZES.items())
-def test_each_rank_loads_its_share(
+def test_each_rank_loads_its_shard(
     kind: str, size: int, models: dict[str, Any], checkpoints: dict[str, Path]
 ) -> None:
     for rank in range(size):
@@ -76,7 +76,7 @@ def test_loads_a_sharded_checkpoint(models: dict[str, Any], sharded: Path) -> No
     tiny.assert_equal(arena, tiny.expected(models["qwen2"], TPInfo()))
 
 
-def test_loads_files_of_other_names(models: dict[str, Any], sharded: Path) -> None:
+def test_loads_files_with_other_names(models: dict[str, Any], sharded: Path) -> None:
     (sharded / shards.INDEX).unlink()
     _, arena = tiny.load(sharded)
     tiny.assert_equal(arena, tiny.expected(models["qwen2"], TPInfo()))
@@ -133,13 +133,13 @@ def test_the_head_of_a_tied_model_may_be_in_the_file(
 @pytest.mark.parametrize(
     ("changed_at", "words"), [(-1, "differs from 'model.embed_tokens.weight'"), (None, "has shape")]
 )
-def test_a_tied_models_head_of_its_own_is_an_error(
+def test_a_tied_model_with_a_different_head_is_an_error(
     changed_at: int | None,
     words: str,
     changed: Callable[[str, Change], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shards, "_COMPARED", 1000)
+    monkeypatch.setattr(shards, "_COMPARE_CHUNK", 1000)
 
     def add(tensors: dict[str, Tensor]) -> None:
         head = tensors["model.embed_tokens.weight"].clone()
@@ -177,7 +177,7 @@ def test_no_progress_without_a_terminal(
     assert capfd.readouterr().err == ""
 
 
-def test_no_weights_is_an_error_that_names_the_directory(models: dict[str, Any], tmp_path: Path) -> None:
+def test_a_directory_without_weights_is_named(models: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=f"{tmp_path} has no \\*.safetensors file"):
         tiny.load(tiny.save_config(models["llama"], tmp_path))
 
@@ -225,16 +225,16 @@ def test_an_unknown_tensor_is_named_with_its_file(changed: Callable[[str, Change
         ("qwen3-moe", "model.layers.0.mlp.experts.2.up_proj.weight"),
     ],
 )
-def test_values_that_are_not_finite_are_refused_with_tensor_and_count(
+def test_non_finite_values_are_refused_with_tensor_and_count(
     kind: str, name: str, value: float, changed: Callable[[str, Change], Path]
 ) -> None:
     path = changed(kind, lambda tensors: tensors[name].view(-1)[-3:].fill_(value))
-    expected = f"{path}: tensor '{name}' has 3 values that are NaN or infinite in float32; with such"
+    expected = f"{path}: tensor '{name}' has 3 values that are NaN or infinite in float32; a model with such"
     with pytest.raises(ModelFileError, match=expected):
         tiny.load(path)
 
 
-def test_other_tensors_that_are_not_finite_are_counted(changed: Callable[[str, Change], Path]) -> None:
+def test_other_non_finite_tensors_are_counted(changed: Callable[[str, Change], Path]) -> None:
     path = changed(
         "llama", lambda tensors: [tensor.view(-1)[0].fill_(torch.nan) for tensor in tensors.values()]
     )
@@ -242,7 +242,7 @@ def test_other_tensors_that_are_not_finite_are_counted(changed: Callable[[str, C
         tiny.load(path)
 
 
-def test_values_too_large_for_the_dtype_are_refused_in_it_alone(
+def test_values_too_large_for_a_dtype_are_refused_only_in_that_dtype(
     changed: Callable[[str, Change], Path],
 ) -> None:
     path = changed("llama", lambda tensors: tensors["model.norm.weight"][7].fill_(1e5))
@@ -265,7 +265,7 @@ def test_weights_given_twice_are_an_error(changed: Callable[[str, Change], Path]
         tiny.load(path)
 
 
-def test_a_truncated_file_names_the_first_lost_tensor(changed: Callable[[str, Change], Path]) -> None:
+def test_a_truncated_file_names_the_first_incomplete_tensor(changed: Callable[[str, Change], Path]) -> None:
     path = changed("llama", lambda tensors: None) / shards.SINGLE
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
@@ -277,7 +277,7 @@ def test_a_truncated_file_names_the_first_lost_tensor(changed: Callable[[str, Ch
         tiny.load(path.parent)
 
 
-def test_a_missing_shard_is_named_with_a_tensor_of_it(sharded: Path) -> None:
+def test_a_missing_file_of_a_checkpoint_is_named_with_one_of_its_tensors(sharded: Path) -> None:
     places = json.loads((sharded / shards.INDEX).read_text())["weight_map"]
     name = "model.layers.1.mlp.down_proj.weight"
     (sharded / places[name]).unlink()
@@ -287,7 +287,7 @@ def test_a_missing_shard_is_named_with_a_tensor_of_it(sharded: Path) -> None:
     assert places[named] == places[name]
 
 
-def test_a_shard_without_its_tensor_is_named_with_it(sharded: Path) -> None:
+def test_a_file_without_an_indexed_tensor_is_named_with_the_tensor(sharded: Path) -> None:
     places = json.loads((sharded / shards.INDEX).read_text())["weight_map"]
     name = "model.norm.weight"
     path = sharded / places[name]
@@ -348,7 +348,7 @@ print(json.dumps({"grown": memory("VmHWM") - before, "arena": arena.num_bytes}))
 
 
 def growth(path: Path, load_format: str, cache_dir: Path) -> dict[str, int]:
-    """What loading takes at its peak, file pages included, in a process of its own; bytes."""
+    """Returns the bytes of the arena, and of the peak while a process loads it, file pages included."""
     result = subprocess.run(
         [sys.executable, "-c", MEASURE, str(path), load_format, str(cache_dir)],
         capture_output=True,
@@ -360,12 +360,12 @@ def growth(path: Path, load_format: str, cache_dir: Path) -> dict[str, int]:
 
 
 def assert_no_second_copy(found: dict[str, int]) -> None:
-    assert found["arena"] > 100 * MIB, "too small to tell a second copy"
+    assert found["arena"] > 100 * MIB, "the arena is too small to detect a second copy"
     assert found["grown"] <= 1.2 * found["arena"] + 64 * MIB
 
 
-def test_memory_of_a_safetensors_load_has_no_second_copy(tmp_path: Path) -> None:
-    # bfloat16 in two files, except for float32 embeddings: read in place and cast on the way.
+def test_loading_safetensors_makes_no_second_copy(tmp_path: Path) -> None:
+    # Weights are bfloat16 and are read in place; the float32 embeddings are cast on the way.
     with torch.device("meta"):
         model = tiny.make("llama-tied", vocab_size=24_000, hidden_size=960, intermediate_size=4608)
     tiny.save_config(model, tmp_path)
@@ -382,7 +382,5 @@ def test_memory_of_a_safetensors_load_has_no_second_copy(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_memory_of_the_bundled_models_conversion_has_no_second_copy(
-    bundled_path: Path, tmp_path: Path
-) -> None:
+def test_converting_the_bundled_model_makes_no_second_copy(bundled_path: Path, tmp_path: Path) -> None:
     assert_no_second_copy(growth(bundled_path, "gguf", tmp_path))

@@ -49,7 +49,7 @@ def test_reads_a_part_of_a_tensor(path: Path) -> None:
         assert read(file, "a", 8, 12) == TENSORS["a"].numpy().tobytes()[8:20]
 
 
-def test_what_is_written_the_safetensors_package_reads(tmp_path: Path) -> None:
+def test_the_safetensors_package_reads_written_files(tmp_path: Path) -> None:
     path = tmp_path / "out.safetensors"
     with open_writer(path, {"a": ("F32", (2, 3)), "b": ("BF16", (5,))}) as file:
         data = TENSORS["a"].numpy().tobytes()
@@ -81,7 +81,7 @@ def test_a_file_that_ends_in_its_header_is_truncated(path: Path) -> None:
         SafetensorsFile(path)
 
 
-def test_a_file_that_ends_in_a_tensor_names_it(path: Path) -> None:
+def test_a_file_that_ends_in_a_tensor_names_the_tensor(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ModelFileError, match=f"{path} is truncated: tensor 'b' ends at byte"):
         SafetensorsFile(path)
@@ -94,7 +94,7 @@ def test_a_file_that_shrinks_after_it_was_opened_names_the_tensor(path: Path) ->
             read(file, "b")
 
 
-def test_another_kind_of_file_is_corrupt(path: Path) -> None:
+def test_a_file_of_another_format_is_corrupt(path: Path) -> None:
     path.write_bytes(b"\x80\x02}q\x00(X\x0a\x00\x00\x00" * 20)
     with pytest.raises(ModelFileError, match=f"{path} is corrupt: not a safetensors file"):
         SafetensorsFile(path)
@@ -103,7 +103,7 @@ def test_another_kind_of_file_is_corrupt(path: Path) -> None:
 @pytest.mark.parametrize(
     "header", [b"{nonsense", b"[1, 2]", {"a": 3}, {"a": {"dtype": "F32"}}, b"\xff\xff", INFINITE]
 )
-def test_a_header_that_is_no_table_is_corrupt(path: Path, header: object) -> None:
+def test_an_invalid_header_is_corrupt(path: Path, header: object) -> None:
     write_header(path, header)
     with pytest.raises(ModelFileError, match=f"{path} is corrupt: its header cannot be read"):
         SafetensorsFile(path)
@@ -138,7 +138,7 @@ def test_a_directory_in_place_of_a_file_cannot_be_read(tmp_path: Path) -> None:
         SafetensorsFile(tmp_path)
 
 
-def test_a_header_nested_without_end_is_corrupt(path: Path) -> None:
+def test_a_deeply_nested_header_is_corrupt(path: Path) -> None:
     path.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
     with pytest.raises(ModelFileError, match=f"{path} is corrupt: its header cannot be read"):
         SafetensorsFile(path)

@@ -1,4 +1,4 @@
-"""The bundled model's weights, against a committed checksum and, slowly, against transformers."""
+"""The bundled model's weights are compared with a committed checksum and, slowly, with transformers."""
 
 import hashlib
 from pathlib import Path
@@ -13,7 +13,7 @@ from segue.checkpoint.source import ModelSource, resolve
 from segue.distributed.info import TPInfo
 from tests.checkpoint import tiny
 
-# SHA-256 over names, shapes and values of the tensors in bfloat16, by name; the slow test proves them.
+# SHA-256 over names, shapes and values of the bfloat16 tensors by name; the slow test checks the values.
 CHECKSUM = "2fb28472c1ff7d7e731f2cdb2fe8bac941190d081c5a3c19fa61831126c2bac8"
 
 
@@ -43,7 +43,7 @@ def theirs(bundled_path: Path) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tp", [TPInfo(), TPInfo(1, 3)])
-def test_every_tensor_is_what_transformers_makes_of_it(
+def test_every_tensor_equals_that_of_transformers(
     dtype: torch.dtype, tp: TPInfo, source: ModelSource, theirs: Any
 ) -> None:
     _, arena = tiny.load_source(source, tp=tp, dtype=dtype)

@@ -57,7 +57,7 @@ def test_a_directory_may_have_no_tokenizer(directory: Path) -> None:
     assert find(directory).tokenizer_directory == directory
 
 
-def test_dummy_weights_need_a_config_only(directory: Path) -> None:
+def test_dummy_weights_need_only_a_config(directory: Path) -> None:
     assert find(directory, load_format="dummy").format == "dummy"
 
 
@@ -74,11 +74,11 @@ def test_dummy_weights_can_have_the_config_of_a_gguf_file(gguf_file: Path, tmp_p
     tiny.load_source(source)
 
 
-def test_a_directory_with_a_gguf_file_alone_is_that_file(gguf_file: Path, tmp_path: Path) -> None:
+def test_a_directory_with_a_single_gguf_file_stands_for_that_file(gguf_file: Path, tmp_path: Path) -> None:
     assert find(gguf_file.parent, tmp_path / "cache").gguf == gguf_file
 
 
-def test_of_several_gguf_files_one_must_be_named(gguf_file: Path, tmp_path: Path) -> None:
+def test_a_directory_with_several_gguf_files_is_refused(gguf_file: Path, tmp_path: Path) -> None:
     (tmp_path / "other.gguf").touch()
     with pytest.raises(ModelFileError, match=r"2 GGUF files; name one of them: other.gguf, tiny-q8.gguf"):
         find(tmp_path)
@@ -102,7 +102,7 @@ def test_a_directory_without_gguf_file_is_no_gguf_model(directory: Path) -> None
         find(directory, load_format="gguf")
 
 
-def test_no_model_is_the_bundled_one(
+def test_the_default_model_is_the_bundled_one(
     gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bundled, "ensure_bundled_model", lambda cache_dir: gguf_file)
@@ -111,17 +111,17 @@ def test_no_model_is_the_bundled_one(
 
 
 def test_a_hub_id_is_fetched(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, bool]] = []
+    fetched: list[tuple[str, bool]] = []
 
     def fetch(model: str, *, weights: bool) -> Path:
-        asked.append((model, weights))
+        fetched.append((model, weights))
         return directory
 
     monkeypatch.setattr(hub, "fetch", fetch)
     source = find("someone/tiny-llama")
     find("someone/tiny-llama", load_format="dummy")
     assert (source.name, source.directory) == ("someone/tiny-llama", directory)
-    assert asked == [("someone/tiny-llama", True), ("someone/tiny-llama", False)]
+    assert fetched == [("someone/tiny-llama", True), ("someone/tiny-llama", False)]
 
 
 @pytest.mark.parametrize(
@@ -166,20 +166,20 @@ def test_an_unsupported_architecture_lists_the_supported(directory: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("own", "generation", "wanted"),
+    ("own", "generation", "expected"),
     [(2, None, (2,)), (2, 7, (7,)), (2, [7, 9], (7, 9)), (None, None, ()), ([3, 4], None, (3, 4))],
 )
-def test_generation_config_says_what_ends_a_generation(
-    directory: Path, own: Any, generation: Any, wanted: tuple[int, ...]
+def test_eos_token_ids_come_from_generation_config_first(
+    directory: Path, own: Any, generation: Any, expected: tuple[int, ...]
 ) -> None:
     change(directory / "config.json", eos_token_id=own)
     if generation is not None:
         change(directory / "generation_config.json", eos_token_id=generation)
-    assert find(directory).eos_token_ids == wanted
+    assert find(directory).eos_token_ids == expected
 
 
 @pytest.mark.parametrize("wrong", ["2", -1, [None], [2, "3"], True, {}])
-def test_eos_ids_that_are_no_token_ids_are_an_error(directory: Path, wrong: Any) -> None:
+def test_invalid_eos_token_ids_are_an_error(directory: Path, wrong: Any) -> None:
     change(directory / "generation_config.json", eos_token_id=wrong)
     with pytest.raises(ModelFileError, match="the model's eos_token_id is"):
         find(directory)
@@ -192,13 +192,13 @@ def test_a_config_field_of_the_wrong_kind_is_corrupt(directory: Path, field: str
         find(directory)
 
 
-def test_a_config_nested_without_end_is_corrupt(directory: Path) -> None:
+def test_a_deeply_nested_config_is_corrupt(directory: Path) -> None:
     (directory / "config.json").write_text("[" * 100_000)
     with pytest.raises(ModelFileError, match=r"config.json is corrupt"):
         find(directory)
 
 
-def test_installed_lists_what_is_in_the_cache(gguf_file: Path, tmp_path: Path) -> None:
+def test_installed_lists_the_models_in_the_cache(gguf_file: Path, tmp_path: Path) -> None:
     cache_dir = tmp_path / "cache"
     assert installed(cache_dir) == []
     source = find(gguf_file, cache_dir)
@@ -218,7 +218,7 @@ def test_installed_names_a_converted_model_without_a_name_by_its_hash(config: st
     assert [model.name for model in installed(tmp_path)] == ["abc"]
 
 
-def test_importing_it_does_not_import_torch() -> None:
+def test_importing_source_does_not_import_torch() -> None:
     program = "import sys; sys.modules['torch'] = None; import segue.checkpoint.source"
     source = Path(segue.__path__[0]).parent
     command = [sys.executable, "-c", program]

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of transformers models, and their weights as the engine should hold them."""
+"""Makes tiny checkpoints of transformers models, and their weights as the engine must hold them."""
 
 import json
 from pathlib import Path
@@ -40,14 +40,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Rank(SingleRank):
-    """A rank that exchanges nothing: enough to build its share of a model."""
+    """A rank without communication, which is enough to build its shard of a model."""
 
     def __init__(self, tp: TPInfo) -> None:
         self.tp = tp
 
 
 def make(kind: str, **options: Any) -> Any:
-    """A transformers model with random weights."""
+    """Makes a transformers model with random weights."""
     architecture, own = MODELS[kind]
     return hf_model(architecture, **{**own, **options})
 
@@ -62,13 +62,13 @@ def save(model: Any, directory: Path, **options: Any) -> Path:
 
 
 def save_config(model: nn.Module, directory: Path) -> Path:
-    """Only what a model with dummy weights needs."""
+    """Writes only the config, which is all that dummy weights need."""
     (directory / "config.json").write_text(json.dumps(hf_config(model), default=str))
     return directory
 
 
 def expected(model: nn.Module, tp: TPInfo, config: ModelConfig | None = None) -> dict[str, Tensor]:
-    """Our parameters on one rank, made from the transformers weights by hand."""
+    """Returns the parameters of one rank, computed directly from the transformers weights."""
     config = config or config_of(model)
     return convert(model.state_dict(), config, shard(config, tp))
 
@@ -82,7 +82,7 @@ def load(
     cache_dir: Path = Path("/nonexistent"),
     **options: Any,
 ) -> tuple[Decoder, Arena]:
-    """Resolve, build and load, as the model runner does."""
+    """Resolves, builds and loads a model, as the model runner does."""
     return load_source(resolve(str(path), load_format, cache_dir), tp=tp, dtype=dtype, **options)
 
 
@@ -95,7 +95,7 @@ def load_source(
 
 
 def assert_equal(arena: Arena, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
-    """The arena holds exactly `weights`, cast to `dtype`."""
+    """Asserts that the arena holds exactly `weights`, cast to `dtype`."""
     assert arena.table.keys() == weights.keys()
     for name, weight in weights.items():
         assert torch.equal(arena.view(name), weight.to(dtype)), name

@@ -1,4 +1,4 @@
-"""GGUF files of tiny transformers models, as llama.cpp's converter writes them."""
+"""Writes GGUF files of tiny transformers models, as llama.cpp's converter does."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,14 +17,14 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
 }
 
-SPECIALS = ["<|end|>", "<|user|>", "<|endoftext|>"]  # transformers adds the last one where it is missing
+SPECIALS = ["<|end|>", "<|user|>", "<|endoftext|>"]  # transformers adds the last one if it is missing
 PLAIN_ADDED = ["<think>"]
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o", "Ġ Ġ", "1 2", "Ã ©"]
 TEMPLATE = "{% for m in messages %}{{ '<|user|>' + m['content'] + '<|end|>' }}{% endfor %}"
 
 
 def tokens() -> list[str]:
-    """A byte-level vocabulary: all bytes, some merges, added tokens."""
+    """Returns a byte-level vocabulary: all bytes, some merges, added tokens."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [chr(0x100 + i) for i in range(256 - len(printable))]
     return [*map(chr, printable), *others, *(m.replace(" ", "") for m in MERGES), *SPECIALS, *PLAIN_ADDED]
@@ -44,9 +44,9 @@ def write(
     extra: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
-    """Write `model`; `types` by GGUF name, such as "blk.0.attn_q.weight", or of all matrices.
+    """Writes `model`; `types` is by GGUF name, such as "blk.0.attn_q.weight", or one type for all matrices.
 
-    `extra` metadata wins over the model's; None leaves a key out.
+    `extra` metadata replaces the model's; None leaves a key out.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -69,8 +69,8 @@ def write(
         else:
             writer.add_uint32(key, value)
     for name, weight in {**_tensors(model, architecture), **(tensors or {})}.items():
-        wanted = types if isinstance(types, Type) else types.get(name, Type.F32)
-        kind = wanted if weight.ndim > 1 else Type.F32
+        matrix_type = types if isinstance(types, Type) else types.get(name, Type.F32)
+        kind = matrix_type if weight.ndim > 1 else Type.F32
         data = weight if kind is Type.F32 else gguf.quants.quantize(weight, kind)
         writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kind)
     writer.write_header_to_file()

@@ -1,4 +1,4 @@
-"""``segue chat --url`` against servers that are not what they should be."""
+"""``segue chat --url`` against servers that answer wrongly, or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELLO = b'data: {"choices": [{"delta": {"content": "Hello"}}]}\n\n'
 
 @contextmanager
 def answering(*answers: bytes) -> Iterator[str]:
-    """The URL of a server that gives one answer a connection."""
+    """Yields the URL of a server that gives one answer per connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def work() -> None:
@@ -30,10 +30,10 @@ def answering(*answers: bytes) -> Iterator[str]:
                     connection.recv(65536)
                     connection.sendall(answer)
                     connection.shutdown(socket.SHUT_WR)
-                    while connection.recv(65536):  # else it is reset
+                    while connection.recv(65536):  # otherwise the connection is reset
                         pass
 
-        thread = threading.Thread(target=work, daemon=True)  # nobody may come
+        thread = threading.Thread(target=work, daemon=True)  # a test may open no connection
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread.join(5)
@@ -52,22 +52,20 @@ def answering(*answers: bytes) -> Iterator[str]:
         (b"HTTP/1.1 500 Broken\r\n\r\n<html>", "500 Broken"),
     ],
 )
-def test_what_is_no_openai_server_is_an_error_in_words(answer: bytes, words: str) -> None:
+def test_a_server_that_is_not_openai_compatible_is_a_clear_error(answer: bytes, words: str) -> None:
     with answering(answer) as url, pytest.raises(RemoteError, match=words):
         RemoteChat(Remote(url, None), {})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_server_on_this_machine_is_not_asked_through_a_proxy(
-    host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_to_this_machine_bypass_the_proxy(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where no process listens
     with answering(MODELS) as url:
         assert RemoteChat(Remote(url.replace("127.0.0.1", host), None), {}).model == "some-model"
 
 
-def test_a_server_elsewhere_is_asked_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_other_machines_use_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     with answering(MODELS) as proxy:
         monkeypatch.setenv("http_proxy", proxy)
         assert RemoteChat(Remote("http://models.invalid:30000", None), {}).model == "some-model"
@@ -82,7 +80,7 @@ def test_a_server_elsewhere_is_asked_through_the_proxy(monkeypatch: pytest.Monke
         (HELLO + b'data: {"error": "too bad"}\n\n', "too bad"),
     ],
 )
-def test_an_answer_that_breaks_off_says_why(events: bytes, words: str) -> None:
+def test_an_answer_that_breaks_off_raises_the_reason(events: bytes, words: str) -> None:
     with answering(MODELS, OK + events) as url:
         reply = RemoteChat(Remote(url, None), {}).reply([])
         assert next(reply) == "Hello"
@@ -90,7 +88,7 @@ def test_an_answer_that_breaks_off_says_why(events: bytes, words: str) -> None:
             next(reply)
 
 
-def test_comments_and_chunks_without_a_choice_are_passed_over() -> None:
+def test_comments_and_chunks_without_a_choice_are_skipped() -> None:
     events = b": ping\n\n" + HELLO + b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n'
     with answering(MODELS, OK + events) as url:
         assert list(RemoteChat(Remote(url, None), {}).reply([])) == ["Hello"]

@@ -45,7 +45,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
-    """The configurations that `segue serve` was started with; nothing is served."""
+    """Returns the configurations that `segue serve` was started with; no server runs."""
     configs: list[EngineConfig] = []
 
     async def serve(config: EngineConfig, listener: socket.socket, *_: Any) -> int:
@@ -59,7 +59,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
 
 @pytest.fixture
 def fake_engine(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> list[str]:
-    """Flags that start the fake worker on the tiny model."""
+    """Returns flags that start the fake worker on the tiny model."""
     monkeypatch.setattr(Engine, "_worker_command", FAKE_WORKER)
     return ["--model", str(tiny_model), "--load-format", "dummy"]
 
@@ -73,7 +73,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, which must leave no files and no processes behind."""
+    """Runs the command in a process of its own, which must leave no files and no processes."""
     command = [sys.executable, "-m", "segue", *arguments]
     with tempfile.TemporaryDirectory() as scratch:
         variables = os.environ | {"TMPDIR": scratch}
@@ -84,10 +84,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def processes_with(variable: str) -> list[str]:
-    """Those whose environment has it."""
+    """Returns the ids of the processes whose environment has the variable."""
     found = []
     for file in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is not ours
+        with suppress(OSError):  # the process has ended, or belongs to another user
             if variable.encode() in file.read_bytes().split(b"\0"):
                 found.append(file.parent.name)
     return found
@@ -133,7 +133,7 @@ def test_flags_reach_the_configuration(served: list[EngineConfig]) -> None:
     )
 
 
-def test_the_environment_decides_what_no_flag_does(
+def test_the_environment_sets_options_without_a_flag(
     served: list[EngineConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SEGUE_TP", "3")
@@ -171,7 +171,9 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
     assert f"port {port} on 127.0.0.1 is in use" in result.stderr
 
 
-def test_ctrl_c_is_no_exception_while_a_server_imports_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_raises_no_exception_while_a_server_imports_its_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen = []
 
     def bind(host: str, port: int) -> socket.socket:
@@ -237,7 +239,7 @@ def test_generate_prints_the_text(fake_engine: list[str]) -> None:
     assert (result.exit_code, result.stdout) == (0, "abcabc\n")
 
 
-def test_chat_answers_remembers_and_forgets(
+def test_chat_keeps_the_conversation_until_reset(
     fake_engine: list[str], typed: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed("/help", "/what", "abc", "", "de", "/reset", "fg", "/exit")
@@ -251,7 +253,7 @@ def test_chat_answers_remembers_and_forgets(
     assert third == "user\nfg"
 
 
-def test_chat_ends_with_its_input(fake_engine: list[str], typed: Any) -> None:
+def test_chat_ends_at_the_end_of_its_input(fake_engine: list[str], typed: Any) -> None:
     typed()
     main.app(["chat", *fake_engine], standalone_mode=False)
 
@@ -273,7 +275,7 @@ def test_a_running_server_is_paused_flushed_and_continued(
     monkeypatch.setenv("FAKE_STEP_S", "0.01")
     with LiveServer(tiny_model) as server:
 
-        def told(*words: str) -> str:
+        def output_of(*words: str) -> str:
             result = RUNNER.invoke(main.app, [*words, "--url", server.url])
             assert result.exit_code == 0, result.exception
             (line,) = result.stdout.splitlines()
@@ -289,19 +291,19 @@ def test_a_running_server_is_paused_flushed_and_continued(
             wait_until(lambda: state()["running_batch_size"] == 1)
             with pytest.raises(RemoteError, match=r"400 Cache not flushed\. Reason: 1 requests run"):
                 RUNNER.invoke(main.app, ["flush", "--url", server.url], catch_exceptions=False)
-            line = told("pause", "--mode", "in-place", "--ttl", "60")
+            line = output_of("pause", "--mode", "in-place", "--ttl", "60")
             assert line.startswith(
                 "paused (in_place): 1 requests in place, 0 waiting; 0 retracted, 0 aborted; "
             )
-            line = told("pause")
+            line = output_of("pause")
             assert line.startswith(
                 "paused (retract): 0 requests in place, 1 waiting; 1 retracted, 0 aborted; "
             )
-            assert re.fullmatch(r"Cache flushed\. Flushed items: \d+", told("flush", "--timeout", "5"))
-            assert told("continue") == "Generation continued successfully."
+            assert re.fullmatch(r"Cache flushed\. Flushed items: \d+", output_of("flush", "--timeout", "5"))
+            assert output_of("continue") == "Generation continued successfully."
             assert not state()["engine_paused"]
             assert (
-                told("abort", *abort)
+                output_of("abort", *abort)
                 == f"asked the server to abort {'one' if abort == ['one'] else 'all requests'}"
             )
             request.join(2)
@@ -312,17 +314,17 @@ def test_a_running_server_is_paused_flushed_and_continued(
 def test_control_commands_send_the_admin_key(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LiveServer(tiny_model, api_key="a", admin_api_key="b") as server:
 
-        def told(*words: str) -> int:
+        def exit_code_of(*words: str) -> int:
             return RUNNER.invoke(main.app, ["continue", "--url", server.url, *words]).exit_code
 
-        assert (told(), told("--api-key", "a"), told("--api-key", "b")) == (1, 1, 0)
+        assert (exit_code_of(), exit_code_of("--api-key", "a"), exit_code_of("--api-key", "b")) == (1, 1, 0)
         monkeypatch.setenv("SEGUE_API_KEY", "a")
-        assert told() == 1
+        assert exit_code_of() == 1
         monkeypatch.setenv("SEGUE_ADMIN_API_KEY", "b")
-        assert (told(), told("--api-key", "c")) == (0, 1)
+        assert (exit_code_of(), exit_code_of("--api-key", "c")) == (0, 1)
 
 
-def test_what_a_server_refuses_is_said(tiny_model: Path) -> None:
+def test_the_reason_of_a_refusal_is_shown(tiny_model: Path) -> None:
     with LiveServer(tiny_model) as server:
         for words, message in (
             (["pause", "--mode", "stop"], r"400 mode='stop': .*retract"),
@@ -334,12 +336,12 @@ def test_what_a_server_refuses_is_said(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["x", "--all"]])
-def test_what_is_to_be_aborted_must_be_clear(words: list[str]) -> None:
+def test_abort_needs_either_an_id_or_all(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="either a request's id or --all"):
         RUNNER.invoke(main.app, ["abort", *words], catch_exceptions=False)
 
 
-def test_models_lists_what_is_in_the_cache(tmp_path: Path) -> None:
+def test_models_lists_the_models_in_the_cache(tmp_path: Path) -> None:
     converted = tmp_path / "converted" / ("a" * 64) / convert.FORMAT
     converted.mkdir(parents=True)
     (converted / "config.json").write_text("{}")
@@ -353,10 +355,9 @@ def test_models_lists_what_is_in_the_cache(tmp_path: Path) -> None:
     assert re.search(r"a{12} +converted +3 MiB", result.output)
 
 
-def test_models_in_a_cache_that_cannot_be_read_is_one_line() -> None:
-    result = run(
-        "models", "--cache-dir", "/tmp/" + "x" * 300
-    )  # a name too long, which root cannot read either
+def test_models_of_an_unreadable_cache_is_a_one_line_error() -> None:
+    # The name is too long, so that even root cannot read the directory.
+    result = run("models", "--cache-dir", "/tmp/" + "x" * 300)
     assert result.returncode == 1
     assert re.fullmatch(r"segue: the cache directory .* cannot be read .*--cache-dir\n", result.stderr)
 

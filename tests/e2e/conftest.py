@@ -1,4 +1,4 @@
-"""One engine for the tests that only pause and flush."""
+"""Provides one shared engine to the tests that only pause and flush."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shared_engine() -> Iterator[segue.Engine]:
 
 @pytest.fixture
 def engine(shared_engine: segue.Engine) -> Iterator[segue.Engine]:
-    """With an empty cache; after the test nothing may be left in it."""
+    """Yields the engine with an empty cache; after the test, no request and no KV may remain."""
     assert shared_engine.flush_cache(timeout=10).success
     yield shared_engine
     shared_engine.continue_generation()

@@ -1,4 +1,4 @@
-"""Driving a `segue.Engine` from threads: requests that run while the test pauses them."""
+"""Drives a `segue.Engine` from threads, so that requests run while the test pauses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Futures = dict[str, "Future[Any]"]
 
 
 def greedy(count: int) -> dict[str, Any]:
-    """Sampling parameters of a request that ends after exactly ``count`` tokens."""
+    """Returns sampling parameters of a request that ends after exactly ``count`` tokens."""
     return {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
 
 
@@ -26,7 +26,7 @@ def state(engine: segue.Engine) -> dict[str, Any]:
 
 
 def until(engine: segue.Engine, timeout: float = 60.0, **facts: Any) -> dict[str, Any]:
-    """The state, once it agrees with ``facts``."""
+    """Waits until the state agrees with ``facts``, and returns the state."""
     deadline = time.monotonic() + timeout
     while True:
         now = state(engine)
@@ -38,12 +38,12 @@ def until(engine: segue.Engine, timeout: float = 60.0, **facts: Any) -> dict[str
 
 
 def given(prompt: Any) -> dict[str, Any]:
-    """The argument of ``generate`` for a text, or for token ids."""
+    """Returns the argument of ``generate`` for a text, or for token ids."""
     return {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
 
 
 def begin(engine: segue.Engine, prompts: list[Any], params: Any, **fields: Any) -> Futures:
-    """Requests ``r0``, ``r1``, … that have all arrived and are let run; their replies when they end."""
+    """Queues requests ``r0``, ``r1``, … in a pause, lets them run, and returns futures of their replies."""
     engine.pause_generation("in_place")
     futures: Futures = {}
     for index, prompt in enumerate(prompts):
@@ -62,9 +62,9 @@ def results(futures: Futures) -> list[Any]:
 def interrupted(
     engine: segue.Engine, prompts: list[Any], params: Any, *, pauses: int, random: Random, **fields: Any
 ) -> list[Any]:
-    """The replies of concurrent requests, all of which are retracted ``pauses`` times at random moments."""
+    """Returns the replies of concurrent requests that are all retracted ``pauses`` times, at random moments."""
     start = state(engine)["num_generated_tokens"]
-    # In the first half of the tokens: by then no request has ended, though some are ahead of others.
+    # Pauses come in the first half of the tokens, when no request has ended, though some are ahead of others.
     moments = sorted(random.sample(range(1, len(prompts) * params["max_new_tokens"] // 2), pauses))
     futures = begin(engine, prompts, params, **fields)
     made = start
@@ -79,7 +79,7 @@ def interrupted(
 
 
 def bits(replies: list[Any]) -> list[tuple[list[int], list[float]]]:
-    """Of each reply the token ids, and their log-probabilities to the last bit."""
+    """Returns the token ids of each reply, and their log-probabilities to the last bit."""
     return [
         (reply["output_ids"], [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
         for reply in replies
@@ -89,14 +89,14 @@ def bits(replies: list[Any]) -> list[tuple[list[int], list[float]]]:
 def check_retracted_is_uninterrupted(
     engine: segue.Engine, prompts: list[Any], count: int, *, pauses: int, seed: int
 ) -> None:
-    """Token ids and log-probability bits of every request are those that it has without a pause."""
+    """Asserts that pauses change neither the token ids nor the log-probability bits of any request."""
     params, fields = greedy(count), {"return_logprob": True}
     expected = bits(results(begin(engine, prompts, params, **fields)))
     for flush in (False, True):  # with a warm prefix cache, and with a cold one
         if flush:
             assert engine.flush_cache(timeout=10).success
         random = Random(f"{seed} {flush}")
-        came = bits(interrupted(engine, prompts, params, pauses=pauses, random=random, **fields))
-        for index, (one, other) in enumerate(zip(came, expected, strict=True)):
-            assert one[0] == other[0], f"request {index}: other tokens"
-            assert one[1] == other[1], f"request {index}: the same tokens, other bits"
+        found = bits(interrupted(engine, prompts, params, pauses=pauses, random=random, **fields))
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert one[0] == other[0], f"request {index}: different tokens"
+            assert one[1] == other[1], f"request {index}: the same tokens, different bits"

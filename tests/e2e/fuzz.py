@@ -1,4 +1,4 @@
-"""Clients and controllers that do anything at any time to a server, and check every answer they get."""
+"""Clients and controllers that send random calls at random times to a server, and check every answer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ MAX_TOKENS = 12
 
 
 class Fuzz:
-    """``whole``: prompts and all output ids that a request may get, of which it gets the first ones."""
+    """A fuzz of one server.
+
+    ``whole`` maps each prompt to its longest output; each reply must be a prefix of that output.
+    """
 
     def __init__(self, url: str, whole: dict[str, list[int]], seed: int) -> None:
         self.counts: Counter[str] = Counter()
         self._url = url
         self._whole = whole
         self._random = Random(seed)
-        self._live: set[str] = set()  # rids whose clients wait
+        self._live: set[str] = set()  # ids of requests whose clients wait
 
     def run(self, seconds: float) -> None:
         asyncio.run(self._run(time.monotonic() + seconds))
@@ -35,12 +38,14 @@ class Fuzz:
     async def _run(self, until: float) -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._url, timeout=60, limits=limits) as http:
-            # Two controllers that know nothing of each other, and one each that flushes and aborts.
+            # Two independent controllers that pause, one that flushes and one that aborts.
             control = [self._control(http, until) for _ in range(2)]
             controllers = [*control, self._flush(http, until), self._abort(http, until)]
             clients = [self._ask(http, until, number) for number in range(NUM_CLIENTS)]
             asking = asyncio.gather(*clients)
-            await asyncio.gather(*controllers)  # they leave it running, and every client gets its answer
+            await asyncio.gather(
+                *controllers
+            )  # they leave the server unpaused, so every client gets its answer
             await asyncio.wait_for(asking, 60)
 
     # --- controllers ---
@@ -55,7 +60,7 @@ class Fuzz:
                 reply = await self._post(http, "/pause_generation", {"mode": mode} | ttl)
                 assert reply.json()["status"] == "ok"
                 self.counts[f"pause {mode}"] += 1
-            if random.random() < 0.8:  # else the ttl, or a later turn, ends it
+            if random.random() < 0.8:  # otherwise the ttl or a later turn ends the pause
                 await asyncio.sleep(random.choice([0, 0, random.uniform(0, 0.1)]))
                 await self._post(http, "/continue_generation", {})
         await self._post(http, "/continue_generation", {})
@@ -75,7 +80,7 @@ class Fuzz:
             if random.random() < 0.1:
                 await self._post(http, "/abort_request", {"abort_all": True})
             else:
-                rid = random.choice([*sorted(self._live), "nobody"])
+                rid = random.choice([*sorted(self._live), "unknown"])
                 await self._post(http, "/abort_request", {"rid": rid})
             self.counts["asked to abort"] += 1
 
@@ -90,18 +95,18 @@ class Fuzz:
         random, turn = self._random, 0
         while time.monotonic() < until:
             turn += 1
-            rid = f"{number}-{turn % 2}"  # ids are used again
+            rid = f"{number}-{turn % 2}"  # ids are reused
             prompt, count = random.choice(sorted(self._whole)), random.randint(1, MAX_TOKENS)
             body = {"text": prompt, "sampling_params": greedy(count), "rid": rid}
-            leaves_after = random.choice([None, None, None, random.uniform(0, 0.5)])
+            disconnects_after = random.choice([None, None, None, random.uniform(0, 0.5)])
             ask = self._stream if random.random() < 0.5 else self._post_generate
             self._live.add(rid)
             try:
-                reply = await asyncio.wait_for(ask(http, body), leaves_after)
+                reply = await asyncio.wait_for(ask(http, body), disconnects_after)
                 self._check(reply, prompt, count)
             except TimeoutError:
-                self.counts["left"] += 1
-                turn += 2  # its id may be in flight for a moment
+                self.counts["disconnected"] += 1
+                turn += 2  # the request's id may be in use for a moment
                 await asyncio.sleep(0.3)
             finally:
                 self._live.discard(rid)
@@ -115,14 +120,14 @@ class Fuzz:
         async with http.stream("POST", "/generate", json=body | {"stream": True}) as response:
             assert response.status_code == 200, await response.aread()
             async for line in response.aiter_lines():
-                assert not ended or not line, "something comes behind the end"
+                assert not ended or not line, "data after the end of the stream"
                 if line == "data: [DONE]":
                     ended = True
                 elif line and not line.startswith(":"):
                     events.append(json.loads(line.removeprefix("data: ")))
         assert ended, "the stream broke off"
         ends = [event["meta_info"]["finish_reason"] is not None for event in events]
-        assert ends.index(True) == len(ends) - 1, "a request ends once, with its last event"
+        assert ends.index(True) == len(ends) - 1, "a request must end once, with its last event"
         for earlier, later in pairwise(events):
             assert later["text"].startswith(earlier["text"]), "text was taken back"
             assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
@@ -131,7 +136,7 @@ class Fuzz:
     def _check(self, reply: Any, prompt: str, count: int) -> None:
         ids, meta = reply["output_ids"], reply["meta_info"]
         reason = meta["finish_reason"]["type"]
-        assert ids == self._whole[prompt][: len(ids)], "a token was lost, repeated or made up"
+        assert ids == self._whole[prompt][: len(ids)], "a token was lost, repeated or invented"
         assert meta["completion_tokens"] == len(ids)
         assert (len(ids) == count) if reason == "length" else (reason == "abort" and len(ids) <= count)
         self.counts[reason] += 1

@@ -1,4 +1,4 @@
-"""A tiny checkpoint whose weights are finite, and whose logits are not behind one token."""
+"""Writes a tiny checkpoint with finite weights, whose logits are not finite after one token."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 
 from tests.support.tiny_model import CONFIG, write_model
 
-POISON = 200  # the token
+POISON = 200  # the token after which logits are not finite
 _HUGE = 1e20
 
 
 def write_overflowing_model(directory: Path) -> Path:
-    """The last hidden dimension is zero for all tokens but `POISON`, and overflows in the first MLP."""
+    """Writes a model whose last hidden dimension is 0 except for `POISON`, and overflows in the first MLP."""
     write_model(directory)
     vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
     hidden, inner, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], 32

@@ -1,4 +1,4 @@
-"""`segue serve` as a process, and a client of it that waits for what the server does."""
+"""Runs `segue serve` as a process, with a client that can wait for the server's state."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Served:
 
 @contextmanager
 def serve(*options: str, log: IO[str] | None = None) -> Iterator[Served]:
-    """A server, until the block is left. Its log goes to ``log``, or to ours."""
+    """Runs a server for the block. Its log goes to ``log``, by default to this process's stderr."""
     command = [sys.executable, "-m", "segue", "serve", "--port", "0", "--log-level", "warning"]
-    command += ["--drain-s", "0", *options]  # a test that fails leaves requests behind
+    command += ["--drain-s", "0", *options]  # a failed test leaves requests, which need not be drained
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None
@@ -71,12 +71,12 @@ def serve(*options: str, log: IO[str] | None = None) -> Iterator[Served]:
 
 
 def greedy(count: int, **params: Any) -> dict[str, Any]:
-    """Sampling parameters of a request that ends after exactly ``count`` tokens."""
+    """Returns sampling parameters of a request that ends after exactly ``count`` tokens."""
     return {"temperature": 0, "max_new_tokens": count, "ignore_eos": True} | params
 
 
 class Client:
-    """Short ways to ask a server; requests run in threads."""
+    """A client with short calls for a server's routes; requests run in threads."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -88,28 +88,28 @@ class Client:
         self.http.close()
 
     def generate(self, text: Any, params: Any, **fields: Any) -> Any:
-        """The reply of the native API."""
+        """Returns the reply of the native API."""
         body = {"text": text, "sampling_params": params} | fields
         response = self.http.post("/generate", json=body)
         assert response.status_code == 200, response.text
         return response.json()
 
     def start(self, text: Any, params: Any, **fields: Any) -> Future[Any]:
-        """The reply, once it is there."""
+        """Sends a request in a thread, and returns the future of its reply."""
         return self._threads.submit(self.generate, text, params, **fields)
 
     def begin(self, text: Any, params: Any, rid: str) -> Future[Any]:
-        """The reply, once it is there; returns when the request runs."""
+        """Sends a request, waits until it runs, and returns the future of its reply."""
         future = self.start(text, params, rid=rid)
         self.until(running_batch_rids=[rid])
         return future
 
     def run(self, work: Callable[[], T]) -> Future[T]:
-        """Do something else in a thread."""
+        """Runs `work` in a thread."""
         return self._threads.submit(work)
 
     def stream(self, text: Any, params: Any, **fields: Any) -> Streaming:
-        """A streamed reply that is being read."""
+        """Starts a streamed reply, which a thread reads."""
         return Streaming(self.http, {"text": text, "sampling_params": params, "stream": True} | fields)
 
     def pause(self, mode: str | None = None, **fields: Any) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Client:
         return state
 
     def until(self, timeout: float = 30.0, **facts: Any) -> dict[str, Any]:
-        """The state, once it agrees with ``facts``."""
+        """Waits until the state agrees with ``facts``, and returns the state."""
         deadline = time.monotonic() + timeout
         while True:
             state = self.state()
@@ -151,19 +151,19 @@ class Client:
             time.sleep(0.005)
 
     def until_more(self, tokens: int) -> None:
-        """Wait until the engine has generated more than so many tokens."""
+        """Waits until the engine has generated more than ``tokens`` tokens."""
         deadline = time.monotonic() + 30
         while self.state()["num_generated_tokens"] <= tokens:
-            assert time.monotonic() < deadline, f"no token came behind {tokens}"
+            assert time.monotonic() < deadline, f"no token came after {tokens}"
             time.sleep(0.005)
 
     def waiting(self, *rids: str) -> dict[str, Any]:
-        """The state, once exactly these wait, in this order."""
+        """Waits until exactly these requests wait, in this order, and returns the state."""
         return self.until(waiting_queue_rids=list(rids))
 
 
 class Streaming:
-    """A native reply as it comes; a thread reads it."""
+    """A streamed native reply, which a thread reads as it arrives."""
 
     def __init__(self, http: httpx.Client, body: dict[str, Any]) -> None:
         self.events: list[dict[str, Any]] = []
@@ -176,17 +176,17 @@ class Streaming:
         self._thread.start()
 
     def wait(self, tokens: int = 1) -> None:
-        """Until so many tokens have come, or the stream has ended."""
+        """Waits until ``tokens`` tokens have arrived, or the stream has ended."""
         with self._changed:
-            came = self._changed.wait_for(lambda: self.ended or len(self.ids) >= tokens, 30)
-        assert came, f"{tokens} tokens did not come; {len(self.ids)} did"
+            arrived = self._changed.wait_for(lambda: self.ended or len(self.ids) >= tokens, 30)
+        assert arrived, f"{len(self.ids)} of {tokens} tokens arrived"
 
     @property
     def ids(self) -> list[int]:
         return self.events[-1]["output_ids"] if self.events else []
 
     def result(self) -> dict[str, Any]:
-        """The last event, after the end; the text of no event may contradict that of a later one."""
+        """Waits for the end and returns the last event; each event must extend the one before."""
         self._thread.join(60)
         assert not self._thread.is_alive() and self.ended, "the stream did not end"
         for earlier, later in zip(self.events, self.events[1:], strict=False):
@@ -195,7 +195,7 @@ class Streaming:
         return self.events[-1]
 
     def leave(self) -> None:
-        """Close the connection, though the server has not finished."""
+        """Closes the connection before the server has finished."""
         assert self._response is not None
         self._left = True
         stream = self._response.extensions["network_stream"]

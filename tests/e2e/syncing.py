@@ -1,4 +1,4 @@
-"""A server of a tiny model, and a trainer process that knows only torch, brought together over HTTP."""
+"""Connects servers of a tiny model and a trainer process that uses only torch, over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 
 def write_checkpoints(directory: Path, kind: str, count: int = 2, **options: Any) -> list[Path]:
-    """Checkpoints of one architecture with different weights."""
+    """Writes checkpoints of one architecture with different weights."""
     paths = []
     for index in range(count):
         model, noise = tiny.make(kind, **options), torch.Generator().manual_seed(index)
@@ -37,24 +37,24 @@ def write_checkpoints(directory: Path, kind: str, count: int = 2, **options: Any
 
 
 def file_of(checkpoint: Path) -> Path:
-    """Of a directory, or the file itself."""
+    """Returns the weight file of a checkpoint directory, or the file itself."""
     return checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
 
 
 def tensors_of(checkpoint: Path) -> list[tuple[str, str, list[int]]]:
-    """(name, dtype, shape) of everything in it, without what a tied model does not send."""
+    """Returns (name, dtype, shape) of all tensors in the file; a tied model's file has no head."""
     with safe_open(file_of(checkpoint), "pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no mapping
     return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in found.items()]
 
 
-def cut(tensors: Sequence[Any], count: int) -> list[list[Any]]:
-    """Into so many buckets, of about as many tensors."""
+def split(tensors: Sequence[Any], count: int) -> list[list[Any]]:
+    """Splits tensors into ``count`` buckets of about equal numbers."""
     return [list(tensors[index::count]) for index in range(count)]
 
 
 def described(buckets: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """As ``/prepare_weights_update`` takes them."""
+    """Returns the buckets in the form of ``/prepare_weights_update``."""
     return [
         {
             "names": [name for name, _, _ in bucket],
@@ -66,7 +66,7 @@ def described(buckets: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def free_port() -> int:
-    """A port that nobody uses at the moment."""
+    """Returns a port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -75,10 +75,10 @@ def free_port() -> int:
 
 @dataclass
 class Syncing:
-    """Engines, and the trainer of the moment."""
+    """Servers, and the trainer that is connected to them."""
 
     servers: list[Served]
-    trainers: str  # where they are to be had
+    trainers: str  # the address of the process that starts trainers
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(32))
     trainer: Trainer | None = None
     port: int = 0
@@ -107,7 +107,7 @@ class Syncing:
         return self.trainer
 
     def meet(self, name: str = "g", *, port: int = 0, ranks: int = 1) -> None:
-        """The trainer hosts a group and every engine joins it."""
+        """Lets the trainer host a group, and every engine join it."""
         assert self.trainer is not None
         self.port = port or free_port()
         size = 1 + ranks * len(self.clients)
@@ -134,7 +134,7 @@ class Syncing:
     def send(
         self, buckets: Sequence[Any], *, name: str = "g", flattened: bool = False, after: float = 0.0
     ) -> None:
-        """Begin to broadcast; `sent` waits for the end."""
+        """Begins to broadcast; `sent` waits for the end."""
         assert self.trainer is not None
         self.trainer.do("make", buckets=buckets, flattened=flattened)
         self.trainer.begin("send", name=name, after=after)
@@ -166,7 +166,7 @@ class Syncing:
         return status
 
     def until(self, timeout: float = DEADLINE_S, **facts: Any) -> dict[str, Any]:
-        """The status, once it agrees."""
+        """Waits until the status agrees with ``facts``, and returns the status."""
         deadline = time.monotonic() + timeout
         while True:
             status = self.status()
@@ -180,7 +180,7 @@ class Syncing:
         return total
 
     def replies(self, client: httpx.Client | None = None) -> list[Any]:
-        """Greedy tokens and their logprobs."""
+        """Returns greedy tokens and their logprobs."""
         body = {"input_ids": PROMPTS, "sampling_params": GREEDY, "return_logprob": True}
         replies = (client or self.http).post("/generate", json=body)
         assert replies.status_code == 200, replies.text
@@ -192,11 +192,11 @@ class Syncing:
     def update(
         self, checkpoint: Path, *, buckets: int = 3, flattened: bool = False, **fields: Any
     ) -> dict[str, Any]:
-        """A whole session, with the trainer that there is."""
-        sets = cut(tensors_of(checkpoint), buckets)
-        ready = self.prepare(sets, load_format="flattened_bucket" if flattened else None)
+        """Runs a whole update session with the current trainer."""
+        parts = split(tensors_of(checkpoint), buckets)
+        ready = self.prepare(parts, load_format="flattened_bucket" if flattened else None)
         assert ready["status"] == "ready", ready
-        self.send(sets, flattened=flattened)
+        self.send(parts, flattened=flattened)
         done = self.complete(**fields)
         assert "error" not in self.sent()
         return done
@@ -204,7 +204,7 @@ class Syncing:
 
 @contextmanager
 def syncing(trainers: str, *checkpoints: Path, options: Sequence[str] = ()) -> Iterator[Syncing]:
-    """One server a checkpoint."""
+    """Starts one server per checkpoint, for one or two checkpoints."""
     servers = [serve("--model", str(path), *options) for path in checkpoints]
     with servers[0] as first:
         if len(servers) == 1:

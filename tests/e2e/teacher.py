@@ -1,4 +1,4 @@
-"""Teacher forcing through the public API: every token is judged on the reference's own past."""
+"""Teacher forcing through the public API: every token is judged after the reference's own tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.fixtures.reference import NEAR_TIE, NUM_TOKENS, Case
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """What became of all tokens of all cases."""
+    """The result of comparing all tokens of all cases with the reference."""
 
     wrong: list[str] = field(default_factory=list)
-    excused: list[str] = field(default_factory=list)  # another choice where the reference nearly tied
-    different_texts: list[str] = field(default_factory=list)  # of the free-running first round
+    excused: list[str] = field(default_factory=list)  # different tokens where the reference has a near tie
+    different_texts: list[str] = field(default_factory=list)  # cases whose text differs in the first round
     first_round: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -24,10 +24,11 @@ def greedy(num_tokens: int) -> dict[str, Any]:
 
 
 def judge(engine: Any, cases: Sequence[Case], **options: Any) -> Verdict:
-    """Generate all cases at once. While a case agrees it is conditioned on the reference by itself; behind a
-    token that differs it is continued from the reference's token, until each position has been judged.
+    """Generates all cases at once, and judges every token.
 
-    ``options`` go to ``Engine.generate``.
+    As long as a case agrees, it is conditioned on the reference's tokens. After a token that differs, the
+    case is generated again from the reference's token, until every position is judged. ``options`` go to
+    ``Engine.generate``.
     """
     verdict = Verdict()
     pending = {case.name: 0 for case in cases}
@@ -57,7 +58,7 @@ def judge(engine: Any, cases: Sequence[Case], **options: Any) -> Verdict:
 
 
 def _compare(case: Case, start: int, tokens: Sequence[int], verdict: Verdict) -> int:
-    """Judge up to the first difference; returns the next position to judge."""
+    """Judges up to the first difference, and returns the next position to judge."""
     expected = case.output_ids[start:]
     assert len(tokens) == len(expected), f"{case.name}: {len(tokens)} tokens, not {len(expected)}"
     for position, (token, right) in enumerate(zip(tokens, expected, strict=True), start):

@@ -1,6 +1,6 @@
-"""Trainers of other projects, the seed's and our own, and real servers of experts.
+"""Real servers of a mixture of experts are updated by trainers of other projects and by Segue's own sender.
 
-The others' call orders are repeated by a process that has torch and knows no Segue.
+A process that uses torch, and nothing of Segue, repeats the calls of the other projects.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KIND = {"kind": "qwen3-moe", "max_position_embeddings": 2048}
 
 
 def answers(client: Client) -> list[Any]:
-    """Greedy tokens and their logprobs."""
+    """Returns greedy tokens and their logprobs."""
     replies = client.generate(None, greedy(8), input_ids=PROMPTS, return_logprob=True)
     return [reply["meta_info"]["output_token_logprobs"] for reply in replies]
 
@@ -56,7 +56,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @dataclass(frozen=True)
 class Servers:
-    """Two, and what each checkpoint answers."""
+    """Two servers, and the answers of each checkpoint."""
 
     clients: list[Client]
     expected: list[list[Any]]
@@ -79,7 +79,7 @@ def running(checkpoints: list[Path]) -> Iterator[Servers]:
 
 @pytest.fixture
 def servers(running: Servers, checkpoints: list[Path]) -> Servers:
-    """With the first weights."""
+    """Returns the servers with the first weights."""
     for client in running.clients:
         load(client, checkpoints[0])
         assert answers(client) == running.expected[0]
@@ -87,13 +87,13 @@ def servers(running: Servers, checkpoints: list[Path]) -> Servers:
 
 
 class Trainer:
-    """The process, spoken to line by line."""
+    """A trainer process that reads one command per line."""
 
     def __init__(self) -> None:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen([sys.executable, str(TRAINER)], stdin=pipe, stdout=pipe, text=True)
 
-    def order(self, line: str, answer: str) -> None:
+    def send(self, line: str, answer: str) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
@@ -108,21 +108,21 @@ def trainer() -> Iterator[Trainer]:
         trainer.process.kill()
 
 
-@pytest.mark.parametrize("name", ["slime", "areal", "seed"])
-def test_a_client_of_old_ends_with_its_weights(
+@pytest.mark.parametrize("name", ["slime", "areal", "prepared"])
+def test_a_trainer_that_knows_no_segue_sends_its_weights(
     trainer: Trainer, servers: Servers, checkpoints: list[Path], name: str
 ) -> None:
     client = servers.clients[0]
-    trainer.order(json.dumps([name, client.served.url, str(checkpoints[1] / "sent")]), "met")
+    trainer.send(json.dumps([name, client.served.url, str(checkpoints[1] / "sent")]), "connected")
     running = client.start(None, greedy(2000), rid="running", input_ids=PROMPTS[0])
     client.until(running_batch_rids=["running"])
-    trainer.order("go", "done")
-    if name == "seed":  # the others have ended it
+    trainer.send("go", "done")
+    if name == "prepared":  # the others abort the running request
         client.until_more(client.state()["num_generated_tokens"])
         client.abort("running")
     meta = running.result(30)["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
-    assert len(meta["weight_versions"]) == (2 if name == "seed" else 1)
+    assert len(meta["weight_versions"]) == (2 if name == "prepared" else 1)
     assert answers(client) == servers.expected[1]
     assert not client.state()["engine_paused"]
 
@@ -132,7 +132,7 @@ def trained(checkpoint: Path) -> Any:
 
 
 @pytest.mark.parametrize("flattened", [False, True])
-def test_two_servers_take_what_our_sender_sends_or_neither_does(
+def test_either_both_servers_take_an_update_or_neither(
     servers: Servers, checkpoints: list[Path], flattened: bool
 ) -> None:
     one, other = servers.clients
@@ -149,9 +149,7 @@ def test_two_servers_take_what_our_sender_sends_or_neither_does(
     assert one.served.get("/weight_version").json() == {"weight_version": "mine"}
 
 
-def test_a_server_that_is_killed_leaves_the_other_as_it_was(
-    servers: Servers, checkpoints: list[Path]
-) -> None:
+def test_a_killed_server_leaves_the_other_unchanged(servers: Servers, checkpoints: list[Path]) -> None:
     one, other = servers.clients
 
     def kill(progress: Progress) -> None:

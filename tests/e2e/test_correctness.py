@@ -1,4 +1,4 @@
-"""SmolLM2 in float32 against transformers, token by token, plain and under every kind of stress."""
+"""SmolLM2 in float32 is compared with transformers, token by token, with default options and under stress."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ REFERENCE = reference.load()
 CASES = REFERENCE.cases
 LOGPROB_TOLERANCE = 1e-4
 WITH_LOGPROBS: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": NUM_TOP}
-# KV tokens that hold the longest request (584) and little more, so that not all that start can stay.
+# KV tokens for the longest request (584) and little more, so that running requests are preempted.
 TIGHT = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Options of an engine, and what must have happened in it for the run to prove anything."""
+    """Options of an engine, and the events that a run needs to be a valid test of them."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
-    logprobs: bool = False  # ask for them from the start: another sampling path than the plain one
+    logprobs: bool = False  # whether requests ask for logprobs, which takes another sampling mode
     preempts: bool = False
     caches: bool = True
     cases: Sequence[Case] = CASES
@@ -59,9 +59,9 @@ SETUPS = (
 
 
 def shortened() -> Iterator[Any]:
-    """The short form has the plain setup, and as many prompts as it takes of the one with the most stress.
+    """Yields the setups: the short run has the plain one, and some prompts of the one with the most stress.
 
-    The long one has every setup with all prompts.
+    The slow run has every setup with all prompts.
     """
     plain, *stressed = SETUPS
     yield pytest.param(plain, id=plain.name)
@@ -74,7 +74,7 @@ def shortened() -> Iterator[Any]:
 
 @pytest.fixture(scope="module", params=shortened())
 def running(request: pytest.FixtureRequest) -> Iterator[tuple[Setup, Any]]:
-    """One engine a setup; pytest runs all tests of one before it starts the next."""
+    """Yields one engine per setup; pytest runs all tests of a setup before it starts the next."""
     setup: Setup = request.param
     with segue.Engine(dtype="float32", **setup.options) as engine:
         yield setup, engine
@@ -82,7 +82,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[tuple[Setup, Any]]:
 
 @pytest.fixture(scope="module")
 def verdict(running: tuple[Setup, Any]) -> Verdict:
-    """All prompts of the setup at once."""
+    """Judges all prompts of the setup at once."""
     setup, engine = running
     return judge(engine, setup.cases, **(WITH_LOGPROBS if setup.logprobs else {}))
 
@@ -92,16 +92,16 @@ def state(engine: Any) -> dict[str, Any]:
     return internal
 
 
-def test_every_token_is_the_choice_of_the_reference(verdict: Verdict) -> None:
+def test_every_token_equals_the_reference(verdict: Verdict) -> None:
     print("excused as near ties:", verdict.excused or "none")
     assert verdict.wrong == []
 
 
-def test_free_running_text_is_that_of_the_reference(running: tuple[Setup, Any], verdict: Verdict) -> None:
+def test_free_running_text_equals_the_reference(running: tuple[Setup, Any], verdict: Verdict) -> None:
     assert len(verdict.different_texts) <= len(running[0].cases) // 15, verdict.different_texts
 
 
-def test_logprobs_are_those_of_the_reference(running: tuple[Setup, Any], verdict: Verdict) -> None:
+def test_logprobs_equal_the_reference(running: tuple[Setup, Any], verdict: Verdict) -> None:
     setup, engine = running
     cases, replies = setup.cases, verdict.first_round
     if not setup.logprobs:
@@ -125,8 +125,8 @@ def test_logprobs_are_those_of_the_reference(running: tuple[Setup, Any], verdict
     assert worst <= LOGPROB_TOLERANCE
 
 
-def test_prompt_logprobs_are_those_of_the_reference(running: tuple[Setup, Any], verdict: Verdict) -> None:
-    """The reference's output, given as part of the prompt, has the logprobs it had when it was generated."""
+def test_prompt_logprobs_equal_the_reference(running: tuple[Setup, Any], verdict: Verdict) -> None:
+    """The reference's output has the same logprobs as part of a prompt as when it was generated."""
     case = REFERENCE.case("turns")
     start = len(case.prompt_ids)
     reply = running[1].generate(
@@ -152,7 +152,7 @@ def test_the_stress_took_place(running: tuple[Setup, Any], verdict: Verdict) -> 
     assert (reply["meta_info"]["cached_tokens"] > 0) == setup.caches
 
 
-def test_nothing_is_left_behind(running: tuple[Setup, Any], verdict: Verdict) -> None:
+def test_no_request_remains(running: tuple[Setup, Any], verdict: Verdict) -> None:
     internal = state(running[1])
     assert (internal["running_batch_size"], internal["waiting_queue_size"]) == (0, 0)
     assert internal["req_to_token_pool_used"] == 0

@@ -1,4 +1,4 @@
-"""SmolLM2 with `--deterministic`: a crowd and each alone give the same tokens and the same bits."""
+"""SmolLM2 with `--deterministic`: requests give the same tokens and bits together as alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WITH_LOGPROBS: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 2}
 
 
 def replies(engine: Any, prompts: list[list[int]], num_tokens: int) -> list[tuple[Any, ...]]:
-    """What has to be equal, of requests that run together; floats as they are, so bit for bit."""
+    """Runs requests together, and returns what must be equal; floats are not rounded, so bit for bit."""
     found = engine.generate(input_ids=prompts, sampling_params=greedy(num_tokens), **WITH_LOGPROBS)
     return [
         (
@@ -35,7 +35,7 @@ def make_engine(dtype: str, **options: Any) -> Any:
     )
 
 
-def test_32_requests_at_once_have_the_bits_of_each_alone() -> None:
+def test_32_requests_together_equal_each_alone() -> None:
     assert len(SHORT) == 32
     with make_engine("bfloat16", disable_prefix_cache=True) as engine:
         together = replies(engine, SHORT, 6)
@@ -46,7 +46,7 @@ def test_32_requests_at_once_have_the_bits_of_each_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_32_longer_requests_have_the_bits_of_each_alone_and_of_a_cached_prefix(dtype: str) -> None:
+def test_32_longer_requests_equal_each_alone_and_with_a_cached_prefix(dtype: str) -> None:
     with make_engine(dtype) as engine:
         alone = [replies(engine, [prompt], 16)[0] for prompt in PROMPTS]
         assert replies(engine, PROMPTS, 16) == alone  # prefixes are cached now

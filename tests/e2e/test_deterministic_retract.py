@@ -1,4 +1,4 @@
-"""`--deterministic` on the CPU: a retraction changes no bit. tests/gpu has the same for CUDA."""
+"""`--deterministic` on the CPU: a retraction changes no bit. tests/gpu has the same tests for CUDA."""
 
 from __future__ import annotations
 

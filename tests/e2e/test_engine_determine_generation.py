@@ -1,4 +1,4 @@
-"""Interrupted generation of `segue.Engine` gives the tokens of uninterrupted generation (seed 001, 4.3)."""
+"""Interrupted generation of `segue.Engine` gives the tokens of uninterrupted generation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNT = 12
 LOGPROBS = {"return_logprob": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
-    "small chunks and pages": {  # the seed's way
+    "small chunks and pages": {  # not batch-invariant: only tokens and texts must be equal
         "chunked_prefill_size": 4,
         "page_size": 4,
         "precompile_bs_paddings": [4],
@@ -43,7 +43,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[segue.Engine]:
 
 @pytest.fixture(scope="module")
 def baseline(engine: segue.Engine) -> list[Any]:
-    """All replies without a pause."""
+    """Returns all replies without a pause."""
     return results(begin(engine, PROMPTS, greedy(COUNT), **LOGPROBS))
 
 
@@ -56,7 +56,7 @@ def assert_same(engine: segue.Engine, replies: list[Any], baseline: list[Any]) -
 
 
 def aborted(engine: segue.Engine, prompts: list[str]) -> list[Any]:
-    """The replies of requests that a pause aborts once all of them run."""
+    """Returns the replies of requests that a pause aborts once all of them run."""
     futures = begin(engine, prompts, greedy(COUNT), **LOGPROBS)
     until(engine, running_batch_rids=list(futures), chunked_req_is_none=True)
     engine.pause_generation("abort")
@@ -73,21 +73,29 @@ def assert_prefixes(replies: list[Any], baseline: list[Any]) -> None:
         assert expected["text"].startswith(reply["text"])
 
 
-def test_one_request_retracted_against_no_pause(engine: segue.Engine, baseline: list[Any]) -> None:
+def test_one_retracted_request_equals_the_uninterrupted_one(
+    engine: segue.Engine, baseline: list[Any]
+) -> None:
     replies = interrupted(engine, PROMPTS[:1], greedy(COUNT), pauses=2, random=Random(1), **LOGPROBS)
     assert_same(engine, replies, baseline[:1])
 
 
-def test_one_request_aborted_against_no_pause(engine: segue.Engine, baseline: list[Any]) -> None:
+def test_one_aborted_request_is_a_prefix_of_the_uninterrupted_one(
+    engine: segue.Engine, baseline: list[Any]
+) -> None:
     assert_prefixes(aborted(engine, PROMPTS[:1]), baseline[:1])
     assert_same(engine, [engine.generate(PROMPTS[0], greedy(COUNT), **LOGPROBS)], baseline[:1])
 
 
-def test_many_requests_retracted_against_no_pause(engine: segue.Engine, baseline: list[Any]) -> None:
+def test_many_retracted_requests_equal_the_uninterrupted_ones(
+    engine: segue.Engine, baseline: list[Any]
+) -> None:
     replies = interrupted(engine, PROMPTS, greedy(COUNT), pauses=3, random=Random(2), **LOGPROBS)
     assert_same(engine, replies, baseline)
 
 
-def test_many_requests_aborted_against_no_pause(engine: segue.Engine, baseline: list[Any]) -> None:
+def test_many_aborted_requests_are_prefixes_of_the_uninterrupted_ones(
+    engine: segue.Engine, baseline: list[Any]
+) -> None:
     assert_prefixes(aborted(engine, PROMPTS), baseline)
     assert_same(engine, results(begin(engine, PROMPTS, greedy(COUNT), **LOGPROBS)), baseline)

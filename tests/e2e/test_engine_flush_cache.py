@@ -1,4 +1,4 @@
-"""Flushing the cache of `segue.Engine` (seed 001, 4.2): everything is as at the start."""
+"""Flushing the cache of `segue.Engine` restores the state of its start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEDULING: dict[str, Any] = {
 
 @pytest.fixture
 def start(engine: segue.Engine) -> dict[str, Any]:
-    """The state of an engine that has not run since its last flush, and of one that has never run."""
+    """Returns the state of an engine that has not run since its last flush, which is that of a new engine."""
     now = state(engine)
     assert [now[name] for name in RESTORED] == [1024, 0, 0, 0, now["init_new_token_ratio"]]
     return {name: now[name] for name in RESTORED}
@@ -41,7 +41,7 @@ def assert_restored(engine: segue.Engine, start: dict[str, Any]) -> None:
     assert {name: now[name] for name in RESTORED} == start
 
 
-def test_after_a_generation(engine: segue.Engine, start: dict[str, Any]) -> None:
+def test_a_flush_after_a_generation_restores_the_state(engine: segue.Engine, start: dict[str, Any]) -> None:
     engine.generate(PROMPT, greedy(COUNT))
     used = state(engine)
     assert used["available_kv_tokens"] < start["available_kv_tokens"]
@@ -53,7 +53,7 @@ def test_after_a_generation(engine: segue.Engine, start: dict[str, Any]) -> None
     assert_restored(engine, start)
 
 
-def test_clears_what_is_scheduled(engine: segue.Engine, start: dict[str, Any]) -> None:
+def test_a_flush_clears_the_scheduling_state(engine: segue.Engine, start: dict[str, Any]) -> None:
     engine.generate([PROMPT, "Once upon a time"], greedy(COUNT))
     assert engine.flush_cache().success
     now = state(engine)
@@ -61,16 +61,18 @@ def test_clears_what_is_scheduled(engine: segue.Engine, start: dict[str, Any]) -
     assert_restored(engine, start)
 
 
-def test_generation_works_afterwards_and_gives_the_same(engine: segue.Engine) -> None:
+def test_generation_after_a_flush_gives_the_same_tokens(engine: segue.Engine) -> None:
     before = engine.generate(PROMPT, greedy(COUNT))
     assert engine.flush_cache().success
     after = engine.generate(PROMPT, greedy(COUNT))
     assert (after["text"], after["output_ids"]) == (before["text"], before["output_ids"])
     assert len(after["output_ids"]) == COUNT
-    assert after["meta_info"]["cached_tokens"] == 0, "nothing was left to be found"
+    assert after["meta_info"]["cached_tokens"] == 0, "the cache must be empty"
 
 
-def test_cycles_of_generating_and_flushing(engine: segue.Engine, start: dict[str, Any]) -> None:
+def test_repeated_generations_and_flushes_restore_the_state(
+    engine: segue.Engine, start: dict[str, Any]
+) -> None:
     for number in range(3):
         reply = engine.generate(f"{number}. {PROMPT}", greedy(COUNT))
         assert reply["meta_info"]["completion_tokens"] == COUNT

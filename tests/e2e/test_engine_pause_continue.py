@@ -1,4 +1,4 @@
-"""Pausing and continuing `segue.Engine` (seed 001, 4.1)."""
+"""Pausing and continuing `segue.Engine`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import segue
 from tests.e2e.engines import begin, greedy, results, state, until
 
-# With their outputs these stay within a page of 16 tokens each.
+# Each prompt with its output fits a page of 16 tokens.
 PROMPTS = ["Once upon a time", "The capital of France is", "A list of animals:"]
 RIDS = ["r0", "r1", "r2"]
 COUNT = 10
@@ -28,7 +28,7 @@ def test_retract_mode(engine: segue.Engine) -> None:
     assert (after["engine_paused"], after["pause_mode"]) == (True, "retract")
     assert (after["running_batch_size"], after["running_batch_rids"]) == (0, [])
     assert (after["waiting_queue_size"], after["waiting_queue_rids"]) == (3, before["running_batch_rids"])
-    assert after["available_kv_tokens"] > before["available_kv_tokens"], "their KV is given back"
+    assert after["available_kv_tokens"] > before["available_kv_tokens"], "the requests' KV must be freed"
     assert after["req_to_token_pool_used"] == 0
     assert not any(future.done() for future in futures.values())
     engine.continue_generation()
@@ -70,7 +70,7 @@ def test_cycles_of_alternating_modes(engine: segue.Engine) -> None:
 
 
 def test_abort_mode(engine: segue.Engine) -> None:
-    futures = begin(engine, [*PROMPTS, *PROMPTS], greedy(COUNT))  # more than there are rows
+    futures = begin(engine, [*PROMPTS, *PROMPTS], greedy(COUNT))  # more requests than slots
     until(engine, running_batch_size=4, waiting_queue_size=2)
     paused = engine.pause_generation("abort")
     assert paused.num_aborted == 6

@@ -1,4 +1,4 @@
-"""The examples of training, run as a user runs them."""
+"""The training examples run as a user runs them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def rl_loop(output: Path, *options: str, timeout: float) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.slow  # tests/e2e/test_trainer.py and test_clients.py have what it is made of
-def test_the_rl_loop_rolls_out_with_the_weights_it_has_sent(tmp_path: Path) -> None:
+@pytest.mark.slow  # tests/e2e/test_trainer.py and test_clients.py test its parts
+def test_the_rl_loop_rolls_out_with_the_weights_that_it_sent(tmp_path: Path) -> None:
     small = {"num-prompts": 1, "group-size": 8, "max-tokens": 16, "num-steps": 2, "learning-rate": 1e-3}
     options = [text for name, value in small.items() for text in (f"--{name}", str(value))]
     record = rl_loop(tmp_path / "rl", *options, timeout=100)
-    # a step this large changes logprobs by nats: with the old weights in the engine the gap was 3
+    # A step this large changes logprobs by nats: with the old weights in the engine, the gap was 3.
     assert all(step["logprob_gap"] < 0.5 for step in record["steps"])
 
 

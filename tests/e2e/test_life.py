@@ -1,4 +1,4 @@
-"""The real server with a worker that is stopped, and with a signal while it answers."""
+"""The real server while its worker is stopped, and when it gets a signal while it answers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.e2e.served import STORY, Client, greedy, serve
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    """Of a server with a drain; the last test ends it."""
+    """Yields a client of a server with a drain period; the last test ends that server."""
     with serve("--dtype", "float32", "--ping-s", "1.5", "--drain-s", "30") as served:
         client = Client(served)
         yield client
         client.close()
 
 
-def test_a_worker_that_is_stopped_shows_and_goes_on_where_it_was(
+def test_a_stopped_worker_is_reported_and_continues_where_it_stopped(
     client: Client, wait_until: WaitUntil
 ) -> None:
     whole = client.generate(STORY, greedy(60))
@@ -50,7 +50,7 @@ def test_a_worker_that_is_stopped_shows_and_goes_on_where_it_was(
     assert client.http.get("/health_generate").json() == {"status": "ok"}
 
 
-def test_sigterm_lets_running_answers_end(client: Client) -> None:
+def test_sigterm_lets_running_answers_finish(client: Client) -> None:
     stream = client.stream(STORY, greedy(60))
     reply = client.start(STORY, greedy(60))
     stream.wait(5)

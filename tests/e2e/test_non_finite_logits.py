@@ -1,4 +1,4 @@
-"""A model that overflows behind one token: whoever meets it gets an error, and everybody else a reply."""
+"""A model that overflows after one token: requests with that token get an error, all others a reply."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def events(text: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_that_overflows_is_an_error_and_the_same_prompt_without_is_not(
+def test_a_prompt_that_overflows_is_an_error_and_a_clean_prompt_is_not(
     engine: segue.Engine, kind: str
 ) -> None:
     params = {"max_new_tokens": 4, "ignore_eos": True} | KINDS[kind]
@@ -91,7 +91,7 @@ def test_prompt_logprobs_that_overflow_are_an_error(engine: segue.Engine) -> Non
         )
 
 
-def test_requests_beside_it_get_what_they_get_alone(engine: segue.Engine) -> None:
+def test_requests_beside_an_overflowing_one_get_the_replies_that_they_get_alone(engine: segue.Engine) -> None:
     params = {"max_new_tokens": 30, "temperature": 0, "ignore_eos": True}
     prompts = [[*CLEAN, token] for token in range(80, 84)]
     alone = [engine.generate(input_ids=prompt, sampling_params=params)["output_ids"] for prompt in prompts]
@@ -145,7 +145,7 @@ def test_a_stream_that_fails_before_its_first_token_is_a_500(served: Served) -> 
     assert (reply.status_code, reply.json()["type"]) == (500, "non_finite_logits")
 
 
-def test_they_are_counted_and_logged_once(served: Served, log: Path) -> None:
+def test_overflows_are_counted_each_time_and_logged_once(served: Served, log: Path) -> None:
     def counted() -> float:
         lines = served.get("/metrics").text.splitlines()
         return float(

@@ -1,4 +1,4 @@
-"""Pausing, continuing, aborting and flushing over HTTP with the real model, seen from the clients' side."""
+"""Pausing, continuing, aborting and flushing over HTTP with the real model, as clients see it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.e2e.served import MODEL, Client, greedy, serve
 KV_TOKENS = 512
 OPTIONS = ("--dtype", "float32", "--page-size", "16", "--num-kv-tokens", str(KV_TOKENS))
 LIMITS = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
-# Six prompts on four rows: two wait.
+# Six prompts on four slots: two wait.
 PROMPTS = {
     "a": "Once upon a time",
     "b": "The capital of France is",
@@ -45,7 +45,7 @@ def shared() -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def whole(shared: Client) -> dict[str, dict[str, Any]]:
-    """The replies of requests that nothing interrupts."""
+    """Returns the replies of uninterrupted requests."""
     texts = [*PROMPTS.values(), LONG]
     replies = shared.generate(texts, greedy(COUNT))
     return dict(zip([*RIDS, "long"], replies, strict=True))
@@ -53,21 +53,21 @@ def whole(shared: Client) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def client(shared: Client) -> Iterator[Client]:
-    """After each test nothing may run, wait or be held, and a flush must bring back all of the KV cache."""
+    """Yields the client; after each test no request may run or wait, and a flush must free all KV pages."""
     assert shared.flush().status_code == 200
     yield shared
     shared.proceed()
-    shared.abort(abort_all=True)  # what a failed test has left
+    shared.abort(abort_all=True)  # a failed test may leave requests
     shared.until(running_batch_size=0, waiting_queue_size=0, req_to_token_pool_used=0)
     assert shared.flush(timeout=5).status_code == 200
     shared.until(available_kv_tokens=KV_TOKENS, tree_cache_size=0, engine_paused=False)
 
 
 def start_all(client: Client, **params: Any) -> dict[str, Any]:
-    """The six requests, when four run and two wait."""
+    """Starts the six requests, and returns their futures when four run and two wait."""
     client.pause("in_place")
     futures = {}
-    for index, rid in enumerate(RIDS):  # one after the other: their order is what tests look at
+    for index, rid in enumerate(RIDS):  # one after the other, because tests check their order
         futures[rid] = client.start(PROMPTS[rid], greedy(COUNT, **params), rid=rid)
         client.waiting(*RIDS[: index + 1])
     client.proceed()
@@ -111,7 +111,7 @@ def test_a_step_in_flight_is_awaited_and_its_tokens_are_delivered(
     made = state["num_generated_tokens"] - before
     stream.wait(made)
     assert len(stream.ids) == made
-    assert client.state()["num_generated_tokens"] == before + made, "nothing runs while it is paused"
+    assert client.state()["num_generated_tokens"] == before + made, "nothing may run in a pause"
     client.proceed()
     result = stream.result()
     if mode == "abort":
@@ -121,7 +121,7 @@ def test_a_step_in_flight_is_awaited_and_its_tokens_are_delivered(
         assert_whole(result, whole["a"])
 
 
-def test_without_a_mode_a_pause_aborts(client: Client, whole: dict[str, Any]) -> None:
+def test_a_pause_without_a_mode_aborts(client: Client, whole: dict[str, Any]) -> None:
     futures = start_all(client)
     reply = client.pause()
     assert (reply["mode"], reply["num_aborted"], reply["num_running"]) == ("abort", 6, 0)
@@ -132,7 +132,7 @@ def test_without_a_mode_a_pause_aborts(client: Client, whole: dict[str, Any]) ->
     assert futures["f"].result()["meta_info"]["finish_reason"]["message"] == "Abort before prefill"
 
 
-def test_retract_queues_what_ran_in_order_and_gives_its_kv_back(
+def test_retract_queues_running_requests_in_order_and_frees_their_kv(
     client: Client, whole: dict[str, Any]
 ) -> None:
     futures = start_all(client)
@@ -146,7 +146,7 @@ def test_retract_queues_what_ran_in_order_and_gives_its_kv_back(
         assert_whole(future.result(30), whole[rid])
 
 
-def test_in_place_moves_nothing_and_may_be_written_with_a_hyphen(
+def test_in_place_moves_no_request_and_may_be_written_with_a_hyphen(
     client: Client, whole: dict[str, Any]
 ) -> None:
     futures = start_all(client)
@@ -162,7 +162,7 @@ def test_in_place_moves_nothing_and_may_be_written_with_a_hyphen(
         assert_whole(future.result(30), whole[rid])
 
 
-def test_wait_lets_finish_what_runs_and_admits_nothing(client: Client, whole: dict[str, Any]) -> None:
+def test_wait_lets_running_requests_finish_and_admits_none(client: Client, whole: dict[str, Any]) -> None:
     futures = start_all(client)
     reply = client.pause("wait")
     assert (reply["mode"], reply["num_running"], reply["num_waiting"]) == ("wait", 0, 2)
@@ -212,7 +212,7 @@ def test_a_request_that_arrives_while_paused_is_queued(
 
 
 @each_gentle_mode
-def test_abort_while_paused_works_wherever_a_request_is(
+def test_abort_while_paused_works_for_running_and_waiting_requests(
     client: Client, whole: dict[str, Any], mode: str
 ) -> None:
     futures = start_all(client)
@@ -222,18 +222,20 @@ def test_abort_while_paused_works_wherever_a_request_is(
     late = client.start(STORY, greedy(COUNT), rid="late")
     client.until(waiting_queue_size=8 if mode == "retract" else 4)
     held = client.state()
-    for rid in ("b", "e", "stream", "late", "nobody"):  # ran, waited, waited, came later
+    for rid in ("b", "e", "stream", "late", "unknown"):  # running, waiting, waiting, arrived in the pause
         client.abort(rid)
     for future, expected in ((futures["b"], "b"), (futures["e"], "e"), (late, "a")):
         assert_aborted(future.result(5), whole[expected])
-    assert stream.result()["meta_info"]["finish_reason"]["type"] == "abort", "a final event, and [DONE]"
+    assert stream.result()["meta_info"]["finish_reason"]["type"] == "abort", (
+        "there must be a final event and [DONE]"
+    )
     state = client.state()
     assert state["engine_paused"]
     left = ["a", "c", "d", "f"]
     assert state["running_batch_rids"] + state["waiting_queue_rids"] == left
     if mode == "in_place":
         assert state["req_to_token_pool_used"] == held["req_to_token_pool_used"] - 1
-        assert state["available_kv_tokens"] > held["available_kv_tokens"], "its KV is free at once"
+        assert state["available_kv_tokens"] > held["available_kv_tokens"], "its KV must be free at once"
     client.proceed()
     for rid in left:
         assert_whole(futures[rid].result(30), whole[rid])
@@ -259,29 +261,29 @@ def test_a_flush_while_paused_by_retract_succeeds(client: Client, whole: dict[st
     assert response.status_code == 200
     assert response.text.startswith("Cache flushed.") and "Reason" not in response.text
     state = client.state()
-    assert (state["available_kv_tokens"], state["tree_cache_size"]) == (KV_TOKENS, 0), "all pages are free"
+    assert (state["available_kv_tokens"], state["tree_cache_size"]) == (KV_TOKENS, 0), (
+        "all pages must be free"
+    )
     assert state["waiting_queue_rids"] == RIDS
     client.proceed()
     for rid, future in futures.items():
         assert_whole(future.result(30), whole[rid])
 
 
-def test_a_flush_while_paused_in_place_with_live_requests_is_refused(
-    client: Client, whole: dict[str, Any]
-) -> None:
+def test_a_flush_while_requests_are_paused_in_place_is_refused(client: Client, whole: dict[str, Any]) -> None:
     future = client.begin(STORY, greedy(COUNT), "r")
     client.pause("in_place")
     response = client.flush()
     assert response.status_code == 400
     reason = response.text.partition("Reason: ")[2]
-    assert "1 request" in reason and "retract" in reason, "the reason, and the way out"
+    assert "1 request" in reason and "retract" in reason, "the text must have the reason and the remedy"
     client.pause("retract")
     assert client.flush().status_code == 200
     client.proceed()
     assert_whole(future.result(30), whole["a"])
 
 
-def test_a_flush_while_requests_run_or_wait(client: Client) -> None:
+def test_a_flush_while_requests_run_or_wait_is_refused_unless_it_may_wait(client: Client) -> None:
     futures = start_all(client)
     refused = client.flush()
     assert refused.status_code == 400
@@ -296,15 +298,15 @@ def test_a_flush_while_requests_run_or_wait(client: Client) -> None:
     assert (state["forward_ct_decode"], state["new_token_ratio"]) == (0, state["init_new_token_ratio"])
 
 
-def test_a_flush_says_how_much_it_forgot_and_the_next_prompt_finds_nothing(client: Client) -> None:
+def test_a_flush_reports_its_size_and_the_next_prompt_finds_an_empty_cache(client: Client) -> None:
     client.generate(LONG, greedy(1))
     assert client.state()["tree_cache_size"] > 200
     assert client.generate(LONG, greedy(1))["meta_info"]["cached_tokens"] > 200
-    forgotten = client.state()["tree_cache_size"]
+    cached = client.state()["tree_cache_size"]
     response = client.http.get("/flush_cache")
-    assert (response.status_code, f"Flushed items: {forgotten}" in response.text) == (200, True)
+    assert (response.status_code, f"Flushed items: {cached}" in response.text) == (200, True)
     assert client.generate(LONG, greedy(1))["meta_info"]["cached_tokens"] == 0
-    assert client.flush().status_code == 200, "a request whose reply has ended never makes a flush fail"
+    assert client.flush().status_code == 200, "a finished request must not make a flush fail"
 
 
 def test_pause_twice_and_continue_twice(client: Client, whole: dict[str, Any]) -> None:
@@ -312,25 +314,27 @@ def test_pause_twice_and_continue_twice(client: Client, whole: dict[str, Any]) -
     future = client.begin(STORY, greedy(COUNT), "r")
     first, second = client.pause("retract"), client.pause("retract")
     assert (first["num_retracted"], second["num_retracted"]) == (1, 0)
-    assert client.pause("in_place")["mode"] == "retract", "a weaker mode changes nothing, and says so"
+    assert client.pause("in_place")["mode"] == "retract", (
+        "a weaker mode must change nothing, and must return the current mode"
+    )
     client.proceed()
     client.proceed()
     assert_whole(future.result(30), whole["a"])
 
 
-def test_each_stronger_mode_may_follow(client: Client, whole: dict[str, Any]) -> None:
+def test_a_pause_can_be_raised_to_each_stronger_mode(client: Client, whole: dict[str, Any]) -> None:
     future = client.begin(STORY, greedy(COUNT), "r")
     for mode in ("in_place", "retract", "abort"):
         assert client.pause(mode)["mode"] == client.state()["pause_mode"] == mode
     assert_aborted(future.result(5), whole["a"])
 
 
-def test_a_second_abort_pause_aborts_what_has_queued_meanwhile(client: Client) -> None:
+def test_a_second_abort_pause_aborts_requests_that_were_queued_in_between(client: Client) -> None:
     client.pause("abort")
     future = client.start(STORY, greedy(COUNT), rid="late")
     client.waiting("late")
     assert client.pause("in_place")["mode"] == "abort"
-    assert client.state()["waiting_queue_rids"] == ["late"], "a weaker pause aborts nothing"
+    assert client.state()["waiting_queue_rids"] == ["late"], "a weaker pause must abort nothing"
     assert client.pause("abort")["num_aborted"] == 1
     assert future.result(5)["meta_info"]["finish_reason"]["type"] == "abort"
 
@@ -357,7 +361,7 @@ def test_a_client_that_disconnects_while_paused_is_aborted_at_once(
     assert state["available_kv_tokens"] + state["tree_cache_size"] == KV_TOKENS
 
 
-def test_a_stream_over_pauses_gives_each_piece_of_text_once(client: Client, whole: dict[str, Any]) -> None:
+def test_a_stream_across_pauses_gives_each_piece_of_text_once(client: Client, whole: dict[str, Any]) -> None:
     body = {"model": MODEL, "prompt": STORY, "max_tokens": COUNT, "temperature": 0}
     pieces: list[str] = []
     completions = client.served.openai.completions
@@ -380,7 +384,7 @@ def test_a_stream_that_is_silent_for_15_seconds_gets_a_comment(client: Client, w
     assert_whole(stream.result(), whole["a"])
 
 
-def test_n_pauses_leave_no_trace_in_logprobs_penalties_seeds_and_stop_strings(client: Client) -> None:
+def test_pauses_do_not_change_logprobs_penalties_seeds_and_stop_strings(client: Client) -> None:
     stop, count = "years w", 20
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (greedy(count), {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}),
@@ -420,7 +424,7 @@ def test_n_pauses_leave_no_trace_in_logprobs_penalties_seeds_and_stop_strings(cl
     assert stop not in interrupted[3]["text"]
 
 
-def test_with_a_ttl_the_pause_ends_by_itself(client: Client, whole: dict[str, Any]) -> None:
+def test_a_pause_with_a_ttl_ends_by_itself(client: Client, whole: dict[str, Any]) -> None:
     future = client.begin(STORY, greedy(COUNT), "r")
     began = time.monotonic()
     client.pause("retract", ttl_s=1.5)
@@ -431,7 +435,9 @@ def test_with_a_ttl_the_pause_ends_by_itself(client: Client, whole: dict[str, An
 
 
 @slow_in_place
-def test_a_rid_used_again(client: Client, whole: dict[str, Any], mode: str) -> None:
+def test_a_rid_can_be_reused_only_after_its_request_has_ended(
+    client: Client, whole: dict[str, Any], mode: str
+) -> None:
     future = client.begin(STORY, greedy(COUNT), "same")
     client.pause(mode)
     body = {"text": STORY, "sampling_params": greedy(COUNT), "rid": "same"}
@@ -444,7 +450,7 @@ def test_a_rid_used_again(client: Client, whole: dict[str, Any], mode: str) -> N
     assert_whole(again.result(30), whole["a"])
 
 
-def test_a_batch_over_a_pause(client: Client, whole: dict[str, Any]) -> None:
+def test_a_batch_across_a_pause_is_complete(client: Client, whole: dict[str, Any]) -> None:
     batch = client.start(list(PROMPTS.values()), greedy(COUNT), rid="batch")
     client.until(running_batch_size=4)
     client.pause("retract")
@@ -453,7 +459,7 @@ def test_a_batch_over_a_pause(client: Client, whole: dict[str, Any]) -> None:
         assert_whole(reply, expected)
 
 
-def test_prompts_that_share_a_prefix(client: Client, whole: dict[str, Any]) -> None:
+def test_prompts_that_share_a_prefix_survive_pauses(client: Client, whole: dict[str, Any]) -> None:
     assert_whole(client.generate(LONG, greedy(COUNT)), whole["long"])
     futures = [client.start(LONG, greedy(COUNT)) for _ in range(4)]
     client.until(running_batch_size=4)
@@ -467,10 +473,10 @@ def test_prompts_that_share_a_prefix(client: Client, whole: dict[str, Any]) -> N
 
 
 @slow_in_place
-def test_kv_exactly_full(client: Client, mode: str) -> None:
-    """Four requests of 128 tokens fill it; they are paused when not one page is free."""
+def test_a_pause_when_no_page_is_free(client: Client, mode: str) -> None:
+    """Four requests of 128 tokens fill the KV cache; they are paused when no page is free."""
     ids = [[number] * 124 for number in range(300, 304)]
-    params = greedy(5)  # the fifth is never fed back: 128 positions each
+    params = greedy(5)  # the fifth token is never fed back, so each request takes 128 positions
     bodies = [{"input_ids": each, "sampling_params": params} for each in ids]
     futures = [
         client.run(lambda body=body: client.http.post("/generate", json=body).json()) for body in bodies
@@ -510,7 +516,7 @@ def test_health_and_metrics_show_the_pause(client: Client) -> None:
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Of processes and all their threads, since they began."""
+    """Returns the CPU seconds of processes and all their threads since they began."""
     threads = [path for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
     return sum(int(path.read_text().split()[0]) for path in threads) / 1e9
 
@@ -521,7 +527,7 @@ def test_a_paused_server_takes_less_than_2_percent_of_a_core(client: Client, mod
     client.pause(mode)
     pids = [client.served.process.pid, *client.served.workers()]
     before, began = cpu_seconds(pids), time.monotonic()
-    time.sleep(2)  # what is measured
+    time.sleep(2)  # the measured time
     share = (cpu_seconds(pids) - before) / (time.monotonic() - began)
     print(f"paused ({mode}) with 6 requests: {share:.2%} of a core")
     assert share < 0.02
@@ -543,7 +549,7 @@ def test_every_rank_is_drained(whole: dict[str, Any]) -> None:
             pids = served.workers()
             before = cpu_seconds(pids)
             time.sleep(0.5)
-            assert cpu_seconds(pids) - before < 0.02, "no rank runs anything"
+            assert cpu_seconds(pids) - before < 0.02, "no rank may run anything"
             client.proceed()
             (assert_aborted if mode == "abort" else assert_whole)(future.result(60), whole["a"])
 

@@ -1,4 +1,4 @@
-"""The committed reference is still what transformers makes of the bundled model."""
+"""The committed reference is still what transformers generates with the bundled model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.fixtures import reference
 from tests.fixtures.prompts import PROMPTS
 from tests.fixtures.reference import NUM_TOKENS, NUM_TOP, Case, differences
 
-TOLERANCE = 5e-5  # of logprobs between two makings; other threads, other rounding
+TOLERANCE = 5e-5  # of logprobs between two runs, since other numbers of threads round differently
 
 
 def test_the_reference_was_made_from_the_bundled_model() -> None:
     assert reference.load().made_by["model_sha256"] == bundled.SHA256
 
 
-def test_the_reference_covers_every_prompt_whole() -> None:
+def test_the_reference_covers_every_prompt_completely() -> None:
     cases = reference.load().cases
     assert [case.name for case in cases] == [prompt.name for prompt in PROMPTS]
     for case in cases:
@@ -42,7 +42,7 @@ def test_a_changed_token_and_a_changed_logprob_are_differences() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("default")
-def test_made_again_the_reference_is_the_same() -> None:
+def test_a_new_reference_equals_the_committed_one() -> None:
     from tests.fixtures.make_reference import build
 
     again = build(bundled.ensure_bundled_model(Path(EngineConfig.create().cache_dir)))
@@ -50,5 +50,4 @@ def test_made_again_the_reference_is_the_same() -> None:
 
 
 def _with(case: Case, **changes: Any) -> Case:
-
     return replace(case, **changes)

@@ -1,4 +1,4 @@
-"""`segue serve` with the real model, talked to by the official client; deaths by `kill -9`."""
+"""`segue serve` with the real model and the official client, and its end by `kill -9`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def alive(pid: int) -> bool:
     return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def test_a_streamed_answer_is_the_whole_answer(served: Served) -> None:
+def test_a_streamed_answer_equals_the_whole_answer(served: Served) -> None:
     ask = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 16}
     whole = served.openai.chat.completions.create(**ask)
     chunks = list(
@@ -55,7 +55,7 @@ def test_a_streamed_answer_is_the_whole_answer(served: Served) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_a_seed_repeats_a_sampled_answer_in_any_company(served: Served) -> None:
+def test_a_seed_repeats_a_sampled_answer_in_any_batch(served: Served) -> None:
     ask = {"model": MODEL, "prompt": "A list of animals:", "seed": 7, "max_tokens": 24, "temperature": 0.9}
     alone = served.openai.completions.create(**ask).choices[0].text
     others = [{**ask, "prompt": f"Number {n}:", "max_tokens": 40, "seed": n} for n in range(3)]
@@ -73,7 +73,7 @@ def complete(served: Served, prompt: str, **fields: Any) -> str:
     return reply.choices[0].text
 
 
-def test_a_hot_draw_from_one_token_is_greedy(served: Served) -> None:
+def test_sampling_narrowed_to_one_token_is_greedy(served: Served) -> None:
     prompt, hot = "A list of animals: dog,", {"temperature": 2, "seed": 1}
     greedy = complete(served, prompt, temperature=0)
     assert complete(served, prompt, **hot) != greedy
@@ -88,7 +88,7 @@ def test_a_penalty_ends_a_repetition(served: Served) -> None:
         assert complete(served, prompt, temperature=0, **{name: 2}).count("two") < 3, name
 
 
-def test_a_bias_forces_a_token_and_forbids_another(served: Served) -> None:
+def test_a_bias_can_force_and_forbid_a_token(served: Served) -> None:
     token = 5000  # " properly"
     assert complete(served, "Hello", logit_bias={token: 100}) == " properly" * 16
     params = {"temperature": 0, "max_new_tokens": 1}
@@ -109,10 +109,10 @@ def test_a_second_equal_prompt_is_mostly_cached(served: Served) -> None:
     assert (usage.prompt_tokens_details.cached_tokens or 0) > 0.8 * usage.prompt_tokens
 
 
-def test_a_client_that_leaves_frees_its_request(served: Served, wait_until: WaitUntil) -> None:
+def test_a_client_that_disconnects_frees_its_request(served: Served, wait_until: WaitUntil) -> None:
     body = {**LONG, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as reply:
-        lines = reply.iter_lines()  # dropped, it would close the stream
+        lines = reply.iter_lines()  # kept, because dropping the iterator would close the stream
         next(lines)
         assert served.state()["running_batch_size"] == 1
     wait_until(lambda: served.state()["running_batch_size"] == 0, timeout=2, what="the request's abort")
@@ -126,7 +126,7 @@ def test_a_prompt_that_does_not_fit_is_refused_at_once(served: Served) -> None:
     assert time.monotonic() - began < 3
 
 
-def test_metrics_count_what_was_served(served: Served) -> None:
+def test_metrics_count_generated_tokens(served: Served) -> None:
     served.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=4)
     lines = served.get("/metrics").text.splitlines()
     values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
@@ -147,7 +147,7 @@ def test_a_higher_priority_overtakes_the_queue(wait_until: WaitUntil) -> None:
         threads = [threading.Thread(target=ask, args=(priority,)) for priority in (0, -3, 9, 4)]
         with httpx.stream("POST", f"{served.url}/v1/completions", json={**LONG, "stream": True}) as reply:
             lines = reply.iter_lines()
-            next(lines)  # the only row is taken, and everyone else waits
+            next(lines)  # the only slot is taken, so all other requests wait
             for waiting, thread in enumerate(threads, 1):
                 thread.start()
                 wait_until(lambda n=waiting: served.state()["waiting_queue_size"] == n)
@@ -193,7 +193,7 @@ def test_no_worker_survives_a_killed_server(tp: int, wait_until: WaitUntil) -> N
         wait_until(lambda: not any(alive(pid) for pid in workers), timeout=1.5, what="the end of the workers")
 
 
-def test_ctrl_c_ends_the_server_and_its_workers_in_good_order() -> None:
+def test_ctrl_c_ends_the_server_and_its_workers_cleanly() -> None:
     with serve() as served:
         workers = served.workers()
         served.process.send_signal(signal.SIGINT)
@@ -201,7 +201,7 @@ def test_ctrl_c_ends_the_server_and_its_workers_in_good_order() -> None:
         assert not any(alive(pid) for pid in workers)
 
 
-def test_tp_that_does_not_divide_the_heads_is_one_clear_line() -> None:
+def test_a_tp_size_that_does_not_divide_the_heads_is_a_clear_error() -> None:
     command = [sys.executable, "-m", "segue", "serve", "--port", "0", "--tp", "2"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1

@@ -1,4 +1,4 @@
-"""A training server and a server, as the script starts them, and the commands of the seed."""
+"""A trainer and a server, as scripts/start_servers.sh starts them, and the curl commands that it shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.e2e.served import greedy
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "start_servers.sh"
 OPTIONS = {"num_kv_tokens": 1024, "max_running_requests": 2, "log_level": "warning"}
-# As the seed has them.
+# The documented commands, with the default ports.
 REGISTER = """\
 curl -X POST http://localhost:8990/add_inference_endpoint \\
     -H "Content-Type: application/json" \\
@@ -42,14 +42,14 @@ class Started:
     trainer_port: int
     shown: str
 
-    def with_ours(self, command: str) -> str:
-        """With our ports."""
+    def with_ports(self, command: str) -> str:
+        """Returns the command with the ports of these servers."""
         return command.replace("8990", str(self.trainer_port)).replace("30000", str(self.serve_port))
 
     def run(self, command: str) -> dict[str, Any]:
-        """A curl command; it must succeed."""
+        """Runs a curl command, which must succeed."""
         reply = subprocess.run(
-            self.with_ours(command), shell=True, capture_output=True, text=True, timeout=60, check=True
+            self.with_ports(command), shell=True, capture_output=True, text=True, timeout=60, check=True
         )
         answer: dict[str, Any] = json.loads(reply.stdout)
         assert answer["success"], answer
@@ -88,10 +88,10 @@ def started() -> Iterator[Started]:
             process.terminate()
 
 
-def test_the_commands_of_the_seed_send_the_trained_weights(started: Started, tmp_path: Path) -> None:
+def test_the_shown_commands_send_the_trained_weights(started: Started, tmp_path: Path) -> None:
     train, register, sync = re.findall(r"curl .*?\n(?:    .*\n)*", started.shown)
-    assert register == started.with_ours(REGISTER.replace('"world_size": 4', '"world_size": 1'))
-    assert sync == started.with_ours(SYNC)
+    assert register == started.with_ports(REGISTER.replace('"world_size": 4', '"world_size": 1'))
+    assert sync == started.with_ports(SYNC)
     before = started.answer()
     started.run(train)
     assert started.run(REGISTER)["rank_offset"] == 1

@@ -1,4 +1,4 @@
-"""After an update an engine is the one that was started with the new weights, bit for bit."""
+"""An updated engine equals an engine that was started with the new weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.e2e.syncing import (
     GREEDY,
     PROMPTS,
     Syncing,
-    cut,
+    split,
     syncing,
     tensors_of,
     write_checkpoints,
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 class EngineSyncing(Syncing):
-    """The same with `segue.Engine`."""
+    """`Syncing` with a `segue.Engine` in place of servers."""
 
     def __init__(self, engine: segue.Engine, trainers: str) -> None:
         super().__init__([], trainers)
@@ -88,7 +88,7 @@ def slow(*values: Any) -> Any:
         slow("qwen3", 2, "float32"),
     ],
 )
-def test_an_updated_engine_is_a_new_one(
+def test_an_updated_engine_equals_a_new_one(
     kind: str, tp: int, dtype: str, tmp_path: Path, trainer_address: str
 ) -> None:
     old, new = write_checkpoints(tmp_path, kind)
@@ -112,10 +112,10 @@ def test_an_updated_engine_is_a_new_one(
 
 
 def rounds(trainer_address: str, tmp_path: Path, count: int) -> None:
-    """Trainers that begin to broadcast at once, and some that take their time, 73 buckets each."""
+    """Runs updates of 73 buckets; some trainers begin to broadcast at once, others after a delay."""
     (checkpoint,) = write_checkpoints(tmp_path, "llama", 1, num_hidden_layers=8)
     tensors = tensors_of(checkpoint)
-    buckets = cut(tensors, 73)
+    buckets = split(tensors, 73)
     assert len(tensors) >= 73 and all(buckets)
     with syncing(
         trainer_address, checkpoint, options=["--dtype", "float32", "--num-kv-tokens", "1024"]
@@ -132,28 +132,28 @@ def rounds(trainer_address: str, tmp_path: Path, count: int) -> None:
         assert sync.checksum() == checksum
 
 
-def test_rounds_of_73_buckets(trainer_address: str, tmp_path: Path) -> None:
+def test_six_updates_of_73_buckets(trainer_address: str, tmp_path: Path) -> None:
     rounds(trainer_address, tmp_path, 6)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_hundred_rounds_of_73_buckets(trainer_address: str, tmp_path: Path) -> None:
+def test_a_hundred_updates_of_73_buckets(trainer_address: str, tmp_path: Path) -> None:
     rounds(trainer_address, tmp_path, 100)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_trainer_that_sends_after_eleven_minutes(trainer_address: str, tmp_path: Path) -> None:
+def test_an_update_waits_eleven_minutes_for_its_trainer(trainer_address: str, tmp_path: Path) -> None:
     old, new = write_checkpoints(tmp_path, "llama-tied")
     with syncing(trainer_address, old, options=["--dtype", "float32", "--num-kv-tokens", "1024"]) as sync:
         sync.new_trainer(new)
         sync.meet()
-        buckets = cut(tensors_of(new), 3)
+        buckets = split(tensors_of(new), 3)
         assert sync.prepare(buckets)["status"] == "ready"
         before = sync.replies()
         sync.send(buckets, after=660.0)
-        threading.Event().wait(650.0)  # the case itself; asking all the while would take a core
+        threading.Event().wait(650.0)  # polling instead would take a core
         assert sync.status()["state"] == "prepared"
         sync.until(state="received")
         assert sync.complete()["success"]
@@ -161,7 +161,7 @@ def test_a_trainer_that_sends_after_eleven_minutes(trainer_address: str, tmp_pat
 
 
 def streams_during(sync: Syncing, num_tokens: int, work: Any) -> tuple[list[float], list[int]]:
-    """16 streams while ``work`` runs: seconds between what comes from each, and the tokens of each."""
+    """Reads 16 streams while ``work`` runs; returns the seconds between events, and each stream's tokens."""
     gaps: list[float] = []
     body = {
         "input_ids": PROMPTS[0],
@@ -192,7 +192,7 @@ def streams_during(sync: Syncing, num_tokens: int, work: Any) -> tuple[list[floa
     return gaps, [reader.result(120) for reader in readers]
 
 
-def test_serving_goes_on(trainer_address: str, tmp_path: Path) -> None:
+def test_streams_complete_during_updates(trainer_address: str, tmp_path: Path) -> None:
     old, new = write_checkpoints(tmp_path, "llama-tied", max_position_embeddings=1024)
     with syncing(trainer_address, old, options=["--dtype", "float32", "--num-kv-tokens", "16384"]) as sync:
         sync.new_trainer(new)
@@ -202,8 +202,8 @@ def test_serving_goes_on(trainer_address: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_serving_hardly_notices(trainer_address: str) -> None:
-    """The longest gap between tokens is at most three usual ones and the commit."""
+def test_an_update_delays_tokens_little(trainer_address: str) -> None:
+    """The longest gap between tokens is at most three median gaps and the commit."""
     source = resolve(None, "auto", EngineConfig().cache_dir)
     assert source.gguf is not None
     weights = gguf_weights.convert(source.gguf, source.directory, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Weight updates of a running server by a trainer process: every row of the table of failures."""
+"""Weight updates of a running server by a trainer process, with every failure of the documented table."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ from typing import Any
 import pytest
 
 from tests.conftest import WaitUntil
-from tests.e2e.syncing import GREEDY, PROMPTS, Syncing, cut, syncing, tensors_of, write_checkpoints
+from tests.e2e.syncing import GREEDY, PROMPTS, Syncing, split, syncing, tensors_of, write_checkpoints
 from tests.weight_update.conftest import trainer_address as trainer_address
 
 pytestmark = pytest.mark.timeout(180)
-OPTIONS = (
-    "--dtype",
-    "float32",
-    "--deterministic",
-    "--num-kv-tokens",
-    "4096",
-)  # bits that do not depend on the company
+# Deterministic, so that the bits of a reply do not depend on the batch.
+OPTIONS = ("--dtype", "float32", "--deterministic", "--num-kv-tokens", "4096")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +34,7 @@ def running(trainer_address: str, checkpoints: list[Path]) -> Iterator[Syncing]:
 
 @pytest.fixture(scope="module")
 def right(running: Syncing, checkpoints: list[Path]) -> list[Any]:
-    """What servers that were started with each checkpoint reply."""
+    """Returns the replies of a server with the weights of each checkpoint."""
     replies = []
     for checkpoint in checkpoints:
         assert running.ask("/update_weights_from_disk", model_path=str(checkpoint))["success"]
@@ -50,7 +45,7 @@ def right(running: Syncing, checkpoints: list[Path]) -> list[Any]:
 
 @pytest.fixture
 def sync(running: Syncing, checkpoints: list[Path], right: list[Any]) -> Iterator[Syncing]:
-    """The server with the first weights, met by a new trainer that has the second."""
+    """Yields the server with the first weights, connected to a new trainer that has the second."""
     assert running.ask("/update_weights_from_disk", model_path=str(checkpoints[0]))["success"]
     assert running.replies() == right[0]
     running.new_trainer(checkpoints[1])
@@ -71,7 +66,7 @@ def version(sync: Syncing) -> str:
 
 
 @pytest.mark.parametrize("flattened", [False, True])
-def test_an_update_and_its_weights(
+def test_an_update_serves_the_new_weights(
     sync: Syncing, checkpoints: list[Path], right: list[Any], flattened: bool
 ) -> None:
     before = version(sync)
@@ -82,10 +77,10 @@ def test_an_update_and_its_weights(
 
 
 @pytest.mark.parametrize("flattened", [False, True])
-def test_a_trainer_killed_in_the_middle(
+def test_a_trainer_killed_during_an_update_changes_nothing(
     sync: Syncing, checkpoints: list[Path], right: list[Any], flattened: bool
 ) -> None:
-    buckets = cut(tensors_of(checkpoints[1]), 4)
+    buckets = split(tensors_of(checkpoints[1]), 4)
     checksum = sync.checksum()
     form = {"load_format": "flattened_bucket" if flattened else None}
     assert sync.prepare(buckets, timeout_s=1.0, **form)["status"] == "ready"
@@ -104,18 +99,20 @@ def test_a_trainer_killed_in_the_middle(
     assert sync.replies() == right[0]
     sync.new_trainer(checkpoints[1])
     sync.meet()
-    assert sync.update(checkpoints[1], flattened=flattened)["success"], "all is sent again, without a restart"
+    assert sync.update(checkpoints[1], flattened=flattened)["success"], (
+        "a new trainer must be able to send again without a restart"
+    )
     assert sync.replies() == right[1]
 
 
-def test_a_trainer_that_comes_back_on_its_port(
+def test_a_restarted_trainer_can_use_its_port_again(
     sync: Syncing, checkpoints: list[Path], right: list[Any]
 ) -> None:
     port = sync.port
     assert sync.trainer is not None
     sync.trainer.kill()
     sync.new_trainer(checkpoints[1])
-    sync.meet(port=port)  # the same parameters: the dead group is replaced
+    sync.meet(port=port)  # with equal parameters, the dead group is replaced
     assert sync.update(checkpoints[1])["success"]
     assert sync.replies() == right[1]
 
@@ -143,19 +140,25 @@ def _changed(buckets: list[list[Any]], change: str) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("change", ["unknown", "missing", "duplicate", "shape", "dtype", "no dtype"])
-def test_a_bad_manifest(sync: Syncing, checkpoints: list[Path], right: list[Any], change: str) -> None:
-    buckets = cut(tensors_of(checkpoints[1]), 3)
+def test_a_bad_manifest_is_refused(
+    sync: Syncing, checkpoints: list[Path], right: list[Any], change: str
+) -> None:
+    buckets = split(tensors_of(checkpoints[1]), 3)
     name = buckets[0][0][0]
     answer = sync.prepare(_changed(buckets, change))
     assert answer["status"] == "error"
     assert ("model.nonsense" if change == "unknown" else name) in answer["message"]
     assert sync.status()["state"] == "idle"
     assert sync.replies() == right[0]
-    assert sync.update(checkpoints[1])["success"], "no collective was started: the group is as it was"
+    assert sync.update(checkpoints[1])["success"], (
+        "no collective may have started, so the group must still work"
+    )
 
 
-def test_lists_of_different_lengths_and_a_wrong_count(sync: Syncing, checkpoints: list[Path]) -> None:
-    buckets = cut(tensors_of(checkpoints[1]), 2)
+def test_lists_of_different_lengths_and_a_wrong_count_are_refused(
+    sync: Syncing, checkpoints: list[Path]
+) -> None:
+    buckets = split(tensors_of(checkpoints[1]), 2)
     bucket = {"names": ["a", "b"], "dtypes": ["float32"], "shapes": [[1]]}
     body = {"num_buckets": 1, "buckets": [bucket], "group_name": "g"}
     answer = sync.ask("/prepare_weights_update", **body)
@@ -163,8 +166,10 @@ def test_lists_of_different_lengths_and_a_wrong_count(sync: Syncing, checkpoints
     assert "num_buckets=7" in sync.prepare(buckets, num_buckets=7)["message"]
 
 
-def test_received_and_never_completed(sync: Syncing, checkpoints: list[Path], right: list[Any]) -> None:
-    buckets = cut(tensors_of(checkpoints[1]), 2)
+def test_an_update_that_is_received_and_aborted_changes_nothing(
+    sync: Syncing, checkpoints: list[Path], right: list[Any]
+) -> None:
+    buckets = split(tensors_of(checkpoints[1]), 2)
     sync.prepare(buckets)
     sync.send(buckets)
     sync.until(state="received")
@@ -175,8 +180,8 @@ def test_received_and_never_completed(sync: Syncing, checkpoints: list[Path], ri
     assert sync.update(checkpoints[1])["success"]
 
 
-def test_a_checksum_that_differs(sync: Syncing, checkpoints: list[Path], right: list[Any]) -> None:
-    buckets = cut(tensors_of(checkpoints[1]), 2)
+def test_a_wrong_checksum_is_refused(sync: Syncing, checkpoints: list[Path], right: list[Any]) -> None:
+    buckets = split(tensors_of(checkpoints[1]), 2)
     sync.prepare(buckets, checksums={NAME: 1234})
     sync.send(buckets)
     answer = sync.complete()
@@ -185,7 +190,7 @@ def test_a_checksum_that_differs(sync: Syncing, checkpoints: list[Path], right: 
     assert sync.replies() == right[0]
 
 
-def test_a_value_that_is_not_finite(
+def test_a_non_finite_value_is_refused(
     sync: Syncing, checkpoints: list[Path], right: list[Any], tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file, save_file
@@ -200,10 +205,12 @@ def test_a_value_that_is_not_finite(
     assert sync.replies() == right[0]
 
 
-def test_complete_at_any_time(sync: Syncing, checkpoints: list[Path], right: list[Any]) -> None:
+def test_complete_can_be_repeated_and_needs_a_session(
+    sync: Syncing, checkpoints: list[Path], right: list[Any]
+) -> None:
     assert "no session is open" in sync.complete()["message"]
     done = sync.update(checkpoints[1])
-    assert sync.complete() == done, "its reply may have been lost"
+    assert sync.complete() == done, "a repeated call must give the same reply, since the first may be lost"
     assert not sync.complete(session_id="another")["success"]
     assert sync.replies() == right[1]
     assert sync.ask("/destroy_weights_update_group", group_name="g")["success"]
@@ -213,7 +220,7 @@ def test_complete_at_any_time(sync: Syncing, checkpoints: list[Path], right: lis
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place", "wait"])
 @pytest.mark.parametrize("flush", [False, True])
-def test_paused_before_the_update(
+def test_an_update_while_paused_keeps_the_pause(
     sync: Syncing, checkpoints: list[Path], right: list[Any], mode: str, flush: bool
 ) -> None:
     body = {"input_ids": PROMPTS[0], "sampling_params": GREEDY | {"max_new_tokens": 60}, "rid": "r"}
@@ -232,13 +239,15 @@ def test_paused_before_the_update(
     assert sync.replies() == right[1]
 
 
-def test_an_update_under_load(sync: Syncing, checkpoints: list[Path], right: list[Any]) -> None:
+def test_an_update_under_load_reports_the_versions_of_each_reply(
+    sync: Syncing, checkpoints: list[Path], right: list[Any]
+) -> None:
     body = {"sampling_params": GREEDY | {"max_new_tokens": 100}, "return_logprob": True}
     live = [sync.later("/generate", input_ids=PROMPTS[i % 3], **body) for i in range(16)]
     before = version(sync)
     done = sync.update(checkpoints[1])
     assert done["success"]
-    assert sync.replies() == right[1], "new requests get what a fresh server gives"
+    assert sync.replies() == right[1], "new requests must get the replies of a fresh server"
     spanning = 0
     for reply in [future.result() for future in live]:
         meta = reply["meta_info"]
@@ -252,9 +261,11 @@ def test_an_update_under_load(sync: Syncing, checkpoints: list[Path], right: lis
     print(f"{spanning} of 16 requests span the update")
 
 
-def test_a_bad_checkpoint(sync: Syncing, checkpoints: list[Path], right: list[Any], tmp_path: Path) -> None:
+def test_a_bad_checkpoint_is_refused(
+    sync: Syncing, checkpoints: list[Path], right: list[Any], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text("{}")
-    endless = ("/proc/self/pagemap", "/dev/zero")  # read as if they were GGUF files, they never end
+    endless = ("/proc/self/pagemap", "/dev/zero")  # reading them would never end
     for path in ("/nowhere", str(tmp_path), *endless, "/a" * 3000, "a" * 300, "a\0b"):
         answer = sync.ask("/update_weights_from_disk", model_path=path)
         assert not answer["success"] and answer["message"]
@@ -262,7 +273,7 @@ def test_a_bad_checkpoint(sync: Syncing, checkpoints: list[Path], right: list[An
     assert sync.replies() == right[0]
 
 
-def test_groups_that_clients_leave_are_not_joined(
+def test_joins_of_disconnected_clients_leave_no_threads(
     sync: Syncing, checkpoints: list[Path], right: list[Any], wait_until: WaitUntil
 ) -> None:
     [worker] = sync.servers[0].workers()
@@ -274,22 +285,24 @@ def test_groups_that_clients_leave_are_not_joined(
     with socket.create_server(("127.0.0.1", 0), backlog=500) as silent:
         body = {"master_address": "127.0.0.1", "master_port": silent.getsockname()[1], "rank_offset": 1}
         body |= {"world_size": 2, "backend": "gloo", "timeout_s": 86400}
-        most = 0
+        max_threads = 0
         for index in range(100):
             content = json.dumps(body | {"group_name": f"left{index}"}).encode()
             head = f"POST /init_weights_update_group HTTP/1.1\r\nhost: {host.host}\r\n"
             head += f"content-length: {len(content)}\r\n\r\n"
             with socket.create_connection((host.host, host.port)) as client:
                 client.sendall(head.encode() + content)
-            most = max(most, num_threads())
-        assert most <= before + 20
+            max_threads = max(max_threads, num_threads())
+        assert max_threads <= before + 20
         assert sync.http.get("/health").status_code == 200
-        wait_until(lambda: num_threads() <= before + 1, 30, what="no thread of an attempt left")
+        wait_until(lambda: num_threads() <= before + 1, 30, what="the end of the joining threads")
     assert sync.update(checkpoints[1])["success"]
     assert sync.replies() == right[1]
 
 
-def test_empty_sessions_and_buckets(sync: Syncing, checkpoints: list[Path], right: list[Any]) -> None:
+def test_empty_sessions_and_buckets_are_accepted(
+    sync: Syncing, checkpoints: list[Path], right: list[Any]
+) -> None:
     assert sync.prepare([], partial=True)["status"] == "ready"
     assert sync.complete()["success"]
     assert sync.replies() == right[0]
@@ -311,12 +324,14 @@ def _single(sync: Syncing, bucket: Any, **fields: Any) -> dict[str, Any]:
         **({"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": "g"} | fields),
     )
     sync.send([bucket])
-    assert "error" not in sync.sent(), "the trainer does not hang"
+    assert "error" not in sync.sent(), "the trainer must not hang"
     return answer.result()
 
 
-def test_old_single_calls(sync: Syncing, checkpoints: list[Path], right: list[Any]) -> None:
-    first, second = cut(tensors_of(checkpoints[1]), 2)
+def test_single_update_calls_of_sglang_serve_their_weights(
+    sync: Syncing, checkpoints: list[Path], right: list[Any]
+) -> None:
+    first, second = split(tensors_of(checkpoints[1]), 2)
     assert _single(sync, first, weight_version="9")["success"]
     assert _single(sync, second, weight_version="9")["success"]
     assert version(sync) == "9"
@@ -325,40 +340,42 @@ def test_old_single_calls(sync: Syncing, checkpoints: list[Path], right: list[An
     assert version(sync) == "10"
 
 
-def test_old_single_calls_as_one_update(sync: Syncing, checkpoints: list[Path], right: list[Any]) -> None:
+def test_single_update_calls_can_form_one_update(
+    sync: Syncing, checkpoints: list[Path], right: list[Any]
+) -> None:
     assert sync.ask("/begin_weight_update")["success"]
-    for bucket in cut(tensors_of(checkpoints[1]), 3):
+    for bucket in split(tensors_of(checkpoints[1]), 3):
         assert _single(sync, bucket)["success"]
-        assert sync.replies() == right[0], "nothing is live yet"
+        assert sync.replies() == right[0], "no new weights may be served yet"
     assert sync.ask("/end_weight_update")["success"]
     assert sync.replies() == right[1]
 
 
-def test_a_wrong_single_call_whose_client_sends_already(
+def test_a_wrong_single_call_does_not_block_a_client_that_already_sends(
     sync: Syncing, checkpoints: list[Path], right: list[Any]
 ) -> None:
-    first, _ = cut(tensors_of(checkpoints[1]), 2)
+    first, _ = split(tensors_of(checkpoints[1]), 2)
     wrong = [("model.nonsense", "float32", [5]), *first]
     answer = _single(sync, wrong)
     assert not answer["success"] and "model.nonsense" in answer["message"]
     assert sync.replies() == right[0]
-    assert sync.update(checkpoints[1])["success"], "the group is good for more"
+    assert sync.update(checkpoints[1])["success"], "the group must still work"
 
 
-@pytest.mark.slow  # tests/e2e/test_clients.py has the short form, by WeightSender
-def test_two_engines_take_all_or_nothing(trainer_address: str, checkpoints: list[Path]) -> None:
+@pytest.mark.slow  # tests/e2e/test_clients.py has the short form, with WeightSender
+def test_two_engines_both_take_an_update_or_neither(trainer_address: str, checkpoints: list[Path]) -> None:
     with syncing(trainer_address, checkpoints[0], checkpoints[0], options=OPTIONS) as sync:
         one, other = sync.clients
         old = sync.replies()
         sync.new_trainer(checkpoints[1])
         sync.meet()
-        buckets = cut(tensors_of(checkpoints[1]), 2)
-        # One refuses to prepare: nothing is sent, and the other is told to forget it.
+        buckets = split(tensors_of(checkpoints[1]), 2)
+        # One engine refuses to prepare: nothing is sent, and the other engine's session is aborted.
         assert sync.prepare(buckets, one)["status"] == "ready"
         assert sync.prepare(_changed(buckets, "unknown"), other)["status"] == "error"
         assert sync.ask("/abort_weights_update", one)["success"]
         assert [sync.replies(one), sync.replies(other)] == [old, old]
-        # One does not find what it was promised: the other commits nothing.
+        # One engine receives a wrong checksum: the other engine does not commit.
         sync.ask("/destroy_weights_update_group", other, group_name="g")
         sync.ask("/destroy_weights_update_group", one, group_name="g")
         sync.new_trainer(checkpoints[1])

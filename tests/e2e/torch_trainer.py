@@ -1,7 +1,8 @@
-"""A trainer that knows torch and HTTP and nothing of Segue: it repeats the calls of clients in use.
+"""A trainer that uses torch and HTTP, and nothing of Segue: it repeats the calls of existing clients.
 
 It reads lines like ``["slime", URL, WEIGHTS]`` and sends the tensors in a file of ``torch.save`` to an
-engine. When it has met the engine it says so, and waits for another line; at last it says ``done``.
+engine. When it is connected to the engine, it prints ``connected`` and waits for another line; then it sends
+the tensors and prints ``done``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Engine:
         self.url = url
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
-        """Status and text of a POST, or without a body of a GET."""
+        """Returns status and text of a POST, or of a GET if there is no body."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
         try:
@@ -42,7 +43,7 @@ class Engine:
                 return error.code, error.read().decode()
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """The answer to a POST, as clients take it that raise on a bad status."""
+        """Returns the answer to a POST; fails on a bad status, as the clients do."""
         status, text = self.call(path, body)
         assert status == 200, f"{path}: {status} {text}"
         answer: dict[str, Any] = json.loads(text)
@@ -50,7 +51,7 @@ class Engine:
 
 
 class Call(threading.Thread):
-    """A POST that is on its way while the trainer does something else."""
+    """A POST that runs in a thread while the trainer does something else."""
 
     def __init__(self, engine: Engine, path: str, **body: Any) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Call(threading.Thread):
 
 
 def meet(engine: Engine, name: str, *, port_as_text: bool = False) -> Any:
-    """Ask the engine to join, and join, at the same time."""
+    """Asks the engine to join a group, and joins the group at the same time."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -92,8 +93,8 @@ def meet(engine: Engine, name: str, *, port_as_text: bool = False) -> Any:
     return group
 
 
-def wait_for_word() -> None:
-    print("met", flush=True)
+def wait_for_line() -> None:
+    print("connected", flush=True)
     sys.stdin.readline()
 
 
@@ -112,15 +113,15 @@ def broadcast(group: Any, bucket: Named) -> None:
 
 
 def slime(engine: Engine, buckets: list[Named]) -> None:
-    """Two pipeline ranks, each with a group and its share of the weights; connected anew once."""
+    """Sends as slime does: two pipeline ranks, each with a group and half of the buckets; reconnects once."""
     for turn in range(2):
         groups = {name: meet(engine, name) for name in ("slime-pp_0", "slime-pp_1")}
         if turn == 0:
-            wait_for_word()
+            wait_for_line()
         engine.post("/pause_generation")
         deadline = time.monotonic() + 30
         while engine.call("/flush_cache")[0] != 200:
-            assert time.monotonic() < deadline, "the cache was never flushed"
+            assert time.monotonic() < deadline, "the cache could not be flushed"
         for index, bucket in enumerate(buckets):
             name = f"slime-pp_{index % 2}"
             update = Call(
@@ -141,9 +142,9 @@ def slime(engine: Engine, buckets: list[Named]) -> None:
 
 
 def areal(engine: Engine, buckets: list[Named]) -> None:
-    """A pause that keeps requests, and updates that end them; the port as text."""
+    """Sends as AReaL does: a pause that keeps requests, updates that abort them, and the port as text."""
     group = meet(engine, "update_weight_group", port_as_text=True)
-    wait_for_word()
+    wait_for_line()
     engine.post("/pause_generation", mode="retract")
     for bucket in buckets:
         update = Call(
@@ -158,10 +159,10 @@ def areal(engine: Engine, buckets: list[Named]) -> None:
     engine.post("/continue_generation")
 
 
-def seed(engine: Engine, buckets: list[Named]) -> None:
-    """Everything announced, everything sent, everything committed."""
+def prepared(engine: Engine, buckets: list[Named]) -> None:
+    """Prepares the engine with the manifest of all buckets, sends all of them, and completes the update."""
     group = meet(engine, "weight_sync_group")
-    wait_for_word()
+    wait_for_line()
     ready = engine.post(
         "/prepare_weights_update",
         num_buckets=len(buckets),
@@ -181,7 +182,7 @@ def main() -> None:
         client, url, path = json.loads(line)
         weights = list(torch.load(path).items())
         buckets = [weights[start::NUM_BUCKETS] for start in range(NUM_BUCKETS)]
-        {"slime": slime, "areal": areal, "seed": seed}[client](Engine(url), buckets)
+        {"slime": slime, "areal": areal, "prepared": prepared}[client](Engine(url), buckets)
         print("done", flush=True)
 
 

@@ -22,7 +22,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write a GGUF file of a tiny model."""
+    """Returns a function that writes a GGUF file of a tiny model."""
 
     def make(kind: str = "llama", options: dict[str, Any] | None = None, **how: Any) -> Path:
         sizes = {"vocab_size": tiny_gguf.vocab_size(), "rms_norm_eps": 2e-5, **(options or {})}
@@ -39,8 +39,8 @@ def config(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_config_is_what_transformers_makes_of_the_file(kind: str, write: Write) -> None:
-    # transformers takes these from elsewhere: Qwen3's head size from its default, an expert's size likewise.
+def test_config_equals_the_one_that_transformers_reads(kind: str, write: Write) -> None:
+    # transformers ignores two fields of the file and takes its defaults: Qwen3's head size, an expert's size.
     path = write(kind, {"head_dim": 128} if kind == "qwen3" else {})
     theirs = AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
     if kind == "qwen3-moe":
@@ -54,7 +54,7 @@ def test_config_is_what_transformers_makes_of_the_file(kind: str, write: Write) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_config_is_the_models_own(kind: str, write: Write) -> None:
+def test_config_equals_that_of_the_original_model(kind: str, write: Write) -> None:
     path = write(kind)
     with torch.device("meta"):
         model = tiny.make(
@@ -83,7 +83,7 @@ def test_generation_config_has_the_special_tokens(write: Write) -> None:
     assert found == {"bos_token_id": user, "eos_token_id": end}
 
 
-def test_the_end_of_a_turn_ends_a_generation_too(write: Write) -> None:
+def test_the_end_of_turn_token_ends_a_generation_too(write: Write) -> None:
     end = tiny_gguf.tokens().index("<|end|>")
     path = write(extra={"tokenizer.ggml.eot_token_id": 7})
     assert gguf_config.generation_config(GGUFFile.read(path))["eos_token_id"] == [end, 7]
@@ -101,7 +101,7 @@ def test_an_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None
         config(tmp_path / "a.gguf")
 
 
-def test_a_mixture_of_llamas_is_unsupported(write: Write) -> None:
+def test_a_llama_mixture_of_experts_is_unsupported(write: Write) -> None:
     with pytest.raises(UnsupportedModelError, match="Mixtral"):
         config(write(extra={"llama.expert_count": 8}))
 
@@ -113,7 +113,7 @@ def test_a_missing_key_is_named(write: Write) -> None:
         config(path)
 
 
-def test_a_number_of_heads_that_is_none_is_named(write: Write) -> None:
+def test_zero_heads_are_refused(write: Write) -> None:
     path = write()
     key = b"llama.attention.head_count" + (4).to_bytes(4, "little")  # 4: UINT32
     start = path.read_bytes().index(key) + len(key)
@@ -140,13 +140,13 @@ def test_yarn_rope_scaling_is_read(write: Write) -> None:
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 64)
 
 
-def test_another_rope_scaling_is_unsupported(write: Write) -> None:
+def test_an_unknown_rope_scaling_is_unsupported(write: Write) -> None:
     with pytest.raises(UnsupportedModelError, match="RoPE scaling 'longrope'"):
         config(write(extra={"llama.rope.scaling.type": "longrope"}))
 
 
 def rope_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """What llama.cpp's converter stores: how much slower each frequency is than without scaling."""
+    """Returns what llama.cpp's converter stores: the unscaled frequencies divided by the scaled ones."""
     plain, _ = inverse_frequencies(RopeConfig(theta=rope.theta), head_dim)
     scaled, _ = inverse_frequencies(rope, head_dim)
     return (plain / scaled).float().numpy()

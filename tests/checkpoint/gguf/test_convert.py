@@ -48,7 +48,7 @@ def test_a_moved_file_is_not_converted_again(tmp_path: Path) -> None:
     assert (directory / "config.json").stat().st_mtime_ns == before
 
 
-OURS = [
+CONVERTED = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -58,8 +58,8 @@ OURS = [
 
 
 @pytest.mark.parametrize("how", ["corrupt", "cut", "gone"])
-@pytest.mark.parametrize("name", [*OURS, convert.RECORD])
-def test_a_damaged_file_is_made_again_and_the_rest_stays(
+@pytest.mark.parametrize("name", [*CONVERTED, convert.RECORD])
+def test_a_damaged_file_is_converted_again_and_the_others_stay(
     name: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, cache_dir = write(tmp_path), tmp_path / "cache"
@@ -67,7 +67,7 @@ def test_a_damaged_file_is_made_again_and_the_rest_stays(
     assert not caplog.records
     (directory / "weights-float32.safetensors").write_text("made by others")
     before = {file.name: file.read_bytes() for file in directory.iterdir()}
-    assert set(before) == {*OURS, convert.RECORD, "weights-float32.safetensors"}
+    assert set(before) == {*CONVERTED, convert.RECORD, "weights-float32.safetensors"}
     content = before[name]
     match how:
         case "corrupt":
@@ -83,14 +83,14 @@ def test_a_damaged_file_is_made_again_and_the_rest_stays(
     assert f"{directory} is damaged: {name} " in record.getMessage()
 
 
-def test_a_corrupt_config_in_the_cache_heals(tmp_path: Path) -> None:
+def test_a_corrupt_config_in_the_cache_is_replaced(tmp_path: Path) -> None:
     path = write(tmp_path)
     directory = resolve(str(path), "auto", tmp_path / "cache").directory
     (directory / "config.json").write_text('{"architectures": ')
     assert resolve(str(path), "auto", tmp_path / "cache").architecture == "LlamaForCausalLM"
 
 
-def test_what_a_killed_conversion_left_goes_with_the_next(tmp_path: Path) -> None:
+def test_the_next_conversion_removes_files_of_a_killed_one(tmp_path: Path) -> None:
     path, cache_dir = write(tmp_path), tmp_path / "cache"
     directory = convert.convert(path, cache_dir)
     left = directory.with_name(f".{directory.name}.abc123")
@@ -99,7 +99,7 @@ def test_what_a_killed_conversion_left_goes_with_the_next(tmp_path: Path) -> Non
     assert not left.exists()
 
 
-def test_a_file_without_tokenizer_is_converted_without(tmp_path: Path) -> None:
+def test_a_file_without_tokenizer_gives_no_tokenizer_files(tmp_path: Path) -> None:
     directory = convert.convert(write(tmp_path, tokenizer=None), tmp_path / "cache")
     assert sorted(path.name for path in directory.iterdir()) == [
         "checksums.json",
@@ -116,7 +116,9 @@ def test_an_unsupported_architecture_leaves_nothing_behind(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["bundled", *make_tokenizers.CASES])
-def test_the_tokenizer_is_the_stored_one_with_any_transformers(name: str, tmp_path: Path) -> None:
+def test_the_tokenizer_equals_the_stored_one_with_any_version_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
     ours = Tokenizer.load(convert.convert(make_tokenizers.write(tmp_path, name), tmp_path / "cache"))
     (eos_id,) = ours.eos_ids
     found = make_tokenizers.described(ours.backend, ours.bos_id, eos_id)
@@ -128,7 +130,7 @@ def test_the_tokenizer_is_the_stored_one_with_any_transformers(name: str, tmp_pa
     reason="versions of transformers read a GGUF vocabulary differently; the pinned one is the reference",
 )
 @pytest.mark.parametrize("name", ["bundled", *make_tokenizers.CASES])
-def test_the_tokenizer_is_what_transformers_makes_of_the_file(name: str, tmp_path: Path) -> None:
+def test_the_tokenizer_equals_the_one_that_transformers_reads(name: str, tmp_path: Path) -> None:
     path = make_tokenizers.write(tmp_path, name)
     texts = [*make_tokenizers.MORE_TEXTS, *(prompt.text for prompt in PROMPTS if prompt.text)]
     theirs = make_tokenizers.theirs(path)
@@ -136,7 +138,9 @@ def test_the_tokenizer_is_what_transformers_makes_of_the_file(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("pre", ["martian", None])
-def test_an_unknown_pre_tokenizer_is_an_error_that_lists_the_known(pre: str | None, tmp_path: Path) -> None:
+def test_an_unknown_pre_tokenizer_is_an_error_that_lists_the_supported(
+    pre: str | None, tmp_path: Path
+) -> None:
     path = write(tmp_path, extra={"tokenizer.ggml.pre": pre})
     expected = f"{path} has pre-tokenizer {pre!r} .*llama-bpe.*gguf-new-metadata --pre-tokenizer NAME"
     with pytest.raises(ModelFileError, match=expected):

@@ -28,7 +28,7 @@ def path(content: bytes, tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
-def test_metadata_is_what_the_gguf_package_reads(path: Path) -> None:
+def test_metadata_equals_that_of_the_gguf_package(path: Path) -> None:
     fields = gguf.GGUFReader(path).fields
     found = GGUFFile.read(path).metadata
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
@@ -36,7 +36,7 @@ def test_metadata_is_what_the_gguf_package_reads(path: Path) -> None:
     assert found.keys() == {key for key in fields if not key.startswith("GGUF.")}
 
 
-def test_tensors_lie_where_the_gguf_package_finds_them(path: Path) -> None:
+def test_tensors_equal_those_of_the_gguf_package(path: Path) -> None:
     expected = {
         t.name: (t.tensor_type, tuple(reversed(t.shape.tolist())), t.data_offset, t.data_offset + t.n_bytes)
         for t in gguf.GGUFReader(path).tensors
@@ -51,7 +51,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"GGU", b"PK\x03\x04" * 9])
-def test_another_kind_of_file_is_named(path: Path, data: bytes) -> None:
+def test_a_file_of_another_format_is_refused(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     with pytest.raises(ModelFileError, match=f"{path} is not a GGUF file"):
         GGUFFile.read(path)
@@ -64,14 +64,14 @@ def test_a_file_that_ends_in_its_header_is_truncated(path: Path, size: int) -> N
         GGUFFile.read(path)
 
 
-def test_a_file_that_ends_in_a_tensor_names_the_first_lost_one(path: Path) -> None:
+def test_a_file_that_ends_in_a_tensor_is_truncated_and_names_the_tensor(path: Path) -> None:
     tensors = sorted(GGUFFile.read(path).tensors.values(), key=lambda tensor: tensor.start)
     os.truncate(path, tensors[5].end - 1)
     with pytest.raises(ModelFileError, match=f"{path} is truncated: tensor '{tensors[5].name}' ends"):
         GGUFFile.read(path)
 
 
-def test_another_version_is_named(path: Path, content: bytes) -> None:
+def test_an_unsupported_version_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content[:4] + (3).to_bytes(4, "big") + content[8:])
     with pytest.raises(ModelFileError, match="GGUF version 0x3000000; supported: 2 and 3, little-endian"):
         GGUFFile.read(path)
@@ -123,7 +123,7 @@ SHORTENED = """
 import os, sys
 from pathlib import Path
 from segue.errors import ModelFileError
-from segue.checkpoint.gguf import file as gguf_file
+from segue.checkpoint.gguf import file
 
 path, take = Path(sys.argv[1]), gguf_file._Cursor.take
 
@@ -141,12 +141,12 @@ except ModelFileError as error:
 
 
 def zeros(path: Path, size: int) -> None:
-    """A header of keys that are all zeros, as many as fit into a file of `size` bytes."""
+    """Writes a file of `size` bytes whose header is a sequence of keys that are all zeros."""
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60))
     os.truncate(path, size)
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_does_not_end_the_process(path: Path) -> None:
+def test_a_file_that_is_truncated_while_it_is_read_does_not_kill_the_process(path: Path) -> None:
     zeros(path, 8 << 20)
     child = subprocess.run(
         [sys.executable, "-c", SHORTENED, str(path)], capture_output=True, text=True, timeout=60, check=True
@@ -154,14 +154,14 @@ def test_a_file_that_becomes_shorter_while_it_is_read_does_not_end_the_process(p
     assert "is truncated: it ends within its header" in child.stdout
 
 
-def test_a_header_of_zeros_without_end_is_given_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_header_of_zeros_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "_MAX_HEADER", 1 << 20)
     zeros(path, 8 << 20)
     with pytest.raises(ModelFileError, match=r"its header cannot be read .*it has more than 1048576 bytes"):
         GGUFFile.read(path)
 
 
-def test_a_reader_of_a_header_looks_whether_more_is_wanted(path: Path) -> None:
+def test_reading_a_header_can_be_cancelled(path: Path) -> None:
     zeros(path, 8 << 20)
     answers = iter([False] * 3)
     with (

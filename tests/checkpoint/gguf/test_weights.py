@@ -40,14 +40,14 @@ def cache_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "mistral", "qwen2", "qwen3", "qwen3-moe"])
-def test_loads_what_the_file_was_written_from(kind: str, tmp_path: Path, cache_dir: Path) -> None:
+def test_loads_the_weights_that_were_written(kind: str, tmp_path: Path, cache_dir: Path) -> None:
     original = model(kind)
     path = tiny_gguf.write(tmp_path / "model.gguf", original)
     _, arena = tiny.load(path, cache_dir=cache_dir)
     tiny.assert_equal(arena, tiny.expected(original, TPInfo()))
 
 
-def test_each_rank_loads_its_share(tmp_path: Path, cache_dir: Path) -> None:
+def test_each_rank_loads_its_shard(tmp_path: Path, cache_dir: Path) -> None:
     original = model("qwen3-moe")
     path = tiny_gguf.write(tmp_path / "model.gguf", original)
     for rank in range(4):
@@ -57,7 +57,7 @@ def test_each_rank_loads_its_share(tmp_path: Path, cache_dir: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantised_weights_are_what_transformers_makes_of_them(
+def test_quantised_weights_equal_those_that_transformers_loads(
     kind: str, dtype: torch.dtype, tmp_path: Path, cache_dir: Path
 ) -> None:
     sizes = {"head_dim": 128, "moe_intermediate_size": 768} if kind == "qwen3-moe" else {}
@@ -78,18 +78,18 @@ def test_quantised_weights_are_what_transformers_makes_of_them(
 
 
 @pytest.mark.parametrize("kind", QUANTISABLE)
-def test_every_type_the_package_writes_is_read(kind: Type, tmp_path: Path, cache_dir: Path) -> None:
+def test_every_type_that_the_gguf_package_writes_is_read(kind: Type, tmp_path: Path, cache_dir: Path) -> None:
     original = model("qwen2")
     path = tiny_gguf.write(tmp_path / "model.gguf", original, types=kind)
     _, arena = tiny.load(path, cache_dir=cache_dir)
     up = original.model.layers[1].mlp.up_proj.weight.detach().numpy()
-    wanted = gguf.dequantize(gguf.quants.quantize(up, kind), kind)
-    assert torch.equal(arena.view("layers.1.mlp.gate_up.weight")[64:], torch.from_numpy(wanted))
+    expected = gguf.dequantize(gguf.quants.quantize(up, kind), kind)
+    assert torch.equal(arena.view("layers.1.mlp.gate_up.weight")[64:], torch.from_numpy(expected))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes give scales that overflow
 @pytest.mark.parametrize("kind", DEQUANTISABLE)
-def test_blocks_of_every_type_are_dequantised_as_the_whole(
+def test_dequantising_in_blocks_equals_dequantising_at_once(
     kind: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -98,12 +98,12 @@ def test_blocks_of_every_type_are_dequantised_as_the_whole(
     (tmp_path / "raw").write_bytes(b"before" + data.tobytes())
     tensor = GGUFTensor(name="w", type=kind, shape=(rows, columns), start=6)
     found = convert(tmp_path, tensor, Source(name="w", shape=(rows, columns), tensor=tensor), monkeypatch)
-    wanted = torch.from_numpy(np.array(gguf.dequantize(data, kind)))
-    assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+    expected = torch.from_numpy(np.array(gguf.dequantize(data, kind)))
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 def convert(directory: Path, tensor: GGUFTensor, source: Source, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """Convert one tensor, a few rows at a time."""
+    """Converts one tensor, a few rows at a time."""
     monkeypatch.setattr(gguf_weights, "_BLOCK_ELEMENTS", 3 * tensor.shape[-1])
     monkeypatch.setattr(
         GGUFFile, "read", lambda path: GGUFFile(path=path, metadata={}, tensors={"w": tensor})
@@ -114,7 +114,9 @@ def convert(directory: Path, tensor: GGUFTensor, source: Source, monkeypatch: py
     return load_file(path)[source.name]
 
 
-def test_heads_are_put_in_order_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_heads_are_reordered_block_by_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = torch.arange(16, dtype=torch.float32)[:, None].expand(16, 4).contiguous()
     (tmp_path / "raw").write_bytes(rows.numpy().tobytes())
     tensor = GGUFTensor(name="w", type=Type.F32, shape=(16, 4), start=0)
@@ -155,7 +157,7 @@ def test_a_file_is_converted_once(tmp_path: Path, cache_dir: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("size", [0, 5000])
-def test_a_broken_conversion_is_made_again(size: int, tmp_path: Path, cache_dir: Path) -> None:
+def test_a_truncated_conversion_is_converted_again(size: int, tmp_path: Path, cache_dir: Path) -> None:
     original = model("llama")
     path = tiny_gguf.write(tmp_path / "model.gguf", original)
     tiny.load(path, cache_dir=cache_dir)
@@ -166,7 +168,7 @@ def test_a_broken_conversion_is_made_again(size: int, tmp_path: Path, cache_dir:
 
 
 def overwrite(path: Path, position: int, content: bytes) -> None:
-    """Damage a file without a change of its length or times."""
+    """Damages a file without changing its length or times."""
     status = path.stat()
     with path.open("r+b") as file:
         file.seek(position)
@@ -175,7 +177,7 @@ def overwrite(path: Path, position: int, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("place", ["header", "middle", "end"])
-def test_damaged_weights_are_made_again_and_said_so(
+def test_damaged_weights_are_converted_again_and_logged(
     place: str, tmp_path: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     original = model("llama")
@@ -184,12 +186,12 @@ def test_damaged_weights_are_made_again_and_said_so(
     assert not caplog.records
     (weights,) = cache_dir.rglob("weights-*.safetensors")
     size = weights.stat().st_size
-    if place == "header":  # two tensors of one shape change places
+    if place == "header":  # swap two tensors of equal shape
         content = weights.read_bytes()
         names = [b"model.layers.0.mlp.gate_proj.weight", b"model.layers.1.mlp.gate_proj.weight"]
-        spots = [content.index(name) for name in names]
-        for spot, name in zip(spots, names[::-1], strict=True):
-            overwrite(weights, spot, name)
+        positions = [content.index(name) for name in names]
+        for position, name in zip(positions, names[::-1], strict=True):
+            overwrite(weights, position, name)
     else:
         overwrite(weights, size // 2 if place == "middle" else size - 4096, b"\xff" * 4096)
     for _ in range(2):
@@ -203,7 +205,7 @@ def test_damaged_weights_are_made_again_and_said_so(
 @pytest.mark.parametrize(
     "content", [None, "", "{}", "[]", '{"weights-float32.safetensors": [1]}', "[" * 100_000]
 )
-def test_a_lost_or_broken_record_of_checksums_is_made_again(
+def test_a_missing_or_broken_checksum_record_is_written_again(
     content: str | None, tmp_path: Path, cache_dir: Path
 ) -> None:
     original = model("llama")
@@ -217,7 +219,7 @@ def test_a_lost_or_broken_record_of_checksums_is_made_again(
     assert record.read_text() == before
 
 
-def test_values_of_the_file_itself_that_are_not_finite_name_the_file(tmp_path: Path, cache_dir: Path) -> None:
+def test_non_finite_values_in_the_file_name_the_file(tmp_path: Path, cache_dir: Path) -> None:
     original = model("llama")
     original.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
     path = tiny_gguf.write(tmp_path / "model.gguf", original)
@@ -226,7 +228,7 @@ def test_values_of_the_file_itself_that_are_not_finite_name_the_file(tmp_path: P
         tiny.load(path, cache_dir=cache_dir)
 
 
-def test_another_dtype_is_converted_from_the_file(tmp_path: Path, cache_dir: Path) -> None:
+def test_another_dtype_is_converted_from_the_gguf_file(tmp_path: Path, cache_dir: Path) -> None:
     original = model("llama")
     path = tiny_gguf.write(tmp_path / "model.gguf", original)
     tiny.load(path, dtype=torch.bfloat16, cache_dir=cache_dir)
@@ -290,9 +292,9 @@ def test_processes_that_race_all_succeed(damaged: bool, tmp_path: Path, cache_di
     path = tiny_gguf.write(tmp_path / "model.gguf", original)
     if damaged:
         tiny.load(path, cache_dir=cache_dir)
-        for ours in next(cache_dir.glob("converted/*/*")).iterdir():
-            if ours.suffix != ".lock":
-                overwrite(ours, ours.stat().st_size // 2, b"\xff")
+        for file in next(cache_dir.glob("converted/*/*")).iterdir():
+            if file.suffix != ".lock":
+                overwrite(file, file.stat().st_size // 2, b"\xff")
     command = [sys.executable, "-c", RACE, str(path), str(cache_dir)]
 
     def run(_: int) -> str:
@@ -306,22 +308,22 @@ def test_processes_that_race_all_succeed(damaged: bool, tmp_path: Path, cache_di
     assert not [path for path in cache_dir.rglob(".*") if not path.name.endswith(".lock")]
 
 
-def test_a_tensor_that_is_none_of_the_model_is_refused_before_it_takes_memory(
+def test_a_tensor_that_does_not_fit_the_model_is_refused_before_it_takes_memory(
     tmp_path: Path, cache_dir: Path
 ) -> None:
     path = tiny_gguf.write(tmp_path / "model.gguf", model("llama"))
     large = GGUFFile.read(path).tensors["output_norm.weight"]
     data, name = path.read_bytes(), b"output_norm.weight"
-    at = data.index(name) + len(name) + 4  # behind the number of dimensions
+    at = data.index(name) + len(name) + 4  # after the number of dimensions
     columns = 1 << 40
     path.write_bytes(data[:at] + columns.to_bytes(8, "little") + data[at + 8 :])
     os.truncate(path, large.start + columns * 4)
     directory = cache_dir / "converted"
     directory.mkdir(parents=True)
-    table = weight_map.build(tiny.config_of(model("llama")), TPInfo())
+    names = weight_map.build(tiny.config_of(model("llama")), TPInfo())
     (directory / "config.json").write_text('{"model_type": "llama", "head_dim": 16}')
     with pytest.raises(
         ModelFileError, match=r"output_norm.weight' has shape \[1099511627776\].*asks for \[96\]"
     ):
-        gguf_weights.convert(path, directory, torch.float32, table)
+        gguf_weights.convert(path, directory, torch.float32, names)
     assert not list(directory.glob("*.safetensors"))
