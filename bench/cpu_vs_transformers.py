@@ -110,9 +110,7 @@ def main() -> int:
     """Run the benchmark; the exit code is 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument(
-        "--only", choices=("transformers", "segue"), help="measure one engine, compare nothing"
-    )
+    parser.add_argument("--only", choices=("transformers", "segue"), help="measure only this engine")
     args = parser.parse_args()
     torch.set_num_threads(report.num_cores())
     sides = {} if args.only == "segue" else transformers_sides(workload.bundled_model())

@@ -162,8 +162,8 @@ def main() -> None:
         f"rooflines at {machine.read / 1e12:.2f} TB/s and {machine.flops / 1e12:.0f} TFLOP/s",
         ["", "GB", "TFLOP", "ms"],
         [
-            [name, f"{least.bytes / 1e9:.3g}", f"{least.flops / 1e12:.3g}", f"{least.seconds * 1e3:.3f}"]
-            for name, least in figures(model, machine).items()
+            [name, f"{bound.bytes / 1e9:.3g}", f"{bound.flops / 1e12:.3g}", f"{bound.seconds * 1e3:.3f}"]
+            for name, bound in figures(model, machine).items()
         ],
     )
 

@@ -62,7 +62,7 @@ def results(futures: Futures) -> list[Any]:
 def interrupted(
     engine: segue.Engine, prompts: list[Any], params: Any, *, pauses: int, random: Random, **fields: Any
 ) -> list[Any]:
-    """Returns the replies of concurrent requests that are all retracted ``pauses`` times, at random moments."""
+    """Returns the replies of concurrent requests, all retracted ``pauses`` times at random moments."""
     start = state(engine)["num_generated_tokens"]
     # Pauses come in the first half of the tokens, when no request has ended, though some are ahead of others.
     moments = sorted(random.sample(range(1, len(prompts) * params["max_new_tokens"] // 2), pauses))

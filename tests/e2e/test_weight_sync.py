@@ -224,9 +224,9 @@ def test_an_update_while_paused_keeps_the_pause(
     sync: Syncing, checkpoints: list[Path], right: list[Any], mode: str, flush: bool
 ) -> None:
     body = {"input_ids": PROMPTS[0], "sampling_params": GREEDY | {"max_new_tokens": 60}, "rid": "r"}
-    live = sync.later("/generate", **body)
+    future = sync.later("/generate", **body)
     while not sync.http.get("/server_info").json()["internal_states"][0]["num_generated_tokens"]:
-        assert not live.done()
+        assert not future.done()
     assert sync.ask("/pause_generation", mode=mode)["status"] == "ok"
     done = sync.update(checkpoints[1], flush_cache=flush)
     assert done["success"]
@@ -235,7 +235,7 @@ def test_an_update_while_paused_keeps_the_pause(
     if flush:
         assert state["running_batch_size"] == state["tree_cache_size"] == 0
     sync.ask("/continue_generation")
-    assert live.result()["meta_info"]["finish_reason"]["type"] in ("abort", "length")
+    assert future.result()["meta_info"]["finish_reason"]["type"] in ("abort", "length")
     assert sync.replies() == right[1]
 
 
@@ -243,13 +243,13 @@ def test_an_update_under_load_reports_the_versions_of_each_reply(
     sync: Syncing, checkpoints: list[Path], right: list[Any]
 ) -> None:
     body = {"sampling_params": GREEDY | {"max_new_tokens": 100}, "return_logprob": True}
-    live = [sync.later("/generate", input_ids=PROMPTS[i % 3], **body) for i in range(16)]
+    futures = [sync.later("/generate", input_ids=PROMPTS[i % 3], **body) for i in range(16)]
     before = version(sync)
     done = sync.update(checkpoints[1])
     assert done["success"]
     assert sync.replies() == right[1], "new requests must get the replies of a fresh server"
     spanning = 0
-    for reply in [future.result() for future in live]:
+    for reply in [future.result() for future in futures]:
         meta = reply["meta_info"]
         assert meta["finish_reason"]["type"] == "length"
         spans = meta["weight_versions"]

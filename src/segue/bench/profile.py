@@ -168,7 +168,7 @@ class StepBench:
         if not on_cpu:
             torch.cuda.synchronize()
         self.runner.on_stream(trace.stop)
-        wanted = DeviceType.CPU if on_cpu else DeviceType.CUDA
+        device_type = DeviceType.CPU if on_cpu else DeviceType.CUDA
         found = [
             KernelTime(
                 name=event.key,
@@ -177,7 +177,7 @@ class StepBench:
                 / _TRACED,
             )
             for event in trace.key_averages()
-            if event.device_type == wanted
+            if event.device_type == device_type
         ]
         return sorted(found, key=lambda kernel: -kernel.microseconds)
 

@@ -24,7 +24,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _DERIVED = ".rotary_emb.inv_freq"  # follows from the config, but old checkpoints store it
 _CHUNK = 64 << 20  # bytes per read, so that the progress bar moves
 _COMPARE_CHUNK = 1 << 20  # elements compared at a time
-_SHOWN = 4  # most tensor names in an error text
+_SHOWN = 4  # tensor names in an error text, at most
 
 
 class Shards:
@@ -195,7 +195,7 @@ def _read_index(index: Path) -> dict[str, str]:
     for name, file in places.items():
         if Path(file).name != file or file in ("", ".."):
             raise ModelFileError(
-                f"model file {index} is corrupt: it places tensor {name!r} in {file!r}, not a file name"
+                f"model file {index} is corrupt: tensor {name!r} is placed in {file!r}, which is not a file name"
             )
     return places
 

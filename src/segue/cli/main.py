@@ -107,8 +107,8 @@ def _flag(option: Field[Any], kind: Any) -> inspect.Parameter:
     )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"segue {segue.__version__}")
         raise typer.Exit
 
@@ -400,9 +400,7 @@ def abort(
 
 @app.command(rich_help_panel=CONTROL)
 def flush(
-    timeout: Annotated[
-        float, typer.Option(help="Seconds to wait until no live request holds KV.", min=0)
-    ] = 0.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until no request holds KV.", min=0)] = 0.0,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:

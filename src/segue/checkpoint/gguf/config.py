@@ -18,7 +18,7 @@ ARCHITECTURES = {  # name in GGUF -> model type, class
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 
-_MAX_FACTORS = 1 << 16  # most RoPE factors; a model has half as many as a head has values
+_MAX_FACTORS = 1 << 16  # limit of RoPE factors; a model has half as many as a head has values
 
 _TOKEN_IDS = {
     "bos_token_id": "bos_token_id",
