@@ -24,7 +24,6 @@ import torch.multiprocessing as mp
 
 from bench import report, suite
 from segue import Engine
-from segue.distributed.collectives import FusedAllReduce
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
 
@@ -87,7 +86,9 @@ def sums(rank: int, size: int, directory: str) -> None:
         (path / "sums.json").write_text(json.dumps(found))
 
 
-def _time_sums(rows: int, groups: TPGroups, one_shot: OneShot) -> dict[str, float]:
+def _time_sums(
+    rows: int, groups: TPGroups, fused_all_reduce: all_reduce.OneShotAllReduce
+) -> dict[str, float]:
     """Return the microseconds of each way to all-reduce `rows` tokens."""
     from segue.kernels.norm import add_rms_norm
 

@@ -54,7 +54,7 @@ def _sums(groups: TPGroups, hidden: int, dtype: torch.dtype) -> list[torch.Tenso
     fused_all_reduce = OneShotAllReduce(groups, torch.device("cuda", rank), hidden, 8)
     weight = _random(0, (hidden,), dtype)
     found = []
-    for rows, splits in ((1, 1), (3, 4), (min(200, fused_all_reduce.most_rows), 1), (1, 4)):
+    for rows, splits in ((1, 1), (3, 4), (min(200, fused_all_reduce.max_rows), 1), (1, 4)):
         parts = [[_random(9 * i + r, (splits, rows, hidden)) for r in range(size)] for i in range(3)]
 
         def chain(inputs: list[torch.Tensor]) -> list[torch.Tensor]:

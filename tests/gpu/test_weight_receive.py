@@ -16,7 +16,7 @@ from tests.gpu.ranks import ENVIRONMENT
 from tests.weight_update.conftest import new_group as new_group
 from tests.weight_update.conftest import new_trainer as new_trainer
 from tests.weight_update.conftest import trainer_address as trainer_address
-from tests.weight_update.transport.test_receiver import BUCKETS, NewGroup, Session, Tensors, assert_received
+from tests.weight_update.transport.test_receiver import BUCKETS, NewGroup, Observer, Tensors, assert_received
 
 pytestmark = [pytest.mark.gpu]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -83,8 +83,8 @@ def join(trainer: Any, groups: Groups, group: Group, *, eager: bool, device: int
     return joined
 
 
-def open_session(joined: JoinedGroup, buckets: list[Tensors], direct: set[str], flattened: bool) -> Session:
-    session = Session(joined, buckets, Kept(buckets, joined.device, direct), flattened=flattened)
+def open_session(joined: JoinedGroup, buckets: list[Tensors], direct: set[str], flattened: bool) -> Observer:
+    session = Observer(joined, buckets, Kept(buckets, joined.device, direct), flattened=flattened)
     assert session.ready.wait(30)
     return session
 

@@ -195,7 +195,7 @@ def _read_index(index: Path) -> dict[str, str]:
     for name, file in places.items():
         if Path(file).name != file or file in ("", ".."):
             raise ModelFileError(
-                f"model file {index} is corrupt: tensor {name!r} is placed in {file!r}, which is not a file name"
+                f"model file {index} is corrupt: tensor {name!r} is in {file!r}, which is not a file name"
             )
     return places
 
