@@ -27,7 +27,8 @@ class Engine:
     """A model, ready to generate.
 
     Works in scripts, in notebooks and beside a running event loop: the engine has a thread of its own, and
-    every method has an ``async_`` twin. Use it as a context manager, or call :meth:`shutdown`::
+    every method has a form whose name begins with ``async_``. Use it as a context manager, or call
+    :meth:`shutdown`::
 
         with segue.Engine("path/to/model") as engine:
             print(engine.generate("The capital of France is")["text"])

@@ -2,7 +2,7 @@
 
 A struct here is an operation's route, its body with the rules of each field, its summary, and what the
 scheduler is sent. The routes (`segue.server.weight_routes`), the methods of `segue.Engine`
-(`segue.api.engine_weights`) and the OpenAPI schema are made from it. Names of fields are SGLang's, where
+(`segue.api.weights`) and the OpenAPI schema are made from it. Names of fields are SGLang's, where
 SGLang has the operation. Unknown fields are ignored.
 """
 

@@ -28,7 +28,7 @@ from segue.messages.weight_operations import (
 from segue.messages.weight_update import Inspect, Join, Leave, RankReply, WeightCall
 from segue.weight_update.control.fan_out import problems
 from segue.weight_update.control.merge_replies import merge
-from segue.weight_update.control.session import RECEIVE_S, UpdatePhase, UpdateSession
+from segue.weight_update.control.session import BEFORE_PREPARED, RECEIVE_S, UpdatePhase, UpdateSession
 from segue.weight_update.control.state_machine import WeightMachine
 
 
@@ -142,7 +142,8 @@ class WeightControl(WeightMachine):
             same = session.kind == "session" and session.manifest == manifest
             named = request.session_id is not None and session.id == request.session_id
             if same and (
-                named or (request.session_id is None and session.phase.value <= UpdatePhase.PREPARED.value)
+                named
+                or (request.session_id is None and session.phase in (*BEFORE_PREPARED, UpdatePhase.PREPARED))
             ):
                 session.preparing.append(call)
                 self._answer_prepared(session)
@@ -288,8 +289,7 @@ class WeightControl(WeightMachine):
             self._answer([call], False, refusal)
             return
         session = self._open("group of calls", now)
-        session.phase = UpdatePhase.RECEIVED  # the group has no calls yet, so everything was received
-        self._notify()
+        self._enter(session, UpdatePhase.RECEIVED, now)  # nothing was announced yet, so nothing is missing
         self._answer([call], True, "The calls that follow take effect together, at /end_weight_update.")
 
     def _end_group(self, call: int, now: float) -> None:

@@ -13,11 +13,7 @@ RECEIVE_S, ARM_TIMEOUT_S = 300.0, 3600.0  # how long a session may be silent: af
 
 
 class UpdatePhase(Enum):
-    """The phase of the open session; the phases follow each other in this order.
-
-    A checkpoint or a payload goes from POSTING directly to RECEIVED. A group of calls starts as RECEIVED, and
-    each of its calls goes through the phases again. A session that fails is dropped in any phase.
-    """
+    """The phase of the open session; ``TRANSITIONS`` says which follow. Any phase may end in failure."""
 
     STAGING = auto()  # the ranks check the manifest, and take memory for its tensors
     POSTING = auto()  # the ranks enter the first broadcast, or read a checkpoint or a payload
@@ -25,6 +21,19 @@ class UpdatePhase(Enum):
     RECEIVING = auto()  # a rank has received something
     RECEIVED = auto()  # every rank has everything and has checked it
     COMMITTING = auto()  # generation is held, then the ranks write the served weights
+
+
+# A checkpoint or a payload is RECEIVED as soon as it was read. A group of calls begins as RECEIVED, and each
+# of its calls goes through the phases again.
+TRANSITIONS: dict[UpdatePhase, tuple[UpdatePhase, ...]] = {
+    UpdatePhase.STAGING: (UpdatePhase.POSTING, UpdatePhase.RECEIVED),
+    UpdatePhase.POSTING: (UpdatePhase.PREPARED, UpdatePhase.RECEIVED),
+    UpdatePhase.PREPARED: (UpdatePhase.RECEIVING,),
+    UpdatePhase.RECEIVING: (UpdatePhase.RECEIVED,),
+    UpdatePhase.RECEIVED: (UpdatePhase.STAGING, UpdatePhase.POSTING, UpdatePhase.COMMITTING),
+    UpdatePhase.COMMITTING: (),
+}
+BEFORE_PREPARED = (UpdatePhase.STAGING, UpdatePhase.POSTING)
 
 
 Kind = Literal["session", "call", "group of calls"]
@@ -65,6 +74,14 @@ class UpdateSession:
     staging: dict[str, Any] = field(default_factory=dict)
     num_paused: int = 0
     times: dict[str, float] = field(default_factory=dict)  # phase, "WRITING" or "SERVED" -> when it began
+
+    def enter(self, phase: UpdatePhase, now: float) -> bool:
+        """Enter a phase, or note progress in the present one; returns whether the phase is another one."""
+        is_new = phase is not self.phase
+        assert not is_new or phase in TRANSITIONS[self.phase], f"{self.phase.name} -> {phase.name}"
+        self.phase, self.progress_at = phase, now
+        self.times.setdefault(phase.name, now)
+        return is_new
 
     @property
     def group_name(self) -> str | None:

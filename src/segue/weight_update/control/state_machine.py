@@ -34,7 +34,7 @@ from segue.messages.weight_update import (
 )
 from segue.weight_update.control.fan_out import FanOut, problems, staging
 from segue.weight_update.control.group_joins import GroupJoins
-from segue.weight_update.control.session import Kind, UpdatePhase, UpdateSession
+from segue.weight_update.control.session import BEFORE_PREPARED, Kind, UpdatePhase, UpdateSession
 
 
 class Port(Protocol):
@@ -256,7 +256,7 @@ class WeightMachine:
         self._stage(session, structs.replace(manifest, discard=True), now)
 
     def _answer_prepared(self, session: UpdateSession) -> None:
-        if session.phase.value < UpdatePhase.PREPARED.value:
+        if session.phase in BEFORE_PREPARED:
             return
         text = f"Every rank receives {len(session.manifest.buckets) if session.manifest else 0} buckets."
         fields = {"staging": session.staging, "generating": self._port.has_work}
@@ -331,7 +331,7 @@ class WeightMachine:
 
         A rank may report before every rank has posted its receive; that is noted at PREPARED.
         """
-        if session.phase.value < UpdatePhase.PREPARED.value or not (session.bytes or session.done):
+        if session.phase in BEFORE_PREPARED or not (session.bytes or session.done):
             return
         if session.phase is not UpdatePhase.RECEIVING:
             session.receiving_at = now
@@ -413,9 +413,7 @@ class WeightMachine:
 
     def _enter(self, session: UpdateSession, phase: UpdatePhase, now: float) -> None:
         """Enter a phase, or note progress in the present one."""
-        is_new, session.phase, session.progress_at = phase is not session.phase, phase, now
-        session.times.setdefault(phase.name, now)
-        if is_new:
+        if session.enter(phase, now):
             self._notify()
 
     def _close(self, session: UpdateSession) -> None:
