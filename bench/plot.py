@@ -1,13 +1,23 @@
-"""Draws small line charts as SVG: two dozen lines of code instead of a plotting library for a few curves."""
+"""Small charts as SVG: line charts and bars, a hundred lines instead of a plotting library.
+
+    python -m bench.plot
+
+draws `results/gpu_updates_and_pauses.svg`, the picture of README.md, from `gpu_weight_sync.json` (written by
+`bench.weight_sync`) and `gpu_pause.json` (written by `bench.pause`).
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 _COLOURS = ("#1b6ca8", "#c8553d", "#4c956c", "#8f5ea2")
 _WIDTH, _HEIGHT, _MARGIN = 360, 240, 44
+_RESULTS = Path(__file__).with_name("results")
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]
 
@@ -53,3 +63,113 @@ def _panel(title: str, curves: Curves, x_label: str, left: int) -> str:
         ]
         parts.append(f'<text x="{_MARGIN + 6}" y="{32 + 14 * i}" fill="{colour}">{escape(name)}</text>')
     return f'<g transform="translate({left},0)">{"".join(parts)}</g>'
+
+
+# --- bars ---
+
+_BARS_WIDTH, _LABELS, _BAR, _PITCH = 760, 220, 16, 26
+_RUNS, _STOPPED, _PAUSE, _STEP = "#4c956c", "#c8553d", "#1b6ca8", "#b8bcc2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One horizontal bar: its parts from left to right, as (length, colour), and the text behind its end."""
+
+    label: str
+    parts: Sequence[tuple[float, str]]
+    text: str
+
+
+def bars(path: Path, panels: Mapping[str, Sequence[Bar]], legend: Mapping[str, str]) -> Path:
+    """Write one panel below the other, each with a title and its own scale; ``legend``: colour -> text."""
+    parts, top = [], 10
+    for title, rows in panels.items():
+        parts.append(f'<text x="14" y="{top + 14}" font-weight="bold" font-size="13">{escape(title)}</text>')
+        top += 26
+        longest = max(sum(length for length, _ in row.parts) for row in rows)
+        scale = (_BARS_WIDTH - _LABELS - 300) / longest
+        for row in rows:
+            parts.append(_bar(row, top, scale))
+            top += _PITCH
+        top += 16
+    x = 14
+    for colour, text in legend.items():
+        parts.append(f'<rect x="{x}" y="{top}" width="11" height="11" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 16}" y="{top + 10}">{escape(text)}</text>')
+        x += 40 + 6 * len(text)
+    path.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_BARS_WIDTH}" height="{top + 24}" '
+        f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+        f"{''.join(parts)}</svg>\n"
+    )
+    return path
+
+
+def _bar(bar: Bar, top: float, scale: float) -> str:
+    middle, x = top + _BAR - 4, float(_LABELS)
+    parts = [f'<text x="{_LABELS - 8}" y="{middle}" text-anchor="end">{escape(bar.label)}</text>']
+    for length, colour in bar.parts:
+        width = length * scale
+        parts.append(f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" fill="{colour}"/>')
+        x += width
+    parts.append(f'<text x="{x + 8:.1f}" y="{middle}">{escape(bar.text)}</text>')
+    return "".join(parts)
+
+
+def updates_and_pauses(updates: Mapping[str, Any], pauses: Mapping[str, Any], path: Path) -> Path:
+    """Draw how little weight updates and pauses stop generation, from the results of both benchmarks."""
+
+    def update(label: str, found: Mapping[str, Any]) -> Bar:
+        still = 1e3 * found["timings"]["write_s"]
+        whole = 1e3 * found["timings"]["total_s"]
+        lost = f"{found['lost_receiving']:.0%}"
+        return Bar(
+            label=label,
+            parts=[(whole - still, _RUNS), (still, _STOPPED)],
+            text=f"{whole:.0f} ms, {still:.0f} of them stopped; tokens {lost} slower",
+        )
+
+    def pause(label: str, ms: float) -> Bar:
+        return Bar(label=label, parts=[(ms, _PAUSE)], text=f"{ms:.0f} ms")
+
+    def step(label: str, ms: float) -> Bar:
+        return Bar(label=label, parts=[(ms, _STEP)], text=f"{ms:.0f} ms")
+
+    load, decoding, prefilling = updates["under load"], pauses["decoding"], pauses["prefilling"]
+    size, chunk = updates["flattened"]["GB"], prefilling["tokens"] // 2
+    return bars(
+        path,
+        {
+            f"{size:.1f} GB of new weights while {load['streams']} streams generate": [
+                update("sent at the default, 25 GB/s", load),
+                update("sent without a limit", updates["under load, at full speed"]),
+            ],
+            f"From a pause request to its answer, while {decoding['rows']} requests decode": [
+                step("one decode step", decoding["step"]),
+                pause("pause, median", decoding["p50"]),
+                pause("pause, 99th percentile", decoding["p99"]),
+            ],
+            f"The same, in a prompt of {prefilling['tokens']:,} tokens": [
+                step(f"one chunk of {chunk:,} tokens", prefilling["chunk"]),
+                pause("pause, median", prefilling["p50"]),
+                pause("pause, worst", prefilling["worst"]),
+            ],
+        },
+        {
+            _RUNS: "requests run",
+            _STOPPED: "generation is stopped",
+            _PAUSE: "until nothing runs any more",
+            _STEP: "a step, for comparison",
+        },
+    )
+
+
+def main() -> None:
+    updates, pauses = (
+        json.loads((_RESULTS / f"{name}.json").read_text()) for name in ("gpu_weight_sync", "gpu_pause")
+    )
+    print(updates_and_pauses(updates, pauses, _RESULTS / "gpu_updates_and_pauses.svg"))
+
+
+if __name__ == "__main__":
+    main()
