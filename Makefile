@@ -57,7 +57,7 @@ pytest: model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not alone" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(PYTEST_ARGS)
 
-soak: model ## the slow proofs: long scheduler properties, five minutes of anything over HTTP, the reference fixture made again
+soak: model ## the slow tests: long scheduler properties, five minutes of anything over HTTP, the reference fixture made again
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 attack: model ## two minutes of attacks on a server that it starts; ATTACK_ARGS="URL --seconds 600" on one that runs here
