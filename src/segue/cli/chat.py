@@ -103,6 +103,8 @@ def converse(model: str, reply: Callable[[list[Message]], Iterator[str]], system
             case _ if line.startswith("/"):
                 console.print(f"unknown command {line}; /help lists them", markup=False)
                 continue
+            case _:
+                pass
         messages.append({"role": "user", "content": line})
         try:
             answer = _show(console, reply(messages))

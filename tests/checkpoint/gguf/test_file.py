@@ -123,7 +123,7 @@ SHORTENED = """
 import os, sys
 from pathlib import Path
 from segue.errors import ModelFileError
-from segue.checkpoint.gguf import file
+from segue.checkpoint.gguf import file as gguf_file
 
 path, take = Path(sys.argv[1]), gguf_file._Cursor.take
 
