@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from segue.api.control import FlushQuery, PauseRequest
 from segue.api.generation import Generation
 from segue.api.loop_thread import AsyncStream, BlockingStream, LoopThread
-from segue.api.native.calls import NativeCall, parse_call
+from segue.api.native.calls import NativeCall, NativeReplies, parse_call
 from segue.api.validation import parse
 from segue.api.weights import with_weight_operations
 from segue.config import EngineConfig
@@ -202,12 +202,14 @@ class Engine:
         return self._thread
 
     async def _generate(self, body: dict[str, Any]) -> Any:
-        with await Generation.start(self._runtime.manager, self._call(body)) as generation:
-            return await generation.result()
+        call = self._call(body)
+        with await Generation.start(self._runtime.manager, call.requests, call.batch_id) as generation:
+            return (await NativeReplies(call, generation).result())[0]
 
     async def _updates(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        with await Generation.start(self._runtime.manager, self._call(body)) as generation:
-            async for update in generation.updates():
+        call = self._call(body)
+        with await Generation.start(self._runtime.manager, call.requests, call.batch_id) as generation:
+            async for update in NativeReplies(call, generation).updates():
                 yield update
 
     def _call(self, body: dict[str, Any]) -> NativeCall:

@@ -1,42 +1,51 @@
-"""One native call while it runs."""
+"""The requests of one call while they run, for every dialect."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TypeVar
 
-from segue.api.native.calls import NativeCall, NativeReply
-from segue.frontend.stream import RequestStream, merged, results
-from segue.frontend.thread_pool import INLINE_ENTRIES, turn
+from segue.frontend.request import GenerateRequest, Output
+from segue.frontend.stream import RequestStream, accepted, merged, results
+from segue.frontend.thread_pool import INLINE_ENTRIES
 from segue.frontend.tokenizer_manager import TokenizerManager
+
+T = TypeVar("T")
+ACCEPT_S = 0.5  # how long a streamed call waits for a refusal of the scheduler before its reply begins
 
 
 class Generation:
-    """The streams of a call. Leaving the ``with`` block aborts those that have not ended."""
+    """The streams of one call. Leaving the ``with`` block aborts those that have not ended."""
 
-    def __init__(self, manager: TokenizerManager, call: NativeCall, streams: list[RequestStream]) -> None:
-        self.num_entries = 0  # of the result: one for each reply, each token, and each log-probability
-        self._manager = manager
-        self._call = call
-        self._streams = streams
-        self._replies = [
-            NativeReply(
-                manager,
-                stream,
-                logprobs=request.options.logprobs >= 0,
-                text_in_logprobs=call.text_in_logprobs,
-            )
-            for stream, request in zip(streams, call.requests, strict=True)
-        ]
+    def __init__(self, manager: TokenizerManager, streams: list[RequestStream]) -> None:
+        self.manager = manager
+        self.streams = streams
         self._stack = ExitStack()
         for stream in streams:
             self._stack.enter_context(stream)
 
     @classmethod
-    async def start(cls, manager: TokenizerManager, call: NativeCall) -> Generation:
-        """Submit a call's requests; raises what :meth:`TokenizerManager.submit_batch` does."""
-        return cls(manager, call, await manager.submit_batch(call.requests, call.batch_id))
+    async def start(
+        cls,
+        manager: TokenizerManager,
+        requests: Sequence[GenerateRequest],
+        batch_id: str | None,
+        *,
+        is_streamed: bool = False,
+    ) -> Generation:
+        """Submit the requests of a call; a streamed one waits up to ``ACCEPT_S`` for a refusal.
+
+        Raises what :meth:`TokenizerManager.submit_batch` does, and the refusal.
+        """
+        generation = cls(manager, await manager.submit_batch(requests, batch_id))
+        if is_streamed:
+            try:
+                await accepted(generation.streams, ACCEPT_S)
+            except BaseException:
+                generation.close()
+                raise
+        return generation
 
     def __enter__(self) -> Generation:
         return self
@@ -45,34 +54,17 @@ class Generation:
         self.close()
 
     def close(self) -> None:
-        """Abort what has not ended."""
+        """Abort the requests that have not ended."""
         self._stack.close()
 
-    @property
-    def streams(self) -> list[RequestStream]:
-        """One a request."""
-        return self._streams
+    async def outputs(self) -> list[Output]:
+        """Wait for the end of every request, and return what each has generated."""
+        return await results(self.streams)
 
-    async def result(self) -> Any:
-        """The finished reply; a list for a batch."""
-        outputs = await results(self._streams)
-        for index, (reply, output) in enumerate(zip(self._replies, outputs, strict=True)):
-            reply.add(output)
-            self.num_entries += reply.num_entries
-            await turn(index)
-        if self.num_entries <= INLINE_ENTRIES:
-            bodies = self._bodies()
-        else:
-            bodies = await self._manager.thread_pool.run(self._bodies)
-        return bodies if self._call.batch_id is not None else bodies[0]
+    def updates(self) -> AsyncGenerator[tuple[int, Output], None]:
+        """Give (index of the request, its new output) until all have ended."""
+        return merged(self.streams)
 
-    def _bodies(self) -> list[dict[str, Any]]:
-        return [reply.body() for reply in self._replies]
-
-    async def updates(self) -> AsyncIterator[dict[str, Any]]:
-        """The reply as it grows; in a batch each update has its prompt's ``index``."""
-        is_batch = self._call.batch_id is not None
-        async for index, output in merged(self._streams):
-            self._replies[index].add(output)
-            body = self._replies[index].body()
-            yield body | {"index": index} if is_batch else body
+    async def build(self, make: Callable[[], T], num_entries: int) -> T:
+        """Return what ``make`` makes: at once if it has few entries, else in a thread."""
+        return make() if num_entries <= INLINE_ENTRIES else await self.manager.thread_pool.run(make)

@@ -10,16 +10,14 @@ from starlette.responses import Response
 
 from segue.api.generation import Generation
 from segue.api.native.bodies import NativeGenerate
-from segue.api.native.calls import NativeCall, parse_call
+from segue.api.native.calls import NativeCall, NativeReplies, parse_call
 from segue.api.schema import body_schema
-from segue.frontend.stream import accepted
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.server import large_body
 from segue.server.access import Access, Routes
 from segue.server.body import read_json
 from segue.server.errors import native_body
 from segue.server.large_reply import reply_response
-from segue.server.openai_routes import ACCEPT_S
 from segue.server.service import service_of
 from segue.server.sse import DONE, EventStream, event, unless_gone
 
@@ -34,28 +32,19 @@ async def generate(request: Request) -> Response:
     most = service.config.max_queued_requests
     call = await read_json(request, lambda body: parse_call(body, most), large_body.generate)
     if call.stream:
-        generation = await unless_gone(request, _begun(manager, call))
-        return EventStream(_events(generation), native_body, generation.close)
+        start = Generation.start(manager, call.requests, call.batch_id, is_streamed=True)
+        generation = await unless_gone(request, start)
+        return EventStream(_events(NativeReplies(call, generation)), native_body, generation.close)
     reply, num_entries = await unless_gone(request, _result(manager, call))
     return await reply_response(reply, num_entries, manager.thread_pool)
 
 
-async def _begun(manager: TokenizerManager, call: NativeCall) -> Generation:
-    generation = await Generation.start(manager, call)
-    try:
-        await accepted(generation.streams, ACCEPT_S)
-    except BaseException:
-        generation.close()
-        raise
-    return generation
-
-
 async def _result(manager: TokenizerManager, call: NativeCall) -> tuple[Any, int]:
-    with await Generation.start(manager, call) as generation:
-        return await generation.result(), generation.num_entries
+    with await Generation.start(manager, call.requests, call.batch_id) as generation:
+        return await NativeReplies(call, generation).result()
 
 
-async def _events(generation: Generation) -> AsyncGenerator[bytes, None]:
-    async for update in generation.updates():
+async def _events(replies: NativeReplies) -> AsyncGenerator[bytes, None]:
+    async for update in replies.updates():
         yield event(update)
     yield DONE

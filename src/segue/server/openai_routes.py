@@ -5,20 +5,19 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from segue.api.generation import Generation
 from segue.api.openai import bodies
 from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, Dialect, choice, usage
 from segue.api.openai.requests import Wanted, chat_call, check_model, completion_call
 from segue.api.schema import body_schema
 from segue.api.validation import parse
 from segue.frontend.request import Output
-from segue.frontend.stream import RequestStream, accepted, merged, results
-from segue.frontend.thread_pool import INLINE_ENTRIES
+from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.launch.runtime import Runtime
 from segue.server import large_body
 from segue.server.access import Access, Routes
@@ -27,8 +26,6 @@ from segue.server.errors import json_response, openai_body
 from segue.server.large_reply import reply_response
 from segue.server.service import service_of
 from segue.server.sse import DONE, EventStream, unless_gone
-
-ACCEPT_S = 0.5  # for which a stream's status line waits: the scheduler may refuse what the frontend took
 
 routes = Routes(Access.USER, "OpenAI")
 
@@ -89,8 +86,10 @@ def _model_card(request: Request) -> dict[str, Any]:
 
 async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: Wanted) -> Response:
     created = int(time.time())
+    manager, batch_id = runtime.manager, wanted.id if wanted.is_batch else None
     if wanted.stream:
-        streams, stack = await unless_gone(request, _begun(runtime, wanted))
+        start = Generation.start(manager, wanted.requests, batch_id, is_streamed=True)
+        generation = await unless_gone(request, start)
         chunks = Chunks(
             dialect,
             id=wanted.id,
@@ -99,63 +98,43 @@ async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: 
             logprobs=wanted.logprobs >= 0,
             usage_in_stream=wanted.usage_in_stream,
         )
-        return EventStream(_events(chunks, streams), openai_body, stack.close)
-    outputs = await unless_gone(request, _results(runtime, wanted))
+        return EventStream(_events(chunks, generation), openai_body, generation.close)
+    generation, outputs = await unless_gone(request, _outputs(manager, wanted, batch_id))
     ends = [output.end for output in outputs if output.end is not None]
     num_entries = len(outputs) + sum(1 + len(entry.top) for output in outputs for entry in output.logprobs)
 
     def choices() -> list[dict[str, Any]]:
         return [choice(dialect, index, output, wanted.logprobs >= 0) for index, output in enumerate(outputs)]
 
-    thread_pool = runtime.manager.thread_pool
     reply = {
         "id": wanted.id,
         "object": dialect.object,
         "created": created,
         "model": runtime.name,
-        "choices": choices() if num_entries <= INLINE_ENTRIES else await thread_pool.run(choices),
+        "choices": await generation.build(choices, num_entries),
         "usage": usage(ends),
     }
-    return await reply_response(reply, num_entries, thread_pool)
+    return await reply_response(reply, num_entries, manager.thread_pool)
 
 
-async def _submit(runtime: Runtime, wanted: Wanted) -> tuple[list[RequestStream], ExitStack]:
-    """The streams; leaving the stack aborts those that have not ended."""
-    batch_id = wanted.id if wanted.is_batch else None
-    stack = ExitStack()
-    streams = await runtime.manager.submit_batch(wanted.requests, batch_id)
-    for stream in streams:
-        stack.enter_context(stream)
-    return streams, stack
+async def _outputs(
+    manager: TokenizerManager, wanted: Wanted, batch_id: str | None
+) -> tuple[Generation, list[Output]]:
+    with await Generation.start(manager, wanted.requests, batch_id) as generation:
+        return generation, await generation.outputs()
 
 
-async def _begun(runtime: Runtime, wanted: Wanted) -> tuple[list[RequestStream], ExitStack]:
-    streams, stack = await _submit(runtime, wanted)
-    try:
-        await accepted(streams, ACCEPT_S)
-    except BaseException:
-        stack.close()
-        raise
-    return streams, stack
-
-
-async def _results(runtime: Runtime, wanted: Wanted) -> list[Output]:
-    streams, stack = await _submit(runtime, wanted)
-    with stack:
-        return await results(streams)
-
-
-async def _events(chunks: Chunks, streams: list[RequestStream]) -> AsyncGenerator[bytes, None]:
+async def _events(chunks: Chunks, generation: Generation) -> AsyncGenerator[bytes, None]:
     ends = []
     begun: set[int] = set()
-    async for index, output in merged(streams):
+    async for index, output in generation.updates():
         data = chunks.of(index, output)
         if index not in begun:
             begun.add(index)
             data = chunks.first(index) + data
         if output.end is not None:
             ends.append(output.end)
-        if len(ends) == len(streams):
+        if len(ends) == len(generation.streams):
             data += chunks.usage(ends) + DONE
         if data:
             yield data

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from segue.api.generation import Generation
 from segue.api.native.bodies import (
     NAMES,
     RULES,
@@ -21,6 +22,7 @@ from segue.errors import InvalidRequestError, UnsupportedFieldError, shown
 from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, End, GenerateRequest, Output
 from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
 from segue.frontend.stream import RequestStream
+from segue.frontend.thread_pool import turn
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.messages.requests import TokenLogprob
 
@@ -220,6 +222,40 @@ class NativeReply:
     def _entry(self, token: int, logprob: float | None) -> list[Any]:
         text = self._manager.table.text(token) if self._text_in_logprobs else None
         return [None if logprob is None else max(logprob, LOWEST_LOGPROB), token, text]
+
+
+class NativeReplies:
+    """The replies to the requests of one call."""
+
+    def __init__(self, call: NativeCall, generation: Generation) -> None:
+        self._is_batch = call.batch_id is not None
+        self._generation = generation
+        self._replies = [
+            NativeReply(
+                generation.manager,
+                stream,
+                logprobs=request.options.logprobs >= 0,
+                text_in_logprobs=call.text_in_logprobs,
+            )
+            for stream, request in zip(generation.streams, call.requests, strict=True)
+        ]
+
+    async def result(self) -> tuple[Any, int]:
+        """The finished reply, a list for a batch; and its number of entries: replies, tokens and logprobs."""
+        num_entries = 0
+        for index, output in enumerate(await self._generation.outputs()):
+            self._replies[index].add(output)
+            num_entries += self._replies[index].num_entries
+            await turn(index)
+        bodies = await self._generation.build(lambda: [reply.body() for reply in self._replies], num_entries)
+        return bodies if self._is_batch else bodies[0], num_entries
+
+    async def updates(self) -> AsyncIterator[dict[str, Any]]:
+        """The reply as it grows; in a batch each update has its prompt's ``index``."""
+        async for index, output in self._generation.updates():
+            self._replies[index].add(output)
+            body = self._replies[index].body()
+            yield body | {"index": index} if self._is_batch else body
 
 
 def finish_reason(end: End) -> dict[str, Any]:
