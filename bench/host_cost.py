@@ -18,7 +18,7 @@ from bench import report
 from segue.messages.control import SchedulerOutput
 from segue.messages.requests import AddRequest, SamplingParams, pack_ids
 from segue.messages.steps import StepPlan, StepResult
-from segue.scheduler.scheduler import Limits, Scheduler
+from segue.scheduler.scheduler import Scheduler, SchedulerLimits
 
 BAR_MS = 0.5
 
@@ -29,7 +29,7 @@ def measure(
     """Return the mean milliseconds per step by ``clock``, by part."""
     rng = random.Random(0)
     scheduler = Scheduler(
-        Limits(
+        SchedulerLimits(
             num_pages=num_requests * 1024 // page_size,
             page_size=page_size,
             max_seq_len=4096,

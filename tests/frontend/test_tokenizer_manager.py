@@ -28,6 +28,7 @@ from segue.messages.control import (
     Continue,
     Continued,
     Counters,
+    EngineLimits,
     Flush,
     Flushed,
     FrontendMessage,
@@ -51,12 +52,14 @@ class Bench:
     ) -> None:
         self.sent: list[FrontendMessage] = []
         ready = Ready(
-            max_seq_len=max_seq_len,
+            limits=EngineLimits(
+                max_seq_len=max_seq_len,
+                num_pages=10,
+                page_size=16,
+                max_running_requests=4,
+                chunked_prefill_size=64,
+            ),
             vocab_size=320,
-            num_pages=10,
-            page_size=16,
-            max_running_requests=4,
-            chunked_prefill_size=64,
             device="cpu",
             dtype="float32",
             attention_backend="fake",

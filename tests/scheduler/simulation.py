@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from segue.messages.control import SchedulerOutput
 from segue.messages.requests import AddRequest, Finished, SamplingParams, TokenLogprob, pack_ids, unpack_ids
 from segue.messages.steps import StepPlan, StepResult
-from segue.scheduler.scheduler import Limits, Scheduler
+from segue.scheduler.scheduler import Scheduler, SchedulerLimits
 
 VOCAB = 50
 
@@ -38,7 +38,7 @@ def expected_output(prompt: list[int], params: SamplingParams, max_seq_len: int)
 class FakeDevice:
     """Executes plans in launch order, as one CUDA stream would."""
 
-    limits: Limits
+    limits: SchedulerLimits
     step: int = 0
     num_owners: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)  # slot -> token pool
@@ -115,7 +115,7 @@ class Simulation:
             "max_queued_requests": 100,
             "chunked_prefill_size": 16,
         }
-        self.limits = Limits(**(defaults | limits))  # type: ignore[arg-type]
+        self.limits = SchedulerLimits(**(defaults | limits))  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.limits)
         self.device = FakeDevice(self.limits)
         self.results: deque[StepResult] = deque()

@@ -20,10 +20,10 @@ import zmq
 
 from segue.config import EngineConfig
 from segue.heartbeat import HeartbeatSender, Turn
-from segue.messages.control import Ready, StartFailed
+from segue.messages.control import EngineLimits, Ready, StartFailed
 from segue.messages.requests import TokenLogprob, unpack_ids
 from segue.messages.steps import StepPlan, StepResult
-from segue.scheduler.scheduler import Limits, Scheduler
+from segue.scheduler.scheduler import Scheduler, SchedulerLimits
 from segue.worker.loop import SchedulerLoop
 from tests.worker.updaters import FakeUpdater
 
@@ -108,7 +108,7 @@ def serve(
     assert config.model is not None
     hf_config = json.loads((Path(config.model) / "config.json").read_text())
     page_size, max_seq_len = config.page_size or 16, config.max_model_len or 512
-    limits = Limits(
+    limits = SchedulerLimits(
         num_pages=(config.num_kv_tokens or 8 * max_seq_len) // page_size,
         page_size=page_size,
         max_seq_len=max_seq_len,
@@ -118,12 +118,14 @@ def serve(
         reject_while_paused=config.paused_policy == "reject",
     )
     ready = Ready(
-        max_seq_len=limits.max_seq_len,
+        limits=EngineLimits(
+            max_seq_len=limits.max_seq_len,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            max_running_requests=limits.max_running_requests,
+            chunked_prefill_size=limits.chunked_prefill_size,
+        ),
         vocab_size=hf_config["vocab_size"],
-        num_pages=limits.num_pages,
-        page_size=limits.page_size,
-        max_running_requests=limits.max_running_requests,
-        chunked_prefill_size=limits.chunked_prefill_size,
         device="cpu",
         dtype="float32",
         attention_backend="fake",

@@ -153,18 +153,18 @@ def serve(config: EngineConfig) -> None:
 
 
 def _print_ready(runtime: Runtime, url: str) -> None:
-    ready = runtime.manager.ready
+    ready, limits = runtime.manager.ready, runtime.manager.ready.limits
     facts = {
         "model": f"{runtime.name} ({runtime.source.config.architecture})",
         "weights": f"{_size(ready.weight_bytes)}, {ready.dtype}",
         "device": f"{ready.device}, tensor parallel {runtime.config.tp}, attention {ready.attention_backend}",
-        "context": f"{ready.max_seq_len} tokens",
+        "context": f"{limits.max_seq_len} tokens",
         "KV cache": (
-            f"{ready.num_pages} pages of {ready.page_size} = {ready.num_pages * ready.page_size} tokens, "
+            f"{limits.num_pages} pages of {limits.page_size} = {limits.num_pages * limits.page_size} tokens, "
             f"{_size(ready.kv_bytes)}"
         ),
         "batch": (
-            f"{ready.max_running_requests} requests, {ready.chunked_prefill_size} prompt tokens per step"
+            f"{limits.max_running_requests} requests, {limits.chunked_prefill_size} prompt tokens per step"
         ),
         "start": f"{sum(step.seconds for step in ready.init_steps):.1f} s in {len(ready.init_steps)} steps",
     }

@@ -92,14 +92,14 @@ class TokenizerManager:
         # A small test model may have the tokenizer of a real one. Ids without a logit cannot end a request.
         eos_ids = {token for token in eos_ids if token < ready.vocab_size}
         self.limits = RequestLimits(
-            max_seq_len=ready.max_seq_len, vocab_size=ready.vocab_size, eos_ids=eos_ids
+            max_seq_len=ready.limits.max_seq_len, vocab_size=ready.vocab_size, eos_ids=eos_ids
         )
         self.thread_pool = ThreadPool()
         self._chars_per_token = (
             None if tokenizer is None else max_chars_per_token(tokenizer.backend, self.table.tokens)
         )
         self._send = send
-        self._admission = Admission(max_queued_requests, ready.max_running_requests)
+        self._admission = Admission(max_queued_requests, ready.limits.max_running_requests)
         self._states: dict[str, RequestState] = {}
         self._arriving: dict[str, PendingCall] = {}  # rid -> its call, until the request has a state
         self._batches: dict[str, set[str]] = {}  # batch id -> rids of its requests in flight

@@ -147,6 +147,8 @@ class Runtime:
         state = await self.manager.get_state()
         kv_tokens = state.state.get("available_kv_tokens", 0)
         ready = self.manager.ready
+        decided = asdict(ready) | {"init_steps": [asdict(step) for step in ready.init_steps]}
+        decided |= asdict(decided.pop("limits"))
         options = dataclasses.asdict(self.config) | {
             name: "***" for name in SECRETS if getattr(self.config, name) is not None
         }
@@ -156,8 +158,8 @@ class Runtime:
             "model_path": self.model_path,
             "served_model_name": self.name,
             "status": "ready",
-            "max_total_num_tokens": ready.num_pages * ready.page_size,
-            "decided": asdict(ready) | {"init_steps": [asdict(step) for step in ready.init_steps]},
+            "max_total_num_tokens": ready.limits.num_pages * ready.limits.page_size,
+            "decided": decided,
             "internal_states": [ABSENT_STATE | {"available_kv_tokens_per_dp": [kv_tokens]} | state.state],
         }
 

@@ -65,15 +65,21 @@ class InitStep(msgspec.Struct, frozen=True, array_like=True):
     detail: str = ""
 
 
+class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine has room for, decided at start; the same on every rank."""
+
+    num_pages: int
+    page_size: int  # tokens
+    max_seq_len: int  # tokens of one request, prompt and output together
+    max_running_requests: int
+    chunked_prefill_size: int  # prompt tokens per step; decode tokens come on top
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
     """Reports that the engine can serve, and the sizes chosen at start."""
 
-    max_seq_len: int
+    limits: EngineLimits
     vocab_size: int
-    num_pages: int
-    page_size: int
-    max_running_requests: int
-    chunked_prefill_size: int
     device: str
     dtype: str
     attention_backend: str

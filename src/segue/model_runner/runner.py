@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -36,7 +35,7 @@ from segue.memory.budget import (
     page_bytes,
     plan_pages,
 )
-from segue.messages.control import InitStep
+from segue.messages.control import EngineLimits, InitStep
 from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.executor import StepExecutor
@@ -56,17 +55,6 @@ from segue.weight_update.served import ServedWeights
 
 if TYPE_CHECKING:
     from segue.model_runner.cuda_executor import CUDAExecutor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerLimits:
-    """The limits of the runner; the same on every rank."""
-
-    num_pages: int
-    page_size: int  # tokens
-    max_seq_len: int  # tokens of one request, prompt and output
-    max_running_requests: int
-    chunked_prefill_size: int  # prompt tokens per step
 
 
 class _Progress:
@@ -284,7 +272,7 @@ class ModelRunner:
         self.weight_bytes = self.arena.num_bytes
         self.kv = kv
         self.kv_bytes = kv.data.nbytes
-        self.limits = RunnerLimits(
+        self.limits = EngineLimits(
             num_pages=budget.num_pages,
             page_size=resolved.page_size,
             max_seq_len=budget.max_seq_len,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
@@ -24,7 +23,7 @@ from segue.errors import (
     SegueError,
 )
 from segue.kvcache.prefix_cache import Node
-from segue.messages.control import Counters, SchedulerOutput
+from segue.messages.control import Counters, EngineLimits, SchedulerOutput
 from segue.messages.requests import (
     BEFORE_PREFILL,
     FIRST_WEIGHT_VERSION,
@@ -47,16 +46,10 @@ from segue.scheduler.resources import Resources
 from segue.scheduler.step import Step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What the model runner has room for, and the options that limit requests."""
+class SchedulerLimits(EngineLimits, frozen=True, kw_only=True):
+    """What the engine has room for, and the options that limit requests."""
 
-    num_pages: int
-    page_size: int
-    max_seq_len: int  # tokens of one request, prompt and output together
-    max_running_requests: int
     max_queued_requests: int
-    chunked_prefill_size: int  # prefill tokens per step; decode tokens come on top
     prefix_cache: bool = True
     reject_while_paused: bool = False  # False: requests that arrive during a pause are queued
     receive_requires_pause: bool = False  # weights are received only while generation is paused
@@ -65,7 +58,7 @@ class Limits:
 class Scheduler:
     """Decides what each step runs. Nothing else starts, retracts or ends a request."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.weight_version = FIRST_WEIGHT_VERSION
         self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same

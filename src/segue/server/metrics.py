@@ -39,7 +39,7 @@ class EngineCollector(Collector):
         manager = self._service.manager
         stats, now = manager.stats, manager.stats.counters
         used, live = (
-            n / manager.ready.num_pages for n in (now.used_pages, now.used_pages - now.cached_pages)
+            n / manager.ready.limits.num_pages for n in (now.used_pages, now.used_pages - now.cached_pages)
         )
         for name, text, gauge in (
             ("num_requests_running", "Running requests.", now.num_running),

@@ -28,7 +28,7 @@ from segue.logs import configure, logger
 from segue.messages.control import InitStep, Ready, StartFailed
 from segue.messages.steps import RankEvent
 from segue.model_runner.runner import ModelRunner
-from segue.scheduler.scheduler import Limits, Scheduler
+from segue.scheduler.scheduler import Scheduler, SchedulerLimits
 from segue.weight_update.rank import WeightUpdater
 from segue.worker.loop import SchedulerLoop, follow
 
@@ -128,15 +128,11 @@ def start_runner(
         return None
 
 
-def limits_of(config: EngineConfig, runner: ModelRunner) -> Limits:
+def limits_of(config: EngineConfig, runner: ModelRunner) -> SchedulerLimits:
     """Returns the scheduler's limits, from what the runner has room for and the configuration."""
-    return Limits(
-        num_pages=runner.limits.num_pages,
-        page_size=runner.limits.page_size,
-        max_seq_len=runner.limits.max_seq_len,
-        max_running_requests=runner.limits.max_running_requests,
+    return SchedulerLimits(
+        **msgspec.structs.asdict(runner.limits),
         max_queued_requests=config.max_queued_requests,
-        chunked_prefill_size=runner.limits.chunked_prefill_size,
         prefix_cache=not config.disable_prefix_cache,
         reject_while_paused=config.paused_policy == "reject",
         receive_requires_pause=config.weight_recv_requires_pause,
@@ -145,12 +141,8 @@ def limits_of(config: EngineConfig, runner: ModelRunner) -> Limits:
 
 def _ready(runner: ModelRunner, steps: list[InitStep]) -> Ready:
     return Ready(
-        max_seq_len=runner.limits.max_seq_len,
+        limits=runner.limits,
         vocab_size=runner.vocab_size,
-        num_pages=runner.limits.num_pages,
-        page_size=runner.limits.page_size,
-        max_running_requests=runner.limits.max_running_requests,
-        chunked_prefill_size=runner.limits.chunked_prefill_size,
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
         attention_backend=runner.attention_backend,
