@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -48,6 +49,16 @@ def transformers_imports_torch() -> bool:
     """Whether the installed transformers imports torch with a tokenizer, as 5.17 does, and so Segue does."""
     program = "import sys, transformers as t; t.PreTrainedTokenizerFast; print('torch' in sys.modules)"
     return subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "True"
+
+
+@pytest.fixture(autouse=True)
+def log_is_seen_again() -> Iterator[None]:
+    """A command or a server that ran in this process keeps the log to itself; later tests look into it.
+
+    Pytest would also see each record of such a logger twice where a test lets it propagate.
+    """
+    yield
+    logging.getLogger("segue").propagate = True
 
 
 @pytest.fixture(scope="session")
