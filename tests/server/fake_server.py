@@ -10,8 +10,9 @@ import uvloop
 
 from segue.config import EngineConfig
 from segue.errors import SegueError
+from segue.listener import bind
 from segue.logs import configure
-from segue.server.lifecycle import bind, serve
+from segue.server.lifecycle import serve
 
 WORKER = Path(__file__).resolve().parent.parent / "support" / "fake_worker.py"
 

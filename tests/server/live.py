@@ -12,10 +12,11 @@ import httpx
 from segue.api.loop_thread import LoopThread
 from segue.config import EngineConfig
 from segue.launch.runtime import Runtime
+from segue.listener import bind, url_of
 from segue.messages.control import State
 from segue.server.app import create_app
 from segue.server.connection_limits import ConnectionLimits
-from segue.server.lifecycle import bind, make_server, url_of
+from segue.server.lifecycle import make_server
 from tests.support.fake_engine import FAKE_WORKER
 
 

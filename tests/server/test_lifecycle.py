@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import signal
 import socket
@@ -20,8 +19,6 @@ from typing import Any
 import httpx
 import pytest
 
-from segue.errors import ConfigError
-from segue.server.lifecycle import bind, url_of
 from tests.launch.test_processes import is_alive
 from tests.server.conftest import MODEL
 from tests.server.events import parse_events
@@ -264,23 +261,3 @@ def test_killing_the_server_ends_its_workers_within_a_second(tiny_model: Path, w
         children = server.children()
         server.process.kill()
         wait_until(lambda: not any(is_alive(child) for child in children), 1.0)
-
-
-def test_the_error_for_a_port_in_use_names_it() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is in use.*--port"):
-            bind("127.0.0.1", port)
-
-
-@pytest.mark.parametrize("host", ["192.0.2.1", "no..name", "x" * 70])
-def test_the_error_for_an_address_of_another_machine_names_it(host: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{re.escape(host)}.*--host"):
-        bind(host, 0)
-
-
-def test_port_0_picks_a_free_one() -> None:
-    with bind("127.0.0.1", 0) as listener:
-        assert url_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -17,9 +17,10 @@ import torch
 import transformers
 
 from segue.http_guard import HttpGuard
+from segue.listener import bind
 from segue.trainer.group import free_port
 from segue.trainer.model import TrainedModel
-from segue.trainer.server import bind, make_server, run
+from segue.trainer.server import make_server, run
 from segue.trainer.trainer import EndpointBody, Trainer
 from tests.conftest import WaitUntil
 from tests.support.tiny_model import CONFIG, write_model

@@ -28,6 +28,7 @@ from segue.config import Device, EngineConfig, LogLevel, key_from_environment
 from segue.errors import CacheDirectoryError, ConfigError, SegueError
 from segue.launch.processes import worker_environment
 from segue.launch.runtime import Runtime
+from segue.listener import bind, listen
 from segue.logs import configure
 
 app = typer.Typer(
@@ -148,7 +149,7 @@ def serve(config: EngineConfig) -> None:
     from segue.server import lifecycle
 
     configure(config.log_level)
-    listener = lifecycle.bind(config.host, config.port)
+    listener = bind(config.host, config.port)
     sys.exit(uvloop.run(lifecycle.serve(config, listener, _print_ready)))
 
 
@@ -248,12 +249,13 @@ def trainer(
     """
     from segue.http_guard import HttpGuard
     from segue.trainer.model import TrainedModel
-    from segue.trainer.server import bind, run
+    from segue.trainer.server import run
     from segue.trainer.trainer import Trainer
 
     configure(log_level)
     guard = HttpGuard.create(host, allowed_hosts=allowed_hosts, cors_origin=cors_origin)
     listener = bind(host, port)
+    listen(listener)
     given: dict[str, Any] = {} if cache_dir is None else {"cache_dir": cache_dir}
     trained = TrainedModel(
         model,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import signal
 import socket
@@ -17,10 +16,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from segue.config import EngineConfig
-from segue.errors import ConfigError
 from segue.host import freeze_heap
 from segue.launch.processes import WORKER_COMMAND
 from segue.launch.runtime import Runtime
+from segue.listener import BACKLOG, listen, url_of
 from segue.logs import logger
 from segue.server.app import create_app
 from segue.server.backlog import Backlog
@@ -30,43 +29,6 @@ from segue.server.connections import Connections
 
 GRACE_S = 1  # time for replies to end when uvicorn shuts down
 POLL_S = 0.02
-BACKLOG = 2048
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; called before the model loads, so that a port in use is reported at once.
-
-    Raises:
-        ConfigError: the port is in use or needs privileges, or the address is not one of this machine.
-    """
-    listener: socket.socket | None = None
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a possible host name
-        if listener is not None:
-            listener.close()
-        number = getattr(error, "errno", None)
-        if number == errno.EADDRINUSE:
-            remedy = "stop the process that listens there, or choose another with --port (0 picks a free one)"
-            raise ConfigError(f"port {port} on {host} is in use; {remedy}", param="port") from None
-        if number == errno.EACCES:
-            raise ConfigError(
-                f"port {port} needs privileges; choose one above 1023 with --port", param="port"
-            ) from None
-        raise ConfigError(
-            f"cannot listen on host {host!r}: {getattr(error, 'strerror', error)}; check --host", param="host"
-        ) from None
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """Returns the base URL of a listening socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def serve(
@@ -82,8 +44,9 @@ async def serve(
     raised for this process and its workers.
 
     Raises:
-        SegueError: the engine cannot start.
+        SegueError: the port was taken meanwhile, or the engine cannot start.
     """
+    listen(listener)
     raise_descriptor_limit()
     app = create_app(config)
     server = make_server(app, config)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Scope
 
 from segue.api.schema import body_schema, openapi, swagger_page
 from segue.api.validation import parse
-from segue.errors import ConfigError, InvalidRequestError, SegueError
+from segue.errors import InvalidRequestError, SegueError
 from segue.http_guard import HttpGuard, install
 from segue.logs import logger
 from segue.trainer.trainer import Body, EndpointBody, SaveBody, SyncBody, TrainBody, Trainer
@@ -59,21 +59,6 @@ def create_app(trainer: Trainer, guard: HttpGuard) -> Starlette:
     app.add_route("/docs", lambda _: HTMLResponse(swagger_page(TITLE)), methods=["GET"])
     install(app, guard, guard.check, _refusal)
     return app
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Bind the port, before the model is loaded.
-
-    Raises:
-        ConfigError: the port is in use, or the address is not one of this machine.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on port {port} of {host}: {error.strerror}; choose with --host and --port"
-        ) from None
 
 
 def make_server(trainer: Trainer, guard: HttpGuard) -> uvicorn.Server:

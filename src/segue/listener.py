@@ -1,0 +1,59 @@
+"""The socket of an HTTP server. Binding and listening are apart: a server may wait until it is to serve."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from segue.errors import ConfigError
+
+BACKLOG = 2048  # connections that the kernel completes before the server accepts them
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port; called before a model loads, so that a port in use is reported at once.
+
+    Raises:
+        ConfigError: the port is in use or needs privileges, or the address is not one of this machine.
+    """
+    listener: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a possible host name
+        if listener is not None:
+            listener.close()
+        raise _refusal(error, host, port) from None
+    return listener
+
+
+def listen(listener: socket.socket) -> None:
+    """Have the kernel accept connections.
+
+    Raises:
+        ConfigError: another process listens on the port since it was bound.
+    """
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise _refusal(error, host, port) from None
+
+
+def url_of(listener: socket.socket) -> str:
+    """The base URL of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _refusal(error: Exception, host: str, port: int) -> ConfigError:
+    number = getattr(error, "errno", None)
+    if number == errno.EADDRINUSE:
+        remedy = "stop the process that listens there, or choose another with --port (0 picks a free one)"
+        return ConfigError(f"port {port} on {host} is in use; {remedy}", param="port")
+    if number == errno.EACCES:
+        return ConfigError(f"port {port} needs privileges; choose one above 1023 with --port", param="port")
+    text = f"cannot listen on host {host!r}: {getattr(error, 'strerror', error)}; check --host"
+    return ConfigError(text, param="host")
