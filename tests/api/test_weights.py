@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,8 +73,40 @@ def test_arguments_are_in_the_order_that_clients_write_them(engine: FakeEngine) 
     assert parameters["prepare_weights_update"][:2] == ["buckets", "group_name"]
     assert parameters["update_weights_from_disk"][:2] == ["model_path", "load_format"]
     assert parameters["update_weights_from_tensor"][:2] == ["named_tensors", "load_format"]
+    distributed = ["names", "dtypes", "shapes", "group_name", "flush_cache"]
+    assert parameters["update_weights_from_distributed"][:5] == distributed
     assert parameters["get_weights_by_name"] == ["name", "truncate_size"]
     with pytest.raises(TypeError, match="colour"):
         engine.begin_weight_update(colour="red")
     with pytest.raises(TypeError, match="group_name"):
         engine.prepare_weights_update([BUCKET])
+
+
+def test_values_of_numpy_and_others_are_taken(engine: FakeEngine, tmp_path: Path) -> None:
+    assert engine.init_weights_update_group(**{**GROUP, "master_port": "1", "world_size": np.int64(2)})[
+        "success"
+    ]
+    assert engine.update_weights_from_distributed(
+        dict.fromkeys(["a"]).keys(), iter(["float32"]), np.array([[2]])
+    )
+    assert engine.update_weight_version(np.str_("7"))["new_version"] == "7"
+    with pytest.raises(InvalidRequestError, match=r"names=.*a set has no order"):
+        engine.update_weights_from_distributed({"a"}, ["float32"], [[2]])
+
+
+def test_tensors_may_come_from_a_generator_that_uses_the_engine(engine: FakeEngine) -> None:
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(2)
+        assert engine.generate("Hello", {"max_new_tokens": 1})
+        yield "b", torch.ones(2)
+
+    assert engine.update_weights_from_tensor(tensors())["success"]
+
+
+def test_a_rid_that_cannot_be_sent_is_free_again(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = engine._runtime.manager
+    with monkeypatch.context() as broken:
+        broken.setattr(manager, "_send", lambda message: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate("Hello", {"max_new_tokens": 1}, rid=np.str_("r"))
+    assert engine.generate("Hello", {"max_new_tokens": 1}, rid="r")

@@ -19,7 +19,7 @@ from segue.api.openai.bodies import CHAT_NOT_YET, HARMLESS, ChatCompletionReques
 from segue.api.validation import Decoded, parse
 from segue.errors import ContextLengthError, InvalidRequestError, SegueError, UnsupportedFieldError
 from segue.frontend.sampling_options import MAX_ENTRIES, RequestLimits
-from segue.messages.weight_operations import OPERATIONS
+from segue.messages.weight_operations import MAX_TENSORS, OPERATIONS
 from segue.server import json_pieces, json_slices, large_body
 from segue.server.large_body import Bounds, Shape, chat, completion, control, decode, generate
 from segue.server.openai_routes import _parse_chat, _parse_completion
@@ -368,6 +368,15 @@ def test_brackets_and_quotes_that_do_not_match_are_refused(data: bytes) -> None:
 def test_strings_are_counted_to_within_one_half(texts: list[str]) -> None:
     count = json_pieces.count_strings(json.dumps(texts).encode())
     assert count <= len(texts) <= 2 * count + 1
+
+
+@pytest.mark.parametrize("name", ["update_weights_from_distributed", "prepare_weights_update"])
+def test_names_that_the_count_before_decoding_misses_are_counted(name: str) -> None:
+    hidden = b"[" + b",".join([rb'"\\"'] * (MAX_TENSORS + 1)) + b"]"
+    bucket = b'{"names":%b,"dtypes":[],"shapes":[]}' % hidden
+    body = bucket if name.startswith("update") else b'{"group_name":"g","buckets":[%b]}' % bucket
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_TENSORS}"):
+        decode(body, control(OPERATIONS[name], BOUNDS))
 
 
 def test_every_field_of_a_model_is_known_to_its_shape() -> None:

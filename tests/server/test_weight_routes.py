@@ -75,6 +75,9 @@ def test_failures_are_answered_where_the_client_looks(post: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "word"),
     [
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["%"]}, "base64"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["ab=c"]}, "base64"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["a==="]}, "base64"),
         ("/prepare_weights_update", {"num_buckets": 1, "buckets": {}, "group_name": "g"}, "buckets"),
         (
             "/prepare_weights_update",

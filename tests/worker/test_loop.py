@@ -165,6 +165,12 @@ def test_a_request_gets_its_tokens(client: Client) -> None:
     assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
 
 
+def test_a_message_that_breaks_a_rule_is_dropped_and_the_engine_goes_on(client: Client) -> None:
+    client.to_loop.send(msgspec.msgpack.encode(["Pause", 1, "for ever"]))
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
+    assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
+
+
 def test_overlap_keeps_two_steps_in_flight(client: Client) -> None:
     client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
     client.collect("r")

@@ -12,6 +12,7 @@ from segue.api.control import FlushQuery, PauseRequest
 from segue.api.generation import Generation
 from segue.api.loop_thread import AsyncStream, BlockingStream, LoopThread
 from segue.api.native.calls import NativeCall, NativeReplies, parse_call
+from segue.api.python_values import plain
 from segue.api.validation import parse
 from segue.api.weights import with_weight_operations
 from segue.config import EngineConfig
@@ -216,14 +217,16 @@ class Engine:
         return parse_call(body, self.config.max_queued_requests)
 
     async def _abort(self, rid: str | None, abort_all: bool) -> None:
-        self._runtime.manager.abort(rid or "", abort_all=abort_all)
+        self._runtime.manager.abort(plain(rid or ""), abort_all=abort_all)
 
     async def _pause(self, mode: str, ttl_s: float | None) -> PauseResult:
-        checked = parse(PauseRequest, {"mode": mode, "ttl_s": ttl_s})
+        checked = parse(PauseRequest, plain({"mode": mode, "ttl_s": ttl_s}))
         return await self._runtime.manager.pause_generation(checked.pause_mode, checked.ttl_s)
 
     async def _flush(self, timeout: float) -> FlushResult:
-        return await self._runtime.manager.flush_cache(parse(FlushQuery, {"timeout": timeout}).timeout)
+        return await self._runtime.manager.flush_cache(
+            parse(FlushQuery, plain({"timeout": timeout}), coerces=True).timeout
+        )
 
 
 def _body(
@@ -232,19 +235,11 @@ def _body(
     body = {
         "text": prompt,
         "sampling_params": sampling_params,
-        "input_ids": _lists(input_ids),
+        "input_ids": input_ids,
         "stream": stream,
         **fields,
     }
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def _lists(input_ids: Any) -> Any:
-    if not isinstance(input_ids, Sequence):
-        return input_ids  # nothing, or for the check to refuse
-    return [
-        list(each) if isinstance(each, Sequence) and not isinstance(each, str) else each for each in input_ids
-    ]
+    return {name: plain(value, name) for name, value in body.items() if value is not None}
 
 
 def _close(thread: LoopThread, runtime: Runtime) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -35,21 +36,24 @@ def query_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {"parameters": parameters}
 
 
-def reply_schema(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a route's description that says which fields its reply has, by an example of each."""
+def reply_schema(fields: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The part of a route's description that says what its reply is: fields, by examples; None: a list."""
     kinds = {str: "string", bool: "boolean", int: "integer"}
-    properties = {name: {"type": kinds[type(value)]} for name, value in fields.items()}
-    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    schema: dict[str, Any] = {"type": "array"}
+    if fields is not None:
+        properties = {name: {"type": kinds[type(value)]} for name, value in fields.items()}
+        schema = {"type": "object", "properties": properties, "required": list(properties)}
     content = {"application/json": {"schema": schema}}
     return {"responses": {"200": {"description": "Done", "content": content}}}
 
 
-def openapi(title: str, routes: Iterable[tuple[str, str, Mapping[str, Any]]]) -> dict[str, Any]:
+def openapi(title: str, routes: Iterable[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
     """The document that describes routes, each given as its path, its method and its description."""
     paths: dict[str, dict[str, Any]] = {}
     for path, method, described in routes:
-        responses = {"responses": {"200": {"description": "Done"}}}
-        paths.setdefault(path, {})[method.lower()] = responses | {**described}
+        operation_id = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
+        operation = {"operationId": operation_id, "responses": {"200": {"description": "Done"}}}
+        paths.setdefault(path, {})[method.lower()] = operation | described
     return {"openapi": "3.1.0", "info": {"title": title, "version": __version__}, "paths": paths}
 
 

@@ -17,13 +17,13 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 MAX_NAME_CHARS = 80  # of a field's name, in an error
 MAX_MESSAGE_CHARS = 200  # of what a decoder says
-_PLACE = re.compile(r" - at (?:`key` in )?`\$(.*)`$", re.DOTALL)
+_PLACE = re.compile(r" - at (?:`key` in )?`\$([^`]*)`$")
 _STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.(\w+)")
 _FIELD = re.compile(r"Object (contains unknown|missing required) field `(.*)`", re.DOTALL)
 _BOUND = re.compile(r"Expected `(\w+)` (of length )?(>=|>|<=|<) ([\d.e+-]+)")
-_TYPE = re.compile(r"Expected `([\w| ]+)`(?:, got `(\w+)`)?")
+_TYPE = re.compile(r"Expected `([\w| ]+)`(?:, got `([\w.]+)`)?")
 _BOUNDS = {">=": "at least", ">": "greater than", "<=": "at most", "<": "less than"}
-_ITEMS = {"str": "characters", "array": "items", "object": "entries"}
+_ITEMS = {"str": ("character", "characters"), "object": ("entry", "entries")}
 _TYPES = {
     "int": "an integer",
     "float": "a number",
@@ -75,6 +75,8 @@ def parse(
         checked = msgspec.convert(plain, kind, strict=not coerces, str_keys=True)
     except msgspec.ValidationError as error:
         raise misfit(error, prefix, rules or {}, value=plain, values=_values(kind)) from None
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"{prefix or 'the body'} has a text that is not valid Unicode") from None
     except OverflowError:
         raise InvalidRequestError(f"{prefix or 'the body'} has a number that is out of range") from None
     return structs.replace(checked, **decoded) if decoded else checked
@@ -127,6 +129,10 @@ def misfit(
         return unknown_field(where)
     choices = (values or {}).get(where)
     message = _in_words(message) if choices is None else f"must be one of {choices}"
+    if "`key` in" in text:
+        return InvalidRequestError(f"a key of {where} {message}", param=where)
+    if path.endswith("[...]"):
+        return InvalidRequestError(f"a value in {where} {message}", param=where)
     if not where:
         return InvalidRequestError(message)
     given = "" if value is _UNSHOWN else f"={shown(value)}"
@@ -143,9 +149,8 @@ def _in_words(message: str) -> str:
     if bound := _BOUND.match(message):
         kind, length, sign, limit = bound.groups()
         amount = f"{float(limit):g}" if kind == "float" else limit
-        return f"must {'have' if length else 'be'} {_BOUNDS[sign]} {amount}" + (
-            f" {_ITEMS.get(kind, 'items')}" if length else ""
-        )
+        items = _ITEMS.get(kind, ("item", "items"))[amount != "1"]
+        return f"must {'have' if length else 'be'} {_BOUNDS[sign]} {amount}{f' {items}' if length else ''}"
     if found := _TYPE.fullmatch(message):
         kinds = [_TYPES.get(kind, kind) for kind in found[1].split(" | ")]
         *others, last = kinds

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import inspect
-import os
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from msgspec import structs
 
+from segue.api.python_values import plain
 from segue.api.validation import parse
+from segue.errors import InvalidRequestError, shown
 from segue.messages.weight_operations import OPERATIONS, Operation, WeightOperation
 from segue.messages.weight_update import WeightAnswer
 
 Class = TypeVar("Class", bound=type)
+_BASE64 = re.compile(r"[A-Za-z0-9+/]*")
+_PIECE = 1 << 20  # characters that are checked at once
 
 
 def reply_of(kind: type[Operation], answer: WeightAnswer) -> dict[str, Any]:
     """The reply to an operation, as JSON."""
     reply = {**kind.reply, "success": answer.success, "message": answer.message, **answer.fields}
     return reply if answer.success or "status" not in reply else reply | {"status": "error"}
+
+
+async def check_base64(operation: WeightOperation) -> None:
+    """Refuse payloads that are not base64 before the update begins, a piece at a time; ranks decode them.
+
+    Raises:
+        InvalidRequestError: one is not.
+    """
+    for text in getattr(operation, "serialized_named_tensors", ()):
+        content = text.rstrip("=")
+        whole = len(text) % 4 == 0 and len(text) - len(content) <= 2
+        for start in range(0, len(content), _PIECE):
+            whole = whole and _BASE64.fullmatch(content, start, start + _PIECE) is not None
+            await asyncio.sleep(0)
+        if not whole:
+            name = "serialized_named_tensors"
+            raise InvalidRequestError(f"{name}: every entry must be base64, got {shown(text)}", param=name)
 
 
 def with_weight_operations(engine: Class) -> Class:
@@ -34,6 +56,7 @@ def with_weight_operations(engine: Class) -> Class:
         for method in (_blocking(kind, signature), _awaited(kind, signature)):
             method.__name__ = name if not inspect.iscoroutinefunction(method) else f"async_{name}"
             method.__qualname__ = f"{engine.__qualname__}.{method.__name__}"
+            method.__module__ = engine.__module__
             method.__doc__ = kind.__doc__
             method.__signature__ = signature  # type: ignore[attr-defined]
             setattr(engine, method.__name__, method)
@@ -42,9 +65,8 @@ def with_weight_operations(engine: Class) -> Class:
 
 def _blocking(kind: type[WeightOperation], signature: inspect.Signature) -> Callable[..., Any]:
     def method(self: Any, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        reply: dict[str, Any] = self._running.call(
-            _perform(self, kind, signature.bind(self, *args, **kwargs))
-        )
+        fields = _fields(signature.bind(self, *args, **kwargs))
+        reply: dict[str, Any] = self._running.call(_perform(self, kind, fields))
         return reply
 
     return method
@@ -52,18 +74,28 @@ def _blocking(kind: type[WeightOperation], signature: inspect.Signature) -> Call
 
 def _awaited(kind: type[WeightOperation], signature: inspect.Signature) -> Callable[..., Any]:
     async def method(self: Any, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        work = _perform(self, kind, signature.bind(self, *args, **kwargs))
-        reply: dict[str, Any] = await self._running.call_async(work)
+        fields = _fields(signature.bind(self, *args, **kwargs))
+        reply: dict[str, Any] = await self._running.call_async(_perform(self, kind, fields))
         return reply
 
     return method
 
 
-async def _perform(engine: Any, kind: type[WeightOperation], given: inspect.BoundArguments) -> dict[str, Any]:
-    fields = {name: _as_json(value) for name, value in given.arguments.items() if name != "self"}
-    if "named_tensors" in fields:
-        fields["serialized_named_tensors"] = _payloads(fields.pop("named_tensors"))
-    operation = parse(kind, fields)
+def _fields(given: inspect.BoundArguments) -> dict[str, Any]:
+    """The body of the call. Made on the caller's thread: the engine's own has requests to serve meanwhile.
+
+    Tensors on a GPU are read on the caller's current stream.
+    """
+    arguments = {name: value for name, value in given.arguments.items() if name != "self"}
+    tensors = {}
+    if "named_tensors" in arguments:
+        tensors["serialized_named_tensors"] = _payloads(arguments.pop("named_tensors"))
+    return {name: plain(value, name) for name, value in arguments.items()} | tensors
+
+
+async def _perform(engine: Any, kind: type[WeightOperation], fields: dict[str, Any]) -> dict[str, Any]:
+    operation = parse(kind, fields, coerces=kind.coerces)
+    await check_base64(operation)
     return reply_of(kind, await engine._runtime.manager.ask_weights(operation))
 
 
@@ -78,10 +110,6 @@ def _signature(kind: type[Operation]) -> inspect.Signature:
         default = inspect.Parameter.empty if field.required else field.default
         parameters.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default))
     return inspect.Signature(parameters)
-
-
-def _as_json(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _payloads(named_tensors: Any) -> list[str]:

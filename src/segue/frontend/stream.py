@@ -35,6 +35,11 @@ class RequestStream:
         return self._state.rid
 
     @property
+    def has_unread(self) -> bool:
+        """Whether tokens came that were not taken yet."""
+        return self._state.has_unread
+
+    @property
     def prompt_ids(self) -> Sequence[int]:
         """The token ids of the prompt."""
         return self._state.prompt_ids
@@ -105,7 +110,13 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, 
                 break
             await turn(number)
             index = await ready.get()
-            output = await streams[index].next()
+            try:
+                output = await streams[index].next()
+            except SegueError:
+                for other, stream in enumerate(streams):  # what came before the error is not lost
+                    if stream.has_unread:
+                        yield other, await stream.next()
+                raise
             if output.end is None:
                 watchers[index] = asyncio.create_task(watch(index))
             else:

@@ -196,7 +196,11 @@ class TokenizerManager:
         del self._arriving[state.rid]
         self._states[state.rid] = state
         if state.rid not in arrival.aborted:
-            self._send(message)
+            try:
+                self._send(message)
+            except BaseException:
+                del self._states[state.rid]
+                raise
             self._admission.sent()
             return
         reason = arrival.aborted[state.rid]

@@ -27,6 +27,7 @@ MAX_WORLD = 1 << 14  # ranks of a group; gloo allocates for each connection befo
 # Lists with an item per tensor, or per bucket of tensors.
 Names = Annotated[list[str], Meta(max_length=MAX_TENSORS)]
 Shapes = Annotated[list[list[Size]], Meta(max_length=MAX_TENSORS)]
+_PORT = r"^0*([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])$"
 DEFAULT_GROUP = "weight_update_group"
 
 
@@ -75,10 +76,9 @@ class JoinGroup(Operation, frozen=True, kw_only=True):
     """Meet a trainer in a process group that the trainer, rank 0, hosts."""
 
     route: ClassVar = "init_weights_update_group"
-    coerces: ClassVar = True  # some clients send the port as a string
 
     master_address: Annotated[str, Meta(min_length=1)]
-    master_port: Annotated[int, Meta(ge=1, le=65535)]
+    master_port: Annotated[int, Meta(ge=1, le=65535)] | Annotated[str, Meta(pattern=_PORT)]
     rank_offset: Count  # the rank that this engine's first rank has in the group
     world_size: Annotated[int, Meta(ge=0, le=MAX_WORLD)]
     group_name: str = DEFAULT_GROUP
@@ -91,7 +91,7 @@ class JoinGroup(Operation, frozen=True, kw_only=True):
         return Group(
             name=self.group_name,
             master_address=self.master_address.removeprefix("[").removesuffix("]"),  # IPv6, as in a URL
-            master_port=self.master_port,
+            master_port=int(self.master_port),  # some clients send it as a string
             rank_offset=self.rank_offset,
             world_size=self.world_size,
             backend=self.backend,
@@ -198,6 +198,7 @@ class UpdateFromDistributed(SingleUpdate, frozen=True, kw_only=True):
     dtypes: Names
     shapes: Shapes
     group_name: str = DEFAULT_GROUP
+    flush_cache: bool = True
     load_format: LoadFormat | None = None
 
     @property
@@ -222,7 +223,10 @@ class UpdateFromDisk(SingleUpdate, frozen=True, kw_only=True):
 
 
 class UpdateFromTensor(SingleUpdate, frozen=True, kw_only=True):
-    """Serve the tensors that the request carries, or that it points to in the GPU's memory."""
+    """Serve the tensors that the request carries, or that it points to in the GPU's memory.
+
+    `segue.Engine` takes `named_tensors`: pairs of a name and a tensor, or serialised payloads as bytes.
+    """
 
     route: ClassVar = "update_weights_from_tensor"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
@@ -15,6 +17,12 @@ TITLE = "Segue"
 routes = Routes(Access.USER, "About")
 
 
+def _path_parameters(route: GuardedRoute) -> dict[str, Any]:
+    names = sorted(route.param_convertors)
+    parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
+    return {"parameters": parameters} if parameters else {}
+
+
 @routes.get("/version")
 async def version(request: Request) -> Response:
     """Return the version of Segue."""
@@ -25,7 +33,7 @@ async def version(request: Request) -> Response:
 async def description(request: Request) -> Response:
     """Return the description of every route."""
     described = [
-        (route.path_format, method, route.description)
+        (route.path_format, method, {**_path_parameters(route), **route.description})
         for route in request.app.router.routes
         if isinstance(route, GuardedRoute) and route.description is not None
         for method in sorted(route.methods or ())

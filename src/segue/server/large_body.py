@@ -337,7 +337,10 @@ def _bucket(bucket: _Bucket) -> Bucket:
 
 
 def _names(data: bytes) -> Decoded:
-    return Decoded(json_pieces.strings(data, partial(_check_count, "a list of names", MAX_TENSORS)))
+    check = partial(_check_count, "a list of names", MAX_TENSORS)
+    found = json_pieces.strings(data, check)
+    check(len(found))  # before it was decoded, an escape could hide strings from the count
+    return Decoded(found)
 
 
 def _all_shapes(data: bytes) -> Decoded:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from segue.api.schema import body_schema, query_schema, reply_schema
 from segue.api.validation import parse
-from segue.api.weights import reply_of
+from segue.api.weights import check_base64, reply_of
 from segue.errors import SegueError
 from segue.messages.weight_operations import OPERATIONS, GetWeights, JoinGroup, WeightOperation
 from segue.server.access import Access, Endpoint, Routes
@@ -37,6 +37,7 @@ def _endpoint(kind: type[WeightOperation]) -> Endpoint:
         try:
             check = partial(_checked, kind, dict(request.query_params))
             operation = await read_json(request, check, partial(control, kind))
+            await check_base64(operation)
             work = service.manager.ask_weights(operation, **limits(service.config, operation))
             # Only its client wants a group to be met; every other operation goes on without its client.
             answer = await (unless_gone(request, work) if kind is JoinGroup else work)
@@ -57,7 +58,9 @@ def _checked(kind: type[WeightOperation], query: dict[str, str], body: Any) -> W
 for _name, _kind in OPERATIONS.items():
     for _method in _kind.methods:
         _taken = query_schema(_kind) if _method == "GET" else body_schema(_kind, required=False)
-        _given = reply_schema({"success": True, "message": "", **_kind.reply})
+        _given = reply_schema(
+            None if _kind is GetWeights else {"success": True, "message": "", **_kind.reply}
+        )
         routes.add(
             f"/{_name}", _endpoint(_kind), (_method,), summary=_kind.__doc__, schema={**_taken, **_given}
         )

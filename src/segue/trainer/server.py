@@ -43,17 +43,18 @@ def create_app(trainer: Trainer, guard: HttpGuard) -> Starlette:
         "/train_step": (TrainBody, trainer.train_step),
         "/save_checkpoint": (SaveBody, trainer.save),
     }
-    described = [
-        (path, "POST", {"summary": act.__doc__} | body_schema(kind)) for path, (kind, act) in posts.items()
-    ]
     for path, (kind, act) in posts.items():
         app.add_route(path, _poster(path, kind, act), methods=["POST"])
     gets: dict[str, Callable[[], dict[str, Any]]] = {
         "/inference_endpoints": lambda: {"endpoints": trainer.endpoints()},
         "/sync_status": trainer.sync_status,
         "/health": trainer.health,
-        "/openapi.json": lambda: openapi(TITLE, described),
     }
+    described: list[tuple[str, str, dict[str, Any]]] = [(path, "GET", {"summary": path}) for path in gets]
+    for path, (kind, act) in posts.items():
+        summary = {"summary": act.__doc__}
+        described.append((path, "POST", summary | body_schema(kind, required=False)))
+    gets["/openapi.json"] = lambda: openapi(TITLE, described)
     for path, answer in gets.items():
         app.add_route(path, _getter(answer), methods=["GET"])
     app.add_route("/docs", lambda _: HTMLResponse(swagger_page(TITLE)), methods=["GET"])

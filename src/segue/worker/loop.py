@@ -244,7 +244,12 @@ class SchedulerLoop:
             if event := self._next_event():
                 self._weights.on_rank(event, time.monotonic())
             elif self._inbox.poll(0):
-                self._take(self._decode(self._inbox.recv()))
+                try:
+                    message = self._decode(self._inbox.recv())
+                except msgspec.ValidationError:  # one call without an answer is better than an engine's death
+                    logger.exception("a message of the frontend breaks a rule of its fields, and is dropped")
+                else:
+                    self._take(message)
             self._advance()  # so that the next message meets the state that this one has led to
         self._advance()
 
