@@ -100,15 +100,23 @@ async def _perform(engine: Any, kind: type[WeightOperation], fields: dict[str, A
 
 
 def _signature(kind: type[Operation]) -> inspect.Signature:
-    """Of the method: the operation's own fields before those it shares with others, required ones first."""
+    """Of the method: required fields first, and the operation's own fields before those it shares with others."""
+    own = list(kind.__annotations__)
     fields = sorted(
-        structs.fields(kind), key=lambda field: (not field.required, field.name not in kind.__annotations__)
+        structs.fields(kind),
+        key=lambda field: (not field.required, own.index(field.name) if field.name in own else len(own)),
     )
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
     for field in fields:
-        name = "named_tensors" if field.name == "serialized_named_tensors" else field.name
-        default = inspect.Parameter.empty if field.required else field.default
-        parameters.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default))
+        is_payload = field.name == "serialized_named_tensors"
+        parameters.append(
+            inspect.Parameter(
+                "named_tensors" if is_payload else field.name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=inspect.Parameter.empty if field.required else field.default,
+                annotation=Any if is_payload else field.type,
+            )
+        )
     return inspect.Signature(parameters)
 
 
