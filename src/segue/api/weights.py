@@ -100,7 +100,7 @@ async def _perform(engine: Any, kind: type[WeightOperation], fields: dict[str, A
 
 
 def _signature(kind: type[Operation]) -> inspect.Signature:
-    """Of the method: required fields first, and the operation's own fields before those it shares with others."""
+    """Of the method: required fields first, then the operation's own, then those it shares with others."""
     own = list(kind.__annotations__)
     fields = sorted(
         structs.fields(kind),
