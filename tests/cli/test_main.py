@@ -180,7 +180,7 @@ def test_ctrl_c_raises_no_exception_while_a_server_imports_its_modules(
         seen.append(signal.getsignal(signal.SIGINT))
         raise ConfigError("that is enough")
 
-    monkeypatch.setattr(lifecycle, "bind", bind)
+    monkeypatch.setattr(main, "bind", bind)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         CliRunner().invoke(main.app, ["serve"])

@@ -182,6 +182,11 @@ class DeviceInputs:
         )
 
     def _views(self, shape: StepShape) -> _StepViews:
+        """The parts of the buffer for a step of this shape.
+
+        Where prompts are padded to one length (the grid), the attention backend gives `cu_seqlens_q` and
+        `blocks`, which are the same at every replay.
+        """
         if shape in self._grid_views:
             return self._grid_views[shape]
         views: dict[str, Any] = dict(

@@ -81,7 +81,7 @@ class Shape:
 
 
 def decode(data: bytes, shape: Shape) -> dict[str, Any]:
-    """The fields of an object that is a whole body.
+    """Decode a body, which has to be an object, into its fields.
 
     Raises:
         InvalidRequestError: not well-formed, too many items, or a value of a wrong type.

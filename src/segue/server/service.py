@@ -37,7 +37,11 @@ class Service:
 
     @property
     def probe(self) -> Probe:
-        """Generates a token to see that it can; raises as :attr:`running` does."""
+        """What sees whether the engine generates.
+
+        Raises:
+            EngineStartError: it is still starting.
+        """
         if self._probe is None:
             self._probe = Probe(self.running)
         return self._probe

@@ -144,14 +144,15 @@ class StagedWeights:
         ]
 
     def _untied(self, names: Collection[str]) -> list[str]:
+        """Error texts for tensors that must equal another one (a tied head and its embedding) and do not."""
         table, found = self.served.weight_map, []
-        for name, meaning in table.aliases.items():
+        for name, tied_to in table.aliases.items():
             if name not in names:
                 continue
-            for part in table.slices[meaning]:
+            for part in table.slices[tied_to]:
                 held = self._views.get(part.parameter, self.served.arena.view(part.parameter))
                 if not equal(self._views[name], held[part.destination], self.served.dtype):
-                    found.append(untied(name, meaning))
+                    found.append(untied(name, tied_to))
         return found
 
 

@@ -126,7 +126,7 @@ class Chunks:
         self._usage = usage_in_stream
         fields = {"id": id, "object": dialect.chunk_object, "created": created, "model": model}
         self._head = b"data: " + encode(fields)[:-1] + b',"choices":['
-        self._sampling_graphs = b'],"usage":null}\n\n' if usage_in_stream else b"]}\n\n"
+        self._end = b'],"usage":null}\n\n' if usage_in_stream else b"]}\n\n"
 
     def first(self, index: int) -> bytes:
         """What begins a choice."""
@@ -155,5 +155,5 @@ class Chunks:
             delta,
             logprobs,
             reason,
-            self._sampling_graphs,
+            self._end,
         )

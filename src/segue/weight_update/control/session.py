@@ -118,7 +118,7 @@ class UpdateSession:
         return min(counts.get(rank, 0) for rank in range(num_ranks))
 
     def figures(self, num_ranks: int) -> dict[str, Any]:
-        """Returns the figures that answers and the status report; the timings are in seconds."""
+        """The figures for the answers to the calls of the session, and for its status; timings in seconds."""
         num_bytes, receive = self.bytes_before + self.slowest(self.bytes, num_ranks), self.receive_s
         return {
             "session_id": self.id,
