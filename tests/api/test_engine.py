@@ -258,9 +258,9 @@ def test_server_info_hides_keys(tiny_model: Path) -> None:
 def test_two_engines_in_one_process(engine: FakeEngine, tiny_model: Path) -> None:
     with start(tiny_model) as other:
         streams = [each.generate("abc", {"max_new_tokens": 30}, stream=True) for each in (engine, other)]
-        replies = [[next(stream) for stream in streams] for _ in range(1)]
-        replies += [[list(stream)[-1] for stream in streams]]
-        assert [reply["text"] for reply in replies[-1]] == ["abc" * 10] * 2
+        begun = [next(stream) for stream in streams]
+        replies = [[first, *stream][-1] for first, stream in zip(begun, streams, strict=True)]
+        assert [reply["text"] for reply in replies] == ["abc" * 10] * 2
 
 
 def test_a_shut_down_engine_says_so(tiny_model: Path) -> None:

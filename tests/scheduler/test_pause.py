@@ -285,6 +285,20 @@ def test_an_abort_or_a_disconnect_while_paused_acts_at_once_in_every_phase(
     assert len(sim.live) == 6
 
 
+def test_a_pause_that_was_continued_during_a_commit_is_not_answered_with_the_next_one(sim: Loop) -> None:
+    sim.add("a", PROMPT, max_new_tokens=20)
+    sim.turns(2)
+    sim.begin_commit()
+    first = sim.pause("in_place", settle=False)
+    sim.proceed(settle=False)
+    second = sim.pause("retract")
+    sim.until_idle()
+    sim.end_commit("1")
+    assert sim.paused(first).mode is None
+    assert sim.paused(second).mode == "retract"
+    sim.proceed()
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract", "wait"])
 def test_abort_all_while_paused(sim: Loop, mode: PauseMode) -> None:
     for name in "abcdef":

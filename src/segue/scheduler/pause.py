@@ -124,9 +124,8 @@ class PauseControl:
         self._replies.append(self._scheduler.output(finished=finished))
         if not self.holders:
             self.state = PauseState.RUNNING
+        if "user" not in self.holders:  # continued, be it during a commit: whoever asked is told so
             self._answer_pauses(num_aborted=len(finished))
-        elif self.state is PauseState.PAUSED and "user" not in self.holders:  # continued during a commit
-            self._answer_pauses()
         elif self.mode == "wait":  # no stronger hold is left, so requests that have begun run on
             self.state = PauseState.PAUSING
 
