@@ -157,7 +157,6 @@ class PausingSimulation(Simulation):
         return self.calls
 
     def _after(self, settle: bool) -> None:
-        self.kept = {rid: state for rid, state in self.kept.items() if rid not in self.finished}
         if self.mode in (None, "wait"):
             self.kept = {}
         if self.user is None:
@@ -202,7 +201,9 @@ class PausingSimulation(Simulation):
 
     def end(self, finished: list) -> None:
         super().end(finished)
-        self.unchecked += [item.rid for item in finished]
+        for item in finished:
+            self.unchecked.append(item.rid)
+            self.kept.pop(item.rid, None)
 
     def overlapped_step(self) -> bool:
         did = super().overlapped_step()
