@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -32,16 +33,22 @@ class Fuzz:
         self._random = Random(seed)
         self._live: set[str] = set()  # ids of requests whose clients wait
 
-    def run(self, seconds: float) -> None:
-        asyncio.run(self._run(time.monotonic() + seconds))
+    def run(self, seconds: float, wanted: Sequence[str] = ()) -> None:
+        """Send calls for some seconds, and on until each wanted kind has occurred, at most a minute more."""
+        self._until, self._wanted = time.monotonic() + seconds, wanted
+        asyncio.run(self._run())
 
-    async def _run(self, until: float) -> None:
+    def _goes_on(self) -> bool:
+        over = time.monotonic() - self._until
+        return over < 0 or (over < 60 and not all(self.counts[kind] for kind in self._wanted))
+
+    async def _run(self) -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._url, timeout=60, limits=limits) as http:
             # Two independent controllers that pause, one that flushes and one that aborts.
-            control = [self._control(http, until) for _ in range(2)]
-            controllers = [*control, self._flush(http, until), self._abort(http, until)]
-            clients = [self._ask(http, until, number) for number in range(NUM_CLIENTS)]
+            control = [self._control(http) for _ in range(2)]
+            controllers = [*control, self._flush(http), self._abort(http)]
+            clients = [self._ask(http, number) for number in range(NUM_CLIENTS)]
             asking = asyncio.gather(*clients)
             await asyncio.gather(
                 *controllers
@@ -50,9 +57,9 @@ class Fuzz:
 
     # --- controllers ---
 
-    async def _control(self, http: httpx.AsyncClient, until: float) -> None:
+    async def _control(self, http: httpx.AsyncClient) -> None:
         random = self._random
-        while time.monotonic() < until:
+        while self._goes_on():
             await asyncio.sleep(random.uniform(0, 0.3))
             for _ in range(random.choice([1, 1, 1, 2])):
                 mode = random.choice(MODES)
@@ -65,17 +72,17 @@ class Fuzz:
                 await self._post(http, "/continue_generation", {})
         await self._post(http, "/continue_generation", {})
 
-    async def _flush(self, http: httpx.AsyncClient, until: float) -> None:
-        while time.monotonic() < until:
+    async def _flush(self, http: httpx.AsyncClient) -> None:
+        while self._goes_on():
             await asyncio.sleep(self._random.uniform(0, 0.3))
             timeout = self._random.choice([0, 0, 0.05])
             reply = await self._post(http, f"/flush_cache?timeout={timeout}", {}, 200, 400)
             assert ("Reason: " in reply.text) == (reply.status_code == 400)
             self.counts[f"flush {reply.status_code}"] += 1
 
-    async def _abort(self, http: httpx.AsyncClient, until: float) -> None:
+    async def _abort(self, http: httpx.AsyncClient) -> None:
         random = self._random
-        while time.monotonic() < until:
+        while self._goes_on():
             await asyncio.sleep(random.uniform(0, 2))
             if random.random() < 0.1:
                 await self._post(http, "/abort_request", {"abort_all": True})
@@ -91,9 +98,9 @@ class Fuzz:
 
     # --- clients ---
 
-    async def _ask(self, http: httpx.AsyncClient, until: float, number: int) -> None:
+    async def _ask(self, http: httpx.AsyncClient, number: int) -> None:
         random, turn = self._random, 0
-        while time.monotonic() < until:
+        while self._goes_on():
             turn += 1
             rid = f"{number}-{turn % 2}"  # ids are reused
             prompt, count = random.choice(sorted(self._whole)), random.randint(1, MAX_TOKENS)

@@ -20,6 +20,7 @@ PROMPTS = [
 ]
 # Less KV than five requests may need: some wait although slots are free, and some are preempted.
 OPTIONS = ("--dtype", "float32", "--num-kv-tokens", "192", "--page-size", "4")
+WANTED = ("length", "abort", "disconnected", "flush 200", "flush 400", "pause retract", "pause abort")
 LIMITS = ("--max-running-requests", "5", "--chunked-prefill-size", "32")
 
 
@@ -34,7 +35,7 @@ def fuzz(seconds: float, directory: Path, seed: int) -> None:
         replies = client.generate(PROMPTS, greedy(MAX_TOKENS))
         whole = {text: reply["output_ids"] for text, reply in zip(PROMPTS, replies, strict=True)}
         fuzzed = Fuzz(served.url, whole, seed)
-        fuzzed.run(seconds)
+        fuzzed.run(seconds, WANTED)
         client.until(running_batch_size=0, waiting_queue_size=0, req_to_token_pool_used=0)
         assert client.flush(timeout=5).status_code == 200
         end = client.state()
@@ -45,7 +46,7 @@ def fuzz(seconds: float, directory: Path, seed: int) -> None:
         }
         assert client.generate(PROMPTS[0], greedy(MAX_TOKENS))["output_ids"] == whole[PROMPTS[0]]
     assert log.read_text() == "", "the server must log no warning"
-    for kind in ("length", "abort", "disconnected", "flush 200", "flush 400", "pause retract", "pause abort"):
+    for kind in WANTED:
         assert fuzzed.counts[kind], f"no {kind!r} occurred"
 
 
