@@ -1,10 +1,12 @@
-"""Which files a request enters on its way through a server, and which ones a weight enters on a rank.
+"""Lists the files that a prompt enters on its way to attention, and a weight on its way to the arena.
 
 python scripts/files_entered.py [MODEL]
 
-Starts ``segue serve`` on this machine's CPU with a profiler in each of its processes, sends it one
-``/generate`` and one weight update over gloo, and prints the files under ``src/segue`` in the order of their
-first calls. Files that an idle server enters too, for heartbeats and deadlines, come last, in no order.
+Starts ``segue serve`` on this machine's CPU with a profiler in each of its processes, and sends it one
+``/generate`` and one weight update over gloo. A file is on the prompt's way if one of its functions is given
+the prompt (as text, as token ids, or in a struct that holds them), or waits for such a function to return.
+A file is on the weight's way if the threads that receive and store weights enter it. What comes before the
+route (the connection, checks of access) and how a process starts are not part of a way.
 """
 
 import os
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import torch
+from tokenizers import Tokenizer
 
 from segue.checkpoint.source import resolve
 from segue.config import default_cache_dir
@@ -25,32 +28,65 @@ from segue.trainer import WeightSender
 
 PORT = 31_977
 URL = f"http://127.0.0.1:{PORT}"
-PROFILER = """
-import os, sys, threading, time
+TEXT = "Zebras quietly juxtapose seven bright lamps"
+BEFORE = ("__main__.py", "cli/", "worker/main.py", "server/connection", "server/access.py", "http_guard.py")
+PROFILER = r"""
+import array, os, sys, threading, time
 
 room = os.environ.get("FILES_ENTERED")
-part, entered, names = None, {}, {}
+part, ids, text, reported, busy = None, [], "", set(), threading.local()
+
+
+def holds(value, depth):
+    if isinstance(value, str):
+        return text in value
+    if isinstance(value, (bytes, bytearray)):
+        return text.encode() in value or array.array("i", ids).tobytes() in value
+    if type(value).__name__ in ("Tensor", "ndarray", "array"):
+        return getattr(value, "ndim", 1) == 1 and len(value) >= len(ids) and list(value[: len(ids)]) == ids
+    if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], int):
+            return list(value[: len(ids)]) == ids
+        return depth > 0 and len(value) < 50 and any(holds(each, depth - 1) for each in value)
+    if isinstance(value, dict):
+        return depth > 0 and len(value) < 50 and any(holds(each, depth - 1) for each in list(value.values()))
+    if isinstance(value, type) or depth == 0:
+        return False
+    names = getattr(type(value), "__struct_fields__", None) or getattr(type(value), "__slots__", ())
+    fields = [getattr(value, name, None) for name in names] + list(getattr(value, "__dict__", {}).values())
+    return any(holds(field, depth - 1) for field in fields)
+
+
+def module(frame):
+    _, inside, name = frame.f_code.co_filename.rpartition("/src/segue/")
+    return name if inside else ""
 
 
 def called(frame, event, _):
-    code = frame.f_code
-    name = names.get(code)
-    if name is None:
-        _, inside, rest = code.co_filename.rpartition("/src/segue/")
-        name = names[code] = rest if inside else ""
-    if name and event == "call" and part is not None:
-        entered.setdefault(part, {}).setdefault(name, threading.current_thread().name)
+    name = module(frame) if event == "call" and part not in (None, "end") else ""
+    if not name or (part, frame.f_code) in reported or getattr(busy, "looks", False):
+        return
+    busy.looks = True
+    code, stack = frame.f_code, [name]
+    if part == "prompt":
+        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if not any(holds(frame.f_locals.get(each), 1 if each == "self" else 2) for each in arguments):
+            busy.looks = False
+            return
+        while (frame := frame.f_back) is not None:
+            stack.append(module(frame))
+    reported.add((part, code))
+    with open(f"{room}/{part}.{os.getpid()}", "a") as file:
+        file.writelines(f"{threading.current_thread().name}\t{name}\n" for name in reversed(stack) if name)
+    busy.looks = False
 
 
 def watch():
-    global part
+    global part, ids, text
     while True:
-        asked = open(f"{room}/part").read().strip() if os.path.exists(f"{room}/part") else None
-        if asked != part:
-            before, part = part, asked
-            if before in entered:
-                with open(f"{room}/{before}.{os.getpid()}", "w") as file:
-                    file.writelines(f"{thread}\\t{name}\\n" for name, thread in list(entered[before].items()))
+        if os.path.exists(f"{room}/part"):
+            part, text, *numbers = open(f"{room}/part").read().split("\n")
+            ids = [int(number) for number in numbers]
         time.sleep(0.02)
 
 
@@ -75,35 +111,31 @@ def main(model: str | None) -> None:
         finally:
             server.terminate()
             server.wait()
-        idle = read(room, "idle", server.pid)
-        for part in ("request", "weight"):
-            for process, files in read(room, part, server.pid).items():
-                own = [name for name in files if name not in idle[process]]
-                print(f"\n{part}: {len(own)} files of the {process} process")
-                print("\n".join(f"{index:3}. {name}  ({files[name]})" for index, name in enumerate(own, 1)))
-                print("also when idle:", ", ".join(name for name in files if name in idle[process]) or "none")
+        idle = {name for _, name in read(room, "idle", server.pid)}
+        show("prompt", read(room, "prompt", server.pid))
+        weight = [each for each in read(room, "weight", server.pid) if each[1] not in idle]
+        show("weight", [each for each in weight if "weights" in each[0]])
 
 
 def trace(room: Path, model: str | None) -> None:
     """Have the server work, one part after the other."""
     while not is_ready():
         time.sleep(0.1)
-    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4}}
-    if model is None:
-        body = {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 4}}
-    httpx.post(f"{URL}/generate", json=body, timeout=60)  # what is loaded late is loaded now
-    config = resolve(model, "auto", default_cache_dir()).config
-    table = weight_map.build(config, TPInfo(rank=0, size=1))
+    found = resolve(model, "auto", default_cache_dir())
+    ids = Tokenizer.from_file(str(found.directory / "tokenizer.json")).encode(TEXT).ids
+    body = {"text": TEXT, "sampling_params": {"max_new_tokens": 1}}
+    httpx.post(f"{URL}/generate", json=body | {"text": "What is loaded late is loaded now."}, timeout=60)
+    table = weight_map.build(found.config, TPInfo(rank=0, size=1))
     tensors = {name: torch.zeros(table.shapes[name], dtype=torch.bfloat16) for name in table.names}
     with WeightSender([URL], tensors) as sender:
         sender.send()  # joins the group
         for part, work in (
             ("idle", lambda: time.sleep(4)),
-            ("request", lambda: httpx.post(f"{URL}/generate", json=body, timeout=60)),
+            ("prompt", lambda: httpx.post(f"{URL}/generate", json=body, timeout=60)),
             ("weight", sender.send),
             ("end", lambda: None),
         ):
-            (room / "part").write_text(part)
+            (room / "part").write_text("\n".join([part, TEXT, *map(str, ids)]))
             time.sleep(0.2)
             work()
             time.sleep(0.5)
@@ -117,14 +149,21 @@ def is_ready() -> bool:
         return False
 
 
-def read(room: Path, part: str, frontend: int) -> dict[str, dict[str, str]]:
-    """By process: each file, and the thread that entered it first."""
-    found = {}
-    for file in room.glob(f"{part}.*"):
-        lines = [line.split("\t") for line in file.read_text().splitlines()]
-        process = "frontend" if file.suffix == f".{frontend}" else "worker"
-        found[process] = {name: thread for thread, name in lines}
-    return dict(sorted(found.items()))
+def read(room: Path, part: str, frontend: int) -> list[tuple[str, str]]:
+    """Return (thread, file) of each file's first call, the frontend process before the worker."""
+    files = sorted(room.glob(f"{part}.*"), key=lambda file: file.suffix != f".{frontend}")
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    entered: dict[str, str] = {}
+    for line in lines:
+        thread, name = line.split("\t")
+        entered.setdefault(name, thread)
+    return [(thread, name) for name, thread in entered.items() if not name.startswith(BEFORE)]
+
+
+def show(what: str, entered: list[tuple[str, str]]) -> None:
+    """Print one way."""
+    print(f"\nA {what}'s way: {len(entered)} files")
+    print("\n".join(f"{index:3}. {name}  ({thread})" for index, (thread, name) in enumerate(entered, 1)))
 
 
 if __name__ == "__main__":
