@@ -10,7 +10,8 @@ spread.
 
 `host_cost` is that bench of each commit, in milliseconds per step. `serving_cost` is the served half of that
 bench: tokens per second of 8 concurrent streams. `load` sends short requests at a fixed rate, as
-`bench.serving` does. Every value and ratio is stored in bench/results/before_after_*.json.
+`bench.serving` does. `cpu_speed` measures over HTTP what `bench.cpu_vs_transformers` measures of Segue.
+Every value and ratio is stored in bench/results/before_after_*.json.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import launch, report, serving, workload
+import httpx
+
+from bench import cpu_vs_transformers, launch, report, serving, workload
 from bench.load import SLO, Clients, Lengths
 from bench.serving_cost import NUM_STREAMS, PROMPT_LEN, served_speed
 
@@ -130,6 +133,27 @@ def _serving_cost(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
 
 
 @contextmanager
+def _cpu_speed(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
+    with _servers(trees) as urls, httpx.Client(timeout=300) as client:
+        sides = {side: partial(_generate, client, url) for side, url in urls.items()}
+        for generate in sides.values():
+            _speeds(generate)  # warms up
+        yield {side: partial(_speeds, generate) for side, generate in sides.items()}
+
+
+def _generate(client: httpx.Client, url: str, batch: list[list[int]], num_tokens: int) -> None:
+    body = {"input_ids": batch, "sampling_params": workload.greedy(num_tokens)}
+    client.post(f"{url}/generate", json=body).raise_for_status()
+
+
+def _speeds(generate: cpu_vs_transformers.Generate) -> Figures:
+    return {
+        f"{each.name}, tokens/s": cpu_vs_transformers.tokens_per_second(generate, each, seed=0)
+        for each in cpu_vs_transformers.MEASURES
+    }
+
+
+@contextmanager
 def _load(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
     with _servers(trees) as urls, ExitStack() as stack:
         measures: dict[str, Measure] = {}
@@ -205,7 +229,7 @@ def _git(*words: str) -> str:
     return done.stdout.strip()
 
 
-BENCHES = {"host_cost": _host_cost, "serving_cost": _serving_cost, "load": _load}
+BENCHES = {"host_cost": _host_cost, "serving_cost": _serving_cost, "cpu_speed": _cpu_speed, "load": _load}
 
 
 if __name__ == "__main__":
