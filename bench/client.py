@@ -58,7 +58,7 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class Connection(asyncio.Protocol):
+class StreamingRequest(asyncio.Protocol):
     """The connection of one request: sends it when connected, then keeps the bytes of the reply."""
 
     def __init__(self, payload: bytes, due: float, max_tokens: int) -> None:
@@ -129,7 +129,7 @@ class Client:
             raise ValueError(f"{url!r}: must be http://host:port; put a proxy before a server behind TLS")
         self._host, self._port, self._model = parts.hostname, parts.port or 80, model
 
-    def connection(self, job: Job, due: float) -> Connection:
+    def connection(self, job: Job, due: float) -> StreamingRequest:
         """Encode the request of `job` and return its connection, which `send` opens."""
         body = msgspec.json.encode(
             {
@@ -146,9 +146,9 @@ class Client:
             f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        return Connection(head.encode() + body, due, job.max_tokens)
+        return StreamingRequest(head.encode() + body, due, job.max_tokens)
 
-    async def send(self, connection: Connection) -> None:
+    async def send(self, connection: StreamingRequest) -> None:
         """Connect and send the request; `connection` receives the reply."""
         loop = asyncio.get_running_loop()
         try:
@@ -156,10 +156,10 @@ class Client:
         except OSError as error:
             connection.fail(error)
 
-    async def open_loop(self, jobs: Sequence[Job], begin: float, end: float) -> list[Connection]:
+    async def open_loop(self, jobs: Sequence[Job], begin: float, end: float) -> list[StreamingRequest]:
         """Send each job when it is due, even if others still run; give up unfinished jobs at `end`."""
 
-        async def one(job: Job, connection: Connection) -> None:
+        async def one(job: Job, connection: StreamingRequest) -> None:
             await asyncio.sleep(connection.due - clock())
             await self._run(connection, end)
 
@@ -169,10 +169,10 @@ class Client:
 
     async def closed_loop(
         self, jobs: Sequence[Job], concurrency: int, begin: float, end: float
-    ) -> list[Connection]:
+    ) -> list[StreamingRequest]:
         """Keep `concurrency` jobs running until `end` or until no job is left; give up unfinished jobs."""
         waiting = [self.connection(job, begin) for job in reversed(jobs)]
-        begun: list[Connection] = []
+        begun: list[StreamingRequest] = []
 
         async def one() -> None:
             while waiting and clock() < end:
@@ -185,7 +185,7 @@ class Client:
         await asyncio.gather(*(one() for _ in range(concurrency)))
         return begun
 
-    async def _run(self, connection: Connection, end: float) -> None:
+    async def _run(self, connection: StreamingRequest, end: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(end - clock()):
                 await self.send(connection)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from bench.client import Client, Connection, Job, clock
+from bench.client import Client, Job, StreamingRequest, clock
 
 DEADLINE_S = 60.0
 SETTLE_S = 0.5
@@ -86,7 +86,7 @@ async def measure(client: Client, scene: Intrusion, seed: int = 0) -> dict[str, 
     }
 
 
-def _check_alive(streams: list[Connection]) -> None:
+def _check_alive(streams: list[StreamingRequest]) -> None:
     for stream in streams:
         if stream.ended.is_set():
             why = stream.timeline().error or "it had all its tokens; give the Intrusion more decode_tokens"
@@ -99,7 +99,7 @@ async def _first_token(client: Client, scene: Intrusion, rng: random.Random, len
     return timeline.times[0] - timeline.sent
 
 
-async def _answered(client: Client, job: Job) -> Connection:
+async def _answered(client: Client, job: Job) -> StreamingRequest:
     connection = client.connection(job, clock())
     await client.send(connection)
     await connection.ended.wait()

@@ -86,7 +86,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TrainingStep:
     reward: float  # mean over the samples
     ended: float  # share of the samples
     right: float  # share of the samples
@@ -262,13 +262,13 @@ def sending(url: str, model: torch.nn.Module, transport: str) -> Iterator[Callab
     yield send
 
 
-def run(settings: Settings) -> list[Step]:
+def run(settings: Settings) -> list[TrainingStep]:
     numbers = random.Random(settings.seed)
     torch.manual_seed(settings.seed)
     device, transport = choose_transport(settings.device)
     console.print(f"weights travel by {transport}")
     policy = Policy(device, settings.learning_rate)
-    steps: list[Step] = []
+    steps: list[TrainingStep] = []
     with serving(settings.device) as url, sending(url, policy.model, transport) as send:
         for index in range(settings.num_steps):
             began = time.perf_counter()
@@ -282,7 +282,7 @@ def run(settings: Settings) -> list[Step]:
             trained = time.perf_counter()
             send(str(index + 1))
             steps.append(
-                Step(
+                TrainingStep(
                     reward=statistics.fmean(sample.reward for sample in samples),
                     ended=statistics.fmean(sample.has_ended for sample in samples),
                     right=statistics.fmean(sample.is_right for sample in samples),
@@ -299,7 +299,7 @@ def run(settings: Settings) -> list[Step]:
     return steps
 
 
-def show(index: int, step: Step) -> None:
+def show(index: int, step: TrainingStep) -> None:
     console.print(
         f"step {index:2}  reward {step.reward:.2f}  ended {step.ended:.2f}  right {step.right:.2f}  "
         f"|engine - trainer| {step.logprob_gap:.3f} nats  clipped {step.clipped:.1%}  "
@@ -310,13 +310,13 @@ def show(index: int, step: Step) -> None:
     )
 
 
-def rise(steps: list[Step]) -> tuple[float, float]:
+def rise(steps: list[TrainingStep]) -> tuple[float, float]:
     """Return the mean rewards of the first and of the last WINDOW steps."""
     rewards = [step.reward for step in steps]
     return statistics.fmean(rewards[:WINDOW]), statistics.fmean(rewards[-WINDOW:])
 
 
-def write(output: Path, settings: Settings, steps: list[Step], seconds: float) -> None:
+def write(output: Path, settings: Settings, steps: list[TrainingStep], seconds: float) -> None:
     """Write `output`.json and `output`.svg."""
     first, last = rise(steps)
     cpu = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -334,7 +334,8 @@ def write(output: Path, settings: Settings, steps: list[Step], seconds: float) -
     output.parent.mkdir(parents=True, exist_ok=True)
     output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     curve = {
-        name: [(float(i), getattr(step, name)) for i, step in enumerate(steps)] for name in Step.__slots__[:3]
+        name: [(float(i), getattr(step, name)) for i, step in enumerate(steps)]
+        for name in ("reward", "ended", "right")
     }
     times = {
         name: [(float(i), getattr(step, f"{name}_s")) for i, step in enumerate(steps)]
