@@ -47,14 +47,14 @@ def test_streams_that_end_too_early_are_an_error(tmp_path, monkeypatch):
 
 def test_a_stream_that_stalls_to_the_end_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(intrusion, "SETTLE_S", 0.3)
-    read = intrusion.Connection.timeline
+    read = intrusion.StreamingRequest.timeline
 
     def only_the_first_events(connection):
         timeline = read(connection)
         del timeline.times[40:]
         return timeline
 
-    monkeypatch.setattr(intrusion.Connection, "timeline", only_the_first_events)
+    monkeypatch.setattr(intrusion.StreamingRequest, "timeline", only_the_first_events)
     scene = Intrusion(decodes=1, decode_tokens=380, prompt=40, chunk=20, repeats=1, max_id=300)
     monkeypatch.setenv("FAKE_STEP_S", "0.005")
     with LiveServer(write_model(tmp_path / "tiny-model"), chunked_prefill_size=20) as server:
