@@ -24,6 +24,7 @@ from segue.attention.context import Context
 from segue.errors import ConfigError
 from segue.kernels.batch_invariant import cancelling_inputs
 from segue.kvcache.pool import KVPool
+from segue.sizes import round_up
 
 CAPABILITIES = replace(cpu.CAPABILITIES, deterministic=True)
 
@@ -143,7 +144,7 @@ class InvariantCPUAttention(AttentionBackend):
     ) -> _QueryTile:
         """Make a tile of sequences of `lens` keys; a query attends to `num_visible` `[B, 1 or R]` of them."""
         num, heads, size = len(lens), self._shape.num_kv_heads, self._pool.page_size
-        num_keys = -(-max(lens) // _BLOCK) * _BLOCK
+        num_keys = round_up(max(lens), _BLOCK)
         key = torch.arange(num_keys)
         # A key beyond the sequence is replaced by a real token's: 0 times NaN in an unused row would be NaN.
         at = torch.where(key < torch.tensor(lens)[:, None], key, 0)  # [B, S]

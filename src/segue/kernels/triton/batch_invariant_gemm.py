@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.errors import ConfigError
 from segue.kernels.triton.launch import LATE, pdl_launch_dependents, pdl_wait
+from segue.sizes import ceil_div
 
 _GROUP_M = 8  # blocks of tokens whose tiles run at the same time, so that they share the L2 cache
 _SMALL_M = 64  # rows up to which the time is that of reading the weight
@@ -162,8 +163,8 @@ def choose(num_rows: int, size: int, num_sms: int) -> Tile:
         )
 
     def cost(tile: Tile) -> float:
-        programs = -(-num_rows // tile.block_m) * -(-size // tile.block_n)
-        return tile.cost * -(-programs // num_sms)
+        programs = ceil_div(num_rows, tile.block_m) * ceil_div(size, tile.block_n)
+        return tile.cost * ceil_div(programs, num_sms)
 
     return min(LARGE_M_TILES, key=cost)
 
