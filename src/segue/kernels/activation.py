@@ -24,12 +24,9 @@ def gate_up_silu(
     one kernel does both where that is faster.
     """
     if x.is_cuda and bias is None and packed is None:
-        from segue.kernels.triton.gate_up_silu import gate_up_silu_gemm_large_m
-        from segue.kernels.triton.gemm import gate_up_silu_gemm_small_m
+        from segue.kernels.triton.gate_up_silu import gate_up_silu as fused
 
-        gated = gate_up_silu_gemm_small_m(x, weight)
-        if gated is None:
-            gated = gate_up_silu_gemm_large_m(x, weight)
+        gated = fused(x, weight)
         if gated is not None:
             return gated
     return activation(linear(x, weight, bias, packed, may_split=True), x.dtype)

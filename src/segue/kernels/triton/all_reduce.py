@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from segue.distributed.groups import TPGroups
+from segue.kernels.triton.gemm import load_split_k
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 MAX_BYTES = 3 << 20  # maximum of the words a rank sends; above it NCCL is faster (bench/tensor_parallel.py)
@@ -69,7 +70,6 @@ def _add_rms_norm(
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     SPLITS: tl.constexpr,
-    ADD: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     THREADS: tl.constexpr,
@@ -85,9 +85,7 @@ def _add_rms_norm(
     epoch = tl.load(epochs + program) + 1
     flag = _flag(epoch)
     half = tl.full((), WORLD, tl.int64) * max_rows * size
-    own = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, SPLITS):
-        own += tl.load(x + (split * num_rows + row) * size + columns, mask=inside, other=0.0).to(tl.float32)
+    own = load_split_k(x, row * size + columns, num_rows.to(tl.int64) * size, inside, SPLITS)
     word = flag | own.to(tl.uint32, bitcast=True).to(tl.uint64)
     for step in tl.static_range(1, WORLD):
         inbox = _inbox(inboxes, (RANK + step) % WORLD, epoch, half)
@@ -100,7 +98,7 @@ def _add_rms_norm(
         else:
             words = inbox + (rank * max_rows + row) * size + columns
             total += _receive(words, inside, flag).to(tl.float32, bitcast=True)
-    if ADD:
+    if residual is not None:
         total += tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_launch_dependents(PDL)
     rounded = total.to(total_out.dtype.element_ty)
@@ -205,23 +203,22 @@ class OneShotAllReduce:
         block = max(32, triton.next_power_of_2(width))
         warps = min(8, max(1, block // 256))
         _add_rms_norm[(_CHUNKS, num_rows)](
-            x,
-            x if residual is None else residual,
-            weight,
-            normed,
-            total,
-            self._inboxes,
-            self._epochs,
-            self._squares,
-            num_rows,
-            size,
-            width,
-            self.max_rows,
-            eps,
+            x=x,
+            residual=residual,
+            weight=weight,
+            normed=normed,
+            total_out=total,
+            inboxes=self._inboxes,
+            epochs=self._epochs,
+            squares=self._squares,
+            num_rows=num_rows,
+            size=size,
+            width=width,
+            max_rows=self.max_rows,
+            eps=eps,
             RANK=self.tp.rank,
             WORLD=self.tp.size,
             SPLITS=x.shape[0] if x.dim() == 3 else 1,
-            ADD=residual is not None,
             CHUNKS=_CHUNKS,
             BLOCK=block,
             THREADS=32 * warps,

@@ -28,6 +28,13 @@ def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
     num_rows, size = weight.shape
     output = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
     _embed[(len(ids), triton.cdiv(size, _BLOCK))](
-        ids, weight, output, start, num_rows, size, BLOCK=_BLOCK, **launch_options(4, len(ids))
+        ids=ids,
+        weight=weight,
+        output=output,
+        start=start,
+        num_rows=num_rows,
+        size=size,
+        BLOCK=_BLOCK,
+        **launch_options(4, len(ids)),
     )
     return output

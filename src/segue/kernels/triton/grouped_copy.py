@@ -91,7 +91,9 @@ class GroupedCopy:
         ended, and no later kernel starts before it ends. So it may overwrite weights.
         """
         if self._num_programs:
-            _copy[(self._num_programs,)](self._chunks, len(self._chunks), BLOCK=_BLOCK, num_warps=4)
+            _copy[(self._num_programs,)](
+                chunks=self._chunks, num_chunks=len(self._chunks), BLOCK=_BLOCK, num_warps=4
+            )
 
 
 def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -106,7 +108,7 @@ def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     exponent, lower_bits = _LANES[dtype]
     if len(chunks):
         _find_non_finite[(len(chunks),)](
-            chunks, EXPONENT=exponent, LOWER_BITS=lower_bits, BLOCK=_BLOCK, num_warps=4
+            chunks=chunks, EXPONENT=exponent, LOWER_BITS=lower_bits, BLOCK=_BLOCK, num_warps=4
         )
     return found == 0
 

@@ -28,7 +28,6 @@ def _route(
     num_experts,
     K: tl.constexpr,
     RENORMALISE: tl.constexpr,
-    PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
     EP: tl.constexpr,
     KP: tl.constexpr,
@@ -44,7 +43,7 @@ def _route(
         other=float("-inf"),
     ).to(tl.float32)
     real = inside
-    if PADDED:
+    if num_unpadded is not None:
         real = inside & (t < tl.load(num_unpadded))
     pdl_launch_dependents(PDL)
     left = tl.where(x == x, x, float("-inf"))  # a token with NaN gets some experts, with weights NaN
@@ -98,7 +97,6 @@ def _sort(
     PAIRS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    COUNTED: tl.constexpr,
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -106,7 +104,7 @@ def _sort(
     e, p, c = tl.arange(0, EP), first + tl.arange(0, PAIRS), tl.arange(0, CHUNKS)
     pdl_wait(PDL)
     before = _count_chunk(experts, first // CHUNK * CHUNK, first, num_experts, CHUNK, EP)
-    if COUNTED:
+    if counted is not None:
         counts = tl.zeros((EP,), tl.int32)
         for i in range(0, tl.cdiv(num_pairs, CHUNK), CHUNKS):
             chunk = i + c[:, None]
@@ -143,15 +141,14 @@ def route(
     weights = torch.empty((num_tokens, per_token), dtype=torch.float32, device=logits.device)
     experts = torch.empty((num_tokens, per_token), dtype=torch.int32, device=logits.device)
     _route[(triton.cdiv(num_tokens, _TOKENS),)](
-        logits,
-        logits if num_unpadded is None else num_unpadded,
-        weights,
-        experts,
-        num_tokens,
-        num_experts,
+        logits=logits,
+        num_unpadded=num_unpadded,
+        weights=weights,
+        experts=experts,
+        num_tokens=num_tokens,
+        num_experts=num_experts,
         K=per_token,
         RENORMALISE=renormalise,
-        PADDED=num_unpadded is not None,
         TOKENS=_TOKENS,
         EP=triton.next_power_of_2(num_experts),
         KP=triton.next_power_of_2(per_token),
@@ -171,29 +168,35 @@ def sort(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor]
     """
     (num_tokens, _), num_pairs = experts.shape, experts.numel()
     bins, num_chunks = max(32, triton.next_power_of_2(num_experts)), triton.cdiv(num_pairs, _CHUNK)
-    counted = experts
+    counted = None
     if num_chunks > 1:
         counted = torch.empty((num_chunks, bins), dtype=torch.int32, device=experts.device)
-        options = launch_options(8, num_tokens)
-        _count[(num_chunks,)](experts, counted, num_pairs, num_experts, CHUNK=_CHUNK, EP=bins, **options)
+        _count[(num_chunks,)](
+            experts=experts,
+            counted=counted,
+            num_pairs=num_pairs,
+            num_experts=num_experts,
+            CHUNK=_CHUNK,
+            EP=bins,
+            **launch_options(8, num_tokens),
+        )
     busy = min(num_experts, num_pairs)
     num_tiles = busy + (num_pairs - busy) // block
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=experts.device)
     _sort[(triton.cdiv(num_pairs, _PAIRS),)](
-        experts,
-        counted,
-        order,
-        tiles,
-        num_pairs,
-        num_tiles,
-        num_experts,
+        experts=experts,
+        counted=counted,
+        order=order,
+        tiles=tiles,
+        num_pairs=num_pairs,
+        num_tiles=num_tiles,
+        num_experts=num_experts,
         BM=block,
         EP=bins,
         PAIRS=_PAIRS,
         CHUNK=_CHUNK,
         CHUNKS=_CHUNKS,
-        COUNTED=num_chunks > 1,
         TILES=_TILES,
         **launch_options(8, num_tokens),
     )

@@ -24,4 +24,6 @@ def scatter(addresses: Tensor, values: Tensor, count: int) -> None:
 
     No address may occur twice.
     """
-    _scatter[(triton.cdiv(count, _BLOCK),)](addresses, values, count, BLOCK=_BLOCK, **launch_options(4, 1))
+    _scatter[(triton.cdiv(count, _BLOCK),)](
+        addresses=addresses, values=values, count=count, BLOCK=_BLOCK, **launch_options(4, 1)
+    )
