@@ -300,7 +300,7 @@ def test_graphs_eager_steps_and_pages_of_any_size_give_the_same_bits(model) -> N
 
 
 def test_attention_that_depends_on_the_batch_fails_the_same_comparison(model, monkeypatch) -> None:
-    from segue.attention.triton_invariant import TritonInvariantAttention
+    from segue.attention.triton import TritonInvariantAttention
 
     forward = TritonInvariantAttention.forward
 

@@ -18,15 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segue.attention.base import AttentionBackend, AttentionShape, Capabilities
+from segue.attention.base import AttentionBackend, AttentionShape
 from segue.attention.context import Context
 from segue.kvcache.pool import KVPool
 from segue.sizes import ceil_div, round_up
-
-CAPABILITIES = Capabilities(
-    devices=("cpu",),
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
-)
 
 _KEY_MULTIPLE = 64  # decode pads S to a multiple: oneDNN takes half a millisecond to compile each new shape
 _MAX_PADDING = 3072  # tokens of padding per group; about what the calls of one more group cost

@@ -12,7 +12,7 @@ GEMMs have only a few numbers of rows, which are tested beforehand: see `kernels
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -25,8 +25,6 @@ from segue.errors import ConfigError
 from segue.kernels.batch_invariant import cancelling_inputs
 from segue.kvcache.pool import KVPool
 from segue.sizes import round_up
-
-CAPABILITIES = replace(cpu.CAPABILITIES, deterministic=True)
 
 _BLOCK = 64  # keys
 _ROWS = (8, 16, 64, 384)  # candidate numbers of rows per GEMM: the query heads of some tokens, and padding

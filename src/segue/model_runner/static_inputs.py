@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segue.attention.base import PagedBackend
+from segue.attention.base import PagedBackend, block_table
 from segue.attention.context import Context
-from segue.attention.query_blocks import block_table
 from segue.kvcache.pool import KVPool
 from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
