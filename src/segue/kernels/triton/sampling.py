@@ -84,13 +84,25 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     """Returns the log-sum-exp, float32 `[n]`, of float32 `[n, V]`, with the arithmetic of `sample_plain`."""
     count, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)
-    partial = torch.empty((2, count, num_chunks), device=logits.device)
+    maxima, sums = torch.empty((2, count, num_chunks), device=logits.device)
     out = torch.empty(count, device=logits.device)
     if count:
         _sum_chunk[(num_chunks, count)](
-            logits.contiguous(), *partial, vocab_size, BLOCK=_BLOCK, BLOCKS=_BLOCKS
+            logits=logits.contiguous(),
+            maxima=maxima,
+            sums=sums,
+            vocab_size=vocab_size,
+            BLOCK=_BLOCK,
+            BLOCKS=_BLOCKS,
         )
-        _sum_row[(count,)](*partial, out, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1)
+        _sum_row[(count,)](
+            maxima=maxima,
+            sums=sums,
+            out=out,
+            num_chunks=num_chunks,
+            CHUNKS=triton.next_power_of_2(num_chunks),
+            num_warps=1,
+        )
     return out
 
 
@@ -116,7 +128,6 @@ def _choose_block(
     stride,
     start,
     size,
-    WRITE_STATE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
@@ -130,7 +141,7 @@ def _choose_block(
     x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
     largest = tl.reduce(x, 1, _nan_max)
     out = i * tl.num_programs(0) + chunk
-    if WRITE_STATE:
+    if num_top is not None:
         if tl.load(num_top + slot) >= 0:
             _partial_sum(x, maxima, sums, out)
     if tl.load(temperatures + slot) == 0.0:
@@ -180,10 +191,8 @@ def _choose_token(
     size,
     vocab_size,
     num_chunks,
-    FILTERS: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
-    WRITE_STATE: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     NONE: tl.constexpr,
@@ -208,11 +217,11 @@ def _choose_token(
         x += gumbel(tl.load(seeds + slot), position, tl.cdiv(vocab_size, BLOCK) + lane)
         chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
     chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # a row that is not finite has chosen nothing
-    if FILTERS:
+    if filtered is not None:
         drawn = tl.load(filtered + i)
         chosen = tl.where(drawn >= 0, drawn, chosen)
     logit, total = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
-    if WRITE_STATE:
+    if num_top is not None:
         if tl.load(num_top + slot) >= 0:
             logit = tl.load(logits + i * stride + chosen, mask=chosen < size, other=float("-inf"))
             total = _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS)
@@ -225,8 +234,9 @@ def _choose_token(
     is_finite = (best > float("-inf")) & (best < float("inf"))
     line = tl.load(ring_index).to(tl.int64) * ring_stride + i
     tl.store(ring + line, tl.where(is_finite, chosen, NONE))
-    if WRITE_STATE:
+    if token_pool is not None:
         tl.store(token_pool + slot * pool_stride + position, tl.where(is_finite, chosen, 0))
+    if num_top is not None:
         if tl.load(num_top + slot) >= 0:
             tl.store(logprob_ring + line, logit - total)
     pdl_launch_dependents(PDL)
@@ -240,11 +250,11 @@ def sample_plain(
     temperatures: Tensor,
     inverse_temperatures: Tensor,
     seeds: Tensor,
-    num_top: Tensor,
-    token_pool: Tensor,
     ring: Tensor,
-    logprob_ring: Tensor,
     ring_index: Tensor,
+    token_pool: Tensor | None = None,
+    num_top: Tensor | None = None,
+    logprob_ring: Tensor | None = None,
     filters: Filters | None = None,
     part: VocabShard | None = None,
 ) -> None:
@@ -259,18 +269,65 @@ def sample_plain(
         temperatures: float32, by request slot; 0: the likeliest token, the lowest id among equals.
         inverse_temperatures: float32, by request slot.
         seeds: int64, by request slot.
-        num_top: int64, by request slot; negative: the request asks for no log-probability and gets none.
-        token_pool: int32 `[slots, max_seq_len + 1]`.
         ring: int32 `[lines, at least B]`; may be pinned host memory.
-        logprob_ring: float32, of the same shape and strides as `ring`.
         ring_index: int32 `[1]`, the line to write.
+        token_pool: int32 `[slots, max_seq_len + 1]`; None: not written.
+        num_top: int64, by request slot; negative: the request asks for no log-probability and gets none.
+            None: no request gets one.
+        logprob_ring: float32, of the same shape and strides as `ring`; needed with `num_top`.
         filters: see `draw_filtered`; None: no request has a filter. Not allowed with `part`.
         part: the shard of the vocabulary that `logits` cover; None: all of it. All ranks choose the same
             tokens, and each rank writes them.
     """
-    columns = (temperatures, inverse_temperatures, seeds, num_top)
-    targets = (token_pool, token_pool.stride(0), ring, logprob_ring, ring_index)
-    _launch(logits, slots, positions, columns, targets, filters=filters, part=part)
+    assert filters is None or part is None
+    logits = logits.contiguous()  # they may be a slice without the vocabulary's padding
+    count, width = logits.shape
+    start, vocab_size = (part.start, part.vocab_size) if part else (0, width)
+    size = max(0, min(width, vocab_size - start))
+    num_chunks = max(1, triton.cdiv(size, _BLOCK * _BLOCKS))
+    maxima, sums = torch.empty((2, count, num_chunks), device=logits.device)
+    common = {
+        "logits": logits,
+        "slots": slots,
+        "positions": positions,
+        "temperatures": temperatures,
+        "inverse_temperatures": inverse_temperatures,
+        "seeds": seeds,
+        "num_top": num_top,
+        "scores": torch.empty((count, num_chunks), dtype=torch.float64, device=logits.device),
+        "choices": torch.empty((count, num_chunks), dtype=torch.int32, device=logits.device),
+        "maxima": maxima,
+        "sums": sums,
+        "stride": logits.stride(0),
+        "start": start,
+        "size": size,
+        "BLOCK": _BLOCK,
+    }
+    filtered = None
+    if filters is not None:
+        columns = (temperatures, inverse_temperatures, seeds)
+        filtered = draw_filtered(logits, slots, positions, *columns, *filters)
+    _choose_block[(num_chunks, count)](**common, BLOCKS=_BLOCKS, **launch_options(4, count))
+    _choose_token[(count,)](
+        **common,
+        token_pool=token_pool,
+        pool_stride=0 if token_pool is None else token_pool.stride(0),
+        ring=ring,
+        logprob_ring=logprob_ring,
+        ring_index=ring_index,
+        ring_stride=ring.stride(0),
+        filtered=filtered,
+        inboxes=part.fused_all_reduce.candidates if part else None,
+        epochs=part.fused_all_reduce.candidate_epochs if part else None,
+        max_rows=part.fused_all_reduce.sampling_rows if part else 0,
+        vocab_size=vocab_size,
+        num_chunks=num_chunks,
+        RANK=part.fused_all_reduce.tp.rank if part else 0,
+        WORLD=part.fused_all_reduce.tp.size if part else 1,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        NONE=NON_FINITE,
+        **launch_options(1, count),
+    )
 
 
 def choose(
@@ -285,75 +342,15 @@ def choose(
 ) -> Tensor:
     """Returns the tokens that `sample_plain` would write, int64 `[B]`; indices may be of any integer type."""
     tokens = torch.empty((1, len(logits)), dtype=torch.int32, device=logits.device)
-    ring_index = torch.zeros(1, dtype=torch.int32, device=logits.device)
-    columns = (temperatures, inverse_temperatures, seeds, seeds)
-    targets = (tokens, 0, tokens, logits, ring_index)
-    _launch(logits, slots, positions, columns, targets, write_state=False, filters=filters)
+    sample_plain(
+        logits,
+        slots,
+        positions,
+        temperatures=temperatures,
+        inverse_temperatures=inverse_temperatures,
+        seeds=seeds,
+        ring=tokens,
+        ring_index=torch.zeros(1, dtype=torch.int32, device=logits.device),
+        filters=filters,
+    )
     return tokens[0].to(torch.int64)
-
-
-def _launch(
-    logits: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    columns: tuple[Tensor, Tensor, Tensor, Tensor],
-    targets: tuple[Tensor | int, ...],
-    *,
-    write_state: bool = True,
-    filters: Filters | None = None,
-    part: VocabShard | None = None,
-) -> None:
-    """Run both kernels; with `write_state` they also write the token pool and the log-probabilities."""
-    logits = logits.contiguous()  # they may be a slice without the vocabulary's padding
-    count, width = logits.shape
-    start, vocab_size = (part.start, part.vocab_size) if part else (0, width)
-    size = max(0, min(width, vocab_size - start))
-    num_chunks = max(1, triton.cdiv(size, _BLOCK * _BLOCKS))
-    scores = torch.empty((count, num_chunks), dtype=torch.float64, device=logits.device)
-    choices = torch.empty((count, num_chunks), dtype=torch.int32, device=logits.device)
-    partial = torch.empty((2, count, num_chunks), device=logits.device)
-    common = (logits, slots, positions, *columns, scores, choices, *partial)
-    ring = targets[2]
-    assert isinstance(ring, Tensor)
-    assert filters is None or part is None
-    temperatures, inverse_temperatures, seeds, _ = columns
-    filtered = ring
-    if filters is not None:
-        filtered = draw_filtered(
-            logits, slots, positions, temperatures, inverse_temperatures, seeds, *filters
-        )
-    _choose_block[(num_chunks, count)](
-        *common,
-        logits.stride(0),
-        start,
-        size,
-        WRITE_STATE=write_state,
-        BLOCK=_BLOCK,
-        BLOCKS=_BLOCKS,
-        **launch_options(4, count),
-    )
-    _choose_token[(count,)](
-        *common,
-        *targets,
-        ring.stride(0),
-        filtered,
-        *(
-            (part.fused_all_reduce.candidates, part.fused_all_reduce.candidate_epochs)
-            if part
-            else (ring, ring)
-        ),
-        part.fused_all_reduce.sampling_rows if part else 0,
-        logits.stride(0),
-        start,
-        size,
-        vocab_size,
-        num_chunks,
-        FILTERS=filters is not None,
-        RANK=part.fused_all_reduce.tp.rank if part else 0,
-        WORLD=part.fused_all_reduce.tp.size if part else 1,
-        WRITE_STATE=write_state,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        BLOCK=_BLOCK,
-        NONE=NON_FINITE,
-        **launch_options(1, count),
-    )
