@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.tune_gemm import SHARED, chain_time
-from segue.kernels.moe import route
+from segue.kernels.ops import route
 from segue.kernels.triton import moe
 from segue.kernels.triton.moe import MoEPlan, TileConfig
 from segue.kernels.triton.moe_routing import sort

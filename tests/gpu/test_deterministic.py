@@ -18,8 +18,7 @@ from bench import suite
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
 from segue.errors import ConfigError
-from segue.kernels.activation import silu_mul
-from segue.kernels.norm import add_rms_norm
+from segue.kernels.ops import add_rms_norm, silu_mul
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
 from tests.attention.case import Case

@@ -7,11 +7,8 @@ from torch import Tensor
 
 from segue.attention.context import Context
 from segue.distributed.collectives import Collectives
-from segue.kernels.norm import rms_norm
-from segue.kernels.rotary import rotate
-from segue.layers.base import Layer
-from segue.layers.linear import Linear, RowParallelLinear
-from segue.layers.norm import RMSNorm
+from segue.kernels.ops import rms_norm, rotate
+from segue.layers.blocks import Layer, Linear, RMSNorm, RowParallelLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +77,7 @@ class Attention(Layer):
     ) -> Tensor:
         """`[T, hidden] -> [T, hidden]`, or `[L, hidden]` of the tokens `logits_indices` (int `[L]`).
 
-        The result is this rank's summand, which `RMSNorm.add` sums over the ranks.
+        The result is this rank's summand, which `RMSNorm` sums over the ranks.
         """
         norm_rope_store = self._norm_rope_store_cuda if x.is_cuda else self._norm_rope_store
         query, key, value = norm_rope_store(self.qkv(x), store_inputs, ctx)

@@ -6,18 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from segue.attention.context import Context
-from segue.distributed.collectives import Collectives
+from segue.distributed.collectives import Collectives, SingleRank
+from segue.errors import UnsupportedModelError
 from segue.layers.attention import Attention, KVStoreInputs
-from segue.layers.base import Layer
-from segue.layers.embedding import ParallelHead, VocabParallelEmbedding
-from segue.layers.linear import Linear, RowParallelLinear
-from segue.layers.mlp import MLP
+from segue.layers.blocks import MLP, Layer, Linear, ParallelHead, RMSNorm, VocabParallelEmbedding
 from segue.layers.moe import MoE
-from segue.layers.moe_backend import MoEBackend
-from segue.layers.norm import RMSNorm
-from segue.layers.rotary import Rotary
-from segue.models.config import ModelConfig
-from segue.models.rope import inverse_frequencies
+from segue.layers.moe_backend import MoEBackend, run_by_expert
+from segue.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from segue.models.rope import Rotary, inverse_frequencies
 from segue.models.sharding import Shard, shard
 
 
@@ -65,9 +61,9 @@ class DecoderLayer(Layer):
 
         With `logits_indices` (int `[L]`) only these tokens go through the MLP, and `[L, hidden]` is returned.
         """
-        x, residual = self.input_norm.add(x, residual)
+        x, residual = self.input_norm(x, residual)
         x = self.attn(x, placement, ctx, logits_indices)
-        x, residual = self.post_norm.add(
+        x, residual = self.post_norm(
             x, residual if logits_indices is None else residual.index_select(0, logits_indices)
         )
         if self.is_sparse:
@@ -129,7 +125,7 @@ class Decoder(Layer):
         for layer in layers:
             x, residual = layer(x, residual, placement, ctx)
         x, residual = last(x, residual, placement, ctx, ctx.logits_indices)
-        hidden, _ = self.norm.add(x, residual)
+        hidden: Tensor = self.norm(x, residual)[0]
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -155,7 +151,7 @@ class Decoder(Layer):
         Must be called when the weights are loaded, and after every change of them. `changed` names the
         changed parameters; None means all.
         """
-        owners = (Linear, RowParallelLinear, RMSNorm, Attention, ParallelHead)
+        owners = (Linear, RMSNorm, Attention, ParallelHead)
         derived = sum(
             module.build_derived()
             for name, module in self.named_modules()
@@ -195,3 +191,28 @@ def _mlp(
         backend=moe_backend,
         deterministic=deterministic,
     )
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    collectives: Collectives | None = None,
+    moe_backend: MoEBackend = run_by_expert,
+    deterministic: bool = False,
+) -> Decoder:
+    """Build this rank's shard of the model, with parameters on the `meta` device in `dtype`.
+
+    With `deterministic` the bits of a token's results do not depend on the other tokens of a step.
+
+    Raises:
+        UnsupportedModelError: there is no model for `config.architecture`.
+        TensorParallelError: the model cannot be split over so many ranks.
+    """
+    if config.architecture not in SUPPORTED_ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"model architecture {config.architecture!r} is not supported; supported: "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    with torch.device("meta"):
+        return Decoder(config, collectives or SingleRank(), moe_backend, deterministic).to(dtype)

@@ -1,4 +1,4 @@
-"""The SiLU-and-multiply activation. See `segue.kernels.activation`."""
+"""The SiLU-and-multiply activation. See `segue.kernels.ops`."""
 
 import torch
 import triton
@@ -25,7 +25,7 @@ def _silu_mul(gate_up, output, num_rows, size, SPLITS: tl.constexpr, BLOCK: tl.c
 
 
 def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `segue.kernels.activation.silu_mul`; `gate_up` may be split-K partials, float32 `[S, T, 2 * I]`."""
+    """See `segue.kernels.ops.silu_mul`; `gate_up` may be split-K partials, float32 `[S, T, 2 * I]`."""
     num_rows, size = gate_up.shape[-2], gate_up.shape[-1] // 2
     output = torch.empty((num_rows, size), dtype=dtype, device=gate_up.device)
     _silu_mul[(num_rows, triton.cdiv(size, _BLOCK))](

@@ -191,7 +191,7 @@ class OneShotAllReduce:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Returns `segue.kernels.norm.add_rms_norm` of the sum of all ranks' `x`, at most `max_rows` tokens.
+        """Returns `segue.kernels.ops.add_rms_norm` of the sum of all ranks' `x`, at most `max_rows` tokens.
 
         `x` may be split-K partials, float32 `[S, T, N]`.
         """

@@ -1,4 +1,4 @@
-"""The embedding lookup. See `segue.kernels.embedding`."""
+"""The embedding lookup. See `segue.kernels.ops`."""
 
 import torch
 import triton
@@ -24,7 +24,7 @@ def _embed(ids, weight, output, start, num_rows, size, BLOCK: tl.constexpr, PDL:
 
 
 def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
-    """See `segue.kernels.embedding.embed`."""
+    """See `segue.kernels.ops.embed`."""
     num_rows, size = weight.shape
     output = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
     _embed[(len(ids), triton.cdiv(size, _BLOCK))](

@@ -136,7 +136,7 @@ def _sort(
 def route(
     logits: Tensor, per_token: int, *, renormalise: bool, num_unpadded: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `segue.kernels.moe.route`; among equal logits the lowest expert wins. Experts are int32."""
+    """See `segue.kernels.ops.route`; among equal logits the lowest expert wins. Experts are int32."""
     num_tokens, num_experts = logits.shape
     weights = torch.empty((num_tokens, per_token), dtype=torch.float32, device=logits.device)
     experts = torch.empty((num_tokens, per_token), dtype=torch.int32, device=logits.device)

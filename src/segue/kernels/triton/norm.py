@@ -1,4 +1,4 @@
-"""RMSNorm fused with the addition to the residual stream. See `segue.kernels.norm`."""
+"""RMSNorm fused with the addition to the residual stream. See `segue.kernels.ops`."""
 
 import torch
 import triton
@@ -40,7 +40,7 @@ def _add_rms_norm(
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `segue.kernels.norm.add_rms_norm`; `x` may be split-K partials, float32 `[S, T, N]`."""
+    """See `segue.kernels.ops.add_rms_norm`; `x` may be split-K partials, float32 `[S, T, N]`."""
     num_rows, size = x.shape[-2], x.shape[-1]
     normed = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)
     total = torch.empty_like(normed)
