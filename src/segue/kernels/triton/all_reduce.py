@@ -22,7 +22,8 @@ from segue.kernels.triton.gemm import load_split_k
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 MAX_BYTES = 3 << 20  # maximum of the words a rank sends; above it NCCL is faster (bench/tensor_parallel.py)
-_CHUNKS = 8  # programs per row; 1, 4 and 8 take 4.3, 3.3 and 3.1 µs for one row of 4096 on two H200s
+# Programs per row; 1, 4 and 8 take 4.3, 3.3 and 3.1 µs for one row of 4096 on two H200s.
+_CHUNKS = tl.constexpr(8)
 _WORD_BYTES = 8
 _CANDIDATE_WORDS = 8  # words of a rank's candidate for a row's token; only the first five carry data
 
@@ -70,7 +71,6 @@ def _add_rms_norm(
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     SPLITS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     THREADS: tl.constexpr,
     PDL: tl.constexpr,
@@ -81,7 +81,7 @@ def _add_rms_norm(
     inside = (lane < width) & (columns < size)
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_wait(PDL)
-    program = row * CHUNKS + chunk
+    program = row * _CHUNKS + chunk
     epoch = tl.load(epochs + program) + 1
     flag = _flag(epoch)
     half = tl.full((), WORLD, tl.int64) * max_rows * size
@@ -105,11 +105,11 @@ def _add_rms_norm(
     tl.store(total_out + row * size + columns, rounded, mask=inside)
     wide = tl.where(inside, rounded.to(tl.float32), 0.0)
     square = tl.sum(wide * wide, 0)
-    if CHUNKS > 1:  # sum the squares over the row's programs, which run at the same time
-        tl.store(squares + program, flag | square.to(tl.uint32, bitcast=True).to(tl.uint64))
-        thread = tl.arange(0, THREADS)
-        got = _receive(squares + row * CHUNKS + thread, thread < CHUNKS, flag)
-        square = tl.sum(got.to(tl.float32, bitcast=True), 0)
+    # Sum the squares over the row's programs, which run at the same time.
+    tl.store(squares + program, flag | square.to(tl.uint32, bitcast=True).to(tl.uint64))
+    thread = tl.arange(0, THREADS)
+    got = _receive(squares + row * _CHUNKS + thread, thread < _CHUNKS, flag)
+    square = tl.sum(got.to(tl.float32, bitcast=True), 0)
     rms = tl.rsqrt(square / size + eps)
     tl.store(normed + row * size + columns, wide * rms * scale, mask=inside)
     tl.store(epochs + program, epoch)
@@ -183,7 +183,7 @@ class OneShotAllReduce:
         self._inboxes = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
         self.candidates = self._inboxes + sums
         self.num_bytes = sums + candidates
-        programs = self.max_rows * _CHUNKS
+        programs = self.max_rows * _CHUNKS.value
         self._epochs = torch.zeros(programs, dtype=torch.int32, device=device)
         self._squares = torch.zeros(programs, dtype=torch.uint64, device=device)
         self.candidate_epochs = torch.zeros(sampling_rows, dtype=torch.int32, device=device)
@@ -199,10 +199,10 @@ class OneShotAllReduce:
         assert num_rows <= self.max_rows, (num_rows, self.max_rows)
         normed = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)
         total = torch.empty_like(normed)
-        width = triton.cdiv(size, _CHUNKS)
+        width = triton.cdiv(size, _CHUNKS.value)
         block = max(32, triton.next_power_of_2(width))
         warps = min(8, max(1, block // 256))
-        _add_rms_norm[(_CHUNKS, num_rows)](
+        _add_rms_norm[(_CHUNKS.value, num_rows)](
             x=x,
             residual=residual,
             weight=weight,
@@ -219,7 +219,6 @@ class OneShotAllReduce:
             RANK=self.tp.rank,
             WORLD=self.tp.size,
             SPLITS=x.shape[0] if x.dim() == 3 else 1,
-            CHUNKS=_CHUNKS,
             BLOCK=block,
             THREADS=32 * warps,
             **launch_options(warps, num_rows),

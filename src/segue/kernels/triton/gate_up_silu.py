@@ -16,33 +16,21 @@ from segue.kernels.triton.gemm import grouped_tile, silu_mul_tile
 from segue.kernels.triton.launch import is_hopper, launch_options, num_sms, pdl_launch_dependents, pdl_wait
 
 _MAX_SMALL_M = 64
-_BLOCK_M, _BLOCK_N, _BLOCK_K, _STAGES, _WARPS, _GROUP_M = 128, 64, 64, 3, 4, 16
+_BM, _BN, _BK = tl.constexpr(128), tl.constexpr(64), tl.constexpr(64)
+_STAGES, _GROUP_M, _WARPS = tl.constexpr(3), tl.constexpr(16), 4
 _MIN_LARGE_M = 2048  # fewer rows give too few tiles for the programs that run at once
 _MAX_K = 1024  # with a larger K the time is that of the multiplications, which cuBLAS does faster
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _gate_up_silu(
-    x,
-    weight,
-    out,
-    num_rows,
-    size,
-    depth,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _gate_up_silu(x, weight, out, num_rows, size, depth, PDL: tl.constexpr):
     pdl_wait(PDL)
-    num_tiles = tl.cdiv(num_rows, BM) * tl.cdiv(size, BN)
+    num_tiles = tl.cdiv(num_rows, _BM) * tl.cdiv(size, _BN)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        m, n = grouped_tile(tile, num_rows, size, BM, BN, GROUP_M)
-        gate = tl.zeros((BM, BN), tl.float32)
-        up = tl.zeros((BM, BN), tl.float32)
-        for k in tl.range(0, depth, BK, num_stages=STAGES):
+        m, n = grouped_tile(tile, num_rows, size, _BM, _BN, _GROUP_M)
+        gate = tl.zeros((_BM, _BN), tl.float32)
+        up = tl.zeros((_BM, _BN), tl.float32)
+        for k in tl.range(0, depth, _BK, num_stages=_STAGES):
             rows = x.load([m, k])
             gate = tl.dot(rows, weight.load([n, k]).T, gate)
             up = tl.dot(rows, weight.load([size + n, k]).T, up)
@@ -61,7 +49,7 @@ def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor | None:
         return None if plan is None else gemm.run(plan, x, weight, None, x.dtype, gated=True)
     if num_rows < _MIN_LARGE_M or depth > _MAX_K or not is_hopper():
         return None
-    if x.dtype == torch.float32 or depth % _BLOCK_K or size % _BLOCK_N:
+    if x.dtype == torch.float32 or depth % _BK.value or size % _BN.value:
         return None
     return run_large_m(x, weight)
 
@@ -70,19 +58,14 @@ def run_large_m(x: Tensor, weight: Tensor) -> Tensor:
     """Run the kernel for many rows regardless of its speed; K and I have to be multiples of 64."""
     (num_rows, depth), size = x.shape, weight.shape[0] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(num_rows, _BLOCK_M) * (size // _BLOCK_N)
+    tiles = triton.cdiv(num_rows, _BM.value) * (size // _BN.value)
     _gate_up_silu[(min(tiles, 2 * num_sms(x.device)),)](
-        x=TensorDescriptor.from_tensor(x, [_BLOCK_M, _BLOCK_K]),
-        weight=TensorDescriptor.from_tensor(weight, [_BLOCK_N, _BLOCK_K]),
-        out=TensorDescriptor.from_tensor(out, [_BLOCK_M, _BLOCK_N]),
+        x=TensorDescriptor.from_tensor(x, [_BM.value, _BK.value]),
+        weight=TensorDescriptor.from_tensor(weight, [_BN.value, _BK.value]),
+        out=TensorDescriptor.from_tensor(out, [_BM.value, _BN.value]),
         num_rows=num_rows,
         size=size,
         depth=depth,
-        BM=_BLOCK_M,
-        BN=_BLOCK_N,
-        BK=_BLOCK_K,
-        STAGES=_STAGES,
-        GROUP_M=_GROUP_M,
         **launch_options(_WARPS, num_rows),
     )
     return out

@@ -25,7 +25,6 @@ from segue.kernels.triton.launch import launch_options
 from segue.kernels.triton.moe_routing import sort
 
 TABLE = Path(__file__).parent / "moe.json"
-_SUM_BLOCK = 1024  # columns per program of `sum_pairs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +166,13 @@ def sum_pairs(parts: Tensor, experts: Tensor, num_experts: int) -> Tensor:
     """Returns the sum over each token's pairs, `[T, H]`."""
     (num_tokens, per_token), hidden = experts.shape, parts.shape[1]
     out = torch.empty((num_tokens, hidden), dtype=parts.dtype, device=parts.device)
-    moe_gemm.sum_pairs[(num_tokens, triton.cdiv(hidden, _SUM_BLOCK))](
+    moe_gemm.sum_pairs[(num_tokens, triton.cdiv(hidden, moe_gemm.SUM_BLOCK.value))](
         parts=parts,
         experts=experts,
         out=out,
         hidden=hidden,
         num_experts=num_experts,
         K=per_token,
-        BLOCK=_SUM_BLOCK,
         **launch_options(4, num_tokens),
     )
     return out

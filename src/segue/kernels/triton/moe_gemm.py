@@ -6,6 +6,8 @@ import triton.language as tl
 from segue.kernels.triton.gemm import silu_mul_tile
 from segue.kernels.triton.launch import pdl_launch_dependents, pdl_wait
 
+SUM_BLOCK = tl.constexpr(1024)  # columns per program of `sum_pairs`
+
 
 @triton.jit
 def gate_up_by_pair(
@@ -215,14 +217,13 @@ def sum_pairs(
     hidden,
     num_experts,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Sum over each token's pairs, in order; skips pairs of no expert."""
     token = tl.program_id(0)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.program_id(1) * SUM_BLOCK + tl.arange(0, SUM_BLOCK)
     pdl_wait(PDL)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((SUM_BLOCK,), tl.float32)
     for j in tl.static_range(K):
         pair = token * K + j
         known = (n < hidden) & (tl.load(experts + pair) < num_experts)

@@ -27,9 +27,10 @@ from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, p
 from segue.kernels.triton.top_k_top_p import draw_filtered
 from segue.messages.steps import NON_FINITE
 
-_BLOCK = 128  # as in segue.sampling.gumbel_max
-_BLOCKS = 32  # per program; 128 took 229 instead of 141 µs for 256 rows of 151,936
-
+_BLOCK = tl.constexpr(128)  # as in segue.sampling.gumbel_max
+_BLOCKS = tl.constexpr(32)  # per program; 128 took 229 instead of 141 µs for 256 rows of 151,936
+_NONE = tl.constexpr(NON_FINITE)
+_CHUNK = _BLOCK.value * _BLOCKS.value  # tokens per program
 
 Filters = tuple[Tensor, Tensor, Tensor]
 """Top-k, top-p and min-p, each indexed by request slot."""
@@ -65,11 +66,11 @@ def _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _sum_chunk(logits, maxima, sums, vocab_size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def _sum_chunk(logits, maxima, sums, vocab_size):
     i = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
-    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    block = chunk * _BLOCKS + tl.arange(0, _BLOCKS)
+    token = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     x = tl.load(logits + i * vocab_size + token, mask=token < vocab_size, other=float("-inf"))
     _partial_sum(x, maxima, sums, i * tl.num_programs(0) + chunk)
 
@@ -83,17 +84,12 @@ def _sum_row(maxima, sums, out, num_chunks, CHUNKS: tl.constexpr):
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Returns the log-sum-exp, float32 `[n]`, of float32 `[n, V]`, with the arithmetic of `sample_plain`."""
     count, vocab_size = logits.shape
-    num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)
+    num_chunks = triton.cdiv(vocab_size, _CHUNK)
     maxima, sums = torch.empty((2, count, num_chunks), device=logits.device)
     out = torch.empty(count, device=logits.device)
     if count:
         _sum_chunk[(num_chunks, count)](
-            logits=logits.contiguous(),
-            maxima=maxima,
-            sums=sums,
-            vocab_size=vocab_size,
-            BLOCK=_BLOCK,
-            BLOCKS=_BLOCKS,
+            logits=logits.contiguous(), maxima=maxima, sums=sums, vocab_size=vocab_size
         )
         _sum_row[(count,)](
             maxima=maxima,
@@ -128,16 +124,14 @@ def _choose_block(
     stride,
     start,
     size,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
     pdl_wait(PDL)
     slot = tl.load(slots + i).to(tl.int64)
-    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    block = chunk * _BLOCKS + tl.arange(0, _BLOCKS)
+    token = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
     largest = tl.reduce(x, 1, _nan_max)
     out = i * tl.num_programs(0) + chunk
@@ -154,7 +148,7 @@ def _choose_block(
         shift = tl.where(largest == float("-inf"), 0.0, largest * inverse)
         total = tl.sum(tl.exp(x * inverse - shift[:, None]), 1).to(tl.float64)
         position = tl.load(positions + i).to(tl.int64)
-        noise = gumbel(tl.load(seeds + slot), position, start // BLOCK + block)
+        noise = gumbel(tl.load(seeds + slot), position, start // _BLOCK + block)
         score = tl.log(total) + shift.to(tl.float64) + noise
         best = tl.max(score, 0)
         non_finite = tl.max((score != score).to(tl.int32), 0) > 0
@@ -194,8 +188,6 @@ def _choose_token(
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
@@ -210,11 +202,11 @@ def _choose_token(
     best = tl.where(non_finite, float("inf"), tl.max(score, 0))
     chosen = tl.min(tl.where(score == best, choice, 2147483647), 0)
     if tl.load(temperatures + slot) > 0.0:
-        lane = tl.arange(0, BLOCK)
-        token = tl.maximum(tl.minimum(chosen, tl.cdiv(size, BLOCK) - 1), 0) * BLOCK + lane
+        lane = tl.arange(0, _BLOCK)
+        token = tl.maximum(tl.minimum(chosen, tl.cdiv(size, _BLOCK) - 1), 0) * _BLOCK + lane
         x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
         x = (x * tl.load(inverse_temperatures + slot)).to(tl.float64)
-        x += gumbel(tl.load(seeds + slot), position, tl.cdiv(vocab_size, BLOCK) + lane)
+        x += gumbel(tl.load(seeds + slot), position, tl.cdiv(vocab_size, _BLOCK) + lane)
         chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
     chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # a row that is not finite has chosen nothing
     if filtered is not None:
@@ -233,7 +225,7 @@ def _choose_token(
         chosen = tl.minimum(chosen, vocab_size - 1)
     is_finite = (best > float("-inf")) & (best < float("inf"))
     line = tl.load(ring_index).to(tl.int64) * ring_stride + i
-    tl.store(ring + line, tl.where(is_finite, chosen, NONE))
+    tl.store(ring + line, tl.where(is_finite, chosen, _NONE))
     if token_pool is not None:
         tl.store(token_pool + slot * pool_stride + position, tl.where(is_finite, chosen, 0))
     if num_top is not None:
@@ -284,7 +276,7 @@ def sample_plain(
     count, width = logits.shape
     start, vocab_size = (part.start, part.vocab_size) if part else (0, width)
     size = max(0, min(width, vocab_size - start))
-    num_chunks = max(1, triton.cdiv(size, _BLOCK * _BLOCKS))
+    num_chunks = max(1, triton.cdiv(size, _CHUNK))
     maxima, sums = torch.empty((2, count, num_chunks), device=logits.device)
     common = {
         "logits": logits,
@@ -301,13 +293,12 @@ def sample_plain(
         "stride": logits.stride(0),
         "start": start,
         "size": size,
-        "BLOCK": _BLOCK,
     }
     filtered = None
     if filters is not None:
         columns = (temperatures, inverse_temperatures, seeds)
         filtered = draw_filtered(logits, slots, positions, *columns, *filters)
-    _choose_block[(num_chunks, count)](**common, BLOCKS=_BLOCKS, **launch_options(4, count))
+    _choose_block[(num_chunks, count)](**common, **launch_options(4, count))
     _choose_token[(count,)](
         **common,
         token_pool=token_pool,
@@ -325,7 +316,6 @@ def sample_plain(
         RANK=part.fused_all_reduce.tp.rank if part else 0,
         WORLD=part.fused_all_reduce.tp.size if part else 1,
         CHUNKS=triton.next_power_of_2(num_chunks),
-        NONE=NON_FINITE,
         **launch_options(1, count),
     )
 
