@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from segue.attention.context import Context
 from segue.distributed.collectives import Collectives, SingleRank
 from segue.errors import UnsupportedModelError
-from segue.layers.attention import Attention, KVStoreInputs
+from segue.layers.attention import Angles, Attention
 from segue.layers.blocks import MLP, Layer, Linear, ParallelHead, RMSNorm, VocabParallelEmbedding
 from segue.layers.moe import MoE
 from segue.layers.moe_backend import MoEBackend, run_by_expert
@@ -46,14 +46,31 @@ class DecoderLayer(Layer):
             deterministic=deterministic,
         )
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
-        self.mlp = _mlp(index, config, sizes, collectives, moe_backend, deterministic)
-        self.is_sparse = isinstance(self.mlp, MoE)
+        self.is_sparse = config.is_sparse(index)
+        if config.moe is not None and self.is_sparse:
+            self.mlp: MLP | MoE = MoE(
+                hidden_size=config.hidden_size,
+                num_experts=config.moe.num_experts,
+                num_experts_per_tok=config.moe.num_experts_per_tok,
+                intermediate_size=sizes.expert_intermediate_size,
+                norm_topk_prob=config.moe.norm_topk_prob,
+                backend=moe_backend,
+                deterministic=deterministic,
+            )
+        else:
+            self.mlp = MLP(
+                config.hidden_size,
+                sizes.intermediate_size,
+                bias=config.mlp_bias,
+                collectives=collectives,
+                deterministic=deterministic,
+            )
 
     def forward(
         self,
         x: Tensor,
         residual: Tensor | None,
-        placement: KVStoreInputs,
+        angles: Angles,
         ctx: Context,
         logits_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -62,7 +79,7 @@ class DecoderLayer(Layer):
         With `logits_indices` (int `[L]`) only these tokens go through the MLP, and `[L, hidden]` is returned.
         """
         x, residual = self.input_norm(x, residual)
-        x = self.attn(x, placement, ctx, logits_indices)
+        x = self.attn(x, angles, ctx, logits_indices)
         x, residual = self.post_norm(
             x, residual if logits_indices is None else residual.index_select(0, logits_indices)
         )
@@ -118,13 +135,12 @@ class Decoder(Layer):
         """
         ctx.backend.prepare(ctx)
         x = self.embed(ctx.input_ids)
-        cos, sin = self.rotary.angles(ctx.positions, x.dtype)
-        placement = KVStoreInputs(cos=cos, sin=sin, positions=ctx.positions, slot_mapping=ctx.slot_mapping)
+        angles = self.rotary.angles(ctx.positions, x.dtype)
         residual = None
         *layers, last = self.layers
         for layer in layers:
-            x, residual = layer(x, residual, placement, ctx)
-        x, residual = last(x, residual, placement, ctx, ctx.logits_indices)
+            x, residual = layer(x, residual, angles, ctx)
+        x, residual = last(x, residual, angles, ctx, ctx.logits_indices)
         hidden: Tensor = self.norm(x, residual)[0]
         return hidden
 
@@ -164,33 +180,6 @@ class Decoder(Layer):
         if name == "lm_head" and self.config.tie_embeddings:
             name = "embed"
         return any(f"{name}.{leaf}" in changed for leaf, _ in self.get_submodule(name).named_parameters())
-
-
-def _mlp(
-    index: int,
-    config: ModelConfig,
-    sizes: Shard,
-    collectives: Collectives,
-    moe_backend: MoEBackend,
-    deterministic: bool,
-) -> MLP | MoE:
-    if config.moe is None or not config.is_sparse(index):
-        return MLP(
-            config.hidden_size,
-            sizes.intermediate_size,
-            bias=config.mlp_bias,
-            collectives=collectives,
-            deterministic=deterministic,
-        )
-    return MoE(
-        hidden_size=config.hidden_size,
-        num_experts=config.moe.num_experts,
-        num_experts_per_tok=config.moe.num_experts_per_tok,
-        intermediate_size=sizes.expert_intermediate_size,
-        norm_topk_prob=config.moe.norm_topk_prob,
-        backend=moe_backend,
-        deterministic=deterministic,
-    )
 
 
 def build_model(
