@@ -21,8 +21,7 @@ from segue.attention.registry import Setting, select
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
 from segue.models.config import ModelConfig, RopeConfig
-from segue.models.decoder import Decoder
-from segue.models.registry import build_model
+from segue.models.decoder import Decoder, build_model
 
 SMOLLM2 = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -29,7 +29,7 @@ def load(model: Path, cache_dir: Path) -> float:
     from segue.checkpoint.source import resolve
     from segue.distributed.info import TPInfo
     from segue.frontend.tokenizer import Tokenizer
-    from segue.models.registry import build_model
+    from segue.models.decoder import build_model
 
     began = time.perf_counter()
     source = resolve(str(model), "auto", cache_dir)

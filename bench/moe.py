@@ -19,7 +19,7 @@ from torch import Tensor
 from bench.report import save, show
 from bench.roofline import Machine
 from bench.tune_gemm import chain_time
-from segue.kernels.moe import route
+from segue.kernels.ops import route
 from segue.kernels.triton.moe import run_experts
 
 HIDDEN, EXPERTS, PER_TOKEN, SIZE = 2048, 128, 8, 768

@@ -27,7 +27,7 @@ from segue.distributed.info import TPInfo
 from segue.kvcache.page_table import PageTable
 from segue.model_runner.profile_run import make_pool
 from segue.model_runner.resolved_config import resolve_config
-from segue.models.registry import build_model
+from segue.models.decoder import build_model
 from segue.sampling.rng import gumbel
 
 MIN_BOUND = 0.1  # of a regret, in logits

@@ -88,7 +88,7 @@ def sums(rank: int, size: int, directory: str) -> None:
 
 def _time_sums(rows: int, groups: TPGroups, fused_all_reduce: Any) -> dict[str, float]:
     """Return the microseconds of each way to all-reduce `rows` tokens."""
-    from segue.kernels.norm import add_rms_norm
+    from segue.kernels.ops import add_rms_norm
 
     residual, whole, weight = (torch.randn(n, HIDDEN, device="cuda").bfloat16() for n in (rows, rows, 1))
     split = torch.randn(SPLITS, rows, HIDDEN, device="cuda")

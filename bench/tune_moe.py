@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.tune_gemm import SHARED, chain_time
-from segue.kernels.moe import route
+from segue.kernels.ops import route
 from segue.kernels.triton import moe
 from segue.kernels.triton.moe import MoEPlan, TileConfig
 from segue.kernels.triton.moe_routing import sort
@@ -96,9 +96,9 @@ class Case:
                 continue
             order, tiles = sort(experts, gate_up.shape[0], block)
             if gemm == "gate_up":
-                prepared.append((moe.gate_up_by_tile, (block, config, x, gate_up, factors, order, tiles)))
+                prepared.append((moe.gemm_by_tile, (block, config, x, gate_up, factors, order, tiles)))
             else:
-                prepared.append((moe.down_by_tile, (block, config, inner, down, order, tiles)))
+                prepared.append((moe.gemm_by_tile, (block, config, inner, down, None, order, tiles)))
         return chain_time(lambda i: prepared[i][0](*prepared[i][1]), ROUTINGS)
 
     def whole(self, plan: MoEPlan) -> float:

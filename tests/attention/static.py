@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue.attention.query_blocks import block_table
+from segue.attention.base import block_table
 from tests.attention.case import Case
 
 

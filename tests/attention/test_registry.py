@@ -1,6 +1,8 @@
+import ast
 import json
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -8,10 +10,16 @@ import pytest
 import torch
 
 from segue.attention import registry
-from segue.attention.base import AttentionShape, Capabilities
-from segue.attention.registry import BackendEntry, Setting, names, select, unsupported_reasons
+from segue.attention.base import AttentionShape
+from segue.attention.registry import (
+    BackendEntry,
+    Capabilities,
+    Setting,
+    names,
+    select,
+    unsupported_reasons,
+)
 from segue.errors import ConfigError
-from segue.kvcache.pool import KVPool
 
 
 def setting(
@@ -26,10 +34,7 @@ def setting(
 
 
 def entry(name: str, capabilities: Capabilities) -> BackendEntry:
-    def make(shape: AttentionShape, pool: KVPool) -> str:
-        return name
-
-    return BackendEntry(name=name, capabilities=capabilities, make=make)  # type: ignore[arg-type]
+    return BackendEntry(name=name, capabilities=capabilities, backend=f"nowhere:{name}")
 
 
 @pytest.fixture
@@ -111,6 +116,15 @@ def test_deterministic_takes_a_deterministic_backend_and_refuses_others(cuda, tm
     for name in ("plain", "auto,plain"):
         with pytest.raises(ConfigError, match=r"'plain' .*depend on the batch.*leave --attention-backend"):
             select(name, deterministic)
+
+
+def test_every_backend_names_a_class_that_exists() -> None:
+    for each in registry._BACKENDS.values():
+        module, _, name = each.backend.partition(":")
+        spec = find_spec(module)
+        assert spec is not None and spec.origin is not None, module
+        tree = ast.parse(Path(spec.origin).read_text())  # it may not be importable: Triton comes with CUDA
+        assert name in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def test_the_deterministic_backends_of_cuda() -> None:

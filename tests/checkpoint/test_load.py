@@ -330,7 +330,7 @@ import json, sys
 from pathlib import Path
 import torch
 from segue.distributed.info import TPInfo
-from segue.models.registry import build_model
+from segue.models.decoder import build_model
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import resolve
 

@@ -13,8 +13,7 @@ from segue.distributed.collectives import SingleRank
 from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena
 from segue.models.config import ModelConfig
-from segue.models.decoder import Decoder
-from segue.models.registry import build_model
+from segue.models.decoder import Decoder, build_model
 from segue.models.sharding import shard
 from tests.models.reference import convert, hf_config, hf_model
 

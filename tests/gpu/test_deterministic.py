@@ -18,8 +18,7 @@ from bench import suite
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
 from segue.errors import ConfigError
-from segue.kernels.activation import silu_mul
-from segue.kernels.norm import add_rms_norm
+from segue.kernels.ops import add_rms_norm, silu_mul
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
 from tests.attention.case import Case
@@ -300,7 +299,7 @@ def test_graphs_eager_steps_and_pages_of_any_size_give_the_same_bits(model) -> N
 
 
 def test_attention_that_depends_on_the_batch_fails_the_same_comparison(model, monkeypatch) -> None:
-    from segue.attention.triton_invariant import TritonInvariantAttention
+    from segue.attention.triton import TritonInvariantAttention
 
     forward = TritonInvariantAttention.forward
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import segue
-from segue.kernels.moe import route
+from segue.kernels.ops import route
 from segue.layers import moe_backend
 from segue.layers.moe_backend import run_by_expert, select
 from tests.model_runner import making, tiny

@@ -10,7 +10,7 @@ from segue.checkpoint.source import ModelSource, resolve
 from segue.distributed.info import TPInfo
 from segue.errors import ModelFileError
 from segue.memory.arena import Arena
-from segue.models.registry import build_model
+from segue.models.decoder import build_model
 from tests.checkpoint import tiny
 
 pytestmark = pytest.mark.gpu

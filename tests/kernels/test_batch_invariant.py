@@ -7,12 +7,8 @@ from torch import Tensor
 
 from segue.errors import ConfigError
 from segue.kernels import batch_invariant
-from segue.kernels.activation import silu_mul
 from segue.kernels.batch_invariant import BatchInvariantGemm, cancelling_inputs, split_rows
-from segue.kernels.linear import Plain, linear, pack
-from segue.kernels.log_softmax import log_probabilities
-from segue.kernels.norm import rms_norm
-from segue.kernels.rotary import rotate
+from segue.kernels.ops import Plain, linear, log_probabilities, pack, rms_norm, rotate, silu_mul
 
 ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 44, 64, 70, 129, 256, 300, 600]
 

@@ -1,11 +1,8 @@
 import pytest
 import torch
 
-from segue.kernels.activation import silu_mul
-from segue.kernels.linear import linear, pack
-from segue.kernels.moe import route
-from segue.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
-from segue.kernels.rotary import rotate, rotate_reference
+from segue.kernels.ops import add_rms_norm, embed, linear, pack, rms_norm, rotate, route, silu_mul
+from tests.kernels.formulas import rms_norm_reference, rotate_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -83,3 +80,12 @@ def test_routing_takes_the_most_probable_experts_of_each_token(renormalise: bool
     shares = logits.gather(1, experts) if renormalise else logits
     expected = logits.gather(1, experts).exp() / shares.exp().sum(-1, keepdim=True)
     torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("start", [0, 128])
+def test_ids_of_other_shards_embed_as_zero(start: int) -> None:
+    weight, ids = torch.randn(200, 8), torch.arange(33) * 101 % 400
+    expected = torch.stack(
+        [weight[i - start] if 0 <= i - start < 200 else torch.zeros(8) for i in ids.tolist()]
+    )
+    assert torch.equal(embed(ids, weight, start), expected)

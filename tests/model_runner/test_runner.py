@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from segue.attention import registry as attention
-from segue.attention.base import Capabilities
 from segue.attention.context import Context
+from segue.attention.registry import Capabilities
 from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
@@ -362,7 +362,7 @@ def _demand(**changes):
 
 def _selection(graphs):
     capabilities = Capabilities(devices=("cuda",), dtypes=(torch.float32,), graphs=graphs)
-    entry = attention.BackendEntry(name="some", capabilities=capabilities, make=lambda shape, pool: None)
+    entry = attention.BackendEntry(name="some", capabilities=capabilities, backend="nowhere:Some")
     return attention.Selection(prefill=((1 << 30, entry),), decode=entry)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from segue.attention.base import GridMetadata
-from segue.attention.query_blocks import block_table
+from segue.attention.base import GridMetadata, block_table
 from segue.messages.steps import StepPlan
 from segue.model_runner.static_inputs import RING, DeviceInputs, StepShape
 

@@ -13,8 +13,7 @@ from segue.attention.cpu import CPUAttention
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
 from segue.models.config import ModelConfig
-from segue.models.decoder import Decoder
-from segue.models.registry import build_model
+from segue.models.decoder import Decoder, build_model
 from segue.models.sharding import Shard
 
 SIZES: dict[str, Any] = {

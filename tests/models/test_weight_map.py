@@ -7,7 +7,7 @@ from segue.distributed.info import TPInfo
 from segue.errors import TensorParallelError
 from segue.models import weight_map
 from segue.models.config import ModelConfig
-from segue.models.registry import build_model
+from segue.models.decoder import build_model
 from segue.models.weight_map import WeightMap
 from tests.checkpoint import tiny
 

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from segue.distributed.info import TPInfo
-from segue.layers.norm import RMSNorm
+from segue.layers.blocks import RMSNorm
 from segue.memory.arena import ALIGNMENT, Arena
 from segue.messages.weight_operations import Group
 from segue.messages.weight_update import Commit, Discard, Join, Receive, Stage, Take

@@ -24,8 +24,7 @@ from segue.messages.weight_operations import Bucket, Group, Manifest
 from segue.messages.weight_update import Join, RankReply, Receive, Received, Stage
 from segue.model_runner.stream import ComputeStream, make_stream
 from segue.models import weight_map
-from segue.models.decoder import Decoder
-from segue.models.registry import build_model
+from segue.models.decoder import Decoder, build_model
 from segue.weight_update.rank import WeightUpdater
 from segue.weight_update.served import ServedWeights
 from tests.checkpoint import tiny

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
     from segue.attention.context import Context
-    from segue.kvcache.pool import KVPool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """What a backend supports; `None` means no limit."""
-
-    devices: tuple[str, ...]  # torch device types
-    dtypes: tuple[torch.dtype, ...]
-    page_sizes: tuple[int, ...] | None = None
-    head_dims: tuple[int, ...] | None = None
-    max_group_size: int | None = None  # query heads per key-value head
-    architectures: tuple[tuple[int, int], ...] | None = None  # CUDA compute capabilities
-    package: tuple[str, str] | None = None  # required module, and the extra that installs it
-    graphs: bool = False  # whether its steps can be captured in CUDA graphs
-    deterministic: bool = False  # batch-invariant: neither batching nor chunking changes a query's bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +31,7 @@ class GridMetadata:
     """The fields of a context that are fixed for `bs` sequences of `seq_len` queries each."""
 
     cu_seqlens_q: Tensor  # int32 [bs + 1]
-    blocks: Tensor  # int32 [*, 2], see `segue.attention.query_blocks`
+    blocks: Tensor  # int32 [*, 2], see `block_table`
 
 
 class AttentionBackend(Protocol):
@@ -100,29 +88,69 @@ def _unsupported(backend: AttentionBackend) -> NoReturn:
     raise NotImplementedError(f"{type(backend).__name__} has no grid of prefill graphs")
 
 
-class PagedBackend(AttentionBackend, Protocol):
+class PagedBackend(AttentionBackend):
     """A CUDA backend whose decode and prefill can be called separately, and which reads no host lists.
 
-    Both methods write their own sequences' tokens of `output`, which like `query` is
+    `decode` and `prefill` write their own sequences' tokens of `output`, which like `query` is
     `[T, num_heads, head_dim]`.
+
+    The methods of the grid are those of a backend that derives nothing from slots and lengths outside the
+    graph: it reads them directly from the step's inputs, so that a replay has nothing to update.
     """
 
+    @abstractmethod
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """Attend for the decode rows: the first `ctx.num_decode_device` or `ctx.num_decode` sequences."""
-        ...
 
+    @abstractmethod
     def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """Attend for the sequences after the decode rows."""
-        ...
 
+    @abstractmethod
     def queries_per_block(self, tokens: int) -> int:
         """Returns how many queries one row of `ctx.blocks` stands for in a step of `tokens` tokens."""
-        ...
+
+    def forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
+    ) -> Tensor:
+        """See `AttentionBackend.forward`."""
+        output = torch.empty_like(query)
+        if ctx.num_decode:
+            self.decode(query, output, layer, ctx)
+        if ctx.has_prefill:
+            self.prefill(query, output, layer, ctx)
+        return output
+
+    def supports_batch_prefill_cuda_graph(self) -> bool:
+        """Returns True."""
+        return True
+
+    def init_batch_prefill_cuda_graph_state(self, max_bs: int, max_seq_len: int) -> None:
+        """Does nothing: sizes share only the step's inputs."""
+
+    def init_forward_metadata_capture_batch_prefill_cuda_graph(
+        self, bs: int, seq_len: int, slots: Tensor, kv_lens: Tensor
+    ) -> GridMetadata:
+        """Returns the prompts' `cu_seqlens_q` and blocks, which are fixed for a size."""
+        blocks = block_table([seq_len] * bs, 0, self.queries_per_block(bs * seq_len))
+        return GridMetadata(
+            cu_seqlens_q=torch.arange(bs + 1, dtype=torch.int32, device=slots.device) * seq_len,
+            blocks=torch.from_numpy(blocks).to(slots.device),
+        )
+
+    def init_forward_metadata_replay_batch_prefill_cuda_graph(
+        self, bs: int, seq_len: int, slots: Tensor, kv_lens: Tensor
+    ) -> None:
+        """Does nothing: `slots` and `kv_lens` are already updated."""
 
 
-class BackendFactory(Protocol):
-    """Makes a backend for one model on one pool."""
+def block_table(q_lens: Sequence[int], first: int, per_block: int) -> NDArray[np.int32]:
+    """Returns the query blocks of ragged prefill, int32 `[blocks, 2]`, for sequences from `first` on.
 
-    def __call__(self, shape: AttentionShape, pool: KVPool) -> AttentionBackend:
-        """Make the backend, which owns its buffers."""
-        ...
+    A block is described by its sequence and the first query.
+    """
+    lens = np.asarray(q_lens[first:], dtype=np.int64)
+    counts = -(-lens // per_block)
+    sequences = np.repeat(np.arange(first, first + len(lens)), counts)
+    within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    return np.stack([sequences, within * per_block], axis=1).astype(np.int32)

@@ -18,14 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segue.attention.base import AttentionBackend, AttentionShape, Capabilities
+from segue.attention.base import AttentionBackend, AttentionShape
 from segue.attention.context import Context
 from segue.kvcache.pool import KVPool
-
-CAPABILITIES = Capabilities(
-    devices=("cpu",),
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
-)
+from segue.sizes import ceil_div, round_up
 
 _KEY_MULTIPLE = 64  # decode pads S to a multiple: oneDNN takes half a millisecond to compile each new shape
 _MAX_PADDING = 3072  # tokens of padding per group; about what the calls of one more group cost
@@ -168,7 +164,7 @@ class CPUAttention(AttentionBackend):
         num, heads, size = len(members), self._shape.num_kv_heads, self._pool.page_size
         lens = torch.tensor([ctx.kv_lens[m] for m in members])[:, None]
         max_len = max(ctx.kv_lens[m] for m in members)
-        num_pages = -(-_round_up(max_len, _KEY_MULTIPLE) // size)
+        num_pages = ceil_div(round_up(max_len, _KEY_MULTIPLE), size)
         pages = ctx.page_table.data[[ctx.slots[m] for m in members], :num_pages].long()
         rows = (pages[:, :, None] * self._pool.page_rows + torch.arange(size)).flatten(1)
         hidden = torch.arange(rows.shape[1]) >= lens
@@ -212,7 +208,7 @@ class CPUAttention(AttentionBackend):
     def _token_rows(self, ctx: Context, slots: Sequence[int], length: int) -> Tensor:
         """Returns the pool's token rows of the slots' first `length` tokens, int64 `[len(slots), length]`."""
         size = self._pool.page_size
-        pages = ctx.page_table.data[list(slots), : -(-length // size)].long()
+        pages = ctx.page_table.data[list(slots), : ceil_div(length, size)].long()
         return (pages[:, :, None] * self._pool.page_rows + torch.arange(size)).flatten(1)[:, :length]
 
 
@@ -227,7 +223,3 @@ def group_by_length(lens: Sequence[int]) -> list[list[int]]:
             max_len, padding = lens[member], 0
         groups[-1].append(member)
     return [sorted(group) for group in groups]
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -12,7 +12,7 @@ GEMMs have only a few numbers of rows, which are tested beforehand: see `kernels
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -24,8 +24,7 @@ from segue.attention.context import Context
 from segue.errors import ConfigError
 from segue.kernels.batch_invariant import cancelling_inputs
 from segue.kvcache.pool import KVPool
-
-CAPABILITIES = replace(cpu.CAPABILITIES, deterministic=True)
+from segue.sizes import round_up
 
 _BLOCK = 64  # keys
 _ROWS = (8, 16, 64, 384)  # candidate numbers of rows per GEMM: the query heads of some tokens, and padding
@@ -143,7 +142,7 @@ class InvariantCPUAttention(AttentionBackend):
     ) -> _QueryTile:
         """Make a tile of sequences of `lens` keys; a query attends to `num_visible` `[B, 1 or R]` of them."""
         num, heads, size = len(lens), self._shape.num_kv_heads, self._pool.page_size
-        num_keys = -(-max(lens) // _BLOCK) * _BLOCK
+        num_keys = round_up(max(lens), _BLOCK)
         key = torch.arange(num_keys)
         # A key beyond the sequence is replaced by a real token's: 0 times NaN in an unused row would be NaN.
         at = torch.where(key < torch.tensor(lens)[:, None], key, 0)  # [B, S]

@@ -12,14 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from segue.attention.base import AttentionShape
+from segue.attention.base import AttentionShape, PagedBackend
 from segue.attention.context import Context
-from segue.attention.hybrid import prefill_and_decode
-from segue.attention.prefill_grid import GridPrefill
 from segue.kvcache.pool import KVPool
 
 
-class FA3Attention(GridPrefill):
+class FA3Attention(PagedBackend):
     """Decode and prefill by FlashAttention-3's `fwd` operator on one pool."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
@@ -47,12 +45,6 @@ class FA3Attention(GridPrefill):
                 num_decode = ctx.num_decode_device
             self._starts = torch.clamp(ctx.cu_seqlens_q_device, min=num_decode)
             self._decode_starts = torch.clamp(ctx.cu_seqlens_q_device, max=num_decode)
-
-    def forward(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
-    ) -> Tensor:
-        """See `AttentionBackend.forward`."""
-        return prefill_and_decode(self, self, query, layer, ctx)
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.decode`."""

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from segue.attention.base import PagedBackend
 from segue.attention.context import Context
-from segue.attention.prefill_grid import GridPrefill
 
 
-def prefill_and_decode(
-    prefill: PagedBackend, decode: PagedBackend, query: Tensor, layer: int, ctx: Context
-) -> Tensor:
-    """Run the decode and the prefill of a step; see `AttentionBackend.forward`."""
-    output = torch.empty_like(query)
-    if ctx.num_decode:
-        decode.decode(query, output, layer, ctx)
-    if ctx.has_prefill:
-        prefill.prefill(query, output, layer, ctx)
-    return output
-
-
-class PairedAttention(GridPrefill):
+class PairedAttention(PagedBackend):
     """Prefill by one backend, or by several according to the step's size, and decode by another."""
 
     def __init__(self, prefill: Sequence[tuple[int, PagedBackend]], decode: PagedBackend) -> None:
@@ -45,12 +31,6 @@ class PairedAttention(GridPrefill):
             halves.append(self._decode)
         for half in halves:
             half.prepare(ctx)
-
-    def forward(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
-    ) -> Tensor:
-        """See `AttentionBackend.forward`."""
-        return prefill_and_decode(self._prefill(len(query)), self._decode, query, layer, ctx)
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.decode`."""

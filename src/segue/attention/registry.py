@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from segue.attention import cpu, cpu_invariant
-from segue.attention.base import AttentionBackend, AttentionShape, BackendFactory, Capabilities, PagedBackend
-from segue.attention.capabilities import FA3, TRITON, TRITON_INVARIANT
+from segue.attention.base import AttentionBackend, AttentionShape, PagedBackend
 from segue.attention.hybrid import PairedAttention
 from segue.errors import ConfigError
 from segue.kvcache.pool import KVPool
@@ -26,12 +25,32 @@ _NO_RANKING: dict[str, Any] = {"prefill": {1 << 30: []}, "decode": []}  # for st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a backend supports; `None` means no limit."""
+
+    devices: tuple[str, ...]  # torch device types
+    dtypes: tuple[torch.dtype, ...]
+    page_sizes: tuple[int, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    max_group_size: int | None = None  # query heads per key-value head
+    architectures: tuple[tuple[int, int], ...] | None = None  # CUDA compute capabilities
+    package: tuple[str, str] | None = None  # required module, and the extra that installs it
+    graphs: bool = False  # whether its steps can be captured in CUDA graphs
+    deterministic: bool = False  # batch-invariant: neither batching nor chunking changes a query's bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendEntry:
-    """One backend: its name, capabilities and factory."""
+    """One backend: its name, capabilities and class."""
 
     name: str
     capabilities: Capabilities
-    make: BackendFactory
+    backend: str  # "module:class"; the modules of backends for CUDA cannot be imported elsewhere
+
+    def make(self, shape: AttentionShape, pool: KVPool) -> AttentionBackend:
+        """Make the backend for one model on one pool; it owns its buffers."""
+        made: AttentionBackend = pkgutil.resolve_name(self.backend)(shape, pool)
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +70,19 @@ class Selection:
         return f"{large.name}{f' ({sizes})' if sizes else ''},{self.decode.name}"
 
     @property
+    def _entries(self) -> dict[str, BackendEntry]:
+        return {entry.name: entry for entry in (self.decode, *(half for _, half in self.prefill))}
+
+    @property
     def graphs(self) -> bool:
         """Whether all of the backends' steps can be captured in CUDA graphs."""
-        return all(entry.capabilities.graphs for entry in (self.decode, *(half for _, half in self.prefill)))
+        return all(entry.capabilities.graphs for entry in self._entries.values())
 
     def make(self, shape: AttentionShape, pool: KVPool) -> AttentionBackend:
         """Make the backend for one model on one pool."""
-        entries = {entry.name: entry for entry in (self.decode, *(half for _, half in self.prefill))}
-        if len(entries) == 1:
+        if len(self._entries) == 1:
             return self.decode.make(shape, pool)
-        made = {name: cast(PagedBackend, entry.make(shape, pool)) for name, entry in entries.items()}
+        made = {name: cast(PagedBackend, entry.make(shape, pool)) for name, entry in self._entries.items()}
         return PairedAttention(
             [(max_tokens, made[half.name]) for max_tokens, half in self.prefill], made[self.decode.name]
         )
@@ -192,36 +214,27 @@ def unsupported_reasons(capabilities: Capabilities, setting: Setting) -> list[st
     return reasons
 
 
-def _make_cpu(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
-    return cpu.CPUAttention(shape, pool)
-
-
-def _make_cpu_invariant(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
-    return cpu_invariant.InvariantCPUAttention(shape, pool)
-
-
-def _make_triton(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
-    from segue.attention.triton import TritonAttention  # Triton is only installed with CUDA
-
-    return TritonAttention(shape, pool)
-
-
-def _make_triton_invariant(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
-    from segue.attention.triton_invariant import TritonInvariantAttention
-
-    return TritonInvariantAttention(shape, pool)
-
-
-def _make_fa3(shape: AttentionShape, pool: KVPool) -> AttentionBackend:
-    from segue.attention.fa3 import FA3Attention
-
-    return FA3Attention(shape, pool)
-
-
-register(BackendEntry(name="triton", capabilities=TRITON, make=_make_triton))
-register(BackendEntry(name="fa3", capabilities=FA3, make=_make_fa3))
-register(BackendEntry(name="triton-invariant", capabilities=TRITON_INVARIANT, make=_make_triton_invariant))
-register(BackendEntry(name="cpu", capabilities=cpu.CAPABILITIES, make=_make_cpu))
-register(
-    BackendEntry(name="cpu-invariant", capabilities=cpu_invariant.CAPABILITIES, make=_make_cpu_invariant)
+_CPU = Capabilities(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16, torch.float16))
+_TRITON = Capabilities(
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    max_group_size=64,  # a prefill block holds at least one query of all heads of a group
+    graphs=True,
 )
+_TRITON_INVARIANT = replace(_TRITON, dtypes=(torch.bfloat16, torch.float16), deterministic=True)
+_FA3 = Capabilities(
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dims=tuple(range(8, 257, 8)),
+    architectures=((9, 0),),
+    package=("flash_attn_3._C", "fa3"),
+    graphs=True,
+)
+for _name, _capabilities, _backend in (
+    ("triton", _TRITON, "triton:TritonAttention"),
+    ("fa3", _FA3, "fa3:FA3Attention"),
+    ("triton-invariant", _TRITON_INVARIANT, "triton:TritonInvariantAttention"),
+    ("cpu", _CPU, "cpu:CPUAttention"),
+    ("cpu-invariant", replace(_CPU, deterministic=True), "cpu_invariant:InvariantCPUAttention"),
+):
+    register(BackendEntry(name=_name, capabilities=_capabilities, backend=f"segue.attention.{_backend}"))

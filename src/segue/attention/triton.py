@@ -1,4 +1,4 @@
-"""Attention on CUDA devices, in Triton: split-KV decode and ragged prefill over the paged cache.
+"""Attention on CUDA devices, in Triton, over the paged cache.
 
 The rows of a tile are the query heads that share a key-value head (packed GQA), so each key and value is read
 once for all of them. Decode splits a sequence's keys; the number of splits depends only on the size of the
@@ -8,56 +8,52 @@ program per block of queries; a table maps blocks to sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from segue.attention.base import AttentionShape
+from segue.attention.base import AttentionShape, PagedBackend, block_table
 from segue.attention.context import Context
-from segue.attention.hybrid import prefill_and_decode
-from segue.attention.prefill_grid import GridPrefill
-from segue.attention.query_blocks import block_table
-from segue.kernels.triton.attention import decode, prefill
+from segue.kernels.triton.attention import attend, decode
 from segue.kernels.triton.launch import is_hopper, launch_options
 from segue.kvcache.pool import KVPool
 
 _MAX_PROGRAMS = 256  # maximum of programs that split the keys of a small decode batch
 _MAX_SPLITS = 64
+_STAGES, _WARPS = 2, 4  # of prefill
+_SPAN = 512  # keys per span of batch-invariant attention
+_LOG2_E = 1.4426950408889634  # the kernels use exp2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AttentionTile:
-    """The tile and launch options of prefill."""
+class TritonAttention(PagedBackend):
+    """Decode and prefill by a kernel each."""
 
-    keys: int  # keys per iteration
-    stages: int
-    warps: int
-
-
-_TILES_BY_ROWS = {
-    32: _AttentionTile(keys=64, stages=2, warps=4),
-    64: _AttentionTile(keys=64, stages=2, warps=4),
-    128: _AttentionTile(keys=64, stages=2, warps=4),
-}
-
-
-class TritonAttention(GridPrefill):
-    """Decode and prefill in Triton on one pool."""
+    _span: int | None = None
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         """Make the backend of a model of `shape` whose cache is `pool`."""
-        self._shape = shape
-        self._pool = pool
+        self._shape, self._pool, dim = shape, pool, shape.head_dim
         self._group = shape.num_heads // shape.num_kv_heads
-        device = pool.data.device
-        self._partial = torch.empty(_MAX_PROGRAMS * self._group * shape.head_dim, device=device)
-        self._maxima = torch.empty(_MAX_PROGRAMS * self._group * 2, device=device)
-        self._counters = torch.zeros(_MAX_PROGRAMS, dtype=torch.int32, device=device)
+        self._partial = pool.data.new_empty(_MAX_PROGRAMS * self._group * dim, dtype=torch.float32)
+        self._maxima = pool.data.new_empty(_MAX_PROGRAMS * self._group * 2, dtype=torch.float32)
+        self._counters = pool.data.new_zeros(_MAX_PROGRAMS, dtype=torch.int32)
+        self._max_spans = 0
         self._is_float32 = pool.data.dtype == torch.float32
-        self._max_block_m = 64 if self._is_float32 else 128
+        self._keys_per_block = 32 if self._is_float32 else 64
+        rows = pool.data.view(-1, shape.num_kv_heads * dim)
+        fits_tma = pool.page_size % self._keys_per_block == 0 and dim >= 16 and dim & (dim - 1) == 0
+        # TMA counts token rows in 32 bits.
+        tma = is_hopper() and fits_tma and not self._is_float32 and len(rows) < 2**31
+        self._rows = TensorDescriptor.from_tensor(rows, [self._keys_per_block, dim]) if tma else None
+        self._constants: dict[str, object] = {
+            "KV_HEADS": shape.num_kv_heads,
+            "G": self._group,
+            "D": dim,
+            "DP": max(16, triton.next_power_of_2(dim)),  # the minimum for tensor cores
+            "PAGE": pool.page_size,
+            "PRECISION": "ieee" if self._is_float32 else "tf32",
+        }
         self._blocks: Tensor | None = None
 
     def queries_per_block(self, tokens: int) -> int:
@@ -68,7 +64,7 @@ class TritonAttention(GridPrefill):
         rows = tokens * self._shape.num_heads
         return next(
             (size for size in (32, 64) if rows < 2 * _MAX_PROGRAMS * size and size > self._group),
-            self._max_block_m,
+            64 if self._is_float32 else 128,
         )
 
     def prepare(self, ctx: Context) -> None:
@@ -78,92 +74,104 @@ class TritonAttention(GridPrefill):
             table = block_table(ctx.q_lens, ctx.num_decode, self.queries_per_block(len(ctx.positions)))
             self._blocks = torch.from_numpy(table).to(ctx.positions.device)
 
-    def forward(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
-    ) -> Tensor:
-        """See `AttentionBackend.forward`."""
-        return prefill_and_decode(self, self, query, layer, ctx)
-
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.decode`."""
-        shape, splits = self._shape, self._num_splits(ctx.num_decode)
-        heads = shape.num_kv_heads
+        heads, splits = self._shape.num_kv_heads, self._num_splits(ctx.num_decode, _MAX_SPLITS)
         decode[(heads, ctx.num_decode) if splits == 1 else (splits, heads, ctx.num_decode)](
-            query,
-            self._pool.key_rows[layer],
-            self._pool.value_rows[layer],
-            ctx.page_table.data,
-            ctx.slots_device,
-            ctx.kv_lens_device,
-            ctx.slots_device if ctx.num_decode_device is None else ctx.num_decode_device,
-            output,
-            self._partial,
-            self._maxima,
-            self._counters,
-            shape.scale * 1.4426950408889634,  # log2(e): the kernels use exp2
-            self._pool.page_rows,
-            ctx.page_table.data.stride(0),
-            BLOCK=32 if self._is_float32 else 64,
+            query=query,
+            keys=self._pool.key_rows[layer],
+            values=self._pool.value_rows[layer],
+            page_table=ctx.page_table.data,
+            slots=ctx.slots_device,
+            kv_lens=ctx.kv_lens_device,
+            num_decode=ctx.num_decode_device,
+            output=output,
+            partial=self._partial,
+            maxima=self._maxima,
+            counters=self._counters,
+            scale=self._shape.scale * _LOG2_E,
+            page_rows=self._pool.page_rows,
+            table_stride=ctx.page_table.data.stride(0),
+            BLOCK=self._keys_per_block,
             SPLITS=splits,
             STAGES=2 if self._is_float32 else 3,
             GP=max(16, triton.next_power_of_2(self._group)),
-            COUNTED=ctx.num_decode_device is not None,
-            **self._constants(),
+            **self._constants,
             **launch_options(2 if ctx.num_decode < 8 else 4, len(query)),
         )
 
     def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.prefill`."""
-        blocks = self._blocks
-        assert blocks is not None, "prepare comes first"
-        shape, pool, rows = self._shape, self._pool, self._rows_per_block(len(query))
-        tile = self._prefill_tile(rows)
-        dim = shape.head_dim
-        by_row = pool.data.view(-1, shape.num_kv_heads * dim)
-        fits_tma = pool.page_size % tile.keys == 0 and dim >= 16 and dim & (dim - 1) == 0
-        # TMA counts token rows in 32 bits.
-        tma = is_hopper() and fits_tma and not self._is_float32 and len(by_row) < 2**31
-        prefill[(shape.num_kv_heads, len(blocks))](
-            query,
-            pool.key_rows[layer],
-            pool.value_rows[layer],
-            TensorDescriptor.from_tensor(by_row, [tile.keys, dim]) if tma else by_row,
-            layer * 2 * pool.page_size,
-            ctx.page_table.data,
-            ctx.slots_device,
-            ctx.cu_seqlens_q_device,
-            ctx.kv_lens_device,
-            blocks,
-            output,
-            shape.scale * 1.4426950408889634,
-            pool.page_rows,
-            ctx.page_table.data.stride(0),
-            BM=rows,
-            BN=tile.keys,
-            STAGES=tile.stages,
-            TMA=tma,
-            **self._constants(),
-            **launch_options(tile.warps, len(query)),
+        assert self._blocks is not None, "prepare comes first"
+        self._attend(query, output, layer, ctx, self._blocks)
+
+    def _attend(
+        self, query: Tensor, output: Tensor, layer: int, ctx: Context, blocks: Tensor | None, splits: int = 1
+    ) -> None:
+        options = launch_options(_WARPS, None if self._span else len(query))
+        if self._span:
+            options["enable_fp_fusion"] = False
+        count = ctx.num_decode if blocks is None else len(blocks)
+        attend[(self._shape.num_kv_heads, count, splits)](
+            query=query,
+            keys=self._pool.key_rows[layer],
+            values=self._pool.value_rows[layer],
+            pool=self._rows,
+            layer_row=layer * 2 * self._pool.page_size,
+            page_table=ctx.page_table.data,
+            slots=ctx.slots_device,
+            cu_seqlens_q=ctx.cu_seqlens_q_device,
+            kv_lens=ctx.kv_lens_device,
+            blocks=blocks,
+            num_decode=ctx.num_decode_device if blocks is None else None,
+            output=output,
+            partial=self._partial,
+            maxima=self._maxima,
+            counters=self._counters,
+            max_spans=self._max_spans,
+            scale=self._shape.scale * _LOG2_E,
+            page_rows=self._pool.page_rows,
+            table_stride=ctx.page_table.data.stride(0),
+            BM=self._rows_per_block(len(query)),
+            BN=self._keys_per_block,
+            SPAN=self._span,
+            STAGES=_STAGES,
+            SPLITS=splits,
+            **self._constants,
+            **options,
         )
 
-    def _prefill_tile(self, rows: int) -> _AttentionTile:
-        if self._is_float32:
-            return _AttentionTile(keys=32, stages=2, warps=4)
-        return _TILES_BY_ROWS[rows]
-
-    def _constants(self) -> dict[str, object]:
-        dim = self._shape.head_dim
-        return {
-            "KV_HEADS": self._shape.num_kv_heads,
-            "G": self._group,
-            "D": dim,
-            "DP": max(16, triton.next_power_of_2(dim)),  # the minimum for tensor cores
-            "PAGE": self._pool.page_size,
-            "PRECISION": "ieee" if self._is_float32 else "tf32",
-        }
-
-    def _num_splits(self, num_decode: int) -> int:
+    def _num_splits(self, num_decode: int, max_splits: int) -> int:
+        """Returns how many programs share the keys of a decode row: more than one in small batches."""
         tiles = num_decode * self._shape.num_kv_heads
         if tiles > _MAX_PROGRAMS // 2:
             return 1
-        return min(_MAX_SPLITS, 1 << ((_MAX_PROGRAMS // tiles).bit_length() - 1))
+        return min(max_splits, 1 << ((_MAX_PROGRAMS // tiles).bit_length() - 1))
+
+
+class TritonInvariantAttention(TritonAttention):
+    """Batch-invariant attention, for `--deterministic`: a query's bits depend only on it and its keys.
+
+    Decode and prefill are by one kernel, `segue.kernels.triton.attention.attend`, which explains the method:
+    decode is prefill of one query.
+    """
+
+    _span = _SPAN
+
+    def _rows_per_block(self, tokens: int) -> int:
+        return 64  # the same in every step
+
+    def prepare(self, ctx: Context) -> None:
+        """Lay out the blocks, and make buffers for as many spans as a sequence can have."""
+        super().prepare(ctx)
+        spans = triton.cdiv(ctx.page_table.data.shape[1] * self._pool.page_size, _SPAN)
+        if spans > self._max_spans:
+            rows = _MAX_PROGRAMS // 2 * spans * self._group
+            self._max_spans = spans
+            self._partial = self._partial.new_empty(rows * self._shape.head_dim)
+            self._maxima = self._maxima.new_empty(rows * 2)
+
+    def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+        """See `PagedBackend.decode`."""
+        splits = self._num_splits(ctx.num_decode, 1 << (self._max_spans - 1).bit_length())
+        self._attend(query, output, layer, ctx, None, splits)

@@ -23,6 +23,7 @@ from segue.messages.requests import Abort, AddRequest, SamplingParams, pack_ids
 from segue.model_runner.runner import ModelRunner
 from segue.model_runner.step_result import ForwardOutput
 from segue.scheduler.scheduler import Scheduler
+from segue.sizes import ceil_div
 from segue.worker.main import limits_of
 
 _WARM, _TIMED, _TRACED = 8, 40, 10  # steps
@@ -75,9 +76,9 @@ class StepBench:
             ConfigError: so many rows, or so many tokens, do not fit.
         """
         limits = self.runner.limits
-        prefills = -(-rows * context // limits.chunked_prefill_size)  # the first rows decode meanwhile
+        prefills = ceil_div(rows * context, limits.chunked_prefill_size)  # the first rows decode meanwhile
         tokens = context + prefills + 2 + _WARM + _TIMED + _TRACED
-        pages = -(-tokens // limits.page_size)
+        pages = ceil_div(tokens, limits.page_size)
         num_prompts = 2 if prompt else 0  # the prompt of the step before is still running too
         if rows + num_prompts > limits.max_running_requests:
             raise ConfigError(
@@ -89,7 +90,7 @@ class StepBench:
                 f"a prompt of {prompt} tokens takes several steps; raise --chunked-prefill-size, which is "
                 f"{limits.chunked_prefill_size}"
             )
-        prompt_pages = num_prompts * -(-(prompt + 1) // limits.page_size)
+        prompt_pages = num_prompts * ceil_div(prompt + 1, limits.page_size)
         if rows * pages + prompt_pages > limits.num_pages or tokens > limits.max_seq_len:
             raise ConfigError(
                 f"{rows} rows of {tokens} tokens do not fit {limits.num_pages} KV pages of "
@@ -203,7 +204,7 @@ class StepBench:
     def _scheduled(self, rows: int, context: int) -> Iterator[_Drive]:
         scheduler, drive = self._scheduler, _Drive(self._scheduler, self.runner)
         length = max(1, context - _WARM - _TIMED // 2)
-        prefills = -(-rows * length // self.runner.limits.chunked_prefill_size)
+        prefills = ceil_div(rows * length, self.runner.limits.chunked_prefill_size)
         max_tokens = prefills + 2 + _WARM + _TIMED + _TRACED
         for i in range(rows):
             params = SamplingParams(max_new_tokens=max_tokens, temperature=0.6, seed=i)

@@ -16,12 +16,8 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from segue.checkpoint.model_files import check_wanted, open_file
+from segue.dtypes import SAFETENSORS
 from segue.errors import ModelFileError
-
-ITEM_SIZES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
-    "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-}  # fmt: skip
 
 _PIECE = 8 << 20  # bytes read between two checks for cancellation
 _MAX_DIMS = 64
@@ -153,13 +149,12 @@ def _stored(name: str, fields: Mapping[str, Any], data_start: int) -> StoredTens
 def _check(path: Path, tensors: list[StoredTensor], data_start: int, size: int) -> None:
     position = data_start
     for tensor in tensors:
-        item_size = ITEM_SIZES.get(tensor.dtype)
-        if item_size is None:
+        if tensor.dtype not in SAFETENSORS:
             raise ModelFileError(
                 f"model file {path}: tensor {tensor.name!r} has type {tensor.dtype!r}; known: "
-                f"{', '.join(ITEM_SIZES)}"
+                f"{', '.join(SAFETENSORS)}"
             )
-        if tensor.start != position or tensor.num_bytes != prod(tensor.shape) * item_size:
+        if tensor.start != position or tensor.num_bytes != prod(tensor.shape) * SAFETENSORS[tensor.dtype][1]:
             raise ModelFileError(
                 f"model file {path} is corrupt: tensor {tensor.name!r} of shape {list(tensor.shape)} and "
                 f"type {tensor.dtype} cannot lie in bytes {tensor.start} to "
@@ -187,7 +182,7 @@ def open_writer(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
-        start, end = end, end + prod(shape) * ITEM_SIZES[dtype]
+        start, end = end, end + prod(shape) * SAFETENSORS[dtype][1]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

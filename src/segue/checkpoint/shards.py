@@ -13,6 +13,7 @@ from torch import Tensor
 from segue.checkpoint.bounce_buffers import BounceBuffers
 from segue.checkpoint.model_files import read_text
 from segue.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
+from segue.dtypes import SAFETENSORS, WEIGHTS
 from segue.errors import ModelFileError
 from segue.memory.arena import Arena
 from segue.models.weight_map import Box, Shape, Slice, WeightMap
@@ -20,7 +21,7 @@ from segue.models.weight_map import Box, Shape, Slice, WeightMap
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, SAFETENSORS[name][0]) for name in WEIGHTS}
 _DERIVED = ".rotary_emb.inv_freq"  # follows from the config, but old checkpoints store it
 _CHUNK = 64 << 20  # bytes per read, so that the progress bar moves
 _COMPARE_CHUNK = 1 << 20  # elements compared at a time

@@ -20,7 +20,7 @@ class FusedAllReduce(Protocol):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Apply `kernels.norm.add_rms_norm` to the sum of all ranks' `x`, of at most `most_rows` rows."""
+        """Apply `kernels.ops.add_rms_norm` to the sum of all ranks' `x`, of at most `most_rows` rows."""
         ...
 
 

@@ -21,6 +21,7 @@ from segue.frontend.sampling_options import (
 )
 from segue.frontend.thread_pool import ThreadPool
 from segue.frontend.tokenizer import Tokenizer
+from segue.sizes import ceil_div
 
 INLINE_COST = 4096  # most characters of a call's prompts that are tokenized on the event loop
 IDS_PER_CHAR = 8  # token ids that are checked in the time that tokenizing one character takes
@@ -112,7 +113,7 @@ class Encoder:
         """Raise ContextLengthError if any text of ``count`` characters is too long for the context."""
         if self._chars_per_token is None:
             return
-        least = -(-count // self._chars_per_token)
+        least = ceil_div(count, self._chars_per_token)
         if least >= self._limits.max_seq_len:
             check_prompt_len(least, self._limits, param, at_least=True)
 

@@ -1,1 +1,1 @@
-"""Fused operations, one module per operation, each with its plain-torch reference."""
+"""Operations in plain torch, and fused kernels for CUDA in `triton/`."""

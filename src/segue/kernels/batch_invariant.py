@@ -90,7 +90,7 @@ def _cheapest_split(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
-    """`kernels.activation.silu_mul` from operators that round every element of a tensor alike.
+    """`kernels.ops.silu_mul` from operators that round every element of a tensor alike.
 
     torch's own silu computes the exponential differently for the elements after the last full SIMD vector of
     each thread's share.

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from segue.sizes import ceil_div, round_up
+
 _ALIGNMENT = 32  # int32 columns: each row starts at a multiple of 128 bytes
 
 
@@ -28,8 +30,7 @@ class PageTable:
         self.page_size = page_size
         self.scratch_page = scratch_page
         self.dummy_slot = max_running
-        columns = -(-max_seq_len // page_size)
-        columns = -(-columns // _ALIGNMENT) * _ALIGNMENT
+        columns = round_up(ceil_div(max_seq_len, page_size), _ALIGNMENT)
         self.data = torch.full((max_running + 1, columns), scratch_page, dtype=torch.int32, device=device)
 
     def assign(self, slot: int, first: int, pages: Sequence[int]) -> None:

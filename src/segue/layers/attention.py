@@ -1,27 +1,15 @@
 """Self-attention of one decoder layer."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from segue.attention.context import Context
 from segue.distributed.collectives import Collectives
-from segue.kernels.norm import rms_norm
-from segue.kernels.rotary import rotate
-from segue.layers.base import Layer
-from segue.layers.linear import Linear, RowParallelLinear
-from segue.layers.norm import RMSNorm
+from segue.kernels.ops import rms_norm, rotate
+from segue.layers.blocks import Layer, Linear, RMSNorm, RowParallelLinear
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVStoreInputs:
-    """What QK-norm, RoPE and KV store read besides the projections, computed once per step for all layers."""
-
-    cos: Tensor  # see `Rotary.angles`
-    sin: Tensor
-    positions: Tensor  # [T]
-    slot_mapping: Tensor  # int64 [T], the token rows of the KV pool to write
+Angles = tuple[Tensor, Tensor]
+"""The cosines and sines of RoPE, computed once per step for all layers; see `models.rope.Rotary.angles`."""
 
 
 class Attention(Layer):
@@ -76,47 +64,42 @@ class Attention(Layer):
         return self.qk_weight.nbytes
 
     def forward(
-        self, x: Tensor, store_inputs: KVStoreInputs, ctx: Context, logits_indices: Tensor | None = None
+        self, x: Tensor, angles: Angles, ctx: Context, logits_indices: Tensor | None = None
     ) -> Tensor:
         """`[T, hidden] -> [T, hidden]`, or `[L, hidden]` of the tokens `logits_indices` (int `[L]`).
 
-        The result is this rank's summand, which `RMSNorm.add` sums over the ranks.
+        The result is this rank's summand, which `RMSNorm` sums over the ranks.
         """
         norm_rope_store = self._norm_rope_store_cuda if x.is_cuda else self._norm_rope_store
-        query, key, value = norm_rope_store(self.qkv(x), store_inputs, ctx)
+        query, key, value = norm_rope_store(self.qkv(x), angles, ctx)
         attended = ctx.backend.forward(query, key, value, self.layer, ctx).flatten(1)
         output: Tensor = self.o(
             attended if logits_indices is None else attended.index_select(0, logits_indices)
         )
         return output
 
-    def _norm_rope_store(
-        self, qkv: Tensor, store_inputs: KVStoreInputs, ctx: Context
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _norm_rope_store(self, qkv: Tensor, angles: Angles, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.num_heads + self.num_kv_heads
         qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
         qk = qkv[:, :heads]
         if self.q_norm is not None:
             assert self.qk_weight is not None, "build_derived comes first"
             qk = rms_norm(qk, self.qk_weight, self.eps)
-        qk = rotate(qk, store_inputs.cos, store_inputs.sin)
+        qk = rotate(qk, *angles)
         query, key, value = qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, heads:]
-        ctx.kv.write(self.layer, store_inputs.slot_mapping, key, value)
+        ctx.kv.write(self.layer, ctx.slot_mapping, key, value)
         return query, key, value
 
-    def _norm_rope_store_cuda(
-        self, qkv: Tensor, store_inputs: KVStoreInputs, ctx: Context
-    ) -> tuple[Tensor, None, None]:
+    def _norm_rope_store_cuda(self, qkv: Tensor, angles: Angles, ctx: Context) -> tuple[Tensor, None, None]:
         from segue.kernels.triton.qk_norm_rope_store import qk_norm_rope_store
 
         query = qk_norm_rope_store(
             qkv,
             self.qk_weight,
             self.eps,
-            store_inputs.cos,
-            store_inputs.sin,
-            store_inputs.positions,
-            store_inputs.slot_mapping,
+            *angles,
+            ctx.positions,
+            ctx.slot_mapping,
             ctx.kv.key_rows[self.layer],
             ctx.kv.value_rows[self.layer],
             num_heads=self.num_heads,

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from segue.kernels.moe import route
-from segue.layers.base import Layer
-from segue.layers.linear import Linear
+from segue.kernels.ops import route
+from segue.layers.blocks import Layer, Linear
 from segue.layers.moe_backend import MoEBackend
 
 
@@ -46,7 +45,7 @@ class MoE(Layer):
         self.experts = Experts(num_experts, hidden_size, intermediate_size)
 
     def forward(self, x: Tensor, num_unpadded: Tensor | None = None) -> Tensor:
-        """`[T, hidden] -> [T, hidden]`; this rank's summand, which `RMSNorm.add` sums over the ranks.
+        """`[T, hidden] -> [T, hidden]`; this rank's summand, which `RMSNorm` sums over the ranks.
 
         Tokens after the first `num_unpadded` (int32 `[1]`) are routed to no expert.
         """

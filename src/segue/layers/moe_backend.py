@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -12,9 +13,8 @@ from torch import Tensor
 
 from segue.errors import ConfigError
 from segue.kernels import batch_invariant
-from segue.kernels.activation import silu_mul
 from segue.kernels.batch_invariant import BatchInvariantGemm
-from segue.kernels.linear import Plain
+from segue.kernels.ops import Plain, silu_mul
 
 
 class MoEBackend(Protocol):
@@ -41,38 +41,15 @@ class MoEEntry:
     deterministic: bool = False  # batch-invariant: a token's bits depend on no other token
 
 
-class Expert(Protocol):
-    """Runs tokens `x` `[T, H]` through one expert with weights `gate_up` `[2 * I, H]` and `down` `[H, I]`."""
-
-    def __call__(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """`[T, H]`."""
-        ...
-
-
 def run_expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """See `Expert`."""
+    """Runs tokens `x` `[T, H]` through one expert: weights `gate_up` `[2 * I, H]`, `down` `[H, I]`."""
     return F.linear(silu_mul(F.linear(x, gate_up), x.dtype), down)
 
 
 def run_expert_batch_invariant(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """See `Expert`; batch-invariant, for CPUs."""
+    """Batch-invariant `run_expert`, for CPUs."""
     gated = batch_invariant.silu_mul(BatchInvariantGemm.from_weight(gate_up, Plain)(x, None), x.dtype)
     return BatchInvariantGemm.from_weight(down, Plain)(gated, None)
-
-
-# In order of preference: "auto" takes the first one that runs on the device.
-_BACKENDS: dict[str, MoEEntry] = {}
-
-
-def register(entry: MoEEntry) -> None:
-    """Register a backend; its name must be new."""
-    assert entry.name not in _BACKENDS, entry.name
-    _BACKENDS[entry.name] = entry
-
-
-def names() -> list[str]:
-    """Returns the names of all backends, in order of preference."""
-    return list(_BACKENDS)
 
 
 def select(name: str, device: torch.device, *, deterministic: bool = False) -> MoEEntry:
@@ -83,18 +60,22 @@ def select(name: str, device: torch.device, *, deterministic: bool = False) -> M
     Raises:
         ConfigError: there is no such backend, or it cannot be used.
     """
-    for entry in _BACKENDS.values():
+    for entry in _BACKENDS:
         fits = device.type in entry.devices and (entry.deterministic or not deterministic)
         if name in ("auto", entry.name) and fits:
             return entry
     mode = " with --deterministic" if deterministic else ""
-    raise ConfigError(
-        f"MoE backend {name!r} does not run on {device.type}{mode}; backends: {', '.join(names())}"
-    )
+    names = ", ".join(entry.name for entry in _BACKENDS)
+    raise ConfigError(f"MoE backend {name!r} does not run on {device.type}{mode}; backends: {names}")
 
 
 def run_by_expert(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, run_one: Expert = run_expert
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    run_one: Callable[[Tensor, Tensor, Tensor], Tensor] = run_expert,
 ) -> Tensor:
     """Sort the (token, expert) pairs by expert, then run each expert over its consecutive tokens."""
     num_experts, per_token = gate_up.shape[0], experts.shape[1]
@@ -118,14 +99,15 @@ def _run_triton(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
     return run_experts(x, gate_up, down, weights, experts)
 
 
-register(MoEEntry(name="triton", devices=("cuda",), graph=True, run=_run_triton))
-register(MoEEntry(name="torch", devices=("cpu", "cuda"), graph=False, run=run_by_expert))
-register(
+# In order of preference: "auto" takes the first one that runs on the device.
+_BACKENDS = (
+    MoEEntry(name="triton", devices=("cuda",), graph=True, run=_run_triton),
+    MoEEntry(name="torch", devices=("cpu", "cuda"), graph=False, run=run_by_expert),
     MoEEntry(
         name="torch-invariant",
         devices=("cpu",),
         graph=False,
         run=partial(run_by_expert, run_one=run_expert_batch_invariant),
         deterministic=True,
-    )
+    ),
 )

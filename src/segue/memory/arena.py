@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from segue.memory.checksum import MASK, digest
+from segue.sizes import round_up
 
 ALIGNMENT = 256  # bytes: enough for any vector load, TMA and NCCL
 SLAB_BYTES = 1 << 30
@@ -67,7 +68,7 @@ class Arena:
         gaps: list[tuple[int, int, int]] = []  # slab, start, end
         for spec in specs:
             assert spec.name not in table, f"two tensors are called {spec.name!r}"
-            needed = -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
+            needed = round_up(spec.num_bytes, ALIGNMENT)
             if not sizes or 0 < sizes[-1] > slab_bytes - needed:
                 sizes.append(0)
             slab, offset = len(sizes) - 1, sizes[-1]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from segue.errors import MemoryImbalanceError, OutOfMemoryError
+from segue.sizes import ceil_div
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -100,7 +101,7 @@ def plan_pages(demand: Demand, num_kv_tokens: int | None = None) -> Budget:
     if num_kv_tokens is None:
         num_pages, limited_by = _automatic_pages(demand)
     else:
-        num_pages, limited_by = -(-num_kv_tokens // demand.page_size), "--num-kv-tokens"
+        num_pages, limited_by = ceil_div(num_kv_tokens, demand.page_size), "--num-kv-tokens"
         _check_explicit(demand, num_pages, num_kv_tokens)
     if num_pages < MIN_PAGES:
         raise _too_few(demand, num_pages, explicit=num_kv_tokens is not None)
@@ -119,13 +120,13 @@ def afford_graphs(demand: Demand, num_kv_tokens: int | None = None) -> bool:
     """
     if num_kv_tokens is None:
         return formula_pages(demand) * demand.page_bytes >= demand.reserve.graphs
-    return _explicit_bytes(demand, -(-num_kv_tokens // demand.page_size)) <= demand.free_before
+    return _explicit_bytes(demand, ceil_div(num_kv_tokens, demand.page_size)) <= demand.free_before
 
 
 def _automatic_pages(demand: Demand) -> tuple[int, str]:
     limits = [(formula_pages(demand), "free memory")]
     if demand.pool_limit is not None:
-        full_length = max(MIN_PAGES, demand.max_running_requests * -(-demand.max_len // demand.page_size))
+        full_length = max(MIN_PAGES, demand.max_running_requests * ceil_div(demand.max_len, demand.page_size))
         limits.append((full_length, f"{demand.max_running_requests} requests of {demand.max_len} tokens"))
         limit = demand.pool_limit // demand.page_bytes - 1
         limits.append((limit, f"the limit of {gib(demand.pool_limit)} on CPU"))

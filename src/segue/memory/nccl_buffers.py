@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from segue.sizes import round_up
+
 GRANULARITY = 512 << 20  # bytes: the most that NCCL rounds up to, for devices that multicast to each other
 _ALIGNMENT = 256  # bytes
 
@@ -38,7 +40,7 @@ class RegisteredBuffers:
         self._is_registered = False
         with torch.cuda.device(device):
             self._pool = torch.cuda.MemPool(nccl.mem_allocator)
-            size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            size = round_up(num_bytes, _ALIGNMENT)
             try:
                 whole = self._allocate(size * count)
             except RuntimeError:  # the memory comes from the driver only, and torch's cache may hold it

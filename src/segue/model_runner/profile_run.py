@@ -19,6 +19,7 @@ from segue.memory.peak import PeakMeter
 from segue.model_runner.resolved_config import ResolvedConfig
 from segue.models.config import ModelConfig
 from segue.models.decoder import Decoder
+from segue.sizes import ceil_div
 
 # Operations per second that most devices reach, to estimate how long the profile run takes.
 _CPU_SPEED, _CUDA_SPEED = 1e11, 1e14
@@ -91,7 +92,7 @@ def _announce(model: Decoder, resolved: ResolvedConfig) -> None:
 
 def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, shape: AttentionShape) -> int:
     q_lens = _split(resolved.max_step_tokens, resolved.max_len)
-    pages_each = -(-max(q_lens) // resolved.page_size)
+    pages_each = ceil_div(max(q_lens), resolved.page_size)
     kv = make_pool(model, resolved, num_pages=pages_each * len(q_lens))
     table = PageTable(
         max_running=len(q_lens),

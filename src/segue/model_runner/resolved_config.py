@@ -12,8 +12,6 @@ from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, TensorParallelError
 from segue.logs import logger
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
@@ -116,7 +114,8 @@ def _check_deterministic(source: ModelSource, tp: TPInfo, device: torch.device, 
 
 def _dtype(config: EngineConfig, source: ModelSource) -> torch.dtype:
     if config.dtype != "auto":
-        return _DTYPES[config.dtype]
+        chosen: torch.dtype = getattr(torch, config.dtype)
+        return chosen
     # bfloat16 is precise enough for quantised values and for float32 checkpoints.
     is_half = source.config.dtype == "float16" and source.gguf is None
     return torch.float16 if is_half else torch.bfloat16

@@ -48,8 +48,7 @@ from segue.model_runner.step_result import ForwardOutput
 from segue.model_runner.stream import Result, free_garbage, keep_freed_memory, make_stream
 from segue.models import weight_map
 from segue.models.config import ModelConfig
-from segue.models.decoder import Decoder
-from segue.models.registry import build_model
+from segue.models.decoder import Decoder, build_model
 from segue.models.sharding import shard
 from segue.weight_update.served import ServedWeights
 

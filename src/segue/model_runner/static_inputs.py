@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segue.attention.base import PagedBackend
+from segue.attention.base import PagedBackend, block_table
 from segue.attention.context import Context
-from segue.attention.query_blocks import block_table
 from segue.kvcache.pool import KVPool
 from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
+from segue.sizes import round_up
 
 Buffer = TypeVar("Buffer", Tensor, NDArray[np.int32])
 
@@ -276,7 +276,7 @@ def _split(buffer: Buffer, sizes: list[int]) -> list[Buffer]:
 
 
 def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return round_up(size, _ALIGNMENT)
 
 
 def _fill(target: NDArray[np.int32], values: NDArray[Any], filler: int) -> None:

@@ -36,6 +36,10 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the correction range to whole dimensions
 
 
+_SET_UNLESS_0 = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")  # 0 means the default
+_SET_UNLESS_NULL = ("attention_factor", "mscale", "mscale_all_dim")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
     """Mixture of experts: sizes, routing, and the layers that have experts."""
@@ -203,19 +207,10 @@ def _rope(config: Mapping[str, Any], trained_context: int) -> RopeConfig:
         theta=theta,
         factor=_positive("the RoPE factor", factor),
         original_max_position=original,
-        low_freq_factor=float(fields.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(fields.get("high_freq_factor") or 4.0),
-        beta_fast=float(fields.get("beta_fast") or 32.0),
-        beta_slow=float(fields.get("beta_slow") or 1.0),
-        attention_factor=_optional_float(fields.get("attention_factor")),
-        mscale=_optional_float(fields.get("mscale")),
-        mscale_all_dim=_optional_float(fields.get("mscale_all_dim")),
         truncate=bool(fields.get("truncate", True)),
+        **{name: float(fields[name]) for name in _SET_UNLESS_0 if fields.get(name)},
+        **{name: float(fields[name]) for name in _SET_UNLESS_NULL if fields.get(name) is not None},
     )
-
-
-def _optional_float(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 def _max_position(

@@ -6,18 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from segue.attention.context import Context
-from segue.distributed.collectives import Collectives
-from segue.layers.attention import Attention, KVStoreInputs
-from segue.layers.base import Layer
-from segue.layers.embedding import ParallelHead, VocabParallelEmbedding
-from segue.layers.linear import Linear, RowParallelLinear
-from segue.layers.mlp import MLP
+from segue.distributed.collectives import Collectives, SingleRank
+from segue.errors import UnsupportedModelError
+from segue.layers.attention import Angles, Attention
+from segue.layers.blocks import MLP, Layer, Linear, ParallelHead, RMSNorm, VocabParallelEmbedding
 from segue.layers.moe import MoE
-from segue.layers.moe_backend import MoEBackend
-from segue.layers.norm import RMSNorm
-from segue.layers.rotary import Rotary
-from segue.models.config import ModelConfig
-from segue.models.rope import inverse_frequencies
+from segue.layers.moe_backend import MoEBackend, run_by_expert
+from segue.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from segue.models.rope import Rotary, inverse_frequencies
 from segue.models.sharding import Shard, shard
 
 
@@ -50,14 +46,31 @@ class DecoderLayer(Layer):
             deterministic=deterministic,
         )
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
-        self.mlp = _mlp(index, config, sizes, collectives, moe_backend, deterministic)
-        self.is_sparse = isinstance(self.mlp, MoE)
+        self.is_sparse = config.is_sparse(index)
+        if config.moe is not None and self.is_sparse:
+            self.mlp: MLP | MoE = MoE(
+                hidden_size=config.hidden_size,
+                num_experts=config.moe.num_experts,
+                num_experts_per_tok=config.moe.num_experts_per_tok,
+                intermediate_size=sizes.expert_intermediate_size,
+                norm_topk_prob=config.moe.norm_topk_prob,
+                backend=moe_backend,
+                deterministic=deterministic,
+            )
+        else:
+            self.mlp = MLP(
+                config.hidden_size,
+                sizes.intermediate_size,
+                bias=config.mlp_bias,
+                collectives=collectives,
+                deterministic=deterministic,
+            )
 
     def forward(
         self,
         x: Tensor,
         residual: Tensor | None,
-        placement: KVStoreInputs,
+        angles: Angles,
         ctx: Context,
         logits_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -65,9 +78,9 @@ class DecoderLayer(Layer):
 
         With `logits_indices` (int `[L]`) only these tokens go through the MLP, and `[L, hidden]` is returned.
         """
-        x, residual = self.input_norm.add(x, residual)
-        x = self.attn(x, placement, ctx, logits_indices)
-        x, residual = self.post_norm.add(
+        x, residual = self.input_norm(x, residual)
+        x = self.attn(x, angles, ctx, logits_indices)
+        x, residual = self.post_norm(
             x, residual if logits_indices is None else residual.index_select(0, logits_indices)
         )
         if self.is_sparse:
@@ -122,14 +135,13 @@ class Decoder(Layer):
         """
         ctx.backend.prepare(ctx)
         x = self.embed(ctx.input_ids)
-        cos, sin = self.rotary.angles(ctx.positions, x.dtype)
-        placement = KVStoreInputs(cos=cos, sin=sin, positions=ctx.positions, slot_mapping=ctx.slot_mapping)
+        angles = self.rotary.angles(ctx.positions, x.dtype)
         residual = None
         *layers, last = self.layers
         for layer in layers:
-            x, residual = layer(x, residual, placement, ctx)
-        x, residual = last(x, residual, placement, ctx, ctx.logits_indices)
-        hidden, _ = self.norm.add(x, residual)
+            x, residual = layer(x, residual, angles, ctx)
+        x, residual = last(x, residual, angles, ctx, ctx.logits_indices)
+        hidden: Tensor = self.norm(x, residual)[0]
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -155,7 +167,7 @@ class Decoder(Layer):
         Must be called when the weights are loaded, and after every change of them. `changed` names the
         changed parameters; None means all.
         """
-        owners = (Linear, RowParallelLinear, RMSNorm, Attention, ParallelHead)
+        owners = (Linear, RMSNorm, Attention, ParallelHead)
         derived = sum(
             module.build_derived()
             for name, module in self.named_modules()
@@ -170,28 +182,26 @@ class Decoder(Layer):
         return any(f"{name}.{leaf}" in changed for leaf, _ in self.get_submodule(name).named_parameters())
 
 
-def _mlp(
-    index: int,
+def build_model(
     config: ModelConfig,
-    sizes: Shard,
-    collectives: Collectives,
-    moe_backend: MoEBackend,
-    deterministic: bool,
-) -> MLP | MoE:
-    if config.moe is None or not config.is_sparse(index):
-        return MLP(
-            config.hidden_size,
-            sizes.intermediate_size,
-            bias=config.mlp_bias,
-            collectives=collectives,
-            deterministic=deterministic,
+    *,
+    dtype: torch.dtype,
+    collectives: Collectives | None = None,
+    moe_backend: MoEBackend = run_by_expert,
+    deterministic: bool = False,
+) -> Decoder:
+    """Build this rank's shard of the model, with parameters on the `meta` device in `dtype`.
+
+    With `deterministic` the bits of a token's results do not depend on the other tokens of a step.
+
+    Raises:
+        UnsupportedModelError: there is no model for `config.architecture`.
+        TensorParallelError: the model cannot be split over so many ranks.
+    """
+    if config.architecture not in SUPPORTED_ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"model architecture {config.architecture!r} is not supported; supported: "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    return MoE(
-        hidden_size=config.hidden_size,
-        num_experts=config.moe.num_experts,
-        num_experts_per_tok=config.moe.num_experts_per_tok,
-        intermediate_size=sizes.expert_intermediate_size,
-        norm_topk_prob=config.moe.norm_topk_prob,
-        backend=moe_backend,
-        deterministic=deterministic,
-    )
+    with torch.device("meta"):
+        return Decoder(config, collectives or SingleRank(), moe_backend, deterministic).to(dtype)

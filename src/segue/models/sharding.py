@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from segue.distributed.info import TPInfo
 from segue.errors import TensorParallelError
 from segue.models.config import ModelConfig
+from segue.sizes import ceil_div
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ def shard_rows(vocab_size: int, tp_size: int) -> int:
     """Return the vocabulary rows of each rank, padding included."""
     if tp_size == 1:
         return vocab_size
-    return -(-vocab_size // (tp_size * VOCAB_BLOCK)) * VOCAB_BLOCK
+    return ceil_div(vocab_size, tp_size * VOCAB_BLOCK) * VOCAB_BLOCK
 
 
 def shard(config: ModelConfig, tp: TPInfo) -> Shard:

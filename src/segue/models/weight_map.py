@@ -51,12 +51,8 @@ class WeightMap:
     shapes: Mapping[str, Shape]  # checkpoint name -> shape of the whole tensor
     slices: Mapping[str, tuple[Slice, ...]]  # checkpoint name -> slices of this rank, perhaps none
     padding: Mapping[str, Box]  # parameter -> vocabulary rows without a token; they are zero
-    aliases: Mapping[
-        str, str
-    ]  # checkpoint name of a tied tensor, which may be absent -> the name it is tied to
-    stacked: Mapping[
-        str, tuple[str, ...]
-    ]  # name of a tensor of all experts -> the names of their own tensors
+    aliases: Mapping[str, str]  # checkpoint name of a tied tensor, which may be absent -> what it is tied to
+    stacked: Mapping[str, tuple[str, ...]]  # name of a tensor of all experts -> their own tensors' names
 
     @property
     def names(self) -> list[str]:
@@ -82,15 +78,11 @@ class WeightMap:
         for name in self.names if names is None else names:
             for part in self.slices[name]:
                 boxes[part.parameter].append(part.destination)
-        missing: dict[str, int] = {}
-        repeated: dict[str, int] = {}
-        for parameter, shape in self.parameters.items():
-            num_missing, num_repeated = _count_coverage(shape, boxes[parameter])
-            if num_missing:
-                missing[parameter] = num_missing
-            if num_repeated:
-                repeated[parameter] = num_repeated
-        return Coverage(missing=missing, repeated=repeated)
+        counted = {name: _count_coverage(shape, boxes[name]) for name, shape in self.parameters.items()}
+        return Coverage(
+            missing={name: missing for name, (missing, _) in counted.items() if missing},
+            repeated={name: repeated for name, (_, repeated) in counted.items() if repeated},
+        )
 
 
 def build(config: ModelConfig, tp: TPInfo) -> WeightMap:
@@ -104,7 +96,7 @@ def build(config: ModelConfig, tp: TPInfo) -> WeightMap:
     return WeightMap(
         parameters=builder.parameters,
         shapes=builder.shapes,
-        slices={name: tuple(parts) for name, parts in builder.slices.items()},
+        slices=builder.slices,
         padding=builder.padding,
         aliases={"lm_head.weight": "model.embed_tokens.weight"} if config.tie_embeddings else {},
         stacked=builder.stacked,
@@ -119,7 +111,7 @@ class _WeightMapBuilder:
         self.sizes = sizes
         self.parameters: dict[str, Shape] = {}
         self.shapes: dict[str, Shape] = {}
-        self.slices: dict[str, list[Slice]] = {}
+        self.slices: dict[str, tuple[Slice, ...]] = {}
         self.padding: dict[str, Box] = {}
         self.stacked: dict[str, tuple[str, ...]] = {}
 
@@ -143,22 +135,15 @@ class _WeightMapBuilder:
 
     def _attention(self, theirs: str, ours: str) -> None:
         config, sizes, size = self.config, self.sizes, self.config.head_dim
-        heads = {  # projection -> first head of this rank, heads of this rank, heads of the model
-            "q_proj": (sizes.head_start, sizes.num_heads, config.num_heads),
-            "k_proj": (sizes.kv_head_start, sizes.num_kv_heads, config.num_kv_heads),
-            "v_proj": (sizes.kv_head_start, sizes.num_kv_heads, config.num_kv_heads),
-        }
-        rows = {
-            name: (first * size, count * size, total * size) for name, (first, count, total) in heads.items()
-        }
+        first, width, total = sizes.head_start * size, sizes.num_heads * size, config.num_heads * size
+        kv = (sizes.kv_head_start * size, sizes.num_kv_heads * size, config.num_kv_heads * size)
+        rows = {"q_proj": (first, width, total), "k_proj": kv, "v_proj": kv}
         self._fused_rows(theirs, f"{ours}.qkv", rows, config.hidden_size, bias=config.qkv_bias)
         if config.qk_norm:
             for name in ("q_norm", "k_norm"):
                 self._whole(f"{theirs}.{name}.weight", f"{ours}.{name}.weight", (size,))
-        first, width, total = rows["q_proj"]
-        self._columns(
-            f"{theirs}.o_proj", f"{ours}.o", first, width, (config.hidden_size, total), bias=config.o_bias
-        )
+        shape = (config.hidden_size, total)
+        self._columns(f"{theirs}.o_proj", f"{ours}.o", first, width, shape, bias=config.o_bias)
 
     def _mlp(self, theirs: str, ours: str) -> None:
         config, width = self.config, self.sizes.intermediate_size
@@ -173,57 +158,39 @@ class _WeightMapBuilder:
         assert moe is not None
         count, total = moe.num_experts, moe.expert_intermediate_size
         first = self.sizes.tp.rank * width
+        all_rows, mine, own = _span(0, hidden), _span(first, width), _span(0, width)
         gate_up, down = f"{ours}.experts.gate_up", f"{ours}.experts.down"
         self._whole(f"{theirs}.gate.weight", f"{ours}.router.weight", (count, hidden))
         self.parameters[gate_up] = (count, 2 * width, hidden)
         self.parameters[down] = (count, hidden, width)
-        stacked_gate_up: list[str] = []
-        stacked_down: list[str] = []
-        for expert in range(count):
-            one = slice(expert, expert + 1)
-            for start, name in enumerate(("gate_proj", "up_proj")):
-                to = (one, _span(start * width, width), _span(0, hidden))
-                key = f"{theirs}.experts.{expert}.{name}.weight"
-                self._add(key, (total, hidden), Slice(gate_up, to, (_span(first, width), _span(0, hidden))))
-                stacked_gate_up.append(key)
-            key = f"{theirs}.experts.{expert}.down_proj.weight"
-            to = (one, _span(0, hidden), _span(0, width))
-            self._add(key, (hidden, total), Slice(down, to, (_span(0, hidden), _span(first, width))))
-            stacked_down.append(key)
+        halves = {"gate_proj": _span(0, width), "up_proj": _span(width, width)}
+        names = [f"{theirs}.experts.{expert}" for expert in range(count)]
+        for expert, name in enumerate(names):
+            one = _span(expert, 1)
+            for projection, half in halves.items():
+                part = Slice(gate_up, (one, half, all_rows), (mine, all_rows))
+                self._add(f"{name}.{projection}.weight", (total, hidden), part)
+            part = Slice(down, (one, all_rows, own), (all_rows, mine))
+            self._add(f"{name}.down_proj.weight", (hidden, total), part)
         # transformers 5 stacks the experts of a layer in two tensors, and its state dicts have their names.
-        all_experts = _span(0, count)
-        self._add(
-            f"{theirs}.experts.gate_up_proj",
-            (count, 2 * total, hidden),
-            *(
-                Slice(
-                    gate_up,
-                    (all_experts, _span(half * width, width), _span(0, hidden)),
-                    (all_experts, _span(half * total + first, width), _span(0, hidden)),
-                )
-                for half in range(2)
-            ),
+        every, stacked = _span(0, count), f"{theirs}.experts"
+        parts = (
+            Slice(gate_up, (every, half, all_rows), (every, _span(start + first, width), all_rows))
+            for half, start in zip(halves.values(), (0, total), strict=True)
         )
-        box = (all_experts, _span(0, hidden))
-        self._add(
-            f"{theirs}.experts.down_proj",
-            (count, hidden, total),
-            Slice(down, (*box, _span(0, width)), (*box, _span(first, width))),
-        )
-        self.stacked[f"{theirs}.experts.gate_up_proj"] = tuple(stacked_gate_up)
-        self.stacked[f"{theirs}.experts.down_proj"] = tuple(stacked_down)
+        self._add(f"{stacked}.gate_up_proj", (count, 2 * total, hidden), *parts)
+        part = Slice(down, (every, all_rows, own), (every, all_rows, mine))
+        self._add(f"{stacked}.down_proj", (count, hidden, total), part)
+        self.stacked[f"{stacked}.gate_up_proj"] = tuple(f"{n}.{p}.weight" for n in names for p in halves)
+        self.stacked[f"{stacked}.down_proj"] = tuple(f"{name}.down_proj.weight" for name in names)
 
     def _vocabulary(self, theirs: str, ours: str) -> None:
         config, sizes = self.config, self.sizes
         self.parameters[ours] = (sizes.vocab_size, config.hidden_size)
         real = min(max(config.vocab_size - sizes.vocab_start, 0), sizes.vocab_size)
         columns = _span(0, config.hidden_size)
-        parts = (
-            [Slice(ours, (_span(0, real), columns), (_span(sizes.vocab_start, real), columns))]
-            if real
-            else []
-        )
-        self._add(theirs, (config.vocab_size, config.hidden_size), *parts)
+        part = Slice(ours, (_span(0, real), columns), (_span(sizes.vocab_start, real), columns))
+        self._add(theirs, (config.vocab_size, config.hidden_size), *([part] if real else []))
         if real < sizes.vocab_size:
             self.padding[ours] = (_span(real, sizes.vocab_size - real), columns)
 
@@ -262,7 +229,7 @@ class _WeightMapBuilder:
 
     def _add(self, name: str, shape: Shape, *parts: Slice) -> None:
         self.shapes[name] = shape
-        self.slices[name] = list(parts)
+        self.slices[name] = parts
 
 
 def _span(start: int, size: int) -> slice:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segue.kernels.log_softmax import log_probabilities
+from segue.kernels.ops import log_probabilities
 from segue.memory.backing import to_device
 from segue.messages.requests import TokenLogprob
 from segue.sampling.gumbel_max import largest

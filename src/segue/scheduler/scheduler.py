@@ -44,6 +44,7 @@ from segue.scheduler.queue import NewTokenRatio, WaitingQueue, choose_victim, ex
 from segue.scheduler.request import Request, RequestPhase
 from segue.scheduler.resources import Resources
 from segue.scheduler.step import Step
+from segue.sizes import ceil_div
 
 
 class SchedulerLimits(EngineLimits, frozen=True, kw_only=True):
@@ -320,7 +321,7 @@ class Scheduler:
         node = self._match(request)
         self.resources.prefix.lock(node)
         shared = self.resources.prefix.pages(node)
-        needed = -(-len(request.tokens) // size) - len(shared)
+        needed = ceil_div(len(request.tokens), size) - len(shared)
         alone = not self.running and not self.resources.pending_free
         if needed + (0 if alone else self._reserve(request)) > self.resources.num_available:
             self.resources.prefix.unlock(node)

@@ -7,6 +7,7 @@ from math import prod
 
 import msgspec
 
+from segue.dtypes import FLOATS, ITEM_SIZES
 from segue.messages.weight_operations import Bucket, Manifest
 from segue.models.weight_map import WeightMap
 
@@ -18,8 +19,6 @@ DTYPES = {  # a client's dtype name, without "torch." -> torch's name
     "int64": "int64", "long": "int64", "int32": "int32", "int": "int32", "int16": "int16", "short": "int16",
     "int8": "int8", "uint8": "uint8", "bool": "bool",
 }  # fmt: skip
-FLOATS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-ITEM_SIZES = {**FLOATS, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
 _SHOWN = 20  # problems listed in a message
 
@@ -95,7 +94,9 @@ def _wire_problems(manifest: Manifest) -> list[str]:
             continue
         for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
             if dtype_name(dtype) is None:
-                problems.append(f"{name!r} has dtype {dtype!r}; use one of {', '.join(ITEM_SIZES)}")
+                problems.append(
+                    f"{name!r} has dtype {dtype!r}; use one of {', '.join(dict.fromkeys(DTYPES.values()))}"
+                )
             if any(size < 0 for size in shape):
                 problems.append(f"{name!r} has shape {shape}; sizes must be 0 or more")
     return problems

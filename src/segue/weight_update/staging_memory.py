@@ -16,6 +16,7 @@ from segue.logs import logger
 from segue.memory.arena import ALIGNMENT, Arena, TensorSpec
 from segue.memory.budget import free_cpu_memory, gib
 from segue.messages.weight_operations import StagingPlace
+from segue.sizes import round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +173,7 @@ def _free(device: torch.device) -> int:
 
 
 def _total(specs: Sequence[TensorSpec]) -> int:
-    return sum(-(-spec.num_bytes // ALIGNMENT) * ALIGNMENT for spec in specs)
+    return sum(round_up(spec.num_bytes, ALIGNMENT) for spec in specs)
 
 
 def check_host(num_bytes: int) -> None:

@@ -16,6 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from segue.checkpoint.model_files import check_wanted, open_file
 from segue.errors import ModelFileError
+from segue.sizes import round_up
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING = 8
@@ -176,7 +177,7 @@ def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], list[GGUFTensor]
         num_parts = int(metadata.get("split.count", 0))
         tensors = [_tensor(path, cursor) for _ in range(num_tensors)]
         alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
-        base = -(-cursor.position // alignment) * alignment
+        base = round_up(cursor.position, alignment)
     except (struct.error, EOFError) as error:
         raise ModelFileError(
             f"model file {path} is truncated: it ends within its header. Get it again"

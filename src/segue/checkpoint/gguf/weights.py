@@ -20,11 +20,10 @@ from segue.checkpoint.gguf.file import GGUFFile
 from segue.checkpoint.gguf.names import Source
 from segue.checkpoint.model_files import check_wanted, open_file
 from segue.checkpoint.safetensors_file import open_writer, read_fully
+from segue.dtypes import SAFETENSORS_NAMES
 from segue.errors import ModelFileError
 from segue.logs import logger
 from segue.models.weight_map import WeightMap
-
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 # Elements dequantised per block: this bounds memory, and temporaries stay in a core's cache.
 _BLOCK_ELEMENTS = 1 << 19
@@ -82,7 +81,8 @@ def _check(path: Path, sources: list[Source], weight_map: WeightMap) -> None:
 
 
 def _write(target: Path, file: GGUFFile, sources: list[Source], dtype: torch.dtype, progress: bool) -> None:
-    shapes = {source.name: (DTYPE_NAMES[dtype], source.shape) for source in sources}
+    stored_as = SAFETENSORS_NAMES[str(dtype).removeprefix("torch.")]
+    shapes = {source.name: (stored_as, source.shape) for source in sources}
     total = sum(prod(source.shape) for source in sources) * dtype.itemsize
     handle = open_file(file.path)
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))

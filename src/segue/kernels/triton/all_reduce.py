@@ -18,10 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from segue.distributed.groups import TPGroups
+from segue.kernels.triton.gemm import load_split_k
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 MAX_BYTES = 3 << 20  # maximum of the words a rank sends; above it NCCL is faster (bench/tensor_parallel.py)
-_CHUNKS = 8  # programs per row; 1, 4 and 8 take 4.3, 3.3 and 3.1 µs for one row of 4096 on two H200s
+# Programs per row; 1, 4 and 8 take 4.3, 3.3 and 3.1 µs for one row of 4096 on two H200s.
+_CHUNKS = tl.constexpr(8)
 _WORD_BYTES = 8
 _CANDIDATE_WORDS = 8  # words of a rank's candidate for a row's token; only the first five carry data
 
@@ -69,8 +71,6 @@ def _add_rms_norm(
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     SPLITS: tl.constexpr,
-    ADD: tl.constexpr,
-    CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     THREADS: tl.constexpr,
     PDL: tl.constexpr,
@@ -81,13 +81,11 @@ def _add_rms_norm(
     inside = (lane < width) & (columns < size)
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_wait(PDL)
-    program = row * CHUNKS + chunk
+    program = row * _CHUNKS + chunk
     epoch = tl.load(epochs + program) + 1
     flag = _flag(epoch)
     half = tl.full((), WORLD, tl.int64) * max_rows * size
-    own = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, SPLITS):
-        own += tl.load(x + (split * num_rows + row) * size + columns, mask=inside, other=0.0).to(tl.float32)
+    own = load_split_k(x, row * size + columns, num_rows.to(tl.int64) * size, inside, SPLITS)
     word = flag | own.to(tl.uint32, bitcast=True).to(tl.uint64)
     for step in tl.static_range(1, WORLD):
         inbox = _inbox(inboxes, (RANK + step) % WORLD, epoch, half)
@@ -100,18 +98,18 @@ def _add_rms_norm(
         else:
             words = inbox + (rank * max_rows + row) * size + columns
             total += _receive(words, inside, flag).to(tl.float32, bitcast=True)
-    if ADD:
+    if residual is not None:
         total += tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_launch_dependents(PDL)
     rounded = total.to(total_out.dtype.element_ty)
     tl.store(total_out + row * size + columns, rounded, mask=inside)
     wide = tl.where(inside, rounded.to(tl.float32), 0.0)
     square = tl.sum(wide * wide, 0)
-    if CHUNKS > 1:  # sum the squares over the row's programs, which run at the same time
-        tl.store(squares + program, flag | square.to(tl.uint32, bitcast=True).to(tl.uint64))
-        thread = tl.arange(0, THREADS)
-        got = _receive(squares + row * CHUNKS + thread, thread < CHUNKS, flag)
-        square = tl.sum(got.to(tl.float32, bitcast=True), 0)
+    # Sum the squares over the row's programs, which run at the same time.
+    tl.store(squares + program, flag | square.to(tl.uint32, bitcast=True).to(tl.uint64))
+    thread = tl.arange(0, THREADS)
+    got = _receive(squares + row * _CHUNKS + thread, thread < _CHUNKS, flag)
+    square = tl.sum(got.to(tl.float32, bitcast=True), 0)
     rms = tl.rsqrt(square / size + eps)
     tl.store(normed + row * size + columns, wide * rms * scale, mask=inside)
     tl.store(epochs + program, epoch)
@@ -185,7 +183,7 @@ class OneShotAllReduce:
         self._inboxes = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
         self.candidates = self._inboxes + sums
         self.num_bytes = sums + candidates
-        programs = self.max_rows * _CHUNKS
+        programs = self.max_rows * _CHUNKS.value
         self._epochs = torch.zeros(programs, dtype=torch.int32, device=device)
         self._squares = torch.zeros(programs, dtype=torch.uint64, device=device)
         self.candidate_epochs = torch.zeros(sampling_rows, dtype=torch.int32, device=device)
@@ -193,7 +191,7 @@ class OneShotAllReduce:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Returns `segue.kernels.norm.add_rms_norm` of the sum of all ranks' `x`, at most `max_rows` tokens.
+        """Returns `segue.kernels.ops.add_rms_norm` of the sum of all ranks' `x`, at most `max_rows` tokens.
 
         `x` may be split-K partials, float32 `[S, T, N]`.
         """
@@ -201,28 +199,26 @@ class OneShotAllReduce:
         assert num_rows <= self.max_rows, (num_rows, self.max_rows)
         normed = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)
         total = torch.empty_like(normed)
-        width = triton.cdiv(size, _CHUNKS)
+        width = triton.cdiv(size, _CHUNKS.value)
         block = max(32, triton.next_power_of_2(width))
         warps = min(8, max(1, block // 256))
-        _add_rms_norm[(_CHUNKS, num_rows)](
-            x,
-            x if residual is None else residual,
-            weight,
-            normed,
-            total,
-            self._inboxes,
-            self._epochs,
-            self._squares,
-            num_rows,
-            size,
-            width,
-            self.max_rows,
-            eps,
+        _add_rms_norm[(_CHUNKS.value, num_rows)](
+            x=x,
+            residual=residual,
+            weight=weight,
+            normed=normed,
+            total_out=total,
+            inboxes=self._inboxes,
+            epochs=self._epochs,
+            squares=self._squares,
+            num_rows=num_rows,
+            size=size,
+            width=width,
+            max_rows=self.max_rows,
+            eps=eps,
             RANK=self.tp.rank,
             WORLD=self.tp.size,
             SPLITS=x.shape[0] if x.dim() == 3 else 1,
-            ADD=residual is not None,
-            CHUNKS=_CHUNKS,
             BLOCK=block,
             THREADS=32 * warps,
             **launch_options(warps, num_rows),

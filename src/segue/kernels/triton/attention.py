@@ -1,4 +1,7 @@
-"""Attention over the paged cache: split-KV decode and ragged prefill. See `segue.attention.triton`."""
+"""Attention over the paged cache: split-KV decode, ragged prefill, and both batch-invariant.
+
+See `segue.attention.triton`.
+"""
 
 import triton
 import triton.language as tl
@@ -31,7 +34,6 @@ def decode(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    COUNTED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -41,7 +43,7 @@ def decode(
         b = tl.program_id(1)
     pdl_wait(PDL)
     active = True
-    if COUNTED:
+    if num_decode is not None:
         active = b < tl.load(num_decode)
     if active:
         kv_len = tl.load(kv_lens + b)
@@ -115,7 +117,7 @@ def decode(
 
 
 @triton.jit
-def attend_keys(
+def _attend_keys(
     q,
     keys,
     values,
@@ -125,11 +127,9 @@ def attend_keys(
     last,
     kv_len,
     start,
+    masked_from,
     end,
     h,
-    top,
-    total,
-    acc,
     scale,
     page_rows,
     KV_HEADS: tl.constexpr,
@@ -138,49 +138,68 @@ def attend_keys(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Returns the softmax over the keys from `start` to `end`: its maxima, its sums and the weighted values.
+
+    All queries attend to the keys before `masked_from`, which therefore need no mask.
+    """
     d, j = tl.arange(0, DP), tl.arange(0, BLOCK)
     in_head = d[None, :] < D
-    for i in tl.range(start, end, BLOCK, num_stages=STAGES):
-        position = i + j
-        if TMA:  # a block of keys lies within one page
-            page = tl.load(table_row + i // PAGE)
-            row = page * page_rows + layer_row + i % PAGE
-            k = pool.load([row, h * D])
-        else:
-            exists = position < kv_len
-            page = tl.load(table_row + position // PAGE, mask=exists, other=0).to(tl.int64)
-            at = (page * page_rows + position % PAGE) * (KV_HEADS * D) + h * D
-            in_bounds = exists[:, None] & in_head
-            k = tl.load(keys + at[:, None] + d[None, :], mask=in_bounds, other=0.0)
-        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
-        if MASKED:
-            scores = tl.where(position[None, :] <= last[:, None], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        if MASKED:
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        else:
-            base = new_top
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(weights, 1)
-        top = new_top
-        if TMA:
-            v = pool.load([row + PAGE, h * D])
-            if MASKED:
-                v = tl.where((position < kv_len)[:, None], v, 0.0)
-        else:
-            v = tl.load(values + at[:, None] + d[None, :], mask=in_bounds, other=0.0)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    top = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((q.shape[0],), tl.float32)
+    acc = tl.zeros((q.shape[0], DP), tl.float32)
+    for masked in tl.static_range(2):
+        for i in tl.range(
+            masked_from if masked else start, end if masked else masked_from, BLOCK, num_stages=STAGES
+        ):
+            position = i + j
+            if pool is not None:  # a block of keys lies within one page
+                page = tl.load(table_row + i // PAGE)
+                row = page * page_rows + layer_row + i % PAGE
+                k = pool.load([row, h * D])
+            else:
+                exists = position < kv_len
+                page = tl.load(table_row + position // PAGE, mask=exists, other=0).to(tl.int64)
+                at = (page * page_rows + position % PAGE) * (KV_HEADS * D) + h * D
+                in_bounds = exists[:, None] & in_head
+                k = tl.load(keys + at[:, None] + d[None, :], mask=in_bounds, other=0.0)
+            scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+            if masked:
+                scores = tl.where(position[None, :] <= last[:, None], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            if masked:
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            else:
+                base = new_top
+            weights = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(top - base)
+            total = total * shrink + tl.sum(weights, 1)
+            top = new_top
+            if pool is not None:
+                v = pool.load([row + PAGE, h * D])
+                if masked:
+                    v = tl.where((position < kv_len)[:, None], v, 0.0)
+            else:
+                v = tl.load(values + at[:, None] + d[None, :], mask=in_bounds, other=0.0)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return top, total, acc
 
 
+@triton.jit
+def _join(top, total, acc, span_top, span_total, span_acc):
+    """Combine a span's softmax with that of the spans before it."""
+    new_top = tl.maximum(top, span_top)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shrink, share = tl.exp2(top - base), tl.exp2(span_top - base)
+    total = total * shrink + span_total * share
+    acc = acc * shrink[:, None] + span_acc * share[:, None]
+    return new_top, total, acc
+
+
 @triton.jit(do_not_specialize=["layer_row"])
-def prefill(
+def attend(
     query,
     keys,
     values,
@@ -191,7 +210,12 @@ def prefill(
     cu_seqlens_q,
     kv_lens,
     blocks,
+    num_decode,
     output,
+    partial,
+    maxima,
+    counters,
+    max_spans,
     scale,
     page_rows,
     table_stride,
@@ -202,42 +226,91 @@ def prefill(
     PAGE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    SPAN: tl.constexpr,
     STAGES: tl.constexpr,
-    TMA: tl.constexpr,
+    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    h = tl.program_id(0)
-    block = tl.num_programs(1) - 1 - tl.program_id(1)  # last blocks, which have the most keys, start first
+    """Prefill: a program attends for a block of queries. With `SPAN` it is batch-invariant.
+
+    Then keys are divided into spans at fixed positions. Each span has a softmax of its own, over blocks of
+    keys at fixed positions, and the spans are combined from the first to the last in float32. Without
+    `blocks` the sequences have one query each (decode), and their spans may be split over several programs;
+    the program that ends last combines them in the same order. All programs run the same instructions on a
+    tile of the same size, of which a decode row fills one query's rows. So neither the other tokens of the
+    step nor a token's index among them changes the bits. The kernel has to be launched with
+    `enable_fp_fusion=False` then: otherwise the compiler fuses multiplications with additions in some places
+    and not in others.
+    """
+    h, split = tl.program_id(0), tl.program_id(2)
     pdl_wait(PDL)
-    sequence = tl.load(blocks + 2 * block)
+    if blocks is None:
+        sequence = tl.program_id(1)
+        if num_decode is not None:
+            sequence = tl.where(sequence < tl.load(num_decode), sequence, -1)
+    else:
+        block = tl.num_programs(1) - 1 - tl.program_id(1)  # last blocks have the most keys and start first
+        sequence = tl.load(blocks + 2 * block)
     if sequence >= 0:
-        first = tl.load(blocks + 2 * block + 1)
-        q_start = tl.load(cu_seqlens_q + sequence)
-        q_len = tl.load(cu_seqlens_q + sequence + 1) - q_start
+        if blocks is None:
+            first, q_start, q_len = 0, sequence, 1
+        else:
+            first = tl.load(blocks + 2 * block + 1)
+            q_start = tl.load(cu_seqlens_q + sequence)
+            q_len = tl.load(cu_seqlens_q + sequence + 1) - q_start
         kv_len = tl.load(kv_lens + sequence)
         table_row = page_table + tl.load(slots + sequence).to(tl.int64) * table_stride
         per_block: tl.constexpr = BM // G
         r, d = tl.arange(0, BM), tl.arange(0, DP)
         token = first + r // G
-        valid = ((token < q_len) & (r < per_block * G))[:, None] & (d[None, :] < D)
+        used = (token < q_len) & (r < per_block * G)
+        valid = used[:, None] & (d[None, :] < D)
         at = ((q_start + token) * KV_HEADS + h).to(tl.int64) * G + r % G
         q = tl.load(query + at[:, None] * D + d[None, :], mask=valid, other=0.0)
         last = token + kv_len - q_len
-        top = tl.full((BM,), float("-inf"), tl.float32)
-        total = tl.zeros((BM,), tl.float32)
-        acc = tl.zeros((BM, DP), tl.float32)
         common = tl.maximum(first + kv_len - q_len + 1, 0) // BN * BN  # all queries here attend to these keys
         end = tl.minimum(first + per_block, q_len) + kv_len - q_len
-        top, total, acc = attend_keys(
-            q, keys, values, pool, layer_row, table_row, last, kv_len, 0, common, h, top, total, acc, scale,
-            page_rows, KV_HEADS, D, DP, PAGE, BN, STAGES, False, TMA, PRECISION,
-        )  # fmt: skip
-        top, total, acc = attend_keys(
-            q, keys, values, pool, layer_row, table_row, last, kv_len, common, end, h, top, total, acc, scale,
-            page_rows, KV_HEADS, D, DP, PAGE, BN, STAGES, True, TMA, PRECISION,
-        )  # fmt: skip
-        total = tl.where(total == 0.0, 1.0, total)
+        if SPAN is None:
+            top, total, acc = _attend_keys(
+                q, keys, values, pool, layer_row, table_row, last, kv_len, 0, common, end, h, scale,
+                page_rows, KV_HEADS, D, DP, PAGE, BN, STAGES, PRECISION,
+            )  # fmt: skip
+        else:
+            top = tl.full((BM,), float("-inf"), tl.float32)
+            total = tl.zeros((BM,), tl.float32)
+            acc = tl.zeros((BM, DP), tl.float32)
+            for start in tl.range(split * SPAN, end, SPLITS * SPAN):
+                stop = tl.minimum(start + SPAN, end)
+                masked_from = tl.minimum(tl.maximum(common, start), stop)
+                span_top, span_total, span_acc = _attend_keys(
+                    q, keys, values, pool, layer_row, table_row, last, kv_len, start, masked_from, stop, h,
+                    scale, page_rows, KV_HEADS, D, DP, PAGE, BN, STAGES, PRECISION,
+                )  # fmt: skip
+                if SPLITS == 1:
+                    top, total, acc = _join(top, total, acc, span_top, span_total, span_acc)
+                else:
+                    to = ((sequence * KV_HEADS + h) * max_spans + start // SPAN).to(tl.int64) * G + r
+                    tl.store(partial + to[:, None] * D + d[None, :], span_acc, mask=valid)
+                    tl.store(maxima + to * 2, span_top, mask=used)
+                    tl.store(maxima + to * 2 + 1, span_total, mask=used)
         out = output + at[:, None] * D + d[None, :]
-        tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=valid)
+        if SPLITS == 1:
+            total = tl.where(total == 0.0, 1.0, total)
+            tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=valid)
+        else:
+            tl.debug_barrier()
+            done = tl.atomic_add(counters + sequence * KV_HEADS + h, 1, sem="acq_rel")
+            if done == SPLITS - 1:
+                for span in tl.range(0, tl.cdiv(end, SPAN)):
+                    to = ((sequence * KV_HEADS + h) * max_spans + span).to(tl.int64) * G + r
+                    span_acc = tl.load(
+                        partial + to[:, None] * D + d[None, :], mask=valid, other=0.0, cache_modifier=".cg"
+                    )
+                    span_top = tl.load(maxima + to * 2, mask=used, other=0.0, cache_modifier=".cg")
+                    span_total = tl.load(maxima + to * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
+                    top, total, acc = _join(top, total, acc, span_top, span_total, span_acc)
+                total = tl.where(total == 0.0, 1.0, total)
+                tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=valid)
+                tl.store(counters + sequence * KV_HEADS + h, 0)
     pdl_launch_dependents(PDL)

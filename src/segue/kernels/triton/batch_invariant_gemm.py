@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.errors import ConfigError
-from segue.kernels.triton.launch import LATE, pdl_launch_dependents, pdl_wait
+from segue.kernels.triton import gemm
+from segue.kernels.triton.gemm import GemmPlan
+from segue.kernels.triton.launch import num_sms
+from segue.sizes import ceil_div
 
 _GROUP_M = 8  # blocks of tokens whose tiles run at the same time, so that they share the L2 cache
 _SMALL_M = 64  # rows up to which the time is that of reading the weight
@@ -48,52 +48,6 @@ SMALL_M_LARGE_N_TILES = (
     *(Tile(rows, 64, 128, 4, 4, swap=True) for rows in (16, 32)),
     Tile(64, 128, 128, 4, 4),
 )
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _gemm(
-    x,
-    weight,
-    bias,
-    out,
-    num_rows,
-    size,
-    depth,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    SWAP: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    blocks, columns = tl.cdiv(num_rows, BM), tl.cdiv(size, BN)
-    group = tl.program_id(0) // (GROUP_M * columns)
-    group_m = tl.minimum(blocks - group * GROUP_M, GROUP_M)
-    within = tl.program_id(0) % (GROUP_M * columns)
-    first_m = (group * GROUP_M + within % group_m) * BM
-    first_n = within // group_m * BN
-    pdl_wait(PDL)
-    acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-    for k in tl.range(0, depth, BK, num_stages=STAGES):  # loads beyond the edges give zeros
-        t = x.load([first_m, k])
-        w = weight.load([first_n, k])
-        if SWAP:
-            acc = tl.dot(w, t.T, acc)
-        else:
-            acc = tl.dot(t, w.T, acc)
-    pdl_launch_dependents(PDL)
-    m, n = first_m + tl.arange(0, BM), first_n + tl.arange(0, BN)
-    if BIAS:
-        b = tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)
-        acc += b[:, None] if SWAP else b[None, :]
-    if SWAP:
-        m, n = m[None, :], n[:, None]
-    else:
-        m, n = m[:, None], n[None, :]
-    at = out + m.to(tl.int64) * size + n
-    tl.store(at, acc.to(out.dtype.element_ty), mask=(m < num_rows) & (n < size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,28 +82,8 @@ class TritonBatchInvariantGemm:
 
 def run(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns `x @ weight.T + bias`, computed with `tile`."""
-    (num_rows, depth), size = x.shape, weight.shape[0]
-    out = torch.empty((num_rows, size), dtype=dtype, device=x.device)
-    _gemm[(triton.cdiv(num_rows, tile.block_m) * triton.cdiv(size, tile.block_n),)](
-        TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
-        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
-        weight if bias is None else bias,
-        out,
-        num_rows,
-        size,
-        depth,
-        BM=tile.block_m,
-        BN=tile.block_n,
-        BK=tile.block_k,
-        STAGES=tile.stages,
-        SWAP=tile.swap,
-        GROUP_M=_GROUP_M,
-        BIAS=bias is not None,
-        PDL=LATE.value,
-        launch_pdl=True,
-        num_warps=tile.warps,
-    )
-    return out
+    plan = GemmPlan(True, tile.block_m, tile.block_n, tile.block_k, 1, tile.stages, tile.warps)
+    return gemm.run(plan, x, weight, bias, dtype, swap=tile.swap, group_m=_GROUP_M)
 
 
 @cache
@@ -162,13 +96,7 @@ def choose(num_rows: int, size: int, num_sms: int) -> Tile:
         )
 
     def cost(tile: Tile) -> float:
-        programs = -(-num_rows // tile.block_m) * -(-size // tile.block_n)
-        return tile.cost * -(-programs // num_sms)
+        programs = ceil_div(num_rows, tile.block_m) * ceil_div(size, tile.block_n)
+        return tile.cost * ceil_div(programs, num_sms)
 
     return min(LARGE_M_TILES, key=cost)
-
-
-@cache
-def num_sms(device: torch.device) -> int:
-    """Returns the number of streaming multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

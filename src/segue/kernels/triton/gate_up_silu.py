@@ -1,8 +1,8 @@
-"""The gate-up SiLU GEMM of many rows: gate and up projections and their activation in one kernel.
+"""The gate-up SiLU GEMM: gate and up projections and their activation in one kernel.
 
-With a small K, writing 2 * I columns and reading them again for the activation takes a fifth of the time;
-here they never leave the registers. Two small programs share a streaming multiprocessor, so that one
-multiplies while the other stores.
+Few rows use the kernel of `gemm.py`. For many rows and a small K, writing 2 * I columns and reading them
+again for the activation takes a fifth of the time; here they never leave the registers. Two small programs
+share a streaming multiprocessor, so that one multiplies while the other stores.
 """
 
 import torch
@@ -11,78 +11,61 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from segue.kernels.triton.launch import is_hopper, launch_options, pdl_launch_dependents, pdl_wait
+from segue.kernels.triton import gemm
+from segue.kernels.triton.gemm import grouped_tile, silu_mul_tile
+from segue.kernels.triton.launch import is_hopper, launch_options, num_sms, pdl_launch_dependents, pdl_wait
 
-_BLOCK_M, _BLOCK_N, _BLOCK_K, _STAGES, _WARPS, _GROUP_M = 128, 64, 64, 3, 4, 16
-_MIN_ROWS = 2048  # fewer rows give too few tiles for the programs that run at once
+_MAX_SMALL_M = 64
+_BM, _BN, _BK = tl.constexpr(128), tl.constexpr(64), tl.constexpr(64)
+_STAGES, _GROUP_M, _WARPS = tl.constexpr(3), tl.constexpr(16), 4
+_MIN_LARGE_M = 2048  # fewer rows give too few tiles for the programs that run at once
 _MAX_K = 1024  # with a larger K the time is that of the multiplications, which cuBLAS does faster
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _gate_up_silu(
-    x,
-    weight,
-    out,
-    num_rows,
-    size,
-    depth,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _gate_up_silu(x, weight, out, num_rows, size, depth, PDL: tl.constexpr):
     pdl_wait(PDL)
-    blocks, columns = tl.cdiv(num_rows, BM), size // BN
-    for tile in tl.range(tl.program_id(0), blocks * columns, tl.num_programs(0)):
-        group = tile // (GROUP_M * columns)  # a group of row blocks, which fits into the caches
-        group_m = tl.minimum(blocks - group * GROUP_M, GROUP_M)
-        within = tile % (GROUP_M * columns)
-        m = (group * GROUP_M + within % group_m) * BM
-        n = within // group_m * BN
-        gate = tl.zeros((BM, BN), tl.float32)
-        up = tl.zeros((BM, BN), tl.float32)
-        for k in tl.range(0, depth, BK, num_stages=STAGES):
+    num_tiles = tl.cdiv(num_rows, _BM) * tl.cdiv(size, _BN)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        m, n = grouped_tile(tile, num_rows, size, _BM, _BN, _GROUP_M)
+        gate = tl.zeros((_BM, _BN), tl.float32)
+        up = tl.zeros((_BM, _BN), tl.float32)
+        for k in tl.range(0, depth, _BK, num_stages=_STAGES):
             rows = x.load([m, k])
             gate = tl.dot(rows, weight.load([n, k]).T, gate)
             up = tl.dot(rows, weight.load([size + n, k]).T, up)
-        gated = gate / (1.0 + tl.exp(-gate)) * up
-        out.store([m, n], gated.to(out.dtype))
+        out.store([m, n], silu_mul_tile(gate, up).to(out.dtype))
     pdl_launch_dependents(PDL)
 
 
-def gate_up_silu_gemm_large_m(x: Tensor, weight: Tensor) -> Tensor | None:
+def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor | None:
     """Returns `silu(gate) * up` of `x @ weight.T`, `[M, I]`; None where one kernel is not faster.
 
-    `x` is `[M, K]` with a large M, `weight` is `[2 * I, K]`, gate rows first.
+    `x` is `[M, K]`, `weight` is `[2 * I, K]`, gate rows first.
     """
     (num_rows, depth), size = x.shape, weight.shape[0] // 2
-    if num_rows < _MIN_ROWS or depth > _MAX_K or not is_hopper():
+    if num_rows <= _MAX_SMALL_M:
+        plan = gemm.choose(num_rows, depth, 2 * size, x.dtype, False)
+        return None if plan is None else gemm.run(plan, x, weight, None, x.dtype, gated=True)
+    if num_rows < _MIN_LARGE_M or depth > _MAX_K or not is_hopper():
         return None
-    if x.dtype == torch.float32 or depth % _BLOCK_K or size % _BLOCK_N:
+    if x.dtype == torch.float32 or depth % _BK.value or size % _BN.value:
         return None
-    return run(x, weight)
+    return run_large_m(x, weight)
 
 
-def run(x: Tensor, weight: Tensor) -> Tensor:
-    """Run the kernel regardless of its speed; K and I have to be multiples of 64."""
+def run_large_m(x: Tensor, weight: Tensor) -> Tensor:
+    """Run the kernel for many rows regardless of its speed; K and I have to be multiples of 64."""
     (num_rows, depth), size = x.shape, weight.shape[0] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(num_rows, _BLOCK_M) * (size // _BLOCK_N)
-    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    _gate_up_silu[(min(tiles, 2 * num_sms),)](
-        TensorDescriptor.from_tensor(x, [_BLOCK_M, _BLOCK_K]),
-        TensorDescriptor.from_tensor(weight, [_BLOCK_N, _BLOCK_K]),
-        TensorDescriptor.from_tensor(out, [_BLOCK_M, _BLOCK_N]),
-        num_rows,
-        size,
-        depth,
-        BM=_BLOCK_M,
-        BN=_BLOCK_N,
-        BK=_BLOCK_K,
-        STAGES=_STAGES,
-        GROUP_M=_GROUP_M,
+    tiles = triton.cdiv(num_rows, _BM.value) * (size // _BN.value)
+    _gate_up_silu[(min(tiles, 2 * num_sms(x.device)),)](
+        x=TensorDescriptor.from_tensor(x, [_BM.value, _BK.value]),
+        weight=TensorDescriptor.from_tensor(weight, [_BN.value, _BK.value]),
+        out=TensorDescriptor.from_tensor(out, [_BM.value, _BN.value]),
+        num_rows=num_rows,
+        size=size,
+        depth=depth,
         **launch_options(_WARPS, num_rows),
     )
     return out

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
-_BLOCK = 128
+_BLOCK = tl.constexpr(128)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -23,10 +23,9 @@ def _gather_inputs(
     table_stride,
     page_rows,
     PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     inside = token < num_tokens
     pdl_wait(PDL)
     slot = tl.load(token_slots + token, mask=inside, other=0).to(tl.int64)
@@ -60,19 +59,18 @@ def gather_inputs(
     num_tokens = len(token_slots)
     ids = torch.empty(num_tokens, dtype=torch.int64, device=token_slots.device)
     slot_mapping = torch.empty_like(ids)
-    _gather_inputs[(triton.cdiv(num_tokens, _BLOCK),)](
-        token_slots,
-        positions,
-        token_pool,
-        page_table,
-        ids,
-        slot_mapping,
-        num_tokens,
-        token_pool.stride(0),
-        page_table.stride(0),
-        page_rows,
+    _gather_inputs[(triton.cdiv(num_tokens, _BLOCK.value),)](
+        token_slots=token_slots,
+        positions=positions,
+        token_pool=token_pool,
+        page_table=page_table,
+        ids=ids,
+        slot_mapping=slot_mapping,
+        num_tokens=num_tokens,
+        pool_stride=token_pool.stride(0),
+        table_stride=page_table.stride(0),
+        page_rows=page_rows,
         PAGE=page_size,
-        BLOCK=_BLOCK,
         **launch_options(4, num_tokens),
     )
     return ids, slot_mapping

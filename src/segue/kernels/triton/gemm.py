@@ -1,8 +1,9 @@
-"""GEMMs of few rows by a weight: they stream the weight once, with split-K where N gives too few programs.
+"""GEMMs by a weight: one kernel, for few rows as well as for the batch-invariant GEMMs.
 
-Operands are swapped: rows of the weight fill the tensor cores' 64 rows, tokens their columns. The fastest
-tile and split were measured for each shape (`bench/tune_gemm.py`) and are stored in `gemm.json`; shapes that
-are not in there use cuBLAS.
+A GEMM of few rows streams the weight once, with split-K where N gives too few programs. Its operands are
+swapped: rows of the weight fill the tensor cores' 64 rows, tokens their columns. The fastest tile and split
+were measured for each shape (`bench/tune_gemm.py`) and are stored in `gemm.json`; shapes that are not in
+there use cuBLAS.
 """
 
 import json
@@ -38,12 +39,28 @@ class GemmPlan:
 
 
 @triton.jit
-def _store_tile(out, acc, bias, n, m, num_rows, size, split, SPLITS: tl.constexpr, BIAS: tl.constexpr):
-    if BIAS:
-        if split == 0:
-            acc += tl.load(bias + n).to(tl.float32)[:, None]
-    at = out + (split * num_rows + m[None, :]).to(tl.int64) * size + n[:, None]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=m[None, :] < num_rows)
+def silu_mul_tile(gate, up):
+    """Returns the activation of the gated MLP."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def load_split_k(x, at, stride, inside, SPLITS: tl.constexpr):
+    """Returns the sum of split-K partials, which are `stride` apart, in order; or one ordinary tensor."""
+    total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(x + split * stride + at, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def grouped_tile(tile, num_rows, size, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr):
+    """Returns a tile's first row and column. GROUP_M blocks of rows run together and share the L2 cache."""
+    blocks, columns = tl.cdiv(num_rows, BM), tl.cdiv(size, BN)
+    group = tile // (GROUP_M * columns)
+    group_m = tl.minimum(blocks - group * GROUP_M, GROUP_M)
+    within = tile % (GROUP_M * columns)
+    return (group * GROUP_M + within % group_m) * BM, within // group_m * BN
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -60,90 +77,56 @@ def _gemm(
     BK: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    BIAS: tl.constexpr,
+    TMA: tl.constexpr,
+    SWAP: tl.constexpr,
+    GATED: tl.constexpr,
+    GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    split = tl.program_id(1)
-    m = tl.program_id(2) * BM + tl.arange(0, BM)
-    k = split * (depth // SPLITS) + tl.arange(0, BK)
-    weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
-    tokens = x + m[None, :].to(tl.int64) * depth + k[:, None]
-    pdl_wait(PDL)
-    acc = tl.zeros((BN, BM), tl.float32)
-    for i in tl.range(0, depth // SPLITS // BK, num_stages=STAGES):
-        w = tl.load(weights + i * BK)
-        t = tl.load(tokens + i * BK, mask=m[None, :] < num_rows, other=0.0)
-        acc = tl.dot(w, t, acc)
-    pdl_launch_dependents(PDL)
-    _store_tile(out, acc, bias, n, m, num_rows, size, split, SPLITS, BIAS)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _gate_up_silu(
-    x,
-    weight,
-    out,
-    num_rows,
-    size,
-    depth,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    r = tl.arange(0, BN)
-    half: tl.constexpr = BN // 2
-    first = tl.program_id(0) * half
-    n = first + r % half + (r // half) * size  # half of the rows are of the gate, half of the up projection
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
-    k = tl.arange(0, BK)
-    weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
-    tokens = x + m[None, :].to(tl.int64) * depth + k[:, None]
-    pdl_wait(PDL)
-    acc = tl.zeros((BN, BM), tl.float32)
-    for i in tl.range(0, depth // BK, num_stages=STAGES):
-        w = tl.load(weights + i * BK)
-        t = tl.load(tokens + i * BK, mask=m[None, :] < num_rows, other=0.0)
-        acc = tl.dot(w, t, acc)
-    pdl_launch_dependents(PDL)
-    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, half, BM)), (1, 2, 0)))
-    at = out + m[None, :].to(tl.int64) * size + (first + tl.arange(0, half))[:, None]
-    tl.store(at, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=m[None, :] < num_rows)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _gemm_tma(
-    x,
-    weight,
-    bias,
-    out,
-    num_rows,
-    size,
-    depth,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    first_n = tl.program_id(0) * BN
-    split = tl.program_id(1)
-    first_m = tl.program_id(2) * BM
+    if GROUP_M:
+        first_m, first_n = grouped_tile(tl.program_id(0), num_rows, size, BM, BN, GROUP_M)
+        split = 0
+    else:
+        first_n, split, first_m = tl.program_id(0) * BN, tl.program_id(1), tl.program_id(2) * BM
     first_k = split * (depth // SPLITS)
+    r, m, n = tl.arange(0, BN), first_m + tl.arange(0, BM), first_n + tl.arange(0, BN)
+    if not TMA:
+        if GATED:  # half of the rows are of the gate, half of the up projection
+            n = first_n // 2 + r % (BN // 2) + (r // (BN // 2)) * size
+        k = first_k + tl.arange(0, BK)
+        weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
+        tokens = x + m[:, None].to(tl.int64) * depth + k[None, :]
     pdl_wait(PDL)
-    acc = tl.zeros((BN, BM), tl.float32)
-    for i in tl.range(0, depth // SPLITS // BK, num_stages=STAGES):
-        w = weight.load([first_n, first_k + i * BK])
-        t = x.load([first_m, first_k + i * BK])
-        acc = tl.dot(w, t.T, acc)
+    acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    for k in tl.range(0, depth // SPLITS, BK, num_stages=STAGES):
+        if TMA:  # loads beyond the edges give zeros
+            w = weight.load([first_n, first_k + k])
+            t = x.load([first_m, first_k + k])
+        else:
+            w = tl.load(weights + k)
+            t = tl.load(tokens + k, mask=m[:, None] < num_rows, other=0.0)
+        if SWAP:
+            acc = tl.dot(w, t.T, acc)
+        else:
+            acc = tl.dot(t, w.T, acc)
     pdl_launch_dependents(PDL)
-    n = first_n + tl.arange(0, BN)
-    m = first_m + tl.arange(0, BM)
-    _store_tile(out, acc, bias, n, m, num_rows, size, split, SPLITS, BIAS)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BN // 2, BM)), (1, 2, 0)))
+        acc = silu_mul_tile(gate, up)
+        n = first_n // 2 + tl.arange(0, BN // 2)
+    elif bias is not None:
+        if split == 0:
+            b = tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)
+            acc += b[:, None] if SWAP else b[None, :]
+    if SWAP:
+        m, n = m[None, :], n[:, None]
+    else:
+        m, n = m[:, None], n[None, :]
+    inside = m < num_rows
+    if GROUP_M:  # otherwise the size is a multiple of BN
+        inside = inside & (n < size)
+    at = out + (split * num_rows + m).to(tl.int64) * size + n
+    tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def gemm(
@@ -167,63 +150,54 @@ def gemm(
     return run(plan, x, weight, bias, dtype or x.dtype)
 
 
-def run(plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Run the GEMM with `plan`; returns split-K partials if the plan splits K."""
-    (num_rows, depth), size = x.shape, weight.shape[0]
-    if plan.splits > 1:
-        out = torch.empty((plan.splits, num_rows, size), dtype=torch.float32, device=x.device)
-    else:
-        out = torch.empty((num_rows, size), dtype=dtype, device=x.device)
-    grid = (size // plan.block_n, plan.splits, triton.cdiv(num_rows, plan.block_m))
-    kernel = _gemm
-    operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor] = (x, weight)
-    if plan.tma:
-        kernel = _gemm_tma
-        operands = (
-            TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]),
-            TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]),
-        )
-    options = launch_options(plan.warps, num_rows)
-    kernel[grid](
-        *operands,
-        weight if bias is None else bias,
-        out,
-        num_rows,
-        size,
-        depth,
+def run(
+    plan: GemmPlan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    swap: bool = True,
+    gated: bool = False,
+    group_m: int = 0,
+) -> Tensor:
+    """Run the GEMM with `plan`; returns split-K partials if the plan splits K.
+
+    Args:
+        plan: the tile. Its sizes have to divide those of the weight, except with `group_m`.
+        x: `[M, K]`.
+        weight: `[N, K]`.
+        bias: `[N]`.
+        dtype: of the result, unless these are split-K partials.
+        swap: rows of the weight, not tokens, fill the tensor cores' 64 rows.
+        gated: the weight is `[2 * I, K]`, gate rows first; the result is `silu(gate) * up`, `[M, I]`. Threads
+            load the tiles, because half of a tile's rows are of the gate.
+        group_m: the blocks of tokens whose tiles run at the same time; 0: all. The plan must use TMA.
+    """
+    (num_rows, depth), num_columns = x.shape, weight.shape[0]
+    size = num_columns // 2 if gated else num_columns
+    shape = (plan.splits, num_rows, size) if plan.splits > 1 else (num_rows, size)
+    out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else dtype, device=x.device)
+    tma = plan.tma and not gated
+    columns, blocks = triton.cdiv(num_columns, plan.block_n), triton.cdiv(num_rows, plan.block_m)
+    _gemm[(columns * blocks,) if group_m else (columns, plan.splits, blocks)](
+        x=TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]) if tma else x,
+        weight=TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]) if tma else weight,
+        bias=bias,
+        out=out,
+        num_rows=num_rows,
+        size=size,
+        depth=depth,
         BM=plan.block_m,
         BN=plan.block_n,
         BK=plan.block_k,
         SPLITS=plan.splits,
         STAGES=plan.stages,
-        BIAS=bias is not None,
-        **options,
-    )
-    return out
-
-
-def gate_up_silu_gemm_small_m(x: Tensor, weight: Tensor) -> Tensor | None:
-    """Returns `silu(gate) * up` of `x @ weight.T`, `[M, I]`; None where one kernel is not faster.
-
-    `x` is `[M, K]` with a small M, `weight` is `[2 * I, K]`, gate rows first.
-    """
-    (num_rows, depth), size = x.shape, weight.shape[0] // 2
-    plan = choose(*x.shape, weight.shape[0], x.dtype, False)
-    if plan is None or num_rows > 64:
-        return None
-    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
-    _gate_up_silu[(2 * size // plan.block_n, triton.cdiv(num_rows, plan.block_m))](
-        x,
-        weight,
-        out,
-        num_rows,
-        size,
-        depth,
-        BM=plan.block_m,
-        BN=plan.block_n,
-        BK=plan.block_k,
-        STAGES=plan.stages,
-        **launch_options(plan.warps, num_rows),
+        TMA=tma,
+        SWAP=swap,
+        GATED=gated,
+        GROUP_M=group_m,
+        **launch_options(plan.warps, None if group_m else num_rows),
     )
     return out
 

@@ -37,8 +37,17 @@ def is_hopper() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
-def launch_options(num_warps: int, rows: int) -> dict[str, int | bool]:
-    """Returns the launch options that all kernels here take; `rows` is the number of tokens of the step."""
+@cache
+def num_sms(device: torch.device) -> int:
+    """Returns the number of streaming multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch_options(num_warps: int, rows: int | None) -> dict[str, int | bool]:
+    """Returns the launch options that all kernels here take.
+
+    `rows` is the number of tokens of the step; with None, PDL is never EARLY.
+    """
     pdl = is_hopper()
-    mode = OFF if not pdl else EARLY if rows <= _FEW_ROWS else LATE
+    mode = OFF if not pdl else EARLY if rows is not None and rows <= _FEW_ROWS else LATE
     return {"PDL": mode.value, "launch_pdl": pdl, "num_warps": num_warps}

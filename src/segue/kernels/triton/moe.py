@@ -4,7 +4,9 @@ A pair is a token and one of its experts. Few tokens rarely share experts: then 
 pair's expert, and the second GEMM also sums over a token's pairs. The pairs of more tokens are sorted by
 expert and split into tiles of one expert each; a last kernel sums over a token's pairs. Pairs are always
 added in order, never by atomics, so a replay gives the same bits. The tile configurations were measured for
-each shape (`bench/tune_moe.py`) and are stored in `moe.json`.
+each shape (`bench/tune_moe.py`) and are stored in `moe.json`. PDL is never early here: the GEMMs fill the
+device even for one token, and a successor that starts early and waits on the same SMs costs a third
+(measured: 32 against 24 µs).
 """
 
 import json
@@ -23,10 +25,6 @@ from segue.kernels.triton.launch import launch_options
 from segue.kernels.triton.moe_routing import sort
 
 TABLE = Path(__file__).parent / "moe.json"
-_SUM_BLOCK = 1024  # columns per program of `sum_pairs`
-# The rows for `launch_options`, so that PDL is never early: the GEMMs fill the device even for one token, and
-# a successor that starts early and waits on the same SMs costs a third (measured: 32 against 24 µs).
-_PDL_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +61,8 @@ def run(plan: MoEPlan, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor
         inner = gate_up_by_pair(plan.gate_up, x, gate_up, weights, experts)
         return down_by_token(plan.down, inner, down, experts)
     order, tiles = sort(experts, gate_up.shape[0], plan.block_m)
-    inner = gate_up_by_tile(plan.block_m, plan.gate_up, x, gate_up, weights, order, tiles)
-    parts = down_by_tile(plan.block_m, plan.down, inner, down, order, tiles)
+    inner = gemm_by_tile(plan.block_m, plan.gate_up, x, gate_up, weights, order, tiles)
+    parts = gemm_by_tile(plan.block_m, plan.down, inner, down, None, order, tiles)
     return sum_pairs(parts, experts, down.shape[0])
 
 
@@ -76,19 +74,19 @@ def gate_up_by_pair(
     size = rows // 2
     inner = torch.empty((experts.numel(), size), dtype=x.dtype, device=x.device)
     moe_gemm.gate_up_by_pair[(triton.cdiv(size, config.block_n), experts.numel())](
-        x,
-        weight,
-        experts,
-        weights,
-        inner,
-        hidden,
-        size,
-        num_experts,
+        x=x,
+        weight=weight,
+        experts=experts,
+        factors=weights,
+        inner=inner,
+        hidden=hidden,
+        size=size,
+        num_experts=num_experts,
         K=experts.shape[1],
         BN=config.block_n,
         BK=config.block_k,
         STAGES=config.stages,
-        **launch_options(config.warps, _PDL_ROWS),
+        **launch_options(config.warps, None),
     )
     return inner
 
@@ -98,97 +96,83 @@ def down_by_token(config: TileConfig, inner: Tensor, weight: Tensor, experts: Te
     (num_tokens, per_token), (num_experts, hidden, size) = experts.shape, weight.shape
     out = torch.empty((num_tokens, hidden), dtype=inner.dtype, device=inner.device)
     moe_gemm.down_by_token[(triton.cdiv(hidden, config.block_n), num_tokens)](
-        inner,
-        weight,
-        experts,
-        out,
-        size,
-        hidden,
-        num_experts,
+        inner=inner,
+        weight=weight,
+        experts=experts,
+        out=out,
+        size=size,
+        hidden=hidden,
+        num_experts=num_experts,
         K=per_token,
         BN=config.block_n,
         BK=config.block_k,
         STAGES=config.stages,
-        **launch_options(config.warps, _PDL_ROWS),
+        **launch_options(config.warps, None),
     )
     return out
 
 
-def gate_up_by_tile(
-    block_m: int, config: TileConfig, x: Tensor, weight: Tensor, weights: Tensor, order: Tensor, tiles: Tensor
+def gemm_by_tile(
+    block_m: int,
+    config: TileConfig,
+    x: Tensor,
+    weight: Tensor,
+    weights: Tensor | None,
+    order: Tensor,
+    tiles: Tensor,
 ) -> Tensor:
-    """Returns the weighted `silu(gate) * up` of the pairs in `order`, `[T * k, I]`."""
-    (num_experts, rows, hidden), num_tokens = weight.shape, x.shape[0]
-    size = rows // 2
-    inner = torch.empty((len(order), size), dtype=x.dtype, device=x.device)
-    flat, tile = weight.view(num_experts * rows, hidden), [config.block_n, config.block_k]
-    if block_m >= 64:  # one TMA load takes rows of the gate and of the up projection
-        flat, tile = weight.view(num_experts * 2, size, hidden), [2, *tile]
-    moe_gemm.gate_up_by_tile[(tiles.shape[1] * triton.cdiv(size, config.block_n),)](
-        x,
-        TensorDescriptor.from_tensor(flat, tile) if config.tma else flat,
-        order,
-        tiles,
-        weights,
-        inner,
-        tiles.shape[1],
-        hidden,
-        size,
-        K=len(order) // num_tokens,
+    """Run one of the GEMMs, the first one if there are routing `weights`.
+
+    Returns the weighted `silu(gate) * up` of the pairs in `order`, `[T * k, I]`; or the pairs' outputs in the
+    order of tokens, `[T * k, H]`, undefined for pairs of no expert.
+    """
+    (num_experts, rows, depth), gated = weight.shape, weights is not None
+    size = rows // 2 if gated else rows
+    out = torch.empty((len(order), size), dtype=x.dtype, device=x.device)
+    flat, tile = weight.view(num_experts * rows, depth), [config.block_n, config.block_k]
+    if gated and block_m >= 64:  # one TMA load takes rows of the gate and of the up projection
+        flat, tile = weight.view(num_experts * 2, size, depth), [2, *tile]
+
+    def tokens(rows: int) -> Tensor | TensorDescriptor:
+        by_tma = config.tma and not gated
+        return TensorDescriptor.from_tensor(x, [rows, config.block_k]) if by_tma else x
+
+    moe_gemm.gemm_by_tile[(tiles.shape[1] * triton.cdiv(size, config.block_n),)](
+        x=tokens(block_m),
+        half_x=tokens(block_m // 2),
+        weight=TensorDescriptor.from_tensor(flat, tile) if config.tma else flat,
+        order=order,
+        tiles=tiles,
+        factors=weights,
+        out=out,
+        num_tiles=tiles.shape[1],
+        depth=depth,
+        size=size,
+        K=len(order) // len(x),
         BM=block_m,
         BN=config.block_n,
         BK=config.block_k,
         STAGES=config.stages,
         HALVES=config.halves,
         TMA=config.tma,
-        EVEN=hidden % config.block_k == 0,
-        PRECISION=_precision(x),
-        **launch_options(config.warps, _PDL_ROWS),
+        EVEN=gated and depth % config.block_k == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        **launch_options(config.warps, None),
     )
-    return inner
-
-
-def down_by_tile(
-    block_m: int, config: TileConfig, inner: Tensor, weight: Tensor, order: Tensor, tiles: Tensor
-) -> Tensor:
-    """Run the second GEMM: `[T * k, H]` in the order of tokens, undefined for pairs of no expert."""
-    num_experts, hidden, size = weight.shape
-    parts = torch.empty((len(order), hidden), dtype=inner.dtype, device=inner.device)
-    flat = weight.view(num_experts * hidden, size)
-    moe_gemm.down_by_tile[(tiles.shape[1] * triton.cdiv(hidden, config.block_n),)](
-        TensorDescriptor.from_tensor(inner, [block_m, config.block_k]) if config.tma else inner,
-        TensorDescriptor.from_tensor(inner, [block_m // 2, config.block_k]) if config.tma else inner,
-        TensorDescriptor.from_tensor(flat, [config.block_n, config.block_k]) if config.tma else flat,
-        order,
-        tiles,
-        parts,
-        tiles.shape[1],
-        size,
-        hidden,
-        BM=block_m,
-        BN=config.block_n,
-        BK=config.block_k,
-        STAGES=config.stages,
-        HALVES=config.halves,
-        TMA=config.tma,
-        PRECISION=_precision(inner),
-        **launch_options(config.warps, _PDL_ROWS),
-    )
-    return parts
+    return out
 
 
 def sum_pairs(parts: Tensor, experts: Tensor, num_experts: int) -> Tensor:
     """Returns the sum over each token's pairs, `[T, H]`."""
     (num_tokens, per_token), hidden = experts.shape, parts.shape[1]
     out = torch.empty((num_tokens, hidden), dtype=parts.dtype, device=parts.device)
-    moe_gemm.sum_pairs[(num_tokens, triton.cdiv(hidden, _SUM_BLOCK))](
-        parts,
-        experts,
-        out,
-        hidden,
-        num_experts,
+    moe_gemm.sum_pairs[(num_tokens, triton.cdiv(hidden, moe_gemm.SUM_BLOCK.value))](
+        parts=parts,
+        experts=experts,
+        out=out,
+        hidden=hidden,
+        num_experts=num_experts,
         K=per_token,
-        BLOCK=_SUM_BLOCK,
         **launch_options(4, num_tokens),
     )
     return out
@@ -212,10 +196,6 @@ def choose(
         config = TileConfig(32, 32, 2, 4) if wide else TileConfig(64, 64, 3, 4)
         return MoEPlan(16, config, config)
     return MoEPlan(64, TileConfig(64, 64, 3, 4), TileConfig(128, 64, 3, 4))
-
-
-def _precision(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 @cache

@@ -3,12 +3,10 @@
 import triton
 import triton.language as tl
 
+from segue.kernels.triton.gemm import silu_mul_tile
 from segue.kernels.triton.launch import pdl_launch_dependents, pdl_wait
 
-
-@triton.jit
-def _silu_mul(gate, up):
-    return gate / (1.0 + tl.exp(-gate)) * up
+SUM_BLOCK = tl.constexpr(1024)  # columns per program of `sum_pairs`
 
 
 @triton.jit
@@ -45,7 +43,7 @@ def gate_up_by_pair(
             gate += g.to(tl.float32) * t
             up += u.to(tl.float32) * t
         pdl_launch_dependents(PDL)
-        result = _silu_mul(tl.sum(gate, 1), tl.sum(up, 1)) * factor
+        result = silu_mul_tile(tl.sum(gate, 1), tl.sum(up, 1)) * factor
         tl.store(inner + pair.to(tl.int64) * size + n, result, mask=n < size)
 
 
@@ -82,15 +80,16 @@ def down_by_token(
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def gate_up_by_tile(
+def gemm_by_tile(
     x,
+    half_x,
     weight,
     order,
     tiles,
     factors,
-    inner,
+    out,
     num_tiles,
-    hidden,
+    depth,
     size,
     K: tl.constexpr,
     BM: tl.constexpr,
@@ -103,7 +102,11 @@ def gate_up_by_tile(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the first GEMM of a tile of one expert's pairs."""
+    """Compute one of the GEMMs of a tile of one expert's pairs.
+
+    With `factors` it is the first one: `x` are the tokens, and the results are in the order of the pairs.
+    Without, it is the second: `x` are the results of the first, and the results are in the order of tokens.
+    """
     blocks = tl.cdiv(size, BN)
     tile, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BN
     pdl_wait(PDL)
@@ -113,26 +116,26 @@ def gate_up_by_tile(
         rows = tl.load(tiles + 2 * num_tiles + tile)
         # fmt: off
         if HALVES and rows <= BM // 2:
-            _gate_up(x, weight, order, factors, inner, expert, start, rows, first, hidden, size,
-                     K, BM // 2, BN, BK, STAGES, TMA, EVEN, PRECISION, PDL)
+            _gemm(half_x, weight, order, factors, out, expert, start, rows, first, depth, size,
+                  K, BM // 2, BN, BK, STAGES, TMA, EVEN, PRECISION, PDL)
         else:
-            _gate_up(x, weight, order, factors, inner, expert, start, rows, first, hidden, size,
-                     K, BM, BN, BK, STAGES, TMA, EVEN, PRECISION, PDL)
+            _gemm(x, weight, order, factors, out, expert, start, rows, first, depth, size,
+                  K, BM, BN, BK, STAGES, TMA, EVEN, PRECISION, PDL)
         # fmt: on
 
 
 @triton.jit
-def _gate_up(
+def _gemm(
     x,
     weight,
     order,
     factors,
-    inner,
+    out,
     expert,
     start,
     rows,
     first,
-    hidden,
+    depth,
     size,
     K: tl.constexpr,
     BM: tl.constexpr,
@@ -144,133 +147,66 @@ def _gate_up(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # With 64 pairs or more, pairs are the rows of one GEMM and rows of both projections its columns. With
-    # fewer, pairs are the columns of two GEMMs.
-    m, n, k, r = tl.arange(0, BM), first + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, 2 * BN)
+    # With 64 pairs or more, pairs are the rows of one GEMM, and rows of the weight (of both projections, if
+    # there is a gate) its columns. With fewer, pairs are the columns: of two GEMMs, if there is a gate.
+    GATED: tl.constexpr = factors is not None
+    PARTS: tl.constexpr = 2 if GATED else 1
+    m, n, k, r = tl.arange(0, BM), first + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, PARTS * BN)
     inside = m < rows
     pair = tl.load(order + start + m, mask=inside, other=0)
-    factor = tl.load(factors + pair, mask=inside, other=0.0)
-    tokens = x + (pair // K)[:, None].to(tl.int64) * hidden + k[None, :]
+    if GATED:
+        factor = tl.load(factors + pair, mask=inside, other=0.0)
+        tokens = x + (pair // K)[:, None].to(tl.int64) * depth + k[None, :]
+    elif not TMA:
+        tokens = x + (start + m)[:, None].to(tl.int64) * depth + k[None, :]
     if not TMA:
-        row = expert.to(tl.int64) * 2 * size + first + r % BN + (r // BN) * size
-        both = weight + row[:, None] * hidden + k[None, :]
-        gates = weight + (expert.to(tl.int64) * 2 * size + n[:, None]) * hidden + k[None, :]
-        ups = gates + size.to(tl.int64) * hidden
-    gate = tl.zeros((BN, BM), tl.float32)
-    up = gate
-    acc = tl.zeros((BM, 2 * BN), tl.float32)
-    for i in tl.range(0, hidden, BK, num_stages=STAGES):
-        if EVEN:
+        expert_row = expert.to(tl.int64) * PARTS * size
+        all_parts = weight + (expert_row + first + r % BN + (r // BN) * size)[:, None] * depth + k[None, :]
+        gates = weight + (expert_row + n[:, None]) * depth + k[None, :]
+        ups = gates + size.to(tl.int64) * depth
+    acc = tl.zeros((BN, BM) if BM < 64 else (BM, PARTS * BN), tl.float32)
+    up = acc
+    for i in tl.range(0, depth, BK, num_stages=STAGES):
+        if not GATED and TMA:  # also loads rows of other pairs and experts, whose results are not stored
+            t = x.load([start, i])
+        elif EVEN:
             t = tl.load(tokens + i, mask=inside[:, None], other=0.0)
         else:
-            t = tl.load(tokens + i, mask=inside[:, None] & (i + k < hidden)[None, :], other=0.0)
+            t = tl.load(tokens + i, mask=inside[:, None] & (i + k < depth)[None, :], other=0.0)
         if BM < 64:
             if TMA:
-                g = weight.load([expert * 2 * size + first, i])
-                u = weight.load([expert * 2 * size + first + size, i])
+                w = weight.load([expert * PARTS * size + first, i])
             else:
-                g = tl.load(gates + i, mask=(n < size)[:, None] & (i + k < hidden)[None, :], other=0.0)
-                u = tl.load(ups + i, mask=(n < size)[:, None] & (i + k < hidden)[None, :], other=0.0)
-            gate = tl.dot(g, t.T, gate, input_precision=PRECISION)
-            up = tl.dot(u, t.T, up, input_precision=PRECISION)
+                w = tl.load(gates + i, mask=(n < size)[:, None] & (i + k < depth)[None, :], other=0.0)
+            if GATED:
+                if TMA:
+                    u = weight.load([expert * PARTS * size + first + size, i])
+                else:
+                    u = tl.load(ups + i, mask=(n < size)[:, None] & (i + k < depth)[None, :], other=0.0)
+            acc = tl.dot(w, t.T, acc, input_precision=PRECISION)
+            if GATED:
+                up = tl.dot(u, t.T, up, input_precision=PRECISION)
         else:
-            if TMA:
+            if not TMA:
+                there = (first + r % BN < size)[:, None] & (i + k < depth)[None, :]
+                w = tl.load(all_parts + i, mask=there, other=0.0)
+            elif GATED:
                 w = weight.load([2 * expert, first, i]).reshape(2 * BN, BK)
             else:
-                there = (first + r % BN < size)[:, None] & (i + k < hidden)[None, :]
-                w = tl.load(both + i, mask=there, other=0.0)
+                w = weight.load([expert * size + first, i])
             acc = tl.dot(t, w.T, acc, input_precision=PRECISION)
     pdl_launch_dependents(PDL)
     if BM < 64:
-        gate, up = gate.T, up.T
+        acc, up = acc.T, up.T
+    elif GATED:
+        acc, up = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
+    if GATED:
+        acc = silu_mul_tile(acc, up) * factor[:, None]
+        row = start + m
     else:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
-    result = (_silu_mul(gate, up) * factor[:, None]).to(inner.dtype.element_ty)
-    at = inner + (start + m)[:, None].to(tl.int64) * size + n[None, :]
-    tl.store(at, result, mask=inside[:, None] & (n < size)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_tiles"])
-def down_by_tile(
-    inner,
-    half_inner,
-    weight,
-    order,
-    tiles,
-    out,
-    num_tiles,
-    size,
-    hidden,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    HALVES: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Compute the second GEMM of a tile; stores pairs in the order of tokens."""
-    blocks = tl.cdiv(hidden, BN)
-    tile, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BN
-    pdl_wait(PDL)
-    expert = tl.load(tiles + tile)
-    if expert >= 0:
-        start = tl.load(tiles + num_tiles + tile)
-        rows = tl.load(tiles + 2 * num_tiles + tile)
-        # fmt: off
-        if HALVES and rows <= BM // 2:
-            _down(half_inner, weight, order, out, expert, start, rows, first, size, hidden,
-                  BM // 2, BN, BK, STAGES, TMA, PRECISION, PDL)
-        else:
-            _down(inner, weight, order, out, expert, start, rows, first, size, hidden,
-                  BM, BN, BK, STAGES, TMA, PRECISION, PDL)
-        # fmt: on
-
-
-@triton.jit
-def _down(
-    inner,
-    weight,
-    order,
-    out,
-    expert,
-    start,
-    rows,
-    first,
-    size,
-    hidden,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    m, n, k = tl.arange(0, BM), first + tl.arange(0, BN), tl.arange(0, BK)
-    inside = m < rows
-    pair = tl.load(order + start + m, mask=inside, other=0)
-    if not TMA:
-        tokens = inner + (start + m)[:, None].to(tl.int64) * size + k[None, :]
-        weights = weight + (expert.to(tl.int64) * hidden + n[:, None]) * size + k[None, :]
-    acc = tl.zeros((BN, BM) if BM < 64 else (BM, BN), tl.float32)
-    for i in tl.range(0, size, BK, num_stages=STAGES):
-        if TMA:  # also loads rows of other pairs and experts, whose results are not stored
-            t = inner.load([start, i])
-            w = weight.load([expert * hidden + first, i])
-        else:
-            t = tl.load(tokens + i, mask=inside[:, None] & (i + k < size)[None, :], other=0.0)
-            w = tl.load(weights + i, mask=(n < hidden)[:, None] & (i + k < size)[None, :], other=0.0)
-        if BM < 64:
-            acc = tl.dot(w, t.T, acc, input_precision=PRECISION)
-        else:
-            acc = tl.dot(t, w.T, acc, input_precision=PRECISION)
-    pdl_launch_dependents(PDL)
-    if BM < 64:
-        acc = acc.T
-    at = out + pair[:, None].to(tl.int64) * hidden + n[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (n < hidden)[None, :])
+        row = pair
+    at = out + row[:, None].to(tl.int64) * size + n[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (n < size)[None, :])
 
 
 @triton.jit
@@ -281,14 +217,13 @@ def sum_pairs(
     hidden,
     num_experts,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Sum over each token's pairs, in order; skips pairs of no expert."""
     token = tl.program_id(0)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.program_id(1) * SUM_BLOCK + tl.arange(0, SUM_BLOCK)
     pdl_wait(PDL)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((SUM_BLOCK,), tl.float32)
     for j in tl.static_range(K):
         pair = token * K + j
         known = (n < hidden) & (tl.load(experts + pair) < num_experts)

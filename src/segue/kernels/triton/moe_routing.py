@@ -11,11 +11,11 @@ from torch import Tensor
 
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
-_TOKENS = 4  # tokens per program of `_route`
-_CHUNK = 2048  # pairs that a program counts at a time
-_PAIRS = 128  # pairs that a program of `_sort` writes to their sorted positions; a divisor of `_CHUNK`
-_TILES = 64  # entries of the table of tiles that a program of `_sort` writes at a time
-_CHUNKS = 16  # chunks whose counts a program of `_sort` adds up at a time
+_TOKENS = tl.constexpr(4)  # tokens per program of `_route`
+_CHUNK = tl.constexpr(2048)  # pairs that a program counts at a time
+_PAIRS = tl.constexpr(128)  # pairs that a program of `_sort` puts in their places; a divisor of `_CHUNK`
+_TILES = tl.constexpr(64)  # entries of the table of tiles that a program of `_sort` writes at a time
+_CHUNKS = tl.constexpr(16)  # chunks whose counts a program of `_sort` adds up at a time
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -28,13 +28,11 @@ def _route(
     num_experts,
     K: tl.constexpr,
     RENORMALISE: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
     EP: tl.constexpr,
     KP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    t = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     e, j = tl.arange(0, EP), tl.arange(0, KP)
     inside = t < num_tokens
     pdl_wait(PDL)
@@ -44,14 +42,14 @@ def _route(
         other=float("-inf"),
     ).to(tl.float32)
     real = inside
-    if PADDED:
+    if num_unpadded is not None:
         real = inside & (t < tl.load(num_unpadded))
     pdl_launch_dependents(PDL)
     left = tl.where(x == x, x, float("-inf"))  # a token with NaN gets some experts, with weights NaN
     top = tl.max(left, 1)
     total = tl.sum(tl.exp(x - top[:, None]), 1)
-    chosen = tl.zeros((TOKENS, KP), tl.int32)
-    weight = tl.zeros((TOKENS, KP), tl.float32)
+    chosen = tl.zeros((_TOKENS, KP), tl.int32)
+    weight = tl.zeros((_TOKENS, KP), tl.float32)
     for i in tl.static_range(K):
         best, at = tl.max(left, 1, return_indices=True)  # of equal logits the lowest expert's
         chosen = tl.where(j[None, :] == i, at[:, None], chosen)
@@ -66,20 +64,18 @@ def _route(
 
 
 @triton.jit
-def _count_chunk(experts, start, end, num_experts, CHUNK: tl.constexpr, EP: tl.constexpr):
-    i = start + tl.arange(0, CHUNK)
+def _count_chunk(experts, start, end, num_experts, EP: tl.constexpr):
+    i = start + tl.arange(0, _CHUNK)
     expert = tl.load(experts + i, mask=i < end, other=num_experts).to(tl.int32)
     known = expert < num_experts
     return tl.histogram(tl.where(known, expert, 0), EP, mask=known)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _count(
-    experts, counted, num_pairs, num_experts, CHUNK: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr
-):
+def _count(experts, counted, num_pairs, num_experts, EP: tl.constexpr, PDL: tl.constexpr):
     chunk = tl.program_id(0)
     pdl_wait(PDL)
-    counts = _count_chunk(experts, chunk * CHUNK, num_pairs, num_experts, CHUNK, EP)
+    counts = _count_chunk(experts, chunk * _CHUNK, num_pairs, num_experts, EP)
     pdl_launch_dependents(PDL)
     tl.store(counted + chunk * EP + tl.arange(0, EP), counts)
 
@@ -95,26 +91,21 @@ def _sort(
     num_experts,
     BM: tl.constexpr,
     EP: tl.constexpr,
-    PAIRS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    COUNTED: tl.constexpr,
-    TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    first = tl.program_id(0) * PAIRS
-    e, p, c = tl.arange(0, EP), first + tl.arange(0, PAIRS), tl.arange(0, CHUNKS)
+    first = tl.program_id(0) * _PAIRS
+    e, p, c = tl.arange(0, EP), first + tl.arange(0, _PAIRS), tl.arange(0, _CHUNKS)
     pdl_wait(PDL)
-    before = _count_chunk(experts, first // CHUNK * CHUNK, first, num_experts, CHUNK, EP)
-    if COUNTED:
+    before = _count_chunk(experts, first // _CHUNK * _CHUNK, first, num_experts, EP)
+    if counted is not None:
         counts = tl.zeros((EP,), tl.int32)
-        for i in range(0, tl.cdiv(num_pairs, CHUNK), CHUNKS):
+        for i in range(0, tl.cdiv(num_pairs, _CHUNK), _CHUNKS):
             chunk = i + c[:, None]
-            found = tl.load(counted + chunk * EP + e[None, :], mask=chunk * CHUNK < num_pairs, other=0)
+            found = tl.load(counted + chunk * EP + e[None, :], mask=chunk * _CHUNK < num_pairs, other=0)
             counts += tl.sum(found, 0)
-            before += tl.sum(tl.where(chunk < first // CHUNK, found, 0), 0)
+            before += tl.sum(tl.where(chunk < first // _CHUNK, found, 0), 0)
     else:
-        counts = _count_chunk(experts, 0, num_pairs, num_experts, CHUNK, EP)
+        counts = _count_chunk(experts, 0, num_pairs, num_experts, EP)
     mine = tl.load(experts + p, mask=p < num_pairs, other=num_experts).to(tl.int32)
     pdl_launch_dependents(PDL)
     starts = tl.cumsum(counts, 0) - counts
@@ -123,8 +114,8 @@ def _sort(
     tl.store(order + to, p, mask=mine < num_experts)
     needed = tl.cdiv(counts, BM)
     ends = tl.cumsum(needed, 0)
-    for i in range(tl.program_id(0) * TILES, num_tiles, tl.num_programs(0) * TILES):
-        tile = i + tl.arange(0, TILES)
+    for i in range(tl.program_id(0) * _TILES, num_tiles, tl.num_programs(0) * _TILES):
+        tile = i + tl.arange(0, _TILES)
         found_at = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
         bin = tl.minimum(found_at, EP - 1)
         row = (tile - tl.gather(ends - needed, bin, 0)) * BM
@@ -138,21 +129,19 @@ def _sort(
 def route(
     logits: Tensor, per_token: int, *, renormalise: bool, num_unpadded: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `segue.kernels.moe.route`; among equal logits the lowest expert wins. Experts are int32."""
+    """See `segue.kernels.ops.route`; among equal logits the lowest expert wins. Experts are int32."""
     num_tokens, num_experts = logits.shape
     weights = torch.empty((num_tokens, per_token), dtype=torch.float32, device=logits.device)
     experts = torch.empty((num_tokens, per_token), dtype=torch.int32, device=logits.device)
-    _route[(triton.cdiv(num_tokens, _TOKENS),)](
-        logits,
-        logits if num_unpadded is None else num_unpadded,
-        weights,
-        experts,
-        num_tokens,
-        num_experts,
+    _route[(triton.cdiv(num_tokens, _TOKENS.value),)](
+        logits=logits,
+        num_unpadded=num_unpadded,
+        weights=weights,
+        experts=experts,
+        num_tokens=num_tokens,
+        num_experts=num_experts,
         K=per_token,
         RENORMALISE=renormalise,
-        PADDED=num_unpadded is not None,
-        TOKENS=_TOKENS,
         EP=triton.next_power_of_2(num_experts),
         KP=triton.next_power_of_2(per_token),
         **launch_options(4, num_tokens),
@@ -170,31 +159,32 @@ def sort(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor]
             the tile's first pair in `order`, and the number of its pairs.
     """
     (num_tokens, _), num_pairs = experts.shape, experts.numel()
-    bins, num_chunks = max(32, triton.next_power_of_2(num_experts)), triton.cdiv(num_pairs, _CHUNK)
-    counted = experts
+    bins, num_chunks = max(32, triton.next_power_of_2(num_experts)), triton.cdiv(num_pairs, _CHUNK.value)
+    counted = None
     if num_chunks > 1:
         counted = torch.empty((num_chunks, bins), dtype=torch.int32, device=experts.device)
-        options = launch_options(8, num_tokens)
-        _count[(num_chunks,)](experts, counted, num_pairs, num_experts, CHUNK=_CHUNK, EP=bins, **options)
+        _count[(num_chunks,)](
+            experts=experts,
+            counted=counted,
+            num_pairs=num_pairs,
+            num_experts=num_experts,
+            EP=bins,
+            **launch_options(8, num_tokens),
+        )
     busy = min(num_experts, num_pairs)
     num_tiles = busy + (num_pairs - busy) // block
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=experts.device)
-    _sort[(triton.cdiv(num_pairs, _PAIRS),)](
-        experts,
-        counted,
-        order,
-        tiles,
-        num_pairs,
-        num_tiles,
-        num_experts,
+    _sort[(triton.cdiv(num_pairs, _PAIRS.value),)](
+        experts=experts,
+        counted=counted,
+        order=order,
+        tiles=tiles,
+        num_pairs=num_pairs,
+        num_tiles=num_tiles,
+        num_experts=num_experts,
         BM=block,
         EP=bins,
-        PAIRS=_PAIRS,
-        CHUNK=_CHUNK,
-        CHUNKS=_CHUNKS,
-        COUNTED=num_chunks > 1,
-        TILES=_TILES,
         **launch_options(8, num_tokens),
     )
     return order, tiles

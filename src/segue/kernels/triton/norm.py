@@ -1,10 +1,11 @@
-"""RMSNorm fused with the addition to the residual stream. See `segue.kernels.norm`."""
+"""RMSNorm fused with the addition to the residual stream. See `segue.kernels.ops`."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from segue.kernels.triton.gemm import load_split_k
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 
@@ -19,7 +20,6 @@ def _add_rms_norm(
     size,
     eps,
     SPLITS: tl.constexpr,
-    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -28,10 +28,8 @@ def _add_rms_norm(
     inside = columns < size
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_wait(PDL)
-    total = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(x + (split * num_rows + row) * size + columns, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
+    total = load_split_k(x, row * size + columns, num_rows.to(tl.int64) * size, inside, SPLITS)
+    if residual is not None:
         total += tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_launch_dependents(PDL)
     rounded = total.to(total_out.dtype.element_ty)
@@ -42,23 +40,21 @@ def _add_rms_norm(
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `segue.kernels.norm.add_rms_norm`; `x` may be split-K partials, float32 `[S, T, N]`."""
+    """See `segue.kernels.ops.add_rms_norm`; `x` may be split-K partials, float32 `[S, T, N]`."""
     num_rows, size = x.shape[-2], x.shape[-1]
-    splits = x.shape[0] if x.dim() == 3 else 1
     normed = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)
     total = torch.empty_like(normed)
     block = triton.next_power_of_2(size)
     _add_rms_norm[(num_rows,)](
-        x,
-        x if residual is None else residual,
-        weight,
-        normed,
-        total,
-        num_rows,
-        size,
-        eps,
-        SPLITS=splits,
-        ADD=residual is not None,
+        x=x,
+        residual=residual,
+        weight=weight,
+        normed=normed,
+        total_out=total,
+        num_rows=num_rows,
+        size=size,
+        eps=eps,
+        SPLITS=x.shape[0] if x.dim() == 3 else 1,
         BLOCK=block,
         **launch_options(min(8, max(1, block // 512)), num_rows),
     )

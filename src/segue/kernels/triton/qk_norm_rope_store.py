@@ -7,15 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from segue.kernels.triton.gemm import load_split_k
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
-
-
-@triton.jit
-def _load_half(x, row, splits_stride, at, inside, SPLITS: tl.constexpr):
-    value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, SPLITS):
-        value += tl.load(x + split * splits_stride + row + at, mask=inside, other=0.0).to(tl.float32)
-    return value
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -36,7 +29,6 @@ def _qk_norm_rope_store(
     D: tl.constexpr,
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
-    NORM: tl.constexpr,
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -52,13 +44,13 @@ def _qk_norm_rope_store(
     position = tl.load(positions + token).to(tl.int64)  # loaded first, since other loads depend on them
     row = tl.load(slot_mapping + token).to(tl.int64)
     stride = num_tokens.to(tl.int64) * width
-    low = _load_half(qkv, token * width, stride, head * D + d, inside, SPLITS)
-    high = _load_half(qkv, token * width, stride, head * D + half + d, inside, SPLITS)
+    low = load_split_k(qkv, token * width + head * D + d, stride, inside, SPLITS)
+    high = load_split_k(qkv, token * width + head * D + half + d, stride, inside, SPLITS)
     if first < HEADS + KV_HEADS:
         dtype = query.dtype.element_ty
         cos = tl.load(cosines + position * half + d, mask=inside, other=0.0)
         sin = tl.load(sines + position * half + d, mask=inside, other=0.0)
-        if NORM:
+        if qk_weight is not None:
             low_weight = tl.load(qk_weight + head * D + d, mask=inside, other=0.0)
             high_weight = tl.load(qk_weight + head * D + half + d, mask=inside, other=0.0)
             # Rounds as the unfused operations do: to the model's type before and after the norm.
@@ -122,23 +114,22 @@ def qk_norm_rope_store(
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=keys.dtype, device=qkv.device)
     group = _heads_per_program(num_heads, num_kv_heads)
     _qk_norm_rope_store[(num_tokens * (num_heads + 2 * num_kv_heads) // group,)](
-        qkv,
-        query if qk_weight is None else qk_weight,
-        cosines,
-        sines,
-        positions,
-        slot_mapping,
-        query,
-        keys,
-        values,
-        num_tokens,
-        eps,
+        qkv=qkv,
+        qk_weight=qk_weight,
+        cosines=cosines,
+        sines=sines,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        query=query,
+        keys=keys,
+        values=values,
+        num_tokens=num_tokens,
+        eps=eps,
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         D=head_dim,
         HALF=triton.next_power_of_2(head_dim // 2),
         GROUP=group,
-        NORM=qk_weight is not None,
         SPLITS=qkv.shape[0] if qkv.dim() == 3 else 1,
         **launch_options(1 if group * head_dim <= 512 else 2, num_tokens),
     )

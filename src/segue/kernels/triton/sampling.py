@@ -27,9 +27,10 @@ from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, p
 from segue.kernels.triton.top_k_top_p import draw_filtered
 from segue.messages.steps import NON_FINITE
 
-_BLOCK = 128  # as in segue.sampling.gumbel_max
-_BLOCKS = 32  # per program; 128 took 229 instead of 141 µs for 256 rows of 151,936
-
+_BLOCK = tl.constexpr(128)  # as in segue.sampling.gumbel_max
+_BLOCKS = tl.constexpr(32)  # per program; 128 took 229 instead of 141 µs for 256 rows of 151,936
+_NONE = tl.constexpr(NON_FINITE)
+_CHUNK = _BLOCK.value * _BLOCKS.value  # tokens per program
 
 Filters = tuple[Tensor, Tensor, Tensor]
 """Top-k, top-p and min-p, each indexed by request slot."""
@@ -65,11 +66,11 @@ def _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _sum_chunk(logits, maxima, sums, vocab_size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def _sum_chunk(logits, maxima, sums, vocab_size):
     i = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
-    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    block = chunk * _BLOCKS + tl.arange(0, _BLOCKS)
+    token = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     x = tl.load(logits + i * vocab_size + token, mask=token < vocab_size, other=float("-inf"))
     _partial_sum(x, maxima, sums, i * tl.num_programs(0) + chunk)
 
@@ -83,14 +84,21 @@ def _sum_row(maxima, sums, out, num_chunks, CHUNKS: tl.constexpr):
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Returns the log-sum-exp, float32 `[n]`, of float32 `[n, V]`, with the arithmetic of `sample_plain`."""
     count, vocab_size = logits.shape
-    num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)
-    partial = torch.empty((2, count, num_chunks), device=logits.device)
+    num_chunks = triton.cdiv(vocab_size, _CHUNK)
+    maxima, sums = torch.empty((2, count, num_chunks), device=logits.device)
     out = torch.empty(count, device=logits.device)
     if count:
         _sum_chunk[(num_chunks, count)](
-            logits.contiguous(), *partial, vocab_size, BLOCK=_BLOCK, BLOCKS=_BLOCKS
+            logits=logits.contiguous(), maxima=maxima, sums=sums, vocab_size=vocab_size
         )
-        _sum_row[(count,)](*partial, out, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1)
+        _sum_row[(count,)](
+            maxima=maxima,
+            sums=sums,
+            out=out,
+            num_chunks=num_chunks,
+            CHUNKS=triton.next_power_of_2(num_chunks),
+            num_warps=1,
+        )
     return out
 
 
@@ -116,21 +124,18 @@ def _choose_block(
     stride,
     start,
     size,
-    WRITE_STATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
     pdl_wait(PDL)
     slot = tl.load(slots + i).to(tl.int64)
-    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    block = chunk * _BLOCKS + tl.arange(0, _BLOCKS)
+    token = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
     largest = tl.reduce(x, 1, _nan_max)
     out = i * tl.num_programs(0) + chunk
-    if WRITE_STATE:
+    if num_top is not None:
         if tl.load(num_top + slot) >= 0:
             _partial_sum(x, maxima, sums, out)
     if tl.load(temperatures + slot) == 0.0:
@@ -143,7 +148,7 @@ def _choose_block(
         shift = tl.where(largest == float("-inf"), 0.0, largest * inverse)
         total = tl.sum(tl.exp(x * inverse - shift[:, None]), 1).to(tl.float64)
         position = tl.load(positions + i).to(tl.int64)
-        noise = gumbel(tl.load(seeds + slot), position, start // BLOCK + block)
+        noise = gumbel(tl.load(seeds + slot), position, start // _BLOCK + block)
         score = tl.log(total) + shift.to(tl.float64) + noise
         best = tl.max(score, 0)
         non_finite = tl.max((score != score).to(tl.int32), 0) > 0
@@ -180,13 +185,9 @@ def _choose_token(
     size,
     vocab_size,
     num_chunks,
-    FILTERS: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
-    WRITE_STATE: tl.constexpr,
     CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
@@ -201,18 +202,18 @@ def _choose_token(
     best = tl.where(non_finite, float("inf"), tl.max(score, 0))
     chosen = tl.min(tl.where(score == best, choice, 2147483647), 0)
     if tl.load(temperatures + slot) > 0.0:
-        lane = tl.arange(0, BLOCK)
-        token = tl.maximum(tl.minimum(chosen, tl.cdiv(size, BLOCK) - 1), 0) * BLOCK + lane
+        lane = tl.arange(0, _BLOCK)
+        token = tl.maximum(tl.minimum(chosen, tl.cdiv(size, _BLOCK) - 1), 0) * _BLOCK + lane
         x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
         x = (x * tl.load(inverse_temperatures + slot)).to(tl.float64)
-        x += gumbel(tl.load(seeds + slot), position, tl.cdiv(vocab_size, BLOCK) + lane)
+        x += gumbel(tl.load(seeds + slot), position, tl.cdiv(vocab_size, _BLOCK) + lane)
         chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
     chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # a row that is not finite has chosen nothing
-    if FILTERS:
+    if filtered is not None:
         drawn = tl.load(filtered + i)
         chosen = tl.where(drawn >= 0, drawn, chosen)
     logit, total = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
-    if WRITE_STATE:
+    if num_top is not None:
         if tl.load(num_top + slot) >= 0:
             logit = tl.load(logits + i * stride + chosen, mask=chosen < size, other=float("-inf"))
             total = _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS)
@@ -224,9 +225,10 @@ def _choose_token(
         chosen = tl.minimum(chosen, vocab_size - 1)
     is_finite = (best > float("-inf")) & (best < float("inf"))
     line = tl.load(ring_index).to(tl.int64) * ring_stride + i
-    tl.store(ring + line, tl.where(is_finite, chosen, NONE))
-    if WRITE_STATE:
+    tl.store(ring + line, tl.where(is_finite, chosen, _NONE))
+    if token_pool is not None:
         tl.store(token_pool + slot * pool_stride + position, tl.where(is_finite, chosen, 0))
+    if num_top is not None:
         if tl.load(num_top + slot) >= 0:
             tl.store(logprob_ring + line, logit - total)
     pdl_launch_dependents(PDL)
@@ -240,11 +242,11 @@ def sample_plain(
     temperatures: Tensor,
     inverse_temperatures: Tensor,
     seeds: Tensor,
-    num_top: Tensor,
-    token_pool: Tensor,
     ring: Tensor,
-    logprob_ring: Tensor,
     ring_index: Tensor,
+    token_pool: Tensor | None = None,
+    num_top: Tensor | None = None,
+    logprob_ring: Tensor | None = None,
     filters: Filters | None = None,
     part: VocabShard | None = None,
 ) -> None:
@@ -259,18 +261,63 @@ def sample_plain(
         temperatures: float32, by request slot; 0: the likeliest token, the lowest id among equals.
         inverse_temperatures: float32, by request slot.
         seeds: int64, by request slot.
-        num_top: int64, by request slot; negative: the request asks for no log-probability and gets none.
-        token_pool: int32 `[slots, max_seq_len + 1]`.
         ring: int32 `[lines, at least B]`; may be pinned host memory.
-        logprob_ring: float32, of the same shape and strides as `ring`.
         ring_index: int32 `[1]`, the line to write.
+        token_pool: int32 `[slots, max_seq_len + 1]`; None: not written.
+        num_top: int64, by request slot; negative: the request asks for no log-probability and gets none.
+            None: no request gets one.
+        logprob_ring: float32, of the same shape and strides as `ring`; needed with `num_top`.
         filters: see `draw_filtered`; None: no request has a filter. Not allowed with `part`.
         part: the shard of the vocabulary that `logits` cover; None: all of it. All ranks choose the same
             tokens, and each rank writes them.
     """
-    columns = (temperatures, inverse_temperatures, seeds, num_top)
-    targets = (token_pool, token_pool.stride(0), ring, logprob_ring, ring_index)
-    _launch(logits, slots, positions, columns, targets, filters=filters, part=part)
+    assert filters is None or part is None
+    logits = logits.contiguous()  # they may be a slice without the vocabulary's padding
+    count, width = logits.shape
+    start, vocab_size = (part.start, part.vocab_size) if part else (0, width)
+    size = max(0, min(width, vocab_size - start))
+    num_chunks = max(1, triton.cdiv(size, _CHUNK))
+    maxima, sums = torch.empty((2, count, num_chunks), device=logits.device)
+    common = {
+        "logits": logits,
+        "slots": slots,
+        "positions": positions,
+        "temperatures": temperatures,
+        "inverse_temperatures": inverse_temperatures,
+        "seeds": seeds,
+        "num_top": num_top,
+        "scores": torch.empty((count, num_chunks), dtype=torch.float64, device=logits.device),
+        "choices": torch.empty((count, num_chunks), dtype=torch.int32, device=logits.device),
+        "maxima": maxima,
+        "sums": sums,
+        "stride": logits.stride(0),
+        "start": start,
+        "size": size,
+    }
+    filtered = None
+    if filters is not None:
+        columns = (temperatures, inverse_temperatures, seeds)
+        filtered = draw_filtered(logits, slots, positions, *columns, *filters)
+    _choose_block[(num_chunks, count)](**common, **launch_options(4, count))
+    _choose_token[(count,)](
+        **common,
+        token_pool=token_pool,
+        pool_stride=0 if token_pool is None else token_pool.stride(0),
+        ring=ring,
+        logprob_ring=logprob_ring,
+        ring_index=ring_index,
+        ring_stride=ring.stride(0),
+        filtered=filtered,
+        inboxes=part.fused_all_reduce.candidates if part else None,
+        epochs=part.fused_all_reduce.candidate_epochs if part else None,
+        max_rows=part.fused_all_reduce.sampling_rows if part else 0,
+        vocab_size=vocab_size,
+        num_chunks=num_chunks,
+        RANK=part.fused_all_reduce.tp.rank if part else 0,
+        WORLD=part.fused_all_reduce.tp.size if part else 1,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        **launch_options(1, count),
+    )
 
 
 def choose(
@@ -285,75 +332,15 @@ def choose(
 ) -> Tensor:
     """Returns the tokens that `sample_plain` would write, int64 `[B]`; indices may be of any integer type."""
     tokens = torch.empty((1, len(logits)), dtype=torch.int32, device=logits.device)
-    ring_index = torch.zeros(1, dtype=torch.int32, device=logits.device)
-    columns = (temperatures, inverse_temperatures, seeds, seeds)
-    targets = (tokens, 0, tokens, logits, ring_index)
-    _launch(logits, slots, positions, columns, targets, write_state=False, filters=filters)
+    sample_plain(
+        logits,
+        slots,
+        positions,
+        temperatures=temperatures,
+        inverse_temperatures=inverse_temperatures,
+        seeds=seeds,
+        ring=tokens,
+        ring_index=torch.zeros(1, dtype=torch.int32, device=logits.device),
+        filters=filters,
+    )
     return tokens[0].to(torch.int64)
-
-
-def _launch(
-    logits: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    columns: tuple[Tensor, Tensor, Tensor, Tensor],
-    targets: tuple[Tensor | int, ...],
-    *,
-    write_state: bool = True,
-    filters: Filters | None = None,
-    part: VocabShard | None = None,
-) -> None:
-    """Run both kernels; with `write_state` they also write the token pool and the log-probabilities."""
-    logits = logits.contiguous()  # they may be a slice without the vocabulary's padding
-    count, width = logits.shape
-    start, vocab_size = (part.start, part.vocab_size) if part else (0, width)
-    size = max(0, min(width, vocab_size - start))
-    num_chunks = max(1, triton.cdiv(size, _BLOCK * _BLOCKS))
-    scores = torch.empty((count, num_chunks), dtype=torch.float64, device=logits.device)
-    choices = torch.empty((count, num_chunks), dtype=torch.int32, device=logits.device)
-    partial = torch.empty((2, count, num_chunks), device=logits.device)
-    common = (logits, slots, positions, *columns, scores, choices, *partial)
-    ring = targets[2]
-    assert isinstance(ring, Tensor)
-    assert filters is None or part is None
-    temperatures, inverse_temperatures, seeds, _ = columns
-    filtered = ring
-    if filters is not None:
-        filtered = draw_filtered(
-            logits, slots, positions, temperatures, inverse_temperatures, seeds, *filters
-        )
-    _choose_block[(num_chunks, count)](
-        *common,
-        logits.stride(0),
-        start,
-        size,
-        WRITE_STATE=write_state,
-        BLOCK=_BLOCK,
-        BLOCKS=_BLOCKS,
-        **launch_options(4, count),
-    )
-    _choose_token[(count,)](
-        *common,
-        *targets,
-        ring.stride(0),
-        filtered,
-        *(
-            (part.fused_all_reduce.candidates, part.fused_all_reduce.candidate_epochs)
-            if part
-            else (ring, ring)
-        ),
-        part.fused_all_reduce.sampling_rows if part else 0,
-        logits.stride(0),
-        start,
-        size,
-        vocab_size,
-        num_chunks,
-        FILTERS=filters is not None,
-        RANK=part.fused_all_reduce.tp.rank if part else 0,
-        WORLD=part.fused_all_reduce.tp.size if part else 1,
-        WRITE_STATE=write_state,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        BLOCK=_BLOCK,
-        NONE=NON_FINITE,
-        **launch_options(1, count),
-    )

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
-_BLOCK = 512
+_BLOCK = tl.constexpr(512)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _scatter(addresses, values, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _scatter(addresses, values, count, PDL: tl.constexpr):
+    i = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     pdl_wait(PDL)
     to = tl.load(addresses + i, mask=i < count, other=0).to(tl.pointer_type(tl.int32))
     value = tl.load(values + i, mask=i < count, other=0)
@@ -24,4 +24,6 @@ def scatter(addresses: Tensor, values: Tensor, count: int) -> None:
 
     No address may occur twice.
     """
-    _scatter[(triton.cdiv(count, _BLOCK),)](addresses, values, count, BLOCK=_BLOCK, **launch_options(4, 1))
+    _scatter[(triton.cdiv(count, _BLOCK.value),)](
+        addresses=addresses, values=values, count=count, **launch_options(4, 1)
+    )

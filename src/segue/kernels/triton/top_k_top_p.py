@@ -14,8 +14,9 @@ from torch import Tensor
 from segue.kernels.triton.gumbel_noise import gumbel
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
-_BLOCK, _WARPS = 4096, 16
-_DRAW_BLOCK = 1024  # noise, which is most of the work, is computed only for blocks with a token kept
+_BLOCK, _WARPS = tl.constexpr(4096), 16
+# Noise, which is most of the work, is computed only for blocks with a token kept.
+_DRAW_BLOCK = tl.constexpr(1024)
 
 
 @triton.jit
@@ -39,9 +40,7 @@ def _relative_weight(x, top, inverse):
 
 
 @triton.jit
-def _find_threshold(
-    logits, top, inverse, vocab_size, target, low, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
-):
+def _find_threshold(logits, top, inverse, vocab_size, target, low, BY_WEIGHT: tl.constexpr):
     """Returns the largest key >= `low` for which at least `target` tokens have that key or more.
 
     With BY_WEIGHT, their total weight is compared with `target`, not their number.
@@ -50,13 +49,13 @@ def _find_threshold(
     while high - low > 1:
         width = high - low
         a, b, c = low + width // 4, low + width // 2, high - 1 - (width - 1) // 4
-        above_a = tl.zeros((BLOCK,), tl.float32)
-        above_b = tl.zeros((BLOCK,), tl.float32)
-        above_c = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            x = _load_logits(logits, start + tl.arange(0, BLOCK), vocab_size)
+        above_a = tl.zeros((_BLOCK,), tl.float32)
+        above_b = tl.zeros((_BLOCK,), tl.float32)
+        above_c = tl.zeros((_BLOCK,), tl.float32)
+        for start in range(0, vocab_size, _BLOCK):
+            x = _load_logits(logits, start + tl.arange(0, _BLOCK), vocab_size)
             key = _sort_key(x)
-            value = _relative_weight(x, top, inverse) if BY_WEIGHT else tl.full((BLOCK,), 1.0, tl.float32)
+            value = _relative_weight(x, top, inverse) if BY_WEIGHT else tl.full((_BLOCK,), 1.0, tl.float32)
             above_a += tl.where(key >= a.to(tl.int32), value, 0.0)
             above_b += tl.where(key >= b.to(tl.int32), value, 0.0)
             above_c += tl.where(key >= c.to(tl.int32), value, 0.0)
@@ -82,8 +81,6 @@ def _draw(
     out,
     stride,
     vocab_size,
-    BLOCK: tl.constexpr,
-    DRAW_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
@@ -95,25 +92,25 @@ def _draw(
     if filtered & (tl.load(temperatures + slot) > 0.0):
         logits += i * stride
         inverse = tl.load(inverse_temperatures + slot)
-        highest = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            highest = tl.maximum(highest, _load_logits(logits, start + tl.arange(0, BLOCK), vocab_size))
+        highest = tl.full((_BLOCK,), float("-inf"), tl.float32)
+        for start in range(0, vocab_size, _BLOCK):
+            highest = tl.maximum(highest, _load_logits(logits, start + tl.arange(0, _BLOCK), vocab_size))
         top = tl.max(highest, 0)
         low = tl.full((), -(1 << 31), tl.int64)
         if (top_k > 0) & (top_k < vocab_size):
-            low = _find_threshold(logits, top, inverse, vocab_size, top_k.to(tl.float64), low, False, BLOCK)
+            low = _find_threshold(logits, top, inverse, vocab_size, top_k.to(tl.float64), low, False)
         if top_p < 1.0:
-            sums = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, vocab_size, BLOCK):
-                x = _load_logits(logits, start + tl.arange(0, BLOCK), vocab_size)
+            sums = tl.zeros((_BLOCK,), tl.float32)
+            for start in range(0, vocab_size, _BLOCK):
+                x = _load_logits(logits, start + tl.arange(0, _BLOCK), vocab_size)
                 sums += tl.where(_sort_key(x) >= low, _relative_weight(x, top, inverse), 0.0)
             target = tl.sum(sums.to(tl.float64), 0) * top_p.to(tl.float64)
-            low = _find_threshold(logits, top, inverse, vocab_size, target, low, True, BLOCK)
+            low = _find_threshold(logits, top, inverse, vocab_size, target, low, True)
         position, seed = tl.load(positions + i).to(tl.int64), tl.load(seeds + slot)
-        best = tl.full((DRAW_BLOCK,), float("-inf"), tl.float64)
-        chosen = tl.full((DRAW_BLOCK,), 2147483647, tl.int32)
-        for start in range(0, vocab_size, DRAW_BLOCK):
-            token = start + tl.arange(0, DRAW_BLOCK)
+        best = tl.full((_DRAW_BLOCK,), float("-inf"), tl.float64)
+        chosen = tl.full((_DRAW_BLOCK,), 2147483647, tl.int32)
+        for start in range(0, vocab_size, _DRAW_BLOCK):
+            token = start + tl.arange(0, _DRAW_BLOCK)
             x = _load_logits(logits, token, vocab_size)
             weight = _relative_weight(x, top, inverse)
             kept = (_sort_key(x) >= low) & (weight >= min_p) & (weight > 0.0)
@@ -156,20 +153,18 @@ def draw_filtered(
     """
     out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     _draw[(len(logits),)](
-        logits,
-        slots,
-        positions,
-        temperatures,
-        inverse_temperatures,
-        seeds,
-        top_k,
-        top_p,
-        min_p,
-        out,
-        logits.stride(0),
-        logits.shape[1],
-        BLOCK=_BLOCK,
-        DRAW_BLOCK=_DRAW_BLOCK,
+        logits=logits,
+        slots=slots,
+        positions=positions,
+        temperatures=temperatures,
+        inverse_temperatures=inverse_temperatures,
+        seeds=seeds,
+        top_ks=top_k,
+        top_ps=top_p,
+        min_ps=min_p,
+        out=out,
+        stride=logits.stride(0),
+        vocab_size=logits.shape[1],
         **launch_options(_WARPS, len(logits)),
     )
     return out

@@ -19,6 +19,7 @@ from segue.errors import WeightSyncError
 from segue.logs import logger
 from segue.memory.nccl_buffers import GRANULARITY, RegisteredBuffers, can_register
 from segue.messages.weight_operations import Group
+from segue.sizes import round_up
 
 # The timeout of stores and operations: longer than any session. The waiting threads keep shorter deadlines.
 FOREVER = timedelta(days=1)
@@ -144,7 +145,7 @@ class JoinedGroup:
             return num_bytes
         if any(2 * each.num_bytes >= num_bytes for each in self._receive_buffers):
             return 0
-        return -(-num_bytes // GRANULARITY) * GRANULARITY
+        return round_up(num_bytes, GRANULARITY)
 
     def receive_buffer(self, num_bytes: int) -> RegisteredBuffers:
         """Returns two buffers of at least `num_bytes` each, to be registered; kept until the group has ended.

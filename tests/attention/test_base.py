@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.attention.query_blocks import block_table
+from segue.attention.base import block_table
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 20), st.data())

@@ -1,0 +1,223 @@
+"""The operations of the layers in plain torch, each with the choice of its fused kernel on CUDA."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from segue.kernels import batch_invariant
+from segue.kernels.batch_invariant import BatchInvariantGemm, Gemm
+
+
+def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
+    """Returns the embeddings of `ids` (int64 `[T]`), `[T, N]`: 0 for ids of other ranks' shards.
+
+    `weight` `[rows, N]` holds the ids from `start` to `start + rows - 1`.
+    """
+    if ids.is_cuda:
+        from segue.kernels.triton.embedding import embed as fused
+
+        return fused(ids, weight, start)
+    local = ids - start
+    elsewhere = (local < 0) | (local >= len(weight))
+    return F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere[:, None], 0)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns `x / rms(x) * weight` over the last dimension, computed in float32, in the dtype of `x`.
+
+    `weight` is `[..., x.shape[-1]]` and broadcasts against `x`. For CPUs: it takes a third fewer passes and
+    calls than F.rms_norm takes there.
+    """
+    size = x.shape[-1]
+    wide = x.float()
+    rms = torch.linalg.vector_norm(wide, 2, -1, True).hypot_(_sqrt(eps * size)).mul_(size**-0.5)
+    scaled = wide / rms if wide is x else wide.div_(rms)
+    return scaled.mul_(weight).to(x.dtype)
+
+
+@cache
+def _sqrt(square: float) -> Tensor:
+    return torch.tensor(square**0.5)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns the normalised sum `x + residual`, and the sum itself as the next residual.
+
+    May overwrite both inputs. `x` is `[T, N]`, or on CUDA split-K partials, float32 `[S, T, N]`.
+    """
+    if x.is_cuda:
+        from segue.kernels.triton.norm import add_rms_norm as fused
+
+        return fused(x, residual, weight, eps)
+    total = x if residual is None else residual.add_(x)
+    return rms_norm(total, weight, eps), total
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs `(x[i], x[i + D/2])` of `x` `[T, heads, D]` by each token's angles (RoPE), on a CPU.
+
+    `cos` and `sin` are `[T, 1, D]`: `cos` has the D/2 cosines twice, `sin` the negated sines, then the sines.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A copy of a weight in oneDNN's blocked layout."""
+
+    weight: Tensor  # opaque
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`[M, in] -> [M, out]`."""
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, bias, "none", [], "")
+        return result
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copy."""
+        return int(torch.ops.mkldnn._nbytes(self.weight))
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A weight in its plain layout, multiplied by `F.linear`."""
+
+    weight: Tensor  # [out, in]
+    num_bytes = 0
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`[M, in] -> [M, out]`."""
+        return F.linear(x, self.weight, bias)
+
+
+def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = False) -> Gemm | None:
+    """Returns a GEMM by `weight` `[out, in]` in another layout or by another kernel; None: use it as it is.
+
+    On CPUs the GEMM holds a copy in oneDNN's blocked layout: without it, each GEMM of a few rows first
+    reorders the weight. With `deterministic` the GEMM is batch-invariant. `float32_output` has to be the same
+    as in the later calls of `linear`.
+
+    Raises:
+        ConfigError: this device has no batch-invariant GEMM for the weight.
+    """
+    if weight.is_cuda and deterministic:
+        from segue.kernels.triton.batch_invariant_gemm import TritonBatchInvariantGemm as OnCUDA
+
+        return OnCUDA.from_weight(weight, torch.float32 if float32_output else weight.dtype)
+    if weight.device.type != "cpu":
+        return None
+    if deterministic:
+        return BatchInvariantGemm.from_weight(weight, _pack_cpu)
+    return _pack_cpu(weight) if _can_pack(weight.dtype) else None
+
+
+def _pack_cpu(weight: Tensor) -> Gemm:
+    if not _can_pack(weight.dtype):
+        return Plain(weight)
+    rows_hint = 16  # oneDNN chose the same layout for 1 to 1024 rows on the machine measured
+    return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows_hint))
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn:
+        return False
+    if dtype == torch.float32:
+        return True
+    return dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    packed: Gemm | None = None,
+    *,
+    may_split: bool = False,
+    float32_output: bool = False,
+) -> Tensor:
+    """Returns `x @ weight.T + bias`.
+
+    Args:
+        x: `[M, in]`.
+        weight: `[out, in]`.
+        bias: `[out]`.
+        packed: the result of `pack(weight)`.
+        may_split: the result may be split-K partials, float32 `[S, M, out]`, which the caller adds up.
+        float32_output: the result is float32, with the precision of the device's accumulation.
+    """
+    if x.is_cuda and packed is None:
+        from segue.kernels.triton.gemm import gemm
+
+        return gemm(x, weight, bias, may_split=may_split, dtype=torch.float32 if float32_output else None)
+    result = F.linear(x, weight, bias) if packed is None else packed(x, bias)
+    return result.float() if float32_output else result
+
+
+def gate_up_silu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, packed: Gemm | None, *, deterministic: bool = False
+) -> Tensor:
+    """Returns `silu_mul(linear(x, weight, bias, packed))`, `[T, K] -> [T, I]`.
+
+    `weight` is `[2 * I, K]`, gate rows first. On CUDA one kernel does both where that is faster.
+    """
+    if x.is_cuda and bias is None and packed is None:
+        from segue.kernels.triton.gate_up_silu import gate_up_silu as fused
+
+        gated = fused(x, weight)
+        if gated is not None:
+            return gated
+    gate_up = linear(x, weight, bias, packed, may_split=True)
+    if deterministic and not x.is_cuda:  # on CUDA the ordinary kernel is batch-invariant
+        return batch_invariant.silu_mul(gate_up, x.dtype)
+    return silu_mul(gate_up, x.dtype)
+
+
+def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `silu(gate) * up` of `gate_up` `[T, 2 * I]`, gate first: `[T, I]` in `dtype`.
+
+    May overwrite `gate_up`. On CUDA `gate_up` may be split-K partials, float32 `[S, T, 2 * I]`.
+    """
+    if gate_up.is_cuda:
+        from segue.kernels.triton.activation import silu_mul as fused
+
+        return fused(gate_up, dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def route(
+    logits: Tensor, per_token: int, *, renormalise: bool, num_unpadded: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose the most probable experts of each token.
+
+    Args:
+        logits: `[T, E]`, the router's output.
+        per_token: k, the number of experts per token.
+        renormalise: whether the weights of a token are scaled to sum to 1; otherwise they are the softmax
+            over all experts.
+        num_unpadded: int32 `[1]`, on CUDA only: the tokens after this many are padding. They are routed to
+            expert E, which does not exist, whatever their logits are.
+
+    Returns:
+        The weights, float32, and the experts, of an integer dtype, both `[T, k]`.
+    """
+    if logits.is_cuda:
+        from segue.kernels.triton.moe_routing import route as fused
+
+        return fused(logits, per_token, renormalise=renormalise, num_unpadded=num_unpadded)
+    assert num_unpadded is None, "steps are padded on CUDA only"
+    weights, experts = F.softmax(logits, dim=-1, dtype=torch.float32).topk(per_token, dim=-1)
+    return (weights / weights.sum(dim=-1, keepdim=True) if renormalise else weights), experts
+
+
+def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
+    """Returns the log-probabilities, float32 `[n, k]`, of `ids` (int64 `[n, k]`) under float32 `[n, V]`."""
+    if logits.is_cuda:
+        from segue.kernels.triton.sampling import log_sum_exp
+
+        return logits.gather(-1, ids) - log_sum_exp(logits)[:, None]
+    # torch.log_softmax computes each row in one thread, unlike torch.logsumexp, and takes half as long.
+    return torch.log_softmax(logits, dim=-1).gather(-1, ids)
