@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -76,10 +76,10 @@ def pieces(updates: Iterator[dict[str, Any]]) -> Iterator[str]:
         updates.close()  # type: ignore[attr-defined]
 
 
-def converse(model: str, reply: Callable[[list[Message]], Iterator[str]], system: str | None) -> None:
+def converse(chat: LocalChat | RemoteChat, system: str | None) -> None:
     """Read messages and print their answers until /exit or the end of the input."""
     console = Console(highlight=False)
-    console.print(f"[dim]{model} — /help lists the commands[/dim]")
+    console.print(f"[dim]{chat.model} — /help lists the commands[/dim]")
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(start)
     while True:
@@ -107,7 +107,7 @@ def converse(model: str, reply: Callable[[list[Message]], Iterator[str]], system
                 pass
         messages.append({"role": "user", "content": line})
         try:
-            answer = _show(console, reply(messages))
+            answer = _show(console, chat.reply(messages))
         except SegueError as error:
             console.print(f"\n{error.message}", style="red", markup=False)
             messages.pop()
