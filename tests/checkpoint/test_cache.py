@@ -142,7 +142,7 @@ def test_hash_is_the_sha256(tmp_path: Path) -> None:
 def test_hash_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     cache.sha256_of(tmp_path / "file", tmp_path / "cache")
-    monkeypatch.setattr(cache, "_hash", lambda path: pytest.fail("hashed again"))
+    monkeypatch.setattr(cache, "sha256", lambda path: pytest.fail("hashed again"))
     assert cache.sha256_of(tmp_path / "file", tmp_path / "cache") == EMPTY
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from segue.checkpoint import bundled, hub, model_files
 from segue.checkpoint.gguf import convert
-from segue.checkpoint.gguf import file as gguf_file
+from segue.checkpoint.gguf.file import open_gguf
 from segue.config import LoadFormat
 from segue.errors import ModelFileError
 from segue.models.config import ModelConfig
@@ -79,10 +79,10 @@ def _locate(model: str, load_format: LoadFormat) -> Path:
     how = "; to fetch it from the hub, start the server with --weights-from-hub" if is_hub_id else ""
     if not is_allowed:  # the same text whether the path exists or not
         raise ModelFileError(
-            f"model {model_files.shown(model)} is not within the directories of --weights-root{how}"
+            f"model {model_files.short_path(model)} is not within the directories of --weights-root{how}"
         )
     raise ModelFileError(
-        f"model {model_files.shown(model)} does not exist: give a directory, a GGUF file or a hub id "
+        f"model {model_files.short_path(model)} does not exist: give a directory, a GGUF file or a hub id "
         f"(owner/name){how}"
     )
 
@@ -91,12 +91,14 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError as error:
-        raise ModelFileError(f"cannot open model {model_files.shown(str(path))}: {error.strerror}") from error
+        raise ModelFileError(
+            f"cannot open model {model_files.short_path(str(path))}: {error.strerror}"
+        ) from error
 
 
 def _gguf_file(path: Path, load_format: LoadFormat) -> Path | None:
     if not path.is_dir():
-        gguf_file.check_is_gguf(path)
+        open_gguf(path).close()
         return path
     if load_format != "gguf" and (path / "config.json").exists():
         return None
@@ -129,9 +131,8 @@ def _model_config(directory: Path, hf_config: Mapping[str, Any]) -> ModelConfig:
     try:
         return ModelConfig.from_hf(hf_config)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ModelFileError(
-            f"model file {directory / 'config.json'} is corrupt: a field has a value of the wrong kind "
-            f"({error}). Get it again"
+        raise model_files.corrupt(
+            directory / "config.json", f"a field has a value of the wrong kind ({error})"
         ) from error
 
 
@@ -163,54 +164,18 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelFileError: the file is missing, cannot be read, or does not hold a JSON object.
     """
     try:
+        if not path.exists():
+            raise ModelFileError(f"model file {path} is missing; a model directory needs it")
         content = json.loads(model_files.read_text(path))
-    except FileNotFoundError as error:
-        raise ModelFileError(f"model file {path} is missing; a model directory needs it") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(
             f"model file {path} is corrupt or cannot be read ({error}). Get it again"
         ) from error
     if not isinstance(content, dict):
-        raise ModelFileError(f"model file {path} is corrupt: it holds no JSON object. Get it again")
+        raise model_files.corrupt(path, "it holds no JSON object")
     return content
 
 
 def _name(model: str) -> str:
     path = Path(os.path.expanduser(model))
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Installed:
-    """A model in the cache."""
-
-    name: str
-    path: Path  # `resolve` takes it; for a converted model, the directory made of a GGUF file
-    num_bytes: int
-
-
-def installed(cache_dir: Path | str) -> list[Installed]:
-    """List the models in the cache: fetched GGUF files, then converted GGUF files, each sorted by name."""
-    cache_dir = Path(cache_dir)
-    fetched = [
-        Installed(name=path.stem, path=path, num_bytes=path.stat().st_size)
-        for path in sorted((cache_dir / "bundled").glob("*.gguf"))
-    ]
-    converted = [
-        Installed(
-            name=_converted_name(path),
-            path=path.parent,
-            num_bytes=sum(file.stat().st_size for file in path.parent.iterdir()),
-        )
-        for path in (cache_dir / "converted").glob(f"*/{convert.FORMAT}/config.json")
-    ]
-    return fetched + sorted(converted, key=lambda model: model.name)
-
-
-def _converted_name(config: Path) -> str:
-    """Return a converted model's name, or the directory's name if its config is damaged."""
-    try:
-        name = read_json(config).get("_name_or_path")
-    except ModelFileError:
-        name = None
-    return str(name or config.parent.parent.name)

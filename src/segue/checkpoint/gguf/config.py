@@ -1,14 +1,12 @@
 """Converts a GGUF file's metadata to the content of `config.json` and `generation_config.json`."""
 
-import os
 from typing import Any
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from segue.checkpoint.gguf.file import GGUFFile, GGUFTensor
-from segue.checkpoint.model_files import open_file
-from segue.checkpoint.safetensors_file import read_fully
+from segue.checkpoint.model_files import open_file, read_at
 from segue.errors import ModelFileError, UnsupportedModelError
 
 ARCHITECTURES = {  # name in GGUF -> model type, class
@@ -190,9 +188,6 @@ def _factors(file: GGUFFile, tensor: GGUFTensor) -> np.ndarray[Any, np.dtype[np.
             "it again"
         )
     factors = np.empty(tensor.shape, np.float32)
-    handle = open_file(file.path)
-    try:
-        read_fully(file.path, handle, tensor.start, factors.data.cast("B"), tensor.name)
-    finally:
-        os.close(handle)
+    with open_file(file.path) as handle:
+        read_at(handle, tensor.start, factors.data.cast("B"), f"tensor {tensor.name!r}")
     return factors
