@@ -192,6 +192,14 @@ def test_a_hash_that_cannot_be_remembered_is_no_error(tmp_path: Path) -> None:
     assert cache.sha256_of(tmp_path / "file", tmp_path / "file") == EMPTY
 
 
+def test_a_file_whose_name_is_no_valid_text_has_a_hash(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/one\x80"))
+    path.touch()
+    for _ in range(2):
+        assert cache.sha256_of(path, tmp_path / "cache") == EMPTY
+    assert len(list((tmp_path / "cache" / "hashes").iterdir())) == 1
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=f"{tmp_path / 'file'}: No such file"):
         cache.sha256_of(tmp_path / "file", tmp_path)

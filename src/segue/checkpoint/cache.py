@@ -141,7 +141,7 @@ def sha256_of(path: Path, cache_dir: Path, *, recompute: bool = False) -> str:
         status = path.stat()
     except OSError as error:
         raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
-    record = cache_dir / "hashes" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
+    record = cache_dir / "hashes" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     if not recompute:
         with suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):  # none, or a damaged one
             known = msgspec.json.decode(record.read_bytes(), type=_KnownHash)
