@@ -49,8 +49,8 @@ def reading(
     """Let this thread open only files below ``roots`` and ``own`` in the block, until ``is_cancelled``."""
     token = _reading.set(
         Reading(
-            roots=None if roots is None else tuple(Path(os.path.realpath(root)) for root in roots),
-            own=tuple(Path(os.path.realpath(path)) for path in own),
+            roots=None if roots is None else tuple(map(_real, roots)),
+            own=tuple(map(_real, own)),
             hub=hub,
             is_cancelled=is_cancelled,
         )
@@ -75,7 +75,7 @@ def raise_if_cancelled() -> None:
 def may_be_at(path: str | os.PathLike[str]) -> bool:
     """Whether the rules allow a model at `path`, after following links."""
     roots = _reading.get().roots
-    return roots is None or _is_below(Path(os.path.realpath(path)), roots)
+    return roots is None or _is_below(_real(path), roots)
 
 
 def check_path(path: str) -> None:
@@ -184,6 +184,10 @@ def _check_regular(path: Path, status: os.stat_result) -> None:
         raise ModelFileError(
             f"model file {path} is no regular file; give a file, not a directory, a device or a pipe"
         )
+
+
+def _real(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def _is_below(path: Path, roots: Sequence[Path]) -> bool:

@@ -27,8 +27,6 @@ class ModelSource:
     gguf: Path | None
     tokenizer_directory: Path | None  # None: the model has no tokenizer, so requests must give token ids
     config: ModelConfig
-    hf_config: Mapping[str, Any]  # config.json
-    generation_config: Mapping[str, Any]  # generation_config.json, or empty
     eos_token_ids: tuple[int, ...]  # of generation_config.json, else config.json
 
     @property
@@ -51,49 +49,48 @@ def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -
     if model is None:
         name, path = bundled.NAME, bundled.ensure_bundled_model(cache_dir)
     else:
-        path = _locate(model, load_format)
-        name = _name(model)
+        name, path = _locate(model, load_format)
     gguf = _gguf_file(path, load_format)
-    if gguf is not None:
-        if load_format == "safetensors":
-            raise ModelFileError(f"model {gguf} is a file; the load format 'safetensors' needs a directory")
-        directory = convert.convert(gguf, cache_dir)
-    else:
-        if load_format == "gguf":
-            raise ModelFileError(
-                f"model directory {path} has no *.gguf file; the load format 'gguf' needs one"
-            )
-        directory = path
-    return _describe(name, directory, gguf, load_format)
-
-
-def _locate(model: str, load_format: LoadFormat) -> Path:
-    model_files.check_path(model)
-    path = Path(os.path.expanduser(model))
-    is_allowed = model_files.may_be_at(path)
-    if model and is_allowed and _exists(path):
-        return path.resolve()
-    is_hub_id = path.suffix != ".gguf" and hub.is_repository_id(model)
-    if is_hub_id and model_files.current().hub:
-        return hub.fetch(model, weights=load_format != "dummy")
-    how = "; to fetch it from the hub, start the server with --weights-from-hub" if is_hub_id else ""
-    if not is_allowed:  # the same text whether the path exists or not
-        raise ModelFileError(
-            f"model {model_files.short_path(model)} is not within the directories of --weights-root{how}"
-        )
-    raise ModelFileError(
-        f"model {model_files.short_path(model)} does not exist: give a directory, a GGUF file or a hub id "
-        f"(owner/name){how}"
+    if gguf is None and load_format == "gguf":
+        raise ModelFileError(f"model directory {path} has no *.gguf file; the load format 'gguf' needs one")
+    if gguf is not None and load_format == "safetensors":
+        raise ModelFileError(f"model {gguf} is a file; the load format 'safetensors' needs a directory")
+    directory = path if gguf is None else convert.convert(gguf, cache_dir)
+    hf_config = read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    return ModelSource(
+        name=name,
+        format="dummy" if load_format == "dummy" else "safetensors" if gguf is None else "gguf",
+        directory=directory,
+        gguf=gguf,
+        tokenizer_directory=(
+            directory if any((directory / file).exists() for file in TOKENIZER_FILES) else None
+        ),
+        config=_model_config(directory, hf_config),
+        eos_token_ids=eos_token_ids(hf_config, read_json(generation) if generation.exists() else {}),
     )
 
 
-def _exists(path: Path) -> bool:
+def _locate(model: str, load_format: LoadFormat) -> tuple[str, Path]:
+    """Return the short name of `model`, and its directory or GGUF file."""
+    model_files.check_path(model)
+    path, shown = Path(os.path.expanduser(model)), model_files.short_path(model)
+    is_allowed = model_files.may_be_at(path)
     try:
-        return path.exists()
+        is_local = model != "" and is_allowed and path.exists()
     except OSError as error:
-        raise ModelFileError(
-            f"cannot open model {model_files.short_path(str(path))}: {error.strerror}"
-        ) from error
+        raise ModelFileError(f"cannot open model {shown}: {error.strerror}") from error
+    if is_local:
+        return path.resolve().name.removesuffix(".gguf"), path.resolve()
+    is_hub_id = path.suffix != ".gguf" and hub.is_repository_id(model)
+    if is_hub_id and model_files.current().hub:
+        return model, hub.fetch(model, weights=load_format != "dummy")
+    how = "; to fetch it from the hub, start the server with --weights-from-hub" if is_hub_id else ""
+    if not is_allowed:  # the same text whether the path exists or not
+        raise ModelFileError(f"model {shown} is not within the directories of --weights-root{how}")
+    raise ModelFileError(
+        f"model {shown} does not exist: give a directory, a GGUF file or a hub id (owner/name){how}"
+    )
 
 
 def _gguf_file(path: Path, load_format: LoadFormat) -> Path | None:
@@ -107,24 +104,6 @@ def _gguf_file(path: Path, load_format: LoadFormat) -> Path | None:
         names = ", ".join(file.name for file in files)
         raise ModelFileError(f"model directory {path} has {len(files)} GGUF files; name one of them: {names}")
     return files[0] if files else None
-
-
-def _describe(name: str, directory: Path, gguf: Path | None, load_format: LoadFormat) -> ModelSource:
-    hf_config = read_json(directory / "config.json")
-    has_generation = (directory / "generation_config.json").exists()
-    generation_config = read_json(directory / "generation_config.json") if has_generation else {}
-    has_tokenizer = any((directory / file).exists() for file in TOKENIZER_FILES)
-    return ModelSource(
-        name=name,
-        format="dummy" if load_format == "dummy" else "safetensors" if gguf is None else "gguf",
-        directory=directory,
-        gguf=gguf,
-        tokenizer_directory=directory if has_tokenizer else None,
-        config=_model_config(directory, hf_config),
-        hf_config=hf_config,
-        generation_config=generation_config,
-        eos_token_ids=eos_token_ids(hf_config, generation_config),
-    )
 
 
 def _model_config(directory: Path, hf_config: Mapping[str, Any]) -> ModelConfig:
@@ -145,16 +124,14 @@ def eos_token_ids(hf_config: Mapping[str, Any], generation_config: Mapping[str, 
     found = generation_config.get("eos_token_id")
     if found is None:
         found = hf_config.get("eos_token_id")
-    if found is None:
-        return ()
-    ids = tuple(found) if isinstance(found, list) else (found,)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise ModelFileError(
                 f"the model's eos_token_id is {found!r}; it must be a token id or a list of token ids: "
                 "correct generation_config.json or config.json"
             )
-    return ids
+    return tuple(ids)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -174,8 +151,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise model_files.corrupt(path, "it holds no JSON object")
     return content
-
-
-def _name(model: str) -> str:
-    path = Path(os.path.expanduser(model))
-    return path.resolve().name.removesuffix(".gguf") if path.exists() else model

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -30,6 +30,9 @@ from segue.launch.processes import worker_environment
 from segue.launch.runtime import Runtime
 from segue.listener import bind, listen
 from segue.logs import configure
+
+if TYPE_CHECKING:
+    from segue.bench.profile import StepProfile
 
 app = typer.Typer(
     name="segue",
@@ -102,18 +105,14 @@ def serve(config: EngineConfig) -> None:
 
 def _print_ready(runtime: Runtime, url: str) -> None:
     ready, limits = runtime.manager.ready, runtime.manager.ready.limits
+    pages, size, chunk = limits.num_pages, limits.page_size, limits.chunked_prefill_size
     facts = {
         "model": f"{runtime.name} ({runtime.source.config.architecture})",
         "weights": f"{_size(ready.weight_bytes)}, {ready.dtype}",
         "device": f"{ready.device}, tensor parallel {runtime.config.tp}, attention {ready.attention_backend}",
         "context": f"{limits.max_seq_len} tokens",
-        "KV cache": (
-            f"{limits.num_pages} pages of {limits.page_size} = {limits.num_pages * limits.page_size} tokens, "
-            f"{_size(ready.kv_bytes)}"
-        ),
-        "batch": (
-            f"{limits.max_running_requests} requests, {limits.chunked_prefill_size} prompt tokens per step"
-        ),
+        "KV cache": f"{pages} pages of {size} = {pages * size} tokens, {_size(ready.kv_bytes)}",
+        "batch": f"{limits.max_running_requests} requests, {chunk} prompt tokens per step",
         "start": f"{sum(step.seconds for step in ready.init_steps):.1f} s in {len(ready.init_steps)} steps",
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
@@ -223,39 +222,43 @@ def profile_steps(
 ) -> None:
     """Profile steps: each kernel's share of the time, beside the roofline of the hardware."""
     os.environ.update(worker_environment(config.tp))  # as in a worker, before torch reads the environment
-    from segue.bench.profile import StepBench, StepProfile
+    from segue.bench.profile import StepBench
 
     config = _quiet(config)
-    shapes: list[tuple[int, int]] = []  # decode rows, tokens of a prompt
-    for text in steps or ["1", "16", "p512"]:
-        found = re.fullmatch(r"([1-9]\d*)?(?:(?(1)\+)p([1-9]\d*))?", text)
-        if found is None or not text:
-            raise ConfigError(
-                f"step {text!r}: give a number of decode rows (32), of prompt tokens (p512), or both "
-                "(255+p256)"
-            )
-        shapes.append((int(found[1] or 0), int(found[2] or 0)))
+    shapes = [_parse_step(text) for text in steps or ["1", "16", "p512"]]
     console = Console(highlight=False)
     with console.status("Starting …"):
         bench = StepBench(config)
 
-    def show(found: StepProfile) -> None:
-        times = f"{found.milliseconds:.3f} ms, {found.host_milliseconds:.3f} ms on the host"
-        roofline = f"roofline {found.roofline_milliseconds:.3f} ms"
-        table = Table(title=f"{found.label}: {times}; {roofline}", title_justify="left")
-        for column in ("kernel", "calls", "µs", "share"):
-            table.add_column(column, justify="left" if column == "kernel" else "right")
-        total = sum(kernel.microseconds for kernel in found.kernels) or 1.0
-        for kernel in found.kernels[:kernels]:
-            share = f"{kernel.microseconds / total:.0%}"
-            table.add_row(escape(kernel.name[:90]), f"{kernel.calls:g}", f"{kernel.microseconds:.1f}", share)
-        console.print(table)
-
     try:
         for rows, prompt in shapes:
-            show(bench.decode(rows, context, prompt) if rows else bench.prefill(prompt))
+            found = bench.decode(rows, context, prompt) if rows else bench.prefill(prompt)
+            console.print(_kernel_table(found, kernels))
     finally:
         bench.close()
+
+
+def _parse_step(text: str) -> tuple[int, int]:
+    """Return the decode rows of a step, and the tokens of its prompt."""
+    found = re.fullmatch(r"([1-9]\d*)?(?:(?(1)\+)p([1-9]\d*))?", text)
+    if found is None or not text:
+        raise ConfigError(
+            f"step {text!r}: give a number of decode rows (32), of prompt tokens (p512), or both (255+p256)"
+        )
+    return int(found[1] or 0), int(found[2] or 0)
+
+
+def _kernel_table(found: StepProfile, num_kernels: int) -> Table:
+    times = f"{found.milliseconds:.3f} ms, {found.host_milliseconds:.3f} ms on the host"
+    roofline = f"roofline {found.roofline_milliseconds:.3f} ms"
+    table = Table(title=f"{found.label}: {times}; {roofline}", title_justify="left")
+    for column in ("kernel", "calls", "µs", "share"):
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    total = sum(kernel.microseconds for kernel in found.kernels) or 1.0
+    for kernel in found.kernels[:num_kernels]:
+        share = f"{kernel.microseconds / total:.0%}"
+        table.add_row(escape(kernel.name[:90]), f"{kernel.calls:g}", f"{kernel.microseconds:.1f}", share)
+    return table
 
 
 @app.command()

@@ -125,14 +125,13 @@ def token_ids(file: GGUFFile) -> dict[str, Any]:
 
 
 def _vocab_size(file: GGUFFile, reader: Keys) -> Any:
-    size, tokens = reader.get("vocab_size"), file.metadata.get("tokenizer.ggml.tokens")
-    if size is not None:
-        return size
-    if tokens is None:
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    size = reader.get("vocab_size", None if tokens is None else len(tokens))
+    if size is None:
         raise ModelFileError(
             f"model file {file.path} has neither a vocabulary nor its size. Convert it again"
         )
-    return len(tokens)
+    return size
 
 
 def _rope(file: GGUFFile, reader: Keys) -> dict[str, Any]:
