@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,12 +33,6 @@ def default_cache_dir() -> str:
     """Return ``$XDG_CACHE_HOME/segue``, or ``~/.cache/segue`` where that variable is not set."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return str(Path(base) / "segue")
-
-
-def key_from_environment(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the key for a server's control routes: ``SEGUE_ADMIN_API_KEY``, else ``SEGUE_API_KEY``."""
-    given = os.environ if environ is None else environ
-    return given.get("SEGUE_ADMIN_API_KEY") or given.get("SEGUE_API_KEY") or None
 
 
 def _check_paths(text: str, name: str) -> None:

@@ -47,7 +47,7 @@ def test_a_directory_is_a_safetensors_checkpoint(directory: Path) -> None:
         None,
     )
     assert source.config.num_heads == 6
-    assert source.architecture == "LlamaForCausalLM"
+    assert source.config.architecture == "LlamaForCausalLM"
 
 
 def test_a_directory_may_have_no_tokenizer(directory: Path) -> None:

@@ -29,11 +29,6 @@ class ModelSource:
     config: ModelConfig
     eos_token_ids: tuple[int, ...]  # of generation_config.json, else config.json
 
-    @property
-    def architecture(self) -> str:
-        """The Hugging Face class name."""
-        return self.config.architecture
-
 
 def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -> ModelSource:
     """Find `model`: a directory, a GGUF file, a hub id, or None for the bundled model.

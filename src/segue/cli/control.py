@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated
 
 import typer
 
 from segue.cli.remote import TIMEOUT_S, Remote
-from segue.config import key_from_environment
 from segue.errors import ConfigError
 
 control_app = typer.Typer()
@@ -83,4 +83,5 @@ def flush(
 
 
 def _server(url: str, api_key: str | None) -> Remote:
-    return Remote(url, api_key or key_from_environment())
+    given = os.environ
+    return Remote(url, api_key or given.get("SEGUE_ADMIN_API_KEY") or given.get("SEGUE_API_KEY") or None)

@@ -44,14 +44,9 @@ class GGUFTensor:
         return self.shape[-1] // block * size
 
     @property
-    def num_rows(self) -> int:
-        """Rows over all leading dimensions together."""
-        return prod(self.shape[:-1])
-
-    @property
     def end(self) -> int:
         """Offset of the first byte after the tensor, from the start of the file."""
-        return self.start + self.num_rows * self.row_bytes
+        return self.start + prod(self.shape[:-1]) * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
