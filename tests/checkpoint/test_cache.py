@@ -170,11 +170,12 @@ def test_a_file_that_changed_and_got_its_old_time_back_is_hashed_again(tmp_path:
     assert cache.sha256_of(path, tmp_path / "cache") != before
 
 
-def test_a_remembered_text_that_is_no_hash_is_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["../../elsewhere", EMPTY.upper(), f"{EMPTY}\\n", EMPTY[:-1]])
+def test_a_remembered_text_that_is_no_hash_is_ignored(text: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache.sha256_of(tmp_path / "file", tmp_path / "cache")
     (record,) = (tmp_path / "cache" / "hashes").iterdir()
-    record.write_text(record.read_text().replace(EMPTY, "../../elsewhere"))
+    record.write_text(record.read_text().replace(EMPTY, text))
     assert cache.sha256_of(tmp_path / "file", tmp_path / "cache") == EMPTY
 
 

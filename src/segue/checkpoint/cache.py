@@ -37,7 +37,7 @@ class _KnownHash(msgspec.Struct):
     size: int
     mtime_ns: int
     ctime_ns: int
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 def publish_file(target: Path, write: Callable[[Path], object]) -> None:
@@ -142,12 +142,13 @@ def sha256_of(path: Path, cache_dir: Path, *, recompute: bool = False) -> str:
     except OSError as error:
         raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
     record = cache_dir / "hashes" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    identity = status.st_size, status.st_mtime_ns, status.st_ctime_ns
     if not recompute:
         with suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):  # none, or a damaged one
             known = msgspec.json.decode(record.read_bytes(), type=_KnownHash)
-            if known == _KnownHash(status.st_size, status.st_mtime_ns, status.st_ctime_ns, known.sha256):
+            if known == _KnownHash(*identity, known.sha256):
                 return known.sha256
-    found = _KnownHash(status.st_size, status.st_mtime_ns, status.st_ctime_ns, sha256(path))
+    found = _KnownHash(*identity, sha256(path))
     # Without the record, the next call only takes longer. Writes that are needed raise their own errors.
     with suppress(CacheDirectoryError):
         publish_file(record, lambda file: file.write_bytes(msgspec.json.encode(found)))
