@@ -30,8 +30,9 @@ from bench import report, roofline, suite
 from bench.rescore import Produced, Score, Teacher, allowed, rescore, rounding
 from segue import Engine
 from segue.checkpoint.source import resolve
-from segue.config import EngineConfig, parse
+from segue.config import EngineConfig
 from segue.errors import ConfigError
+from segue.options import parse
 
 WORKLOAD = {
     "load_format": "dummy",

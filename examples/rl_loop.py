@@ -114,7 +114,7 @@ class Policy:
         assert source.gguf is not None
         weights = load_file(gguf_weights.convert(source.gguf, source.directory, torch.bfloat16))
         config = transformers.AutoConfig.from_pretrained(source.directory)
-        kind = getattr(transformers, source.architecture)
+        kind = getattr(transformers, source.config.architecture)
         self.model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
         self.model.to(device)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(source.tokenizer_directory)

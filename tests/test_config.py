@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from segue.config import EngineConfig, default_cache_dir, parse_sizes
+from segue.config import EngineConfig, default_cache_dir
 from segue.errors import ConfigError
+from segue.options import parse_sizes
 
 
 def test_every_option_has_a_group_and_a_help_text() -> None:

@@ -25,6 +25,13 @@ class SegueError(Exception):
     type: str = "server_error"
     code: str | None = None
 
+    def __init_subclass__(
+        cls, *, status: int | None = None, type: str | None = None, code: str | None = None
+    ) -> None:
+        cls.status = status or cls.status
+        cls.type = type or cls.type
+        cls.code = code or cls.code
+
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -59,135 +66,73 @@ class MemoryImbalanceError(ConfigError):
     """The free memory of two ranks differs by more than is allowed."""
 
 
-class EngineStartError(SegueError):
+class EngineStartError(SegueError, status=503, code="engine_not_ready"):
     """A worker process ended before the engine was ready."""
 
-    status = 503
-    code = "engine_not_ready"
 
-
-class InvalidRequestError(SegueError):
+class InvalidRequestError(SegueError, status=400, type="invalid_request_error", code="invalid_value"):
     """A field of the request is wrong in type or range, or does not go with another field."""
 
-    status = 400
-    type = "invalid_request_error"
-    code = "invalid_value"
 
-
-class UnsupportedFieldError(InvalidRequestError):
+class UnsupportedFieldError(InvalidRequestError, code="unsupported_parameter"):
     """The request has a field that Segue does not know or does not support."""
 
-    code = "unsupported_parameter"
 
-
-class ContextLengthError(InvalidRequestError):
+class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
     """The prompt, or the prompt with its ``max_tokens``, does not fit the context."""
 
-    code = "context_length_exceeded"
 
-
-class ModelNotFoundError(SegueError):
+class ModelNotFoundError(SegueError, status=404, type="invalid_request_error", code="model_not_found"):
     """The request names a model that this server does not serve."""
 
-    status = 404
-    type = "invalid_request_error"
-    code = "model_not_found"
 
-
-class RequestTooLargeError(SegueError):
+class RequestTooLargeError(SegueError, status=413, type="invalid_request_error", code="request_too_large"):
     """The request body is larger than the server allows."""
 
-    status = 413
-    type = "invalid_request_error"
-    code = "request_too_large"
 
-
-class RequestTimeoutError(SegueError):
+class RequestTimeoutError(SegueError, status=408, type="invalid_request_error", code="request_timeout"):
     """The request did not arrive completely in time."""
 
-    status = 408
-    type = "invalid_request_error"
-    code = "request_timeout"
 
-
-class AuthenticationError(SegueError):
+class AuthenticationError(SegueError, status=401, type="invalid_request_error", code="invalid_api_key"):
     """The request has no API key, or a wrong one."""
 
-    status = 401
-    type = "invalid_request_error"
-    code = "invalid_api_key"
 
-
-class ForbiddenError(SegueError):
+class ForbiddenError(SegueError, status=403, type="invalid_request_error", code="forbidden"):
     """The request comes from a web page of another origin, or is for a host that is not this server."""
 
-    status = 403
-    type = "invalid_request_error"
-    code = "forbidden"
 
-
-class MediaTypeError(SegueError):
+class MediaTypeError(SegueError, status=415, type="invalid_request_error", code="unsupported_media_type"):
     """The request body is not declared as JSON."""
 
-    status = 415
-    type = "invalid_request_error"
-    code = "unsupported_media_type"
 
-
-class OverloadedError(SegueError):
+class OverloadedError(SegueError, status=503, type="overloaded_error", code="overloaded"):
     """The waiting queue is full; the client should retry later."""
 
-    status = 503
-    type = "overloaded_error"
-    code = "overloaded"
 
-
-class WeightSyncError(SegueError):
+class WeightSyncError(SegueError, status=400, type="invalid_request_error", code="weight_sync_failed"):
     """A step of a weight update cannot be done. The served weights did not change."""
 
-    status = 400
-    type = "invalid_request_error"
-    code = "weight_sync_failed"
 
-
-class PausedError(SegueError):
+class PausedError(SegueError, status=503, type="overloaded_error", code="paused"):
     """Generation is paused, and the server refuses new requests meanwhile (``--paused-policy reject``)."""
 
-    status = 503
-    type = "overloaded_error"
-    code = "paused"
 
-
-class PoisonedError(SegueError):
+class PoisonedError(SegueError, status=503, code="weights_poisoned"):
     """A commit of new weights failed half-way. Nothing is generated until all weights have been replaced."""
 
-    status = 503
-    code = "weights_poisoned"
 
-
-class NonFiniteLogitsError(SegueError):
+class NonFiniteLogitsError(SegueError, type="non_finite_logits", code="non_finite_logits"):
     """No token can be sampled: the logits have NaN or plus infinity, or are all minus infinity."""
 
-    type = "non_finite_logits"
-    code = "non_finite_logits"
 
-
-class DrainingError(SegueError):
+class DrainingError(SegueError, status=503, code="draining"):
     """The server is shutting down. Running requests may end; new ones are refused."""
 
-    status = 503
-    code = "draining"
 
-
-class EngineHungError(SegueError):
+class EngineHungError(SegueError, status=503, code="engine_hung"):
     """A worker does not answer. Requests in flight go on if it recovers."""
 
-    status = 503
-    code = "engine_hung"
 
-
-class EngineDeadError(SegueError):
+class EngineDeadError(SegueError, status=503, code="engine_dead"):
     """A worker has ended. Requests in flight are lost."""
-
-    status = 503
-    code = "engine_dead"

@@ -142,7 +142,7 @@ def test_hash_is_the_sha256(tmp_path: Path) -> None:
 def test_hash_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     cache.sha256_of(tmp_path / "file", tmp_path / "cache")
-    monkeypatch.setattr(cache, "_hash", lambda path: pytest.fail("hashed again"))
+    monkeypatch.setattr(cache, "sha256", lambda path: pytest.fail("hashed again"))
     assert cache.sha256_of(tmp_path / "file", tmp_path / "cache") == EMPTY
 
 
@@ -170,11 +170,12 @@ def test_a_file_that_changed_and_got_its_old_time_back_is_hashed_again(tmp_path:
     assert cache.sha256_of(path, tmp_path / "cache") != before
 
 
-def test_a_remembered_text_that_is_no_hash_is_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["../../elsewhere", EMPTY.upper(), f"{EMPTY}\\n", EMPTY[:-1]])
+def test_a_remembered_text_that_is_no_hash_is_ignored(text: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache.sha256_of(tmp_path / "file", tmp_path / "cache")
     (record,) = (tmp_path / "cache" / "hashes").iterdir()
-    record.write_text(record.read_text().replace(EMPTY, "../../elsewhere"))
+    record.write_text(record.read_text().replace(EMPTY, text))
     assert cache.sha256_of(tmp_path / "file", tmp_path / "cache") == EMPTY
 
 
@@ -190,6 +191,14 @@ def test_a_broken_record_is_ignored(tmp_path: Path, content: str) -> None:
 def test_a_hash_that_cannot_be_remembered_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert cache.sha256_of(tmp_path / "file", tmp_path / "file") == EMPTY
+
+
+def test_a_file_whose_name_is_no_valid_text_has_a_hash(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/one\x80"))
+    path.touch()
+    for _ in range(2):
+        assert cache.sha256_of(path, tmp_path / "cache") == EMPTY
+    assert len(list((tmp_path / "cache" / "hashes").iterdir())) == 1
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

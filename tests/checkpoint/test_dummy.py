@@ -14,6 +14,14 @@ SIZES = {"llama-biases": 2, "llama-tied": 2, "qwen3": 4, "qwen3-moe": 8}
 Load = Callable[..., Arena]
 
 
+def values(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The whole tensor called `name`, in float32."""
+    target = torch.empty(shape)
+    for _ in dummy._fill(target, seed, name, tuple(slice(0, size) for size in shape)):
+        pass
+    return target
+
+
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
     """Returns a function that loads dummy weights of a tiny model that has only a config."""
@@ -36,16 +44,14 @@ def test_ranks_hold_slices_of_the_weights_of_one_process(kind: str, size: int, l
             rows = weight.shape[1] // 2
             for expert in range(len(weight)):
                 stem = f"{name.removesuffix('gate_up_proj')}{expert}."
-                weight[expert, :rows] = dummy.values(
-                    0, f"{stem}gate_proj.weight", weight[expert, :rows].shape
-                )
-                weight[expert, rows:] = dummy.values(0, f"{stem}up_proj.weight", weight[expert, rows:].shape)
+                weight[expert, :rows] = values(0, f"{stem}gate_proj.weight", weight[expert, :rows].shape)
+                weight[expert, rows:] = values(0, f"{stem}up_proj.weight", weight[expert, rows:].shape)
         elif name.endswith("experts.down_proj"):
             for expert in range(len(weight)):
                 full = f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"
-                weight[expert] = dummy.values(0, full, weight[expert].shape)
+                weight[expert] = values(0, full, weight[expert].shape)
         elif not (name == "lm_head.weight" and config.tie_embeddings):
-            weight.copy_(dummy.values(0, name, tuple(weight.shape)))
+            weight.copy_(values(0, name, tuple(weight.shape)))
     for tp in (TPInfo(), *(TPInfo(rank, size) for rank in range(size))):
         tiny.assert_equal(load(kind, tp), tiny.expected(model, tp))
 
@@ -57,7 +63,7 @@ def test_values_do_not_depend_on_the_block_size(load: Load, monkeypatch: pytest.
 
 
 def test_values_are_pinned() -> None:
-    found = dummy.values(3, "model.layers.1.mlp.up_proj.weight", (2, 2)).flatten().tolist()
+    found = values(3, "model.layers.1.mlp.up_proj.weight", (2, 2)).flatten().tolist()
     assert found == pytest.approx(VALUES, abs=1e-9)
 
 
@@ -69,26 +75,26 @@ def test_another_seed_gives_other_values(load: Load) -> None:
 
 
 def test_another_name_gives_other_values() -> None:
-    first, second = (dummy.values(0, name, (64, 64)) for name in ("a.weight", "b.weight"))
+    first, second = (values(0, name, (64, 64)) for name in ("a.weight", "b.weight"))
     assert abs(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]) < 0.05
 
 
 def test_weights_are_small_and_normal() -> None:
-    found = dummy.values(0, "lm_head.weight", (1000, 1000)) / dummy.STD
+    found = values(0, "lm_head.weight", (1000, 1000)) / dummy.STD
     assert abs(found.mean()) < 0.01
     assert found.std() == pytest.approx(1, abs=0.01)
     assert (found.abs() < 1).float().mean() == pytest.approx(0.675, abs=0.015)  # uniform: 0.577
 
 
 def test_rows_and_columns_are_independent() -> None:
-    found = dummy.values(0, "lm_head.weight", (400, 400))
+    found = values(0, "lm_head.weight", (400, 400))
     for matrix in (found, found.T):
         correlation = torch.corrcoef(matrix[:50]) - torch.eye(50)
         assert correlation.abs().max() < 0.3
 
 
 def test_norms_are_near_one() -> None:
-    found = dummy.values(0, "model.layers.0.input_layernorm.weight", (2000,))
+    found = values(0, "model.layers.0.input_layernorm.weight", (2000,))
     assert found.mean() == pytest.approx(1, abs=0.01)
     assert found.std() == pytest.approx(dummy.STD, rel=0.1)
 

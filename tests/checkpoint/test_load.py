@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from segue.checkpoint import shards
-from segue.checkpoint.bounce_buffers import BounceBuffers
+from segue.checkpoint import load, shards
 from segue.distributed.info import TPInfo
 from segue.errors import ModelFileError
 from tests.checkpoint import tiny
@@ -100,7 +98,7 @@ def test_bfloat16_is_cast_to_float32(models: dict[str, Any], changed: Callable[[
 def test_tensors_larger_than_the_buffer_are_copied_in_blocks(
     models: dict[str, Any], checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "BounceBuffers", partial(BounceBuffers, num_bytes=1000))
+    monkeypatch.setattr(load, "BounceBuffers", lambda device, _: shards.BounceBuffers(device, 1000))
     monkeypatch.setattr(shards, "_CHUNK", 1000)
     for dtype, tp in ((torch.bfloat16, TPInfo()), (torch.float32, TPInfo(1, 2))):
         _, arena = tiny.load(checkpoints["llama"], tp=tp, dtype=dtype)

@@ -9,8 +9,7 @@ import torch
 
 import segue
 from segue.checkpoint import bundled, hub
-from segue.checkpoint.gguf import convert
-from segue.checkpoint.source import ModelSource, installed, resolve
+from segue.checkpoint.source import ModelSource, resolve
 from segue.errors import ModelFileError, UnsupportedModelError
 from tests.checkpoint import tiny, tiny_gguf
 
@@ -48,7 +47,7 @@ def test_a_directory_is_a_safetensors_checkpoint(directory: Path) -> None:
         None,
     )
     assert source.config.num_heads == 6
-    assert source.architecture == "LlamaForCausalLM"
+    assert source.config.architecture == "LlamaForCausalLM"
 
 
 def test_a_directory_may_have_no_tokenizer(directory: Path) -> None:
@@ -196,26 +195,6 @@ def test_a_deeply_nested_config_is_corrupt(directory: Path) -> None:
     (directory / "config.json").write_text("[" * 100_000)
     with pytest.raises(ModelFileError, match=r"config.json is corrupt"):
         find(directory)
-
-
-def test_installed_lists_the_models_in_the_cache(gguf_file: Path, tmp_path: Path) -> None:
-    cache_dir = tmp_path / "cache"
-    assert installed(cache_dir) == []
-    source = find(gguf_file, cache_dir)
-    (cache_dir / "bundled").mkdir()
-    (cache_dir / "bundled" / "small.gguf").write_bytes(b"1234")
-    fetched, converted = installed(cache_dir)
-    assert (fetched.name, fetched.num_bytes) == ("small", 4)
-    assert (converted.name, converted.path) == ("tiny-q8", source.directory)
-    assert converted.num_bytes == sum(path.stat().st_size for path in source.directory.iterdir())
-
-
-@pytest.mark.parametrize("config", ["{}", "damaged"])
-def test_installed_names_a_converted_model_without_a_name_by_its_hash(config: str, tmp_path: Path) -> None:
-    directory = tmp_path / "converted" / "abc" / convert.FORMAT
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(config)
-    assert [model.name for model in installed(tmp_path)] == ["abc"]
 
 
 def test_importing_source_does_not_import_torch() -> None:

@@ -27,16 +27,13 @@ LLAMA = {
 def _resolve_config(
     *, hf: dict[str, Any] | None = None, gguf: bool = False, rank: int = 0, **options: Any
 ) -> ResolvedConfig:
-    hf_config = {**LLAMA, **(hf or {})}
     source = ModelSource(
         name="tiny",
         format="gguf" if gguf else "safetensors",
         directory=Path("/m"),
         gguf=Path("/m.gguf") if gguf else None,
         tokenizer_directory=None,
-        config=ModelConfig.from_hf(hf_config),
-        hf_config=hf_config,
-        generation_config={},
+        config=ModelConfig.from_hf({**LLAMA, **(hf or {})}),
         eos_token_ids=(),
     )
     return resolve_config(EngineConfig(**options), source, TPInfo(rank, max(1, rank + 1)))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from segue.messages.requests import Abort, AddRequest, SamplingParams, pack_ids
 from segue.model_runner.runner import ModelRunner
 from segue.model_runner.step_result import ForwardOutput
 from segue.scheduler.scheduler import Scheduler
-from segue.sizes import ceil_div
 from segue.worker.main import limits_of
 
 _WARM, _TIMED, _TRACED = 8, 40, 10  # steps
@@ -50,7 +48,10 @@ class StepProfile:
 
 
 class StepBench:
-    """A scheduler and a runner in this process, without a frontend."""
+    """A scheduler and a runner in this process, without a frontend.
+
+    Steps run as in `segue.worker.loop`, with overlap but without messages.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the runner of `config`, on a single rank."""
@@ -63,7 +64,9 @@ class StepBench:
             self.runner = ModelRunner(config, self.source, TPInfo(), Path(run_dir), self.init_steps.append)
         self._speed = self.runner.on_stream(partial(_measure_device, self.runner.device, self.runner.dtype))
         self._scheduler = Scheduler(limits_of(config, self.runner))
-        self._count = 0
+        self._num_prompts = 0
+        self._launched: ForwardOutput | None = None  # the step whose results are not read yet
+        self._host_seconds = 0.0
 
     def close(self) -> None:
         """Close the runner and free its device memory."""
@@ -75,11 +78,70 @@ class StepBench:
         Raises:
             ConfigError: so many rows, or so many tokens, do not fit.
         """
+        self._check_fit(rows, context, prompt)
+        length = max(1, context - _WARM - _TIMED // 2)
+        prefills = -(-rows * length // self.runner.limits.chunked_prefill_size)  # others decode meanwhile
+        max_tokens = prefills + 2 + _WARM + _TIMED + _TRACED
+        for i in range(rows):
+            params = SamplingParams(max_new_tokens=max_tokens, temperature=0.6, seed=i)
+            self._add(str(i), self._prompt(i, length), params)
+        scheduler = self._scheduler
+        while scheduler.waiting or any(not r.wants_decode for r in scheduler.running.values()):
+            self._run_step()
+
+        def step() -> None:
+            if prompt:
+                self._add_prompt(prompt)
+            self._run_step()
+
+        for _ in range(_WARM):
+            step()
+        host, begun = self._host_seconds, time.perf_counter()
+        for _ in range(_TIMED):
+            step()
+        self._read_results()
+        seconds, host = time.perf_counter() - begun, self._host_seconds - host
+        kernels = self._traced(step)
+        scheduler.abort(Abort(abort_all=True))
+        prompt_label = f", and a prompt of {prompt}" if prompt else ""
+        return StepProfile(
+            label=f"decode, {rows} rows of {context} tokens{prompt_label}",
+            milliseconds=seconds / _TIMED * 1e3,
+            host_milliseconds=host / _TIMED * 1e3,
+            roofline_milliseconds=self._roofline(rows + prompt, rows * context + prompt, rows + (prompt > 0)),
+            kernels=kernels,
+        )
+
+    def prefill(self, tokens: int) -> StepProfile:
+        """Profile steps that each run a whole prompt of `tokens` tokens and sample its first token."""
+
+        def step() -> None:
+            self._add_prompt(tokens)
+            while self._scheduler.has_work:
+                self._run_step()
+                self._read_results()
+
+        for _ in range(_WARM):
+            step()
+        host, seconds = self._host_seconds, []
+        for _ in range(_TIMED):
+            begun = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - begun)
+        return StepProfile(
+            label=f"prefill of {tokens} tokens",
+            milliseconds=sorted(seconds)[_TIMED // 2] * 1e3,
+            host_milliseconds=(self._host_seconds - host) / _TIMED * 1e3,
+            roofline_milliseconds=self._roofline(tokens, tokens, 1),
+            kernels=self._traced(step),
+        )
+
+    def _check_fit(self, rows: int, context: int, prompt: int) -> None:
         limits = self.runner.limits
-        prefills = ceil_div(rows * context, limits.chunked_prefill_size)  # the first rows decode meanwhile
+        prefills = -(-rows * context // limits.chunked_prefill_size)  # the first rows decode meanwhile
         tokens = context + prefills + 2 + _WARM + _TIMED + _TRACED
-        pages = ceil_div(tokens, limits.page_size)
         num_prompts = 2 if prompt else 0  # the prompt of the step before is still running too
+        pages = rows * -(-tokens // limits.page_size) + num_prompts * -(-(prompt + 1) // limits.page_size)
         if rows + num_prompts > limits.max_running_requests:
             raise ConfigError(
                 f"{rows + num_prompts} rows: at most {limits.max_running_requests} can run; raise "
@@ -90,82 +152,53 @@ class StepBench:
                 f"a prompt of {prompt} tokens takes several steps; raise --chunked-prefill-size, which is "
                 f"{limits.chunked_prefill_size}"
             )
-        prompt_pages = num_prompts * ceil_div(prompt + 1, limits.page_size)
-        if rows * pages + prompt_pages > limits.num_pages or tokens > limits.max_seq_len:
+        if pages > limits.num_pages or tokens > limits.max_seq_len:
             raise ConfigError(
                 f"{rows} rows of {tokens} tokens do not fit {limits.num_pages} KV pages of "
                 f"{limits.page_size} tokens, or {limits.max_seq_len} tokens per sequence; ask for fewer rows "
                 "or less context"
             )
-        with self._scheduled(rows, context) as drive:
-            drive.run_until_all_decode()
-            if prompt:
-                drive.before = partial(self._add_prompt, prompt)
-            drive.run(_WARM)
-            host, begun = drive.host_seconds, time.perf_counter()
-            drive.run(_TIMED)
-            drive.wait()
-            seconds = (time.perf_counter() - begun) / _TIMED
-            host = (drive.host_seconds - host) / _TIMED
-            kernels = self._traced(lambda: drive.run(1), drive)
-        prompt_label = f", and a prompt of {prompt}" if prompt else ""
-        roofline = self._roofline(rows + prompt, rows * context + prompt, rows + (prompt > 0))
-        return StepProfile(
-            label=f"decode, {rows} rows of {context} tokens{prompt_label}",
-            milliseconds=seconds * 1e3,
-            host_milliseconds=host * 1e3,
-            roofline_milliseconds=roofline * 1e3,
-            kernels=kernels,
-        )
-
-    def prefill(self, tokens: int) -> StepProfile:
-        """Profile steps that each run a whole prompt of `tokens` tokens and sample its first token."""
-        drive = _Drive(self._scheduler, self.runner)
-
-        def step() -> None:
-            self._add_prompt(tokens)
-            while self._scheduler.has_work:
-                drive.run(1)
-                drive.wait()
-
-        for _ in range(_WARM):
-            step()
-        host, seconds = drive.host_seconds, []
-        for _ in range(_TIMED):
-            begun = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - begun)
-        host = (drive.host_seconds - host) / _TIMED
-        return StepProfile(
-            label=f"prefill of {tokens} tokens",
-            milliseconds=sorted(seconds)[_TIMED // 2] * 1e3,
-            host_milliseconds=host * 1e3,
-            roofline_milliseconds=self._roofline(tokens, tokens, 1) * 1e3,
-            kernels=self._traced(step, drive),
-        )
 
     def _prompt(self, seed: int, length: int) -> list[int]:
         return [(7919 * seed + 31 * i) % (self.runner.vocab_size - 1) for i in range(length)]
 
     def _add_prompt(self, length: int) -> None:
-        self._count += 1
-        ids = self._prompt(self._count, length)
-        self._add(f"p{self._count}", ids, SamplingParams(max_new_tokens=1))
+        self._num_prompts += 1
+        ids = self._prompt(self._num_prompts, length)
+        self._add(f"p{self._num_prompts}", ids, SamplingParams(max_new_tokens=1))
 
     def _add(self, rid: str, ids: list[int], params: SamplingParams) -> None:
         rejected = self._scheduler.add(AddRequest(rid=rid, prompt=pack_ids(ids), params=params))
         if rejected is not None:
             raise ConfigError(rejected.message)
 
-    def _traced(self, step: Callable[[], None], drive: _Drive) -> list[KernelTime]:
+    def _run_step(self) -> None:
+        begun = time.perf_counter()
+        plan = self._scheduler.plan()
+        assert plan is not None
+        launched = self.runner.forward_batch(plan)
+        self._host_seconds += time.perf_counter() - begun
+        self._read_results()
+        self._launched = launched
+
+    def _read_results(self) -> None:
+        """Wait for the step in flight, if there is one, and apply its results."""
+        if self._launched is not None:
+            result = self._launched.result()
+            begun = time.perf_counter()
+            self._scheduler.apply(result)
+            self._host_seconds += time.perf_counter() - begun
+            self._launched = None
+
+    def _traced(self, step: Callable[[], None]) -> list[KernelTime]:
         on_cpu = self.runner.device.type == "cpu"
         activity = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
-        drive.wait()
+        self._read_results()
         trace = profile(activities=[activity], acc_events=True)
         self.runner.on_stream(trace.start)
         for _ in range(_TRACED):
             step()
-        drive.wait()
+        self._read_results()
         if not on_cpu:
             torch.cuda.synchronize()
         self.runner.on_stream(trace.stop)
@@ -183,7 +216,7 @@ class StepBench:
         return sorted(found, key=lambda kernel: -kernel.microseconds)
 
     def _roofline(self, tokens: int, kv_tokens: int, logits: int) -> float:
-        """Return the least seconds: the weights and KV read once, or two operations per weight and token.
+        """Return the least ms: the weights and KV read once, or two operations per weight and token.
 
         The head computes only `logits` rows. Only the experts that the tokens can choose count.
         """
@@ -198,55 +231,8 @@ class StepBench:
             read -= expert * (experts - min(experts, chosen * tokens))
             work -= expert * (experts - chosen)
         kv = kv_tokens * model.num_layers * 2 * model.num_kv_heads * model.head_dim
-        return max((read + head + kv) * item / bandwidth, 2 * (work * tokens + head * logits) / flops)
-
-    @contextmanager
-    def _scheduled(self, rows: int, context: int) -> Iterator[_Drive]:
-        scheduler, drive = self._scheduler, _Drive(self._scheduler, self.runner)
-        length = max(1, context - _WARM - _TIMED // 2)
-        prefills = ceil_div(rows * length, self.runner.limits.chunked_prefill_size)
-        max_tokens = prefills + 2 + _WARM + _TIMED + _TRACED
-        for i in range(rows):
-            params = SamplingParams(max_new_tokens=max_tokens, temperature=0.6, seed=i)
-            self._add(str(i), self._prompt(i, length), params)
-        yield drive
-        drive.wait()
-        scheduler.abort(Abort(abort_all=True))
-
-
-class _Drive:
-    """Runs the loop of `segue.worker.loop`, with overlap but without messages."""
-
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
-        self._scheduler = scheduler
-        self._runner = runner
-        self._pending: ForwardOutput | None = None
-        self.host_seconds = 0.0
-        self.before: Callable[[], None] = lambda: None  # called before every step
-
-    def run_until_all_decode(self) -> None:
-        scheduler = self._scheduler
-        while scheduler.waiting or any(not r.wants_decode for r in scheduler.running.values()):
-            self.run(1)
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.before()
-            begun = time.perf_counter()
-            plan = self._scheduler.plan()
-            assert plan is not None
-            launched = self._runner.forward_batch(plan)
-            self.host_seconds += time.perf_counter() - begun
-            self.wait()
-            self._pending = launched
-
-    def wait(self) -> None:
-        if self._pending is not None:
-            result = self._pending.result()
-            begun = time.perf_counter()
-            self._scheduler.apply(result)
-            self.host_seconds += time.perf_counter() - begun
-            self._pending = None
+        seconds = max((read + head + kv) * item / bandwidth, 2 * (work * tokens + head * logits) / flops)
+        return seconds * 1e3
 
 
 def _measure_device(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

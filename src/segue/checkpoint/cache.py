@@ -1,26 +1,46 @@
-"""The user's cache directory: files appear there complete or not at all, and many processes may share it."""
+"""The user's cache directory: files appear there complete or not at all, and many processes may share it.
+
+SHA-256 identifies a file, also one outside the cache. Files that Segue writes have checksums in a record
+beside them, by CRC-32: it finds damage by a disk, a power failure or a stray write, in half the time of
+SHA-256 (measured on a CPU with instructions for both: 3.9 and 1.8 GB per second and thread).
+"""
 
 import errno
 import fcntl
 import hashlib
-import json
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
+from io import FileIO
 from pathlib import Path
+from typing import Annotated
 
-from segue.checkpoint.model_files import check_wanted, open_file
+import msgspec
+
+from segue.checkpoint.model_files import open_file, raise_if_cancelled
 from segue.errors import CacheDirectoryError, ModelFileError
+from segue.logs import logger
 
-_HASH_CHUNK = 1 << 20  # bytes hashed per read
+_PIECE = 32 << 20  # bytes per checksum, so that several threads can check one file
+_BLOCK = 1 << 20  # bytes per read: they stay in a core's cache until they are hashed
+_MAX_THREADS = 4
 
-_SHA256 = re.compile("[0-9a-f]{64}")
+
+class _KnownHash(msgspec.Struct):
+    """The SHA-256 of a file that had this size and these times."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
-def publish_file(target: Path, write: Callable[[Path], None]) -> None:
+def publish_file(target: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file, then rename that file to `target` in one atomic step.
 
     Raises:
@@ -86,11 +106,32 @@ def exclusive(target: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def sha256_of(path: Path, cache_dir: Path, *, anew: bool = False) -> str:
+def make_unless_intact(target: Path, record: Path, make: Callable[[], None], origin: Path) -> None:
+    """Call `make` to write `target` and `record`, unless the files listed in `record` are as written.
+
+    `target` is made from the file `origin`, by one of several processes that need it.
+
+    Raises:
+        CacheDirectoryError: the directory cannot be written.
+    """
+    if find_damage(record) is None:
+        return
+    with exclusive(target):
+        damage = find_damage(record)  # another process may have been faster
+        if damage is None:
+            return
+        if target.exists():
+            logger.warning(
+                "the cache directory %s is damaged: %s; converting %s again", record.parent, damage, origin
+            )
+        make()
+
+
+def sha256_of(path: Path, cache_dir: Path, *, recompute: bool = False) -> str:
     """Return the file's SHA-256 in hex.
 
     The cache keeps it under the file's path, size, mtime and ctime, since hashing gigabytes takes seconds.
-    `anew` computes it even if the cache has it.
+    With `recompute`, the file is read even if the cache has its hash.
 
     Raises:
         ModelFileError: the file cannot be read.
@@ -100,43 +141,84 @@ def sha256_of(path: Path, cache_dir: Path, *, anew: bool = False) -> str:
         status = path.stat()
     except OSError as error:
         raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
-    times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
-    identity = {"path": str(path), "size": status.st_size, **times}
-    record = cache_dir / "hashes" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
-    known = None if anew else _read_record(record)
-    if known is not None and {key: known.get(key) for key in identity} == identity:
-        return str(known["sha256"])
-    digest = _hash(path)
+    record = cache_dir / "hashes" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    identity = status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    if not recompute:
+        with suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):  # none, or a damaged one
+            known = msgspec.json.decode(record.read_bytes(), type=_KnownHash)
+            if known == _KnownHash(*identity, known.sha256):
+                return known.sha256
+    found = _KnownHash(*identity, sha256(path))
     # Without the record, the next call only takes longer. Writes that are needed raise their own errors.
     with suppress(CacheDirectoryError):
-        publish_file(record, lambda file: _write_json(file, {**identity, "sha256": digest}))
-    return digest
+        publish_file(record, lambda file: file.write_bytes(msgspec.json.encode(found)))
+    return found.sha256
 
 
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content))
+def sha256(path: Path) -> str:
+    """Return the file's SHA-256 in hex, without a look into the cache.
+
+    Raises:
+        ModelFileError: the file cannot be read.
+    """
+    with open_file(path) as file:
+        digest, left = hashlib.sha256(), os.fstat(file.fileno()).st_size  # the file may grow meanwhile
+        try:
+            while left and (block := file.read(min(left, _BLOCK))):
+                digest.update(block)
+                left -= len(block)
+                raise_if_cancelled()
+        except OSError as error:
+            raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
+        return digest.hexdigest()
 
 
-def _read_record(record: Path) -> dict[str, object] | None:
+def write_checksums(record: Path, names: Iterable[str]) -> None:
+    """Write to `record` the checksums of the files `names`, which lie in the directory of `record`.
+
+    Raises:
+        OSError: a file cannot be read, or `record` cannot be written.
+    """
+    record.write_bytes(msgspec.json.encode({name: _checksums(record.parent / name) for name in names}))
+
+
+def find_damage(record: Path) -> str | None:
+    """Return what is wrong with the files listed in `record`, as a log text; None if they are as written."""
     try:
-        known = json.loads(record.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-    is_digest = isinstance(known, dict) and _SHA256.fullmatch(str(known.get("sha256")))
-    return known if is_digest else None
+        known = msgspec.json.decode(record.read_bytes(), type=dict[str, list[int]])
+    except FileNotFoundError:
+        return f"{record.name} is missing"
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
+        return f"{record.name} cannot be read"
+    if not known:
+        return f"{record.name} names no files"
+    for name, checksums in known.items():
+        try:
+            found = _checksums(record.parent / name)
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        except ValueError:  # the record itself is damaged: no file can have this name
+            return f"{record.name} names a file {name!a}, which cannot exist"
+        if found != checksums:
+            return f"{name} differs from what was written"
+    return None
 
 
-def _hash(path: Path) -> str:
-    try:
-        with os.fdopen(open_file(path), "rb", buffering=0) as file:
-            digest, left = hashlib.sha256(), os.fstat(file.fileno()).st_size
-            while left and (piece := file.read(min(left, _HASH_CHUNK))):  # the file may grow meanwhile
-                digest.update(piece)
-                left -= len(piece)
-                check_wanted()
-            return digest.hexdigest()
-    except OSError as error:
-        raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
+def _checksums(path: Path) -> list[int]:
+    """Return one checksum per piece; the last piece may be empty."""
+    with FileIO(path) as file:
+        starts = range(0, os.fstat(file.fileno()).st_size + 1, _PIECE)
+        threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(starts))
+        with ThreadPoolExecutor(threads) as pool:  # it starts no more threads than there are pieces
+            return list(pool.map(partial(_checksum, file), starts))
+
+
+def _checksum(file: FileIO, start: int) -> int:
+    buffer, checksum, position = memoryview(bytearray(_BLOCK)), 0, start
+    while count := os.preadv(file.fileno(), [buffer[: start + _PIECE - position]], position):
+        checksum = zlib.crc32(buffer[:count], checksum)
+        position += count
+    return checksum
 
 
 @contextmanager

@@ -30,29 +30,18 @@ def fill(arena: Arena, weight_map: WeightMap, seed: int) -> Iterator[int]:
     Yields the bytes of each block that is filled.
     """
     for name in weight_map.names:
-        mean = 1.0 if name.endswith(_NORM_SUFFIX) else 0.0
         for part in weight_map.slices[name]:
             target = arena.view(part.parameter)[part.destination]
             if target.dim() > len(part.source):  # one expert's matrix in the parameter of all experts
                 target = target[0]
-            yield from _fill(target, _key(seed, name), weight_map.shapes[name], part.source, mean)
+            yield from _fill(target, seed, name, part.source)
 
 
-def values(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return the whole tensor called `name`, float32 on CPU; its name says whether it is a norm."""
-    target = torch.empty(shape)
-    box = tuple(slice(0, size) for size in shape)
-    for _ in _fill(target, _key(seed, name), shape, box, 1.0 if name.endswith(_NORM_SUFFIX) else 0.0):
-        pass
-    return target
-
-
-def _key(seed: int, name: str) -> int:
+def _fill(target: Tensor, seed: int, name: str, box: Box) -> Iterator[int]:
+    """Fill `target` with the values of `box` of the tensor called `name`, which says whether it is a norm."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:4], "little", signed=True)
-
-
-def _fill(target: Tensor, key: int, shape: tuple[int, ...], box: Box, mean: float) -> Iterator[int]:
+    key = int.from_bytes(digest[:4], "little", signed=True)
+    mean = 1.0 if name.endswith(_NORM_SUFFIX) else 0.0
     columns = box[1] if len(box) > 1 else slice(0, 1)
     width = columns.stop - columns.start
     limit = _BLOCK_ELEMENTS_CUDA if target.device.type == "cuda" else _BLOCK_ELEMENTS

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from segue.checkpoint.model_files import check_wanted, current
+from segue.checkpoint.model_files import current, raise_if_cancelled
 from segue.errors import ModelFileError
 
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -77,7 +77,7 @@ def _fetch_in_child(model: str, patterns: list[str]) -> Path:
                     output, errors = child.communicate(timeout=_POLL_S)
                     break
                 except subprocess.TimeoutExpired:
-                    check_wanted()
+                    raise_if_cancelled()
         finally:
             child.kill()
     if child.returncode != 0:

@@ -1,6 +1,6 @@
 """Opens a model's files: regular files only, within the allowed directories, until the reading is cancelled.
 
-All readers of model files open them here and call :func:`check_wanted` while they read. The rules are a
+All readers of model files open them here and call :func:`raise_if_cancelled` while they read. The rules are a
 context variable, not an argument of every reader, so that no reader can be forgotten. By default, as when a
 server starts, every directory is allowed and the reading cannot be cancelled.
 """
@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 from segue.errors import ModelFileError, WeightSyncError
 
 MAX_JSON = 256 << 20  # bytes; the index of a model of a million tensors has a tenth of that
+_PIECE = 8 << 20  # bytes read between two checks for cancellation
 _MAX_PATH, _MAX_NAME = 4096, 255  # bytes; the limits of Linux
 _SHOWN = 60  # characters shown of each end of a long path
 
@@ -47,8 +49,8 @@ def reading(
     """Let this thread open only files below ``roots`` and ``own`` in the block, until ``is_cancelled``."""
     token = _reading.set(
         Reading(
-            roots=None if roots is None else tuple(Path(os.path.realpath(root)) for root in roots),
-            own=tuple(Path(os.path.realpath(path)) for path in own),
+            roots=None if roots is None else tuple(map(_real, roots)),
+            own=tuple(map(_real, own)),
             hub=hub,
             is_cancelled=is_cancelled,
         )
@@ -59,7 +61,7 @@ def reading(
         _reading.reset(token)
 
 
-def check_wanted() -> None:
+def raise_if_cancelled() -> None:
     """Check that the reading is not cancelled.
 
     Raises:
@@ -73,7 +75,7 @@ def check_wanted() -> None:
 def may_be_at(path: str | os.PathLike[str]) -> bool:
     """Whether the rules allow a model at `path`, after following links."""
     roots = _reading.get().roots
-    return roots is None or _is_below(Path(os.path.realpath(path)), roots)
+    return roots is None or _is_below(_real(path), roots)
 
 
 def check_path(path: str) -> None:
@@ -87,61 +89,94 @@ def check_path(path: str) -> None:
     except UnicodeEncodeError:
         name = b"\0"
     if b"\0" in name:
-        raise ModelFileError(f"model path {shown(path)} has a character that no path may have")
+        raise ModelFileError(f"model path {short_path(path)} has a character that no path may have")
     if len(name) >= _MAX_PATH or any(len(part) > _MAX_NAME for part in name.split(b"/")):
         raise ModelFileError(
-            f"model path {shown(path)} is too long: a path must have less than {_MAX_PATH} bytes, and each "
-            f"name in it at most {_MAX_NAME}"
+            f"model path {short_path(path)} is too long: a path must have less than {_MAX_PATH} bytes, and "
+            f"each name in it at most {_MAX_NAME}"
         )
 
 
-def shown(path: str) -> str:
+def short_path(path: str) -> str:
     """Return `path` in quotation marks, shortened in the middle if it is long."""
     if len(path) > 3 * _SHOWN:
         return f"{path[:_SHOWN]!a}…{path[-_SHOWN:]!a} ({len(path)} characters)"
     return ascii(path)
 
 
-def open_file(path: Path) -> int:
-    """Open the regular file at `path`, following links, and return its descriptor.
+def open_file(path: Path) -> FileIO:
+    """Open the regular file at `path` for reading, following links.
 
     Raises:
-        OSError: the file does not exist or cannot be opened.
-        ModelFileError: it is a device, a pipe, a socket or a directory, or the rules do not allow its path.
+        ModelFileError: the file does not exist or cannot be opened; it is a device, a pipe, a socket or a
+            directory; or the rules do not allow its path.
         WeightSyncError: the reading was cancelled.
     """
-    check_wanted()
-    _check_regular(path, os.stat(path))  # before opening, since opening a device can have side effects
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    raise_if_cancelled()
     try:
-        _check_regular(path, os.fstat(descriptor))
+        _check_regular(path, os.stat(path))  # before opening, since opening a device can have side effects
+        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY))
+    except OSError as error:
+        raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
+    try:
+        _check_regular(path, os.fstat(file.fileno()))
         allowed = _reading.get()
         if allowed.roots is not None:
             # The path of the file that was opened; `path` may lead to another file by now.
-            real = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            real = Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))
             if not _is_below(real, (*allowed.roots, *allowed.own)):
                 raise ModelFileError(
                     f"model file {path} leads to a file outside of the directories of --weights-root; add "
                     "that file's directory to them, or copy the file"
                 )
     except BaseException:
-        os.close(descriptor)
+        file.close()
         raise
-    return descriptor
+    return file
+
+
+def read_at(file: FileIO, position: int, target: memoryview, part: str) -> None:
+    """Fill `target` with the bytes of `file` from `position`; `part` says in errors what they are.
+
+    Raises:
+        ModelFileError: the file cannot be read, or ends too early.
+        WeightSyncError: the reading was cancelled.
+    """
+    done = 0
+    while done < target.nbytes:
+        raise_if_cancelled()
+        try:
+            count = os.preadv(file.fileno(), [target[done : done + _PIECE]], position + done)
+        except OSError as error:
+            raise ModelFileError(f"cannot read {part} of model file {file.name}: {error.strerror}") from error
+        if count == 0:
+            raise truncated(file.name, f"it ends within {part}")
+        done += count
 
 
 def read_text(path: Path) -> str:
     """Return the text of a small file, usually JSON.
 
     Raises:
-        OSError, ModelFileError, WeightSyncError: as :func:`open_file`.
+        ModelFileError, WeightSyncError: as :func:`open_file`.
         ValueError: the file is not UTF-8, or is longer than MAX_JSON.
+        OSError: the file cannot be read.
     """
-    with os.fdopen(open_file(path), "rb") as file:
+    with BufferedReader(open_file(path)) as file:
         content = file.read(MAX_JSON + 1)
     if len(content) > MAX_JSON:
         raise ValueError(f"it has more than {MAX_JSON} bytes")
     return content.decode()
+
+
+def corrupt(path: object, reason: str) -> ModelFileError:
+    """Return the error for a file whose content is wrong."""
+    return ModelFileError(f"model file {path} is corrupt: {reason}. Get it again")
+
+
+def truncated(path: object, reason: str) -> ModelFileError:
+    """Return the error for a file that is shorter than it should be."""
+    return ModelFileError(f"model file {path} is truncated: {reason}. Get it again")
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:
@@ -149,6 +184,10 @@ def _check_regular(path: Path, status: os.stat_result) -> None:
         raise ModelFileError(
             f"model file {path} is no regular file; give a file, not a directory, a device or a pipe"
         )
+
+
+def _real(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def _is_below(path: Path, roots: Sequence[Path]) -> bool:

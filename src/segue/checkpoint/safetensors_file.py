@@ -5,175 +5,113 @@ memory of this process, so loading a model that way takes its size twice. Here, 
 cache to their destination.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Annotated, Any, BinaryIO
 
-from segue.checkpoint.model_files import check_wanted, open_file
+import msgspec
+import torch
+
+from segue.checkpoint.model_files import corrupt, read_at, truncated
 from segue.dtypes import SAFETENSORS
 from segue.errors import ModelFileError
 
-_PIECE = 8 << 20  # bytes read between two checks for cancellation
-_MAX_DIMS = 64
+DTYPES = {name: getattr(torch, dtype) for name, (dtype, _) in SAFETENSORS.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _Entry(msgspec.Struct):
+    """What the header says of one tensor."""
+
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]
+    data_offsets: tuple[_Size, _Size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a file: its name, type and place."""
+    """One tensor of an open file: its name, type and place."""
 
+    file: FileIO
     name: str
-    dtype: str  # as the format names it, such as "BF16"
+    dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  # bytes from the start of the file
     num_bytes: int
 
-
-class SafetensorsFile:
-    """An open safetensors file and the tensors that its checked header lists."""
-
-    def __init__(self, path: Path) -> None:
-        """Open `path` and check its header against the file's length.
-
-        Raises:
-            ModelFileError: the file is missing, unreadable, truncated or corrupt.
-        """
-        self.path = path
-        try:
-            self._fd = open_file(path)
-        except OSError as error:
-            raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
-        try:
-            self.tensors = _read_table(path, self._fd)
-        except OSError as error:
-            self.close()
-            raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def read_into(self, tensor: StoredTensor, offset: int, target: memoryview) -> None:
+    def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target` with the tensor's bytes from `offset`.
 
         Raises:
             ModelFileError: the file cannot be read, or is shorter than when it was opened.
         """
-        assert offset + target.nbytes <= tensor.num_bytes
-        read_fully(self.path, self._fd, tensor.start + offset, target, tensor.name)
+        assert offset + target.nbytes <= self.num_bytes
+        read_at(self.file, self.start + offset, target, f"tensor {self.name!r}")
 
 
-def read_fully(path: Path, fd: int, position: int, target: memoryview, tensor: str) -> None:
-    """Fill `target` with the bytes of the file `fd` from `position`; `path` and `tensor` are for errors.
+def read_header(file: FileIO) -> list[StoredTensor]:
+    """Return the tensors of `file`, in the order of their bytes, after checking them against its length.
 
     Raises:
-        ModelFileError: the file cannot be read, or ends too early.
-        WeightSyncError: the reading was cancelled.
+        ModelFileError: the file is unreadable, truncated or corrupt.
     """
-    done = 0
-    while done < target.nbytes:
-        check_wanted()
-        try:
-            count = os.preadv(fd, [target[done : done + _PIECE]], position + done)
-        except OSError as error:
-            raise ModelFileError(
-                f"cannot read tensor {tensor!r} of model file {path}: {error.strerror}"
-            ) from error
-        if count == 0:
-            raise ModelFileError(
-                f"model file {path} is truncated: it ends within tensor {tensor!r}. Get the file again"
-            )
-        done += count
-
-
-def _read_table(path: Path, fd: int) -> dict[str, StoredTensor]:
-    size = os.fstat(fd).st_size
+    path, size = file.name, os.fstat(file.fileno()).st_size
     if size < 8:
-        raise ModelFileError(
-            f"model file {path} is truncated: it has {size} bytes, not even a header. Get it again"
-        )
-    header_size = int.from_bytes(os.pread(fd, 8, 0), "little")
+        raise truncated(path, f"it has {size} bytes, not even a header")
+    length = bytearray(8)
+    read_at(file, 0, memoryview(length), "the header")
+    header_size = int.from_bytes(length, "little")
+    position = 8 + header_size
     if header_size > _MAX_HEADER:
-        raise ModelFileError(
-            f"model file {path} is corrupt: not a safetensors file (header of {header_size} bytes)"
-        )
-    if 8 + header_size > size:
-        raise ModelFileError(
-            f"model file {path} is truncated: its header alone needs {8 + header_size} bytes, the file has "
-            f"{size}. Get it again"
-        )
+        raise corrupt(path, f"not a safetensors file (header of {header_size} bytes)")
+    if position > size:
+        raise truncated(path, f"its header alone needs {position} bytes, the file has {size}")
+    text = bytearray(header_size)
+    read_at(file, 8, memoryview(text), "the header")
     try:
-        header = json.loads(os.pread(fd, header_size, 8))
+        header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
-        items = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        tensors = [_stored(name, fields, 8 + header_size) for name, fields in items]
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise ModelFileError(
-            f"model file {path} is corrupt: its header cannot be read ({error}). Get it again"
-        ) from error
-    _check(path, tensors, 8 + header_size, size)
-    return {tensor.name: tensor for tensor in tensors}
-
-
-def _stored(name: str, fields: Mapping[str, Any], data_start: int) -> StoredTensor:
-    start, end = fields["data_offsets"]
-    shape = tuple(fields["shape"])
-    if len(shape) > _MAX_DIMS or not all(
-        type(number) is int and 0 <= number < 1 << 63 for number in (start, end, *shape)
-    ):
-        raise ValueError(f"tensor {name[:80]!r} has a shape or data_offsets that no tensor can have")
-    return StoredTensor(
-        name=name, dtype=str(fields["dtype"]), shape=shape, start=data_start + start, num_bytes=end - start
-    )
-
-
-def _check(path: Path, tensors: list[StoredTensor], data_start: int, size: int) -> None:
-    position = data_start
-    for tensor in tensors:
-        if tensor.dtype not in SAFETENSORS:
+        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in header.items()}
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise corrupt(path, f"its header cannot be read ({error})") from error
+    tensors = []
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        dtype, (start, end) = DTYPES.get(entry.dtype), entry.data_offsets
+        if dtype is None:
             raise ModelFileError(
-                f"model file {path}: tensor {tensor.name!r} has type {tensor.dtype!r}; known: "
-                f"{', '.join(SAFETENSORS)}"
+                f"model file {path}: tensor {name!r} has type {entry.dtype!r}; known: {', '.join(DTYPES)}"
             )
-        if tensor.start != position or tensor.num_bytes != prod(tensor.shape) * SAFETENSORS[tensor.dtype][1]:
-            raise ModelFileError(
-                f"model file {path} is corrupt: tensor {tensor.name!r} of shape {list(tensor.shape)} and "
-                f"type {tensor.dtype} cannot lie in bytes {tensor.start} to "
-                f"{tensor.start + tensor.num_bytes}. Get it again"
+        start, end = 8 + header_size + start, 8 + header_size + end
+        if start != position or end - start != prod(entry.shape) * dtype.itemsize:
+            raise corrupt(
+                path,
+                f"tensor {name!r} of shape {list(entry.shape)} and type {entry.dtype} cannot lie in bytes "
+                f"{start} to {end}",
             )
-        position += tensor.num_bytes
-        if position > size:
-            raise ModelFileError(
-                f"model file {path} is truncated: tensor {tensor.name!r} ends at byte {position}, the file "
-                f"at {size}. Get it again"
+        if end > size:
+            raise truncated(path, f"tensor {name!r} ends at byte {end}, the file at {size}")
+        tensors.append(
+            StoredTensor(
+                file=file, name=name, dtype=dtype, shape=entry.shape, start=start, num_bytes=end - start
             )
-    if position != size:
-        raise ModelFileError(
-            f"model file {path} is corrupt: {size - position} bytes follow the last tensor. Get it again"
         )
+        position = end
+    if position != size:
+        raise corrupt(path, f"{size - position} bytes follow the last tensor")
+    return tensors
 
 
 @contextmanager
-def open_writer(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[BinaryIO]:
+def open_writer(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[BinaryIO]:
     """Write the header of a file of `tensors`, name -> (dtype, shape); the block writes their bytes in order.
 
     Raises:
@@ -182,9 +120,9 @@ def open_writer(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
-        start, end = end, end + prod(shape) * SAFETENSORS[dtype][1]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+        start, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
+    text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)

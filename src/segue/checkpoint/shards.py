@@ -1,51 +1,89 @@
 """Finds a checkpoint's safetensors files, checks them against the weight map, copies them into an arena."""
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
+import msgspec
 import torch
 from torch import Tensor
 
-from segue.checkpoint.bounce_buffers import BounceBuffers
-from segue.checkpoint.model_files import read_text
-from segue.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
-from segue.dtypes import SAFETENSORS, WEIGHTS
+from segue.checkpoint.model_files import corrupt, open_file, read_text
+from segue.checkpoint.safetensors_file import NAMES, StoredTensor, read_header
 from segue.errors import ModelFileError
 from segue.memory.arena import Arena
-from segue.models.weight_map import Box, Shape, Slice, WeightMap
+from segue.models.weight_map import Box, Shape, WeightMap
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+BOUNCE_BYTES = 16 << 20
 
-_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, SAFETENSORS[name][0]) for name in WEIGHTS}
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DERIVED = ".rotary_emb.inv_freq"  # follows from the config, but old checkpoints store it
 _CHUNK = 64 << 20  # bytes per read, so that the progress bar moves
 _COMPARE_CHUNK = 1 << 20  # elements compared at a time
 _SHOWN = 4  # tensor names in an error text, at most
 
 
-class Shards:
-    """A checkpoint's open files, and which file holds which tensor."""
+class BounceBuffers:
+    """Bounded host buffers for bytes that cannot be read from a file straight into the weights.
 
-    def __init__(self, origin: Path, paths: Iterable[Path]) -> None:
+    There is one buffer, or for CUDA two pinned ones: one is filled while the other is copied.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int = BOUNCE_BYTES) -> None:
+        """Allocate buffers of `num_bytes` each for weights on `device`."""
+        is_cuda = device.type == "cuda"
+        count = 2 if is_cuda else 1
+        self.num_bytes = num_bytes
+        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(count)]
+        self._copied = [torch.Event(device) for _ in range(count)] if is_cuda else []
+        self._next = 0
+
+    @contextmanager
+    def take(self, num_bytes: int) -> Iterator[Tensor]:
+        """Yield a uint8 buffer `[num_bytes]`; the block fills it, and may copy from it asynchronously."""
+        assert num_bytes <= self.num_bytes
+        turn = self._next
+        self._next = (turn + 1) % len(self._buffers)
+        if self._copied:
+            self._copied[turn].synchronize()
+        yield self._buffers[turn][:num_bytes]
+        if self._copied:
+            self._copied[turn].record()
+
+
+class Shards:
+    """A checkpoint's open files, and their tensors by name."""
+
+    def __init__(self, origin: Path, paths: Iterable[Path], places: Mapping[str, str] | None = None) -> None:
         """Open and check `paths`; errors about a missing tensor name the file or directory `origin`.
 
+        `places`: which file an index says that each tensor is in.
+
         Raises:
-            ModelFileError: a file is missing, truncated or corrupt, or two files hold the same tensor.
+            ModelFileError: a file is missing, truncated or corrupt, lacks a tensor of the index, or holds the
+                same tensor as another.
         """
         self.origin = origin
-        self.files: list[SafetensorsFile] = []
-        self.tensors: dict[str, SafetensorsFile] = {}
-        try:
+        self.tensors: dict[str, StoredTensor] = {}
+        with ExitStack() as files:
             for path in paths:
-                self._add(path)
-        except BaseException:
-            self.close()
-            raise
+                for tensor in read_header(files.enter_context(open_file(path))):
+                    other = self.tensors.setdefault(tensor.name, tensor)
+                    if other is not tensor:
+                        raise ModelFileError(
+                            f"model files {other.file.name} and {path} both hold tensor {tensor.name!r}"
+                        )
+            for name, file in (places or {}).items():
+                if name not in self.tensors or Path(str(self.tensors[name].file.name)).name != file:
+                    raise ModelFileError(
+                        f"model file {origin.parent / file} has no tensor {name!r}, which {origin.name} says "
+                        "it has. Get both again"
+                    )
+            self.close = files.pop_all().close
 
     @classmethod
     def in_directory(cls, directory: Path) -> Self:
@@ -57,46 +95,15 @@ class Shards:
         if (directory / SINGLE).exists():
             return cls(directory / SINGLE, [directory / SINGLE])
         if (directory / INDEX).exists():
-            return cls._indexed(directory / INDEX)
+            places = _read_index(directory / INDEX)
+            paths = [directory / file for file in sorted(set(places.values()))]
+            return cls(directory / INDEX, paths, places)
         paths = sorted(directory.glob("*.safetensors"))
         if not paths:
             raise ModelFileError(
                 f"{directory} has no *.safetensors file; convert the model's weights to safetensors first"
             )
         return cls(directory, paths)
-
-    @classmethod
-    def _indexed(cls, index: Path) -> Self:
-        places = _read_index(index)
-        for name, file in places.items():
-            if not (index.parent / file).exists():
-                raise ModelFileError(
-                    f"model file {index.parent / file} is missing; {index.name} says that tensor {name!r} is "
-                    "in it"
-                )
-        shards = cls(index, [index.parent / file for file in sorted(set(places.values()))])
-        for name, file in places.items():
-            found = shards.tensors.get(name)
-            if found is None or found.path.name != file:
-                shards.close()
-                raise ModelFileError(
-                    f"model file {index.parent / file} has no tensor {name!r}, which {index.name} says it "
-                    "has. Get both again"
-                )
-        return shards
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all files."""
-        for file in self.files:
-            file.close()
 
     def check(self, weight_map: WeightMap) -> None:
         """Check names, shapes and types of all tensors against `weight_map`, before anything is loaded.
@@ -105,26 +112,23 @@ class Shards:
             ModelFileError: a tensor is missing, unknown, of a wrong shape or type, or differs from the tensor
                 it is tied to; the text names the file and the tensor.
         """
-        for name, file in self.tensors.items():
-            stored = file.tensors[name]
+        for name, stored in self.tensors.items():
             if name.endswith(_DERIVED):
                 continue
             target = weight_map.aliases.get(name, name)
+            problem = None
             if target not in weight_map.slices:
-                raise ModelFileError(
-                    f"model file {file.path}: tensor {name!r} is not part of the model that config.json "
-                    "describes"
+                problem = "is not part of the model that config.json describes"
+            elif stored.shape != weight_map.shapes[target]:
+                problem = (
+                    f"has shape {list(stored.shape)}; config.json asks for {list(weight_map.shapes[target])}"
                 )
-            if stored.shape != weight_map.shapes[target]:
-                raise ModelFileError(
-                    f"model file {file.path}: tensor {name!r} has shape {list(stored.shape)}; config.json "
-                    f"asks for {list(weight_map.shapes[target])}"
+            elif stored.dtype not in _DTYPES:
+                problem = (
+                    f"has type {NAMES[stored.dtype]}; supported: {', '.join(NAMES[each] for each in _DTYPES)}"
                 )
-            if stored.dtype not in _DTYPES:
-                raise ModelFileError(
-                    f"model file {file.path}: tensor {name!r} has type {stored.dtype}; supported: "
-                    f"{', '.join(_DTYPES)}"
-                )
+            if problem is not None:
+                raise ModelFileError(f"model file {stored.file.name}: tensor {name!r} {problem}")
         missing = weight_map.missing(self.tensors)
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
@@ -136,112 +140,86 @@ class Shards:
                 f"{next(iter(repeated))}"
             )
         for name, target in weight_map.aliases.items():
-            if name in self.tensors and not self._equal(name, target):
+            if name in self.tensors and not _are_equal(self.tensors[name], self.tensors[target]):
                 raise ModelFileError(
-                    f"model file {self.tensors[name].path}: tensor {name!r} differs from {target!r}, to "
+                    f"model file {self.tensors[name].file.name}: tensor {name!r} differs from {target!r}, to "
                     "which config.json ties it; set tie_word_embeddings to false in config.json"
                 )
 
-    def copy(self, arena: Arena, weight_map: WeightMap, staging: BounceBuffers) -> Iterator[int]:
+    def copy(self, arena: Arena, weight_map: WeightMap, buffers: BounceBuffers) -> Iterator[int]:
         """Copy the slices of `weight_map` into `arena`, cast to its dtypes; yields the bytes of each copy.
 
-        Bytes that cannot be read in place pass through `staging`.
+        Bytes that cannot be read in place pass through `buffers`.
 
         Raises:
             ModelFileError: a file cannot be read.
         """
-        for file in self.files:
-            for tensor in file.tensors.values():
-                for part in weight_map.slices.get(tensor.name, ()):
-                    yield from _copy(
-                        file, tensor, part, arena.view(part.parameter)[part.destination], staging
-                    )
-
-    def _equal(self, *names: str) -> bool:
-        """Whether two tensors of equal shape have equal values."""
-        size = prod(self.tensors[names[0]].tensors[names[0]].shape)
-        for first in range(0, size, _COMPARE_CHUNK):
-            count = min(_COMPARE_CHUNK, size - first)
-            one, other = (self._elements(name, first, count) for name in names)
-            if not torch.equal(one, other):
-                return False
-        return True
-
-    def _elements(self, name: str, first: int, count: int) -> Tensor:
-        file = self.tensors[name]
-        values = torch.empty(count, dtype=_DTYPES[file.tensors[name].dtype])
-        item = values.itemsize
-        file.read_into(file.tensors[name], first * item, values.view(torch.uint8).numpy().data)
-        return values.float()
-
-    def _add(self, path: Path) -> None:
-        file = SafetensorsFile(path)
-        self.files.append(file)
-        for name in file.tensors:
-            if name in self.tensors:
-                raise ModelFileError(
-                    f"model files {self.tensors[name].path} and {path} both hold tensor {name!r}"
-                )
-            self.tensors[name] = file
+        for tensor in self.tensors.values():
+            for part in weight_map.slices.get(tensor.name, ()):
+                target = arena.view(part.parameter)[part.destination]
+                if target.dim() > len(part.source):  # one expert's matrix in the parameter of all experts
+                    target = target[0]
+                yield from _copy(tensor, 0, tensor.shape, part.source, target, buffers)
 
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        content: Any = json.loads(read_text(index))
-        places = {str(name): str(file) for name, file in content["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelFileError(
-            f"model file {index} is corrupt: it is not an index of tensors ({error!r}). Get it again"
-        ) from error
+        content = msgspec.json.decode(read_text(index), type=dict[str, msgspec.Raw])
+        places = msgspec.json.decode(content["weight_map"], type=dict[str, str])
+    except (OSError, ValueError, KeyError, msgspec.MsgspecError, RecursionError) as error:
+        raise corrupt(index, f"it is not an index of tensors ({error!r})") from error
     for name, file in places.items():
         if Path(file).name != file or file in ("", ".."):
+            raise corrupt(index, f"tensor {name!r} is in {file!r}, which is not a file name")
+        if not (index.parent / file).exists():
             raise ModelFileError(
-                f"model file {index} is corrupt: tensor {name!r} is in {file!r}, which is not a file name"
+                f"model file {index.parent / file} is missing; {index.name} says that tensor {name!r} is in "
+                "it"
             )
     return places
 
 
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors of equal shape have equal values."""
+    pairs = zip(_values(one), _values(other), strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+def _values(tensor: StoredTensor) -> Iterator[Tensor]:
+    """Yield the values of a tensor in float32, a bounded number at a time."""
+    step = _COMPARE_CHUNK * tensor.dtype.itemsize
+    for offset in range(0, tensor.num_bytes, step):
+        raw = torch.empty(min(step, tensor.num_bytes - offset), dtype=torch.uint8)
+        tensor.read_into(offset, raw.numpy().data)
+        yield raw.view(tensor.dtype).float()
+
+
 def _copy(
-    file: SafetensorsFile, tensor: StoredTensor, part: Slice, target: Tensor, staging: BounceBuffers
+    tensor: StoredTensor, first: int, shape: Shape, box: Box, target: Tensor, buffers: BounceBuffers
 ) -> Iterator[int]:
-    if target.dim() > len(part.source):  # one expert's matrix in the parameter of all experts
-        target = target[0]
-    if len(tensor.shape) < 3:
-        yield from _copy_rows(file, tensor, 0, tensor.shape, part.source, target, staging)
+    """Copy `box` of the array of `shape` that begins at element `first` of `tensor`."""
+    row_size = prod(shape[1:])
+    if len(shape) == 3:
+        for place, index in enumerate(range(box[0].start, box[0].stop)):
+            yield from _copy(tensor, first + index * row_size, shape[1:], box[1:], target[place], buffers)
         return
-    matrices, *box = part.source
-    for place, index in enumerate(range(matrices.start, matrices.stop)):
-        first = index * prod(tensor.shape[1:])
-        yield from _copy_rows(file, tensor, first, tensor.shape[1:], tuple(box), target[place], staging)
-
-
-def _copy_rows(
-    file: SafetensorsFile,
-    tensor: StoredTensor,
-    first: int,
-    shape: Shape,
-    box: Box,
-    target: Tensor,
-    staging: BounceBuffers,
-) -> Iterator[int]:
-    """Copy `box` of the vector or matrix that begins at element `first` of `tensor`."""
-    dtype = _DTYPES[tensor.dtype]
-    row_bytes = prod(shape[1:]) * dtype.itemsize
-    start = first * dtype.itemsize + box[0].start * row_bytes
+    row_bytes = row_size * tensor.dtype.itemsize
+    start = first * tensor.dtype.itemsize + box[0].start * row_bytes
     columns = box[1:]
     is_whole = all(column == slice(0, size) for column, size in zip(columns, shape[1:], strict=True))
-    if is_whole and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
+    is_in_place = target.dtype == tensor.dtype and target.device.type == "cpu" and target.is_contiguous()
+    if is_whole and is_in_place:
         raw = target.view(-1).view(torch.uint8)
         for offset in range(0, raw.numel(), _CHUNK):
             piece = raw[offset : offset + _CHUNK]
-            file.read_into(tensor, start + offset, piece.numpy().data)
+            tensor.read_into(start + offset, piece.numpy().data)
             yield piece.numel()
         return
-    step = max(1, staging.num_bytes // row_bytes)
+    step = max(1, buffers.num_bytes // row_bytes)
     for row in range(0, len(target), step):
         block = target[row : row + step]
-        with staging.take(len(block) * row_bytes) as buffer:
-            file.read_into(tensor, start + row * row_bytes, buffer.numpy().data)
-            rows = buffer.view(dtype).view(len(block), *shape[1:])
+        with buffers.take(len(block) * row_bytes) as buffer:
+            tensor.read_into(start + row * row_bytes, buffer.numpy().data)
+            rows = buffer.view(tensor.dtype).view(len(block), *shape[1:])
             block.copy_(rows[(slice(None), *columns)], non_blocking=True)
         yield block.nbytes

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from segue.checkpoint import bundled, hub, model_files
 from segue.checkpoint.gguf import convert
-from segue.checkpoint.gguf import file as gguf_file
+from segue.checkpoint.gguf.file import open_gguf
 from segue.config import LoadFormat
 from segue.errors import ModelFileError
 from segue.models.config import ModelConfig
@@ -27,14 +27,7 @@ class ModelSource:
     gguf: Path | None
     tokenizer_directory: Path | None  # None: the model has no tokenizer, so requests must give token ids
     config: ModelConfig
-    hf_config: Mapping[str, Any]  # config.json
-    generation_config: Mapping[str, Any]  # generation_config.json, or empty
     eos_token_ids: tuple[int, ...]  # of generation_config.json, else config.json
-
-    @property
-    def architecture(self) -> str:
-        """The Hugging Face class name."""
-        return self.config.architecture
 
 
 def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -> ModelSource:
@@ -51,52 +44,53 @@ def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -
     if model is None:
         name, path = bundled.NAME, bundled.ensure_bundled_model(cache_dir)
     else:
-        path = _locate(model, load_format)
-        name = _name(model)
+        name, path = _locate(model, load_format)
     gguf = _gguf_file(path, load_format)
-    if gguf is not None:
-        if load_format == "safetensors":
-            raise ModelFileError(f"model {gguf} is a file; the load format 'safetensors' needs a directory")
-        directory = convert.convert(gguf, cache_dir)
-    else:
-        if load_format == "gguf":
-            raise ModelFileError(
-                f"model directory {path} has no *.gguf file; the load format 'gguf' needs one"
-            )
-        directory = path
-    return _describe(name, directory, gguf, load_format)
-
-
-def _locate(model: str, load_format: LoadFormat) -> Path:
-    model_files.check_path(model)
-    path = Path(os.path.expanduser(model))
-    is_allowed = model_files.may_be_at(path)
-    if model and is_allowed and _exists(path):
-        return path.resolve()
-    is_hub_id = path.suffix != ".gguf" and hub.is_repository_id(model)
-    if is_hub_id and model_files.current().hub:
-        return hub.fetch(model, weights=load_format != "dummy")
-    how = "; to fetch it from the hub, start the server with --weights-from-hub" if is_hub_id else ""
-    if not is_allowed:  # the same text whether the path exists or not
-        raise ModelFileError(
-            f"model {model_files.shown(model)} is not within the directories of --weights-root{how}"
-        )
-    raise ModelFileError(
-        f"model {model_files.shown(model)} does not exist: give a directory, a GGUF file or a hub id "
-        f"(owner/name){how}"
+    if gguf is None and load_format == "gguf":
+        raise ModelFileError(f"model directory {path} has no *.gguf file; the load format 'gguf' needs one")
+    if gguf is not None and load_format == "safetensors":
+        raise ModelFileError(f"model {gguf} is a file; the load format 'safetensors' needs a directory")
+    directory = path if gguf is None else convert.convert(gguf, cache_dir)
+    hf_config = read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    return ModelSource(
+        name=name,
+        format="dummy" if load_format == "dummy" else "safetensors" if gguf is None else "gguf",
+        directory=directory,
+        gguf=gguf,
+        tokenizer_directory=(
+            directory if any((directory / file).exists() for file in TOKENIZER_FILES) else None
+        ),
+        config=_model_config(directory, hf_config),
+        eos_token_ids=eos_token_ids(hf_config, read_json(generation) if generation.exists() else {}),
     )
 
 
-def _exists(path: Path) -> bool:
+def _locate(model: str, load_format: LoadFormat) -> tuple[str, Path]:
+    """Return the short name of `model`, and its directory or GGUF file."""
+    model_files.check_path(model)
+    path, shown = Path(os.path.expanduser(model)), model_files.short_path(model)
+    is_allowed = model_files.may_be_at(path)
     try:
-        return path.exists()
+        is_local = model != "" and is_allowed and path.exists()
     except OSError as error:
-        raise ModelFileError(f"cannot open model {model_files.shown(str(path))}: {error.strerror}") from error
+        raise ModelFileError(f"cannot open model {shown}: {error.strerror}") from error
+    if is_local:
+        return path.resolve().name.removesuffix(".gguf"), path.resolve()
+    is_hub_id = path.suffix != ".gguf" and hub.is_repository_id(model)
+    if is_hub_id and model_files.current().hub:
+        return model, hub.fetch(model, weights=load_format != "dummy")
+    how = "; to fetch it from the hub, start the server with --weights-from-hub" if is_hub_id else ""
+    if not is_allowed:  # the same text whether the path exists or not
+        raise ModelFileError(f"model {shown} is not within the directories of --weights-root{how}")
+    raise ModelFileError(
+        f"model {shown} does not exist: give a directory, a GGUF file or a hub id (owner/name){how}"
+    )
 
 
 def _gguf_file(path: Path, load_format: LoadFormat) -> Path | None:
     if not path.is_dir():
-        gguf_file.check_is_gguf(path)
+        open_gguf(path).close()
         return path
     if load_format != "gguf" and (path / "config.json").exists():
         return None
@@ -107,31 +101,12 @@ def _gguf_file(path: Path, load_format: LoadFormat) -> Path | None:
     return files[0] if files else None
 
 
-def _describe(name: str, directory: Path, gguf: Path | None, load_format: LoadFormat) -> ModelSource:
-    hf_config = read_json(directory / "config.json")
-    has_generation = (directory / "generation_config.json").exists()
-    generation_config = read_json(directory / "generation_config.json") if has_generation else {}
-    has_tokenizer = any((directory / file).exists() for file in TOKENIZER_FILES)
-    return ModelSource(
-        name=name,
-        format="dummy" if load_format == "dummy" else "safetensors" if gguf is None else "gguf",
-        directory=directory,
-        gguf=gguf,
-        tokenizer_directory=directory if has_tokenizer else None,
-        config=_model_config(directory, hf_config),
-        hf_config=hf_config,
-        generation_config=generation_config,
-        eos_token_ids=eos_token_ids(hf_config, generation_config),
-    )
-
-
 def _model_config(directory: Path, hf_config: Mapping[str, Any]) -> ModelConfig:
     try:
         return ModelConfig.from_hf(hf_config)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ModelFileError(
-            f"model file {directory / 'config.json'} is corrupt: a field has a value of the wrong kind "
-            f"({error}). Get it again"
+        raise model_files.corrupt(
+            directory / "config.json", f"a field has a value of the wrong kind ({error})"
         ) from error
 
 
@@ -144,16 +119,14 @@ def eos_token_ids(hf_config: Mapping[str, Any], generation_config: Mapping[str, 
     found = generation_config.get("eos_token_id")
     if found is None:
         found = hf_config.get("eos_token_id")
-    if found is None:
-        return ()
-    ids = tuple(found) if isinstance(found, list) else (found,)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise ModelFileError(
                 f"the model's eos_token_id is {found!r}; it must be a token id or a list of token ids: "
                 "correct generation_config.json or config.json"
             )
-    return ids
+    return tuple(ids)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -163,54 +136,13 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelFileError: the file is missing, cannot be read, or does not hold a JSON object.
     """
     try:
+        if not path.exists():
+            raise ModelFileError(f"model file {path} is missing; a model directory needs it")
         content = json.loads(model_files.read_text(path))
-    except FileNotFoundError as error:
-        raise ModelFileError(f"model file {path} is missing; a model directory needs it") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(
             f"model file {path} is corrupt or cannot be read ({error}). Get it again"
         ) from error
     if not isinstance(content, dict):
-        raise ModelFileError(f"model file {path} is corrupt: it holds no JSON object. Get it again")
+        raise model_files.corrupt(path, "it holds no JSON object")
     return content
-
-
-def _name(model: str) -> str:
-    path = Path(os.path.expanduser(model))
-    return path.resolve().name.removesuffix(".gguf") if path.exists() else model
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Installed:
-    """A model in the cache."""
-
-    name: str
-    path: Path  # `resolve` takes it; for a converted model, the directory made of a GGUF file
-    num_bytes: int
-
-
-def installed(cache_dir: Path | str) -> list[Installed]:
-    """List the models in the cache: fetched GGUF files, then converted GGUF files, each sorted by name."""
-    cache_dir = Path(cache_dir)
-    fetched = [
-        Installed(name=path.stem, path=path, num_bytes=path.stat().st_size)
-        for path in sorted((cache_dir / "bundled").glob("*.gguf"))
-    ]
-    converted = [
-        Installed(
-            name=_converted_name(path),
-            path=path.parent,
-            num_bytes=sum(file.stat().st_size for file in path.parent.iterdir()),
-        )
-        for path in (cache_dir / "converted").glob(f"*/{convert.FORMAT}/config.json")
-    ]
-    return fetched + sorted(converted, key=lambda model: model.name)
-
-
-def _converted_name(config: Path) -> str:
-    """Return a converted model's name, or the directory's name if its config is damaged."""
-    try:
-        name = read_json(config).get("_name_or_path")
-    except ModelFileError:
-        name = None
-    return str(name or config.parent.parent.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -22,9 +22,7 @@ class LocalChat:
 
     def __init__(self, engine: Engine, params: dict[str, Any]) -> None:
         self._engine = engine
-        self._params = {
-            ("max_new_tokens" if name == "max_tokens" else name): value for name, value in params.items()
-        }
+        self._params = {"max_new_tokens" if name == "max_tokens" else name: params[name] for name in params}
         self.model = engine.model_name
 
     def reply(self, messages: list[Message]) -> Iterator[str]:
@@ -76,10 +74,10 @@ def pieces(updates: Iterator[dict[str, Any]]) -> Iterator[str]:
         updates.close()  # type: ignore[attr-defined]
 
 
-def converse(model: str, reply: Callable[[list[Message]], Iterator[str]], system: str | None) -> None:
+def converse(chat: LocalChat | RemoteChat, system: str | None) -> None:
     """Read messages and print their answers until /exit or the end of the input."""
     console = Console(highlight=False)
-    console.print(f"[dim]{model} — /help lists the commands[/dim]")
+    console.print(f"[dim]{chat.model} — /help lists the commands[/dim]")
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(start)
     while True:
@@ -88,31 +86,24 @@ def converse(model: str, reply: Callable[[list[Message]], Iterator[str]], system
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
-        match line:
-            case "":
-                continue
-            case "/exit" | "/quit":
-                return
-            case "/help":
-                console.print(HELP, markup=False)
-                continue
-            case "/reset":
-                messages = list(start)
-                console.print("[dim]forgotten[/dim]")
-                continue
-            case _ if line.startswith("/"):
-                console.print(f"unknown command {line}; /help lists them", markup=False)
-                continue
-            case _:
-                pass
-        messages.append({"role": "user", "content": line})
-        try:
-            answer = _show(console, reply(messages))
-        except SegueError as error:
-            console.print(f"\n{error.message}", style="red", markup=False)
-            messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": answer})
+        if line in ("/exit", "/quit"):
+            return
+        if line == "/help":
+            console.print(HELP, markup=False)
+        elif line == "/reset":
+            messages = list(start)
+            console.print("[dim]forgotten[/dim]")
+        elif line.startswith("/"):
+            console.print(f"unknown command {line}; /help lists them", markup=False)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            try:
+                answer = _show(console, chat.reply(messages))
+            except SegueError as error:
+                console.print(f"\n{error.message}", style="red", markup=False)
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": answer})
 
 
 def _show(console: Console, answer: Iterator[str]) -> str:

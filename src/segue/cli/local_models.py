@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from segue.checkpoint import bundled
+from segue.checkpoint.source import read_json
+from segue.errors import ModelFileError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,24 +31,15 @@ def installed_models(cache_dir: Path) -> Iterator[InstalledModel]:
         path=path,
         num_bytes=path.stat().st_size if fetched else None,
     )
-    origins = _origins(cache_dir)
-    for directory in sorted((cache_dir / "converted").glob("*/*")):
-        if directory.name.startswith(".") or not (directory / "config.json").exists():
-            continue
-        origin = origins.get(directory.parent.name)
+    for config in sorted((cache_dir / "converted").glob("[!.]*/[!.]*/config.json")):
+        directory = config.parent
+        try:
+            name = read_json(config).get("_name_or_path")
+        except ModelFileError:  # only the name is lost
+            name = None
         yield InstalledModel(
-            name=origin.stem if origin else directory.parent.name[:12],
+            name=str(name or directory.parent.name[:12]),
             kind="converted",
             path=directory,
             num_bytes=sum(file.stat().st_size for file in directory.iterdir() if file.is_file()),
         )
-
-
-def _origins(cache_dir: Path) -> dict[str, Path]:
-    """Map each SHA-256 to the path of the file that had this SHA-256 when the cache hashed the file."""
-    found = {}
-    for record in (cache_dir / "hashes").glob("*.json"):
-        with suppress(OSError, ValueError, LookupError, TypeError):  # without the record only a name is lost
-            known = json.loads(record.read_text())
-            found[known["sha256"]] = Path(known["path"])
-    return found

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import Field, asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -22,14 +20,19 @@ from rich.table import Table
 import segue
 from segue.api.engine import Engine
 from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
+from segue.cli.control import control_app
+from segue.cli.flags import with_options
 from segue.cli.local_models import installed_models
-from segue.cli.remote import TIMEOUT_S, Remote
-from segue.config import Device, EngineConfig, LogLevel, key_from_environment
+from segue.cli.remote import Remote
+from segue.config import SERVER_GROUP, Device, EngineConfig, LogLevel
 from segue.errors import CacheDirectoryError, ConfigError, SegueError
 from segue.launch.processes import worker_environment
 from segue.launch.runtime import Runtime
 from segue.listener import bind, listen
 from segue.logs import configure
+
+if TYPE_CHECKING:
+    from segue.bench.profile import StepProfile
 
 app = typer.Typer(
     name="segue",
@@ -41,7 +44,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measure an engine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
-SERVER_GROUP = "Server"  # the group of options that only `serve` takes
+app.add_typer(control_app)
 
 
 def main() -> None:
@@ -53,59 +56,6 @@ def main() -> None:
             f"segue: {error.message}", style="red", markup=False, soft_wrap=True
         )
         sys.exit(1)
-
-
-def with_engine_options(*, server: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replace a command's ``config`` parameter by one flag per option of :class:`EngineConfig`."""
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        options = [
-            option for option in fields(EngineConfig) if server or option.metadata["group"] != SERVER_GROUP
-        ]
-
-        def run(**given: Any) -> Any:
-            names = [option.name for option in options]
-            chosen = {name: value for name in names if (value := given.pop(name)) is not None}
-            return command(config=EngineConfig.create(**chosen), **given)
-
-        hints = get_type_hints(EngineConfig)
-        own = [
-            parameter
-            for parameter in inspect.signature(command, eval_str=True).parameters.values()
-            if parameter.name != "config"
-        ]
-        flags = [_flag(option, hints[option.name]) for option in options]
-        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in [*own, *flags]]
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return run
-
-    return decorate
-
-
-def _flag(option: Field[Any], kind: Any) -> inspect.Parameter:
-    """Return the flag of an option; its default is None, so that the environment can set the option."""
-    rule = option.metadata
-    flag = f"--{option.name.replace('_', '-')}"
-    bases = [each for each in get_args(kind) if each is not type(None)]
-    base = kind if get_origin(kind) is Literal or not bases else bases[0]
-    shown = (
-        None if option.default in (None, False) or callable(option.default_factory) else str(option.default)
-    )
-    text = rule["help"] if shown is None else f"{rule['help']} [dim]\\[{shown}][/dim]"
-    info = typer.Option(
-        flag,
-        help=f"{text} [dim]SEGUE_{option.name.upper()}[/dim]",
-        rich_help_panel=rule["group"],
-        show_default=False,
-    )
-    return inspect.Parameter(
-        option.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[Optional[base], info],  # noqa: UP045
-    )
 
 
 def _print_version(requested: bool) -> None:
@@ -134,7 +84,7 @@ TopP = Annotated[
 
 
 @app.command()
-@with_engine_options(server=True)
+@with_options(EngineConfig)
 def serve(config: EngineConfig) -> None:
     """Serve a model over HTTP: OpenAI's API, and SGLang's /generate.
 
@@ -155,18 +105,14 @@ def serve(config: EngineConfig) -> None:
 
 def _print_ready(runtime: Runtime, url: str) -> None:
     ready, limits = runtime.manager.ready, runtime.manager.ready.limits
+    pages, size, chunk = limits.num_pages, limits.page_size, limits.chunked_prefill_size
     facts = {
         "model": f"{runtime.name} ({runtime.source.config.architecture})",
         "weights": f"{_size(ready.weight_bytes)}, {ready.dtype}",
         "device": f"{ready.device}, tensor parallel {runtime.config.tp}, attention {ready.attention_backend}",
         "context": f"{limits.max_seq_len} tokens",
-        "KV cache": (
-            f"{limits.num_pages} pages of {limits.page_size} = {limits.num_pages * limits.page_size} tokens, "
-            f"{_size(ready.kv_bytes)}"
-        ),
-        "batch": (
-            f"{limits.max_running_requests} requests, {limits.chunked_prefill_size} prompt tokens per step"
-        ),
+        "KV cache": f"{pages} pages of {size} = {pages * size} tokens, {_size(ready.kv_bytes)}",
+        "batch": f"{limits.max_running_requests} requests, {chunk} prompt tokens per step",
         "start": f"{sum(step.seconds for step in ready.init_steps):.1f} s in {len(ready.init_steps)} steps",
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
@@ -179,7 +125,7 @@ def _print_ready(runtime: Runtime, url: str) -> None:
 
 
 @app.command()
-@with_engine_options(server=False)
+@with_options(EngineConfig, without=SERVER_GROUP)
 def generate(
     config: EngineConfig,
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
@@ -196,7 +142,7 @@ def generate(
 
 
 @app.command()
-@with_engine_options(server=False)
+@with_options(EngineConfig, without=SERVER_GROUP)
 def chat(
     config: EngineConfig,
     url: Annotated[
@@ -212,12 +158,10 @@ def chat(
     params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     if url is not None:
         given = {name: value for name, value in params.items() if value is not None}
-        remote = RemoteChat(Remote(url, key), given)
-        converse(remote.model, remote.reply, system)
+        converse(RemoteChat(Remote(url, key), given), system)
         return
     with _engine(config) as engine:
-        local = LocalChat(engine, params)
-        converse(local.model, local.reply, system)
+        converse(LocalChat(engine, params), system)
 
 
 @app.command()
@@ -256,13 +200,8 @@ def trainer(
     guard = HttpGuard.create(host, allowed_hosts=allowed_hosts, cors_origin=cors_origin)
     listener = bind(host, port)
     listen(listener)
-    given: dict[str, Any] = {} if cache_dir is None else {"cache_dir": cache_dir}
     trained = TrainedModel(
-        model,
-        device=device,
-        dtype=dtype,
-        learning_rate=learning_rate,
-        cache_dir=EngineConfig.create(**given).cache_dir,
+        model, device=device, dtype=dtype, learning_rate=learning_rate, cache_dir=_cache_dir(cache_dir)
     )
     console = Console(highlight=False)
     url = f"http://{host}:{listener.getsockname()[1]}"
@@ -271,7 +210,7 @@ def trainer(
 
 
 @bench_app.command("profile")
-@with_engine_options(server=False)
+@with_options(EngineConfig, without=SERVER_GROUP)
 def profile_steps(
     config: EngineConfig,
     steps: Annotated[
@@ -283,41 +222,43 @@ def profile_steps(
 ) -> None:
     """Profile steps: each kernel's share of the time, beside the roofline of the hardware."""
     os.environ.update(worker_environment(config.tp))  # as in a worker, before torch reads the environment
-    from segue.bench.profile import StepBench, StepProfile
+    from segue.bench.profile import StepBench
 
-    if config.log_level == "info":
-        config = config.with_(log_level="warning")
-    configure(config.log_level)
-    shapes: list[tuple[int, int]] = []  # decode rows, tokens of a prompt
-    for text in steps or ["1", "16", "p512"]:
-        found = re.fullmatch(r"([1-9]\d*)?(?:(?(1)\+)p([1-9]\d*))?", text)
-        if found is None or not text:
-            raise ConfigError(
-                f"step {text!r}: give a number of decode rows (32), of prompt tokens (p512), or both "
-                "(255+p256)"
-            )
-        shapes.append((int(found[1] or 0), int(found[2] or 0)))
+    config = _quiet(config)
+    shapes = [_parse_step(text) for text in steps or ["1", "16", "p512"]]
     console = Console(highlight=False)
     with console.status("Starting …"):
         bench = StepBench(config)
 
-    def show(found: StepProfile) -> None:
-        times = f"{found.milliseconds:.3f} ms, {found.host_milliseconds:.3f} ms on the host"
-        roofline = f"roofline {found.roofline_milliseconds:.3f} ms"
-        table = Table(title=f"{found.label}: {times}; {roofline}", title_justify="left")
-        for column in ("kernel", "calls", "µs", "share"):
-            table.add_column(column, justify="left" if column == "kernel" else "right")
-        total = sum(kernel.microseconds for kernel in found.kernels) or 1.0
-        for kernel in found.kernels[:kernels]:
-            share = f"{kernel.microseconds / total:.0%}"
-            table.add_row(escape(kernel.name[:90]), f"{kernel.calls:g}", f"{kernel.microseconds:.1f}", share)
-        console.print(table)
-
     try:
         for rows, prompt in shapes:
-            show(bench.decode(rows, context, prompt) if rows else bench.prefill(prompt))
+            found = bench.decode(rows, context, prompt) if rows else bench.prefill(prompt)
+            console.print(_kernel_table(found, kernels))
     finally:
         bench.close()
+
+
+def _parse_step(text: str) -> tuple[int, int]:
+    """Return the decode rows of a step, and the tokens of its prompt."""
+    found = re.fullmatch(r"([1-9]\d*)?(?:(?(1)\+)p([1-9]\d*))?", text)
+    if found is None or not text:
+        raise ConfigError(
+            f"step {text!r}: give a number of decode rows (32), of prompt tokens (p512), or both (255+p256)"
+        )
+    return int(found[1] or 0), int(found[2] or 0)
+
+
+def _kernel_table(found: StepProfile, num_kernels: int) -> Table:
+    times = f"{found.milliseconds:.3f} ms, {found.host_milliseconds:.3f} ms on the host"
+    roofline = f"roofline {found.roofline_milliseconds:.3f} ms"
+    table = Table(title=f"{found.label}: {times}; {roofline}", title_justify="left")
+    for column in ("kernel", "calls", "µs", "share"):
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    total = sum(kernel.microseconds for kernel in found.kernels) or 1.0
+    for kernel in found.kernels[:num_kernels]:
+        share = f"{kernel.microseconds / total:.0%}"
+        table.add_row(escape(kernel.name[:90]), f"{kernel.calls:g}", f"{kernel.microseconds:.1f}", share)
+    return table
 
 
 @app.command()
@@ -325,8 +266,7 @@ def models(
     cache_dir: Annotated[str | None, typer.Option(help="Where models are kept.")] = None,
 ) -> None:
     """List the bundled model and the models converted from GGUF files, with their sizes."""
-    given: dict[str, Any] = {} if cache_dir is None else {"cache_dir": cache_dir}
-    directory = Path(EngineConfig.create(**given).cache_dir)
+    directory = Path(_cache_dir(cache_dir))
     table = Table(box=None, pad_edge=False)
     for column in ("model", "kind", "size", "path"):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
@@ -342,91 +282,26 @@ def models(
     Console(highlight=False).print(table)
 
 
-Url = Annotated[str, typer.Option(help="The running server.")]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(help="Its admin key, or API key. [dim]SEGUE_ADMIN_API_KEY, SEGUE_API_KEY[/dim]"),
-]
-DEFAULT_URL = "http://127.0.0.1:30000"
-CONTROL = "Control a running server"
-
-
-@app.command(rich_help_panel=CONTROL)
-def pause(
-    mode: Annotated[
-        str,
-        typer.Option(
-            help="What happens to requests: wait (running ones finish first), in_place (they keep their KV), "
-            "retract (they give up their KV and wait), abort (they end)."
-        ),
-    ] = "retract",
-    ttl: Annotated[float | None, typer.Option(help="Seconds until the server continues by itself.")] = None,
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
-) -> None:
-    """Pause a server's generation; returns once no request runs."""
-    server = _server(url, api_key)
-    timeout = None if mode == "wait" else TIMEOUT_S
-    text = server.post("/pause_generation", {"mode": mode, "ttl_s": ttl}, timeout=timeout)
-    with server.understood():
-        now = json.loads(text)
-        state = "continued meanwhile" if now["mode"] is None else f"paused ({now['mode']})"
-        typer.echo(
-            f"{state}: {now['num_running']} requests in place, {now['num_waiting']} waiting; "
-            f"{now['num_retracted']} retracted, {now['num_aborted']} aborted; took {now['drained_ms']:.1f} ms"
-        )
-
-
-@app.command("continue", rich_help_panel=CONTROL)
-def continue_(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
-    """Let a paused server continue."""
-    server = _server(url, api_key)
-    text = server.post("/continue_generation")
-    with server.understood():
-        typer.echo(json.loads(text)["message"])
-
-
-@app.command(rich_help_panel=CONTROL)
-def abort(
-    rid: Annotated[str | None, typer.Argument(help="Id of a request, or of a batch.")] = None,
-    all_: Annotated[bool, typer.Option("--all", help="Every request.")] = False,
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
-) -> None:
-    """Abort one request of a server, or all. Replies keep the text so far. An unknown id does nothing."""
-    if bool(rid) == all_:
-        raise ConfigError("give either a request's id or --all")
-    _server(url, api_key).post("/abort_request", {"rid": rid or "", "abort_all": all_})
-    typer.echo("asked the server to abort " + ("all requests" if all_ else str(rid)))
-
-
-@app.command(rich_help_panel=CONTROL)
-def flush(
-    timeout: Annotated[float, typer.Option(help="Seconds to wait until no request holds KV.", min=0)] = 0.0,
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
-) -> None:
-    """Drop all cached KV of a server."""
-    reply_timeout = None if timeout else TIMEOUT_S
-    text = _server(url, api_key).post(f"/flush_cache?timeout={timeout}", timeout=reply_timeout)
-    typer.echo(" ".join(text.split()))
-
-
-def _server(url: str, api_key: str | None) -> Remote:
-    return Remote(url, api_key or key_from_environment())
-
-
 @contextmanager
 def _engine(config: EngineConfig) -> Iterator[Engine]:
-    """Run an engine for one command; at the default log level, the engine logs only warnings."""
-    if config.log_level == "info":
-        config = config.with_(log_level="warning")
-    configure(config.log_level)
-    console = Console(stderr=True)
-    with console.status(f"Loading {config.model or 'the bundled model'} …"):
+    """Run an engine for one command."""
+    config = _quiet(config)
+    with Console(stderr=True).status(f"Loading {config.model or 'the bundled model'} …"):
         engine = Engine(**asdict(config))
     with engine:
         yield engine
+
+
+def _quiet(config: EngineConfig) -> EngineConfig:
+    """Set up logging for a command that prints its own results: by default, only warnings are logged."""
+    if config.log_level == "info":
+        config = config.with_(log_level="warning")
+    configure(config.log_level)
+    return config
+
+
+def _cache_dir(given: str | None) -> str:
+    return (EngineConfig.create() if given is None else EngineConfig.create(cache_dir=given)).cache_dir
 
 
 def _size(num_bytes: int) -> str:

@@ -8,13 +8,14 @@ import torch
 
 from segue.attention.base import AttentionBackend
 from segue.attention.registry import Selection
-from segue.config import EngineConfig, parse_sizes
+from segue.config import EngineConfig
 from segue.distributed.groups import TPGroups
 from segue.layers.moe_backend import MoEEntry
 from segue.logs import logger
 from segue.memory.budget import GRAPH_RESERVE, Demand, afford_graphs, gib
 from segue.model_runner.graphs import grid_sizes
 from segue.model_runner.resolved_config import ResolvedConfig
+from segue.options import parse_sizes
 
 if TYPE_CHECKING:
     from segue.model_runner.cuda_executor import CUDAExecutor

@@ -15,7 +15,7 @@ from segue.attention import registry as attention
 from segue.attention.base import AttentionBackend, AttentionShape, PagedBackend
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import ModelSource
-from segue.config import EngineConfig, parse_list, parse_sizes
+from segue.config import EngineConfig
 from segue.distributed.collectives import GroupCollectives
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
@@ -50,6 +50,7 @@ from segue.models import weight_map
 from segue.models.config import ModelConfig
 from segue.models.decoder import Decoder, build_model
 from segue.models.sharding import shard
+from segue.options import parse_list, parse_sizes
 from segue.weight_update.served import ServedWeights
 
 if TYPE_CHECKING:

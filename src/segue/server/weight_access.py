@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from segue.config import EngineConfig, parse_list
+from segue.config import EngineConfig
 from segue.errors import InvalidRequestError
 from segue.http_guard import is_loopback
 from segue.messages.weight_operations import UpdateFromDisk, WeightOperation
+from segue.options import parse_list
 
 
 def limits(config: EngineConfig, operation: WeightOperation) -> dict[str, Any]:

@@ -95,5 +95,5 @@ def _load(source: ModelSource, dtype: torch.dtype) -> Any:
     # The engine's own conversion, in its default dtype, so that both begin with the same weights.
     weights = load_file(gguf_weights.convert(source.gguf, source.directory, torch.bfloat16))
     config = transformers.AutoConfig.from_pretrained(source.directory)
-    kind = getattr(transformers, source.architecture)
+    kind = getattr(transformers, source.config.architecture)
     return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)

@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import cast, get_args
 
 from segue.checkpoint import hub, model_files
-from segue.checkpoint.bounce_buffers import STAGING_BYTES
 from segue.checkpoint.load import read_weights
+from segue.checkpoint.shards import BOUNCE_BYTES
 from segue.checkpoint.source import resolve
 from segue.config import LoadFormat
 from segue.errors import InvalidRequestError
@@ -18,7 +18,7 @@ from segue.models.config import ModelConfig
 from segue.weight_update.manifest import first
 from segue.weight_update.staging import StagedWeights
 
-_STAGING_BYTES = 64 << 10  # on a CPU: too small a buffer for torch to copy from it with several threads
+_BUFFER_BYTES = 64 << 10  # on a CPU: too small a buffer for torch to copy from it with several threads
 
 
 def load(staged: StagedWeights, command: Load, is_cancelled: Callable[[], bool]) -> list[str]:
@@ -44,15 +44,15 @@ def _load(staged: StagedWeights, model_path: str, load_format: str | None) -> li
     differences = _differences(served.config, source.config)
     if differences:
         raise InvalidRequestError(
-            f"the model at {model_files.shown(model_path)} is not the one served: {'; '.join(differences)}. "
-            "Start an engine with it instead",
+            f"the model at {model_files.short_path(model_path)} is not the one served: "
+            f"{'; '.join(differences)}. Start an engine with it instead",
             param="model_path",
         )
     names = served.weight_map.names
 
     on_cpu = served.device.type == "cpu"
     widest = max(shape[-1] for shape in served.weight_map.shapes.values())
-    staging_bytes = max(_STAGING_BYTES, 8 * widest) if on_cpu else STAGING_BYTES
+    buffer_bytes = max(_BUFFER_BYTES, 8 * widest) if on_cpu else BOUNCE_BYTES
 
     def make() -> Arena:
         staged.release()  # weights staged before in this session: the checkpoint replaces all of them
@@ -61,9 +61,9 @@ def _load(staged: StagedWeights, model_path: str, load_format: str | None) -> li
 
     with staged.memory.on_stream():
         for _ in read_weights(
-            source, served.weight_map, make, served.dtype, seed=served.seed, staging_bytes=staging_bytes
+            source, served.weight_map, make, served.dtype, seed=served.seed, buffer_bytes=buffer_bytes
         ):
-            model_files.check_wanted()
+            model_files.raise_if_cancelled()
     staged.memory.synchronize()
     return first(staged.problems(names))
 

@@ -87,7 +87,8 @@ def test_a_corrupt_config_in_the_cache_is_replaced(tmp_path: Path) -> None:
     path = write(tmp_path)
     directory = resolve(str(path), "auto", tmp_path / "cache").directory
     (directory / "config.json").write_text('{"architectures": ')
-    assert resolve(str(path), "auto", tmp_path / "cache").architecture == "LlamaForCausalLM"
+    source = resolve(str(path), "auto", tmp_path / "cache")
+    assert source.config.architecture == "LlamaForCausalLM"
 
 
 def test_the_next_conversion_removes_files_of_a_killed_one(tmp_path: Path) -> None:

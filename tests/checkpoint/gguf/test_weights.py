@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from segue.checkpoint.gguf import weights as gguf_weights
 from segue.checkpoint.gguf.file import GGUFFile, GGUFTensor
-from segue.checkpoint.gguf.names import Source
+from segue.checkpoint.gguf.weights import Source
 from segue.distributed.info import TPInfo
 from segue.errors import CacheDirectoryError, ModelFileError
 from segue.models import weight_map
@@ -108,7 +108,7 @@ def convert(directory: Path, tensor: GGUFTensor, source: Source, monkeypatch: py
     monkeypatch.setattr(
         GGUFFile, "read", lambda path: GGUFFile(path=path, metadata={}, tensors={"w": tensor})
     )
-    monkeypatch.setattr(gguf_weights.names, "sources", lambda file, config: [source])
+    monkeypatch.setattr(gguf_weights, "_sources", lambda file, config: [source])
     (directory / "config.json").write_text("{}")
     path = gguf_weights.convert(directory / "raw", directory, torch.float32)
     return load_file(path)[source.name]

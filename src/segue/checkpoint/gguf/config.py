@@ -1,14 +1,12 @@
 """Converts a GGUF file's metadata to the content of `config.json` and `generation_config.json`."""
 
-import os
 from typing import Any
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from segue.checkpoint.gguf.file import GGUFFile, GGUFTensor
-from segue.checkpoint.model_files import open_file
-from segue.checkpoint.safetensors_file import read_fully
+from segue.checkpoint.model_files import open_file, read_at
 from segue.errors import ModelFileError, UnsupportedModelError
 
 ARCHITECTURES = {  # name in GGUF -> model type, class
@@ -127,14 +125,13 @@ def token_ids(file: GGUFFile) -> dict[str, Any]:
 
 
 def _vocab_size(file: GGUFFile, reader: Keys) -> Any:
-    size, tokens = reader.get("vocab_size"), file.metadata.get("tokenizer.ggml.tokens")
-    if size is not None:
-        return size
-    if tokens is None:
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    size = reader.get("vocab_size", None if tokens is None else len(tokens))
+    if size is None:
         raise ModelFileError(
             f"model file {file.path} has neither a vocabulary nor its size. Convert it again"
         )
-    return len(tokens)
+    return size
 
 
 def _rope(file: GGUFFile, reader: Keys) -> dict[str, Any]:
@@ -190,9 +187,6 @@ def _factors(file: GGUFFile, tensor: GGUFTensor) -> np.ndarray[Any, np.dtype[np.
             "it again"
         )
     factors = np.empty(tensor.shape, np.float32)
-    handle = open_file(file.path)
-    try:
-        read_fully(file.path, handle, tensor.start, factors.data.cast("B"), tensor.name)
-    finally:
-        os.close(handle)
+    with open_file(file.path) as handle:
+        read_at(handle, tensor.start, factors.data.cast("B"), f"tensor {tensor.name!r}")
     return factors

@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from segue.checkpoint import cache, file_checksums
+from segue.checkpoint import cache
 from segue.checkpoint.gguf import config as gguf_config
 from segue.checkpoint.gguf import tokenizer
 from segue.checkpoint.gguf.file import GGUFFile
-from segue.logs import logger
 
 FORMAT = "3"  # raise it when the content of these files, or of the weights beside them, changes
 RECORD = "checksums.json"
@@ -30,22 +29,19 @@ def convert(path: Path, cache_dir: Path) -> Path:
         CacheDirectoryError: the cache cannot be written.
     """
     directory = cache_dir / "converted" / cache.sha256_of(path, cache_dir) / FORMAT
-    if file_checksums.find_damage(directory / RECORD) is None:
+    if cache.find_damage(directory / RECORD) is None:
         return directory
-    file = GGUFFile.read(path)
+    file = GGUFFile.read(path)  # before the cache is written to, since the file may be unsupported
     fill = partial(_fill, file=file, config=gguf_config.config(file))
-    with cache.exclusive(directory):
-        damage = file_checksums.find_damage(directory / RECORD)  # another process may have been faster
-        if damage is not None and directory.is_dir():
-            logger.warning("the cache directory %s is damaged: %s; converting again", directory, damage)
-            _replace_files(directory, fill)
-        elif damage is not None:
-            cache.publish_directory(directory, fill)
+    cache.make_unless_intact(directory, directory / RECORD, partial(_write, directory, fill), path)
     return directory
 
 
-def _replace_files(directory: Path, fill: Callable[[Path], None]) -> None:
-    """Replace the files that `fill` makes in `directory`, and keep the others, such as weights."""
+def _write(directory: Path, fill: Callable[[Path], None]) -> None:
+    """Publish the files that `fill` makes. Other files of the directory stay, such as weights."""
+    if not directory.is_dir():
+        cache.publish_directory(directory, fill)
+        return
     with tempfile.TemporaryDirectory(prefix="segue-") as temporary:
         fill(Path(temporary))
         for made in Path(temporary).iterdir():
@@ -56,4 +52,4 @@ def _fill(directory: Path, file: GGUFFile, config: Mapping[str, Any]) -> None:
     for name, content in (("config", config), ("generation_config", gguf_config.generation_config(file))):
         (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer.convert(file, directory)
-    file_checksums.write(directory / RECORD, sorted(made.name for made in directory.iterdir()))
+    cache.write_checksums(directory / RECORD, sorted(made.name for made in directory.iterdir()))

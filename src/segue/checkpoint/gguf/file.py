@@ -8,13 +8,14 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from io import BufferedReader, FileIO
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from segue.checkpoint.model_files import check_wanted, open_file
+from segue.checkpoint.model_files import corrupt, open_file, raise_if_cancelled, truncated
 from segue.errors import ModelFileError
 from segue.sizes import round_up
 
@@ -44,14 +45,9 @@ class GGUFTensor:
         return self.shape[-1] // block * size
 
     @property
-    def num_rows(self) -> int:
-        """Rows over all leading dimensions together."""
-        return prod(self.shape[:-1])
-
-    @property
     def end(self) -> int:
         """Offset of the first byte after the tensor, from the start of the file."""
-        return self.start + self.num_rows * self.row_bytes
+        return self.start + prod(self.shape[:-1]) * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,53 +65,34 @@ class GGUFFile:
         Raises:
             ModelFileError: the file is missing, truncated, corrupt, not GGUF, or one part of several.
         """
-        try:
-            with os.fdopen(_open(path), "rb") as file:
-                size = os.fstat(file.fileno()).st_size
+        with BufferedReader(open_gguf(path)) as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
                 metadata, tensors = _read(path, _Cursor(file, size))
-        except OSError as error:
-            raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
+            except OSError as error:
+                raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
         by_name: dict[str, GGUFTensor] = {}
         for tensor in sorted(tensors, key=lambda tensor: tensor.start):
             if tensor.name in by_name:
-                raise ModelFileError(
-                    f"model file {path} is corrupt: it has two tensors called {tensor.name!r}. Get it again"
-                )
+                raise corrupt(path, f"it has two tensors called {tensor.name!r}")
             by_name[tensor.name] = tensor
             if tensor.end > size:
-                raise ModelFileError(
-                    f"model file {path} is truncated: tensor {tensor.name!r} ends at byte {tensor.end}, the "
-                    f"file at {size}. Get it again"
-                )
+                raise truncated(path, f"tensor {tensor.name!r} ends at byte {tensor.end}, the file at {size}")
         return cls(path=path, metadata=metadata, tensors=by_name)
 
 
-def check_is_gguf(path: Path) -> None:
-    """Check the first bytes of `path`, so that no other file is read in full.
+def open_gguf(path: Path) -> FileIO:
+    """Open a GGUF file. No more than its first bytes are read, so that no other file is read in full.
 
     Raises:
         ModelFileError: the file is missing, or is not a GGUF file.
     """
-    try:
-        os.close(_open(path))
-    except OSError as error:
-        raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
-
-
-def _open(path: Path) -> int:
-    """Return a descriptor of the file, which begins with GGUF's magic bytes."""
-    descriptor = open_file(path)
-    try:
-        # The size first: files of /proc have size 0, and reading them may never end, or may block.
-        is_gguf = (
-            os.fstat(descriptor).st_size >= len(_MAGIC) and os.pread(descriptor, len(_MAGIC), 0) == _MAGIC
-        )
-        if not is_gguf:
-            raise ModelFileError(f"model file {path} is not a GGUF file: it does not begin with 'GGUF'")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    file = open_file(path)
+    # The size first: files of /proc have size 0, and reading them may never end, or may block.
+    if os.fstat(file.fileno()).st_size < len(_MAGIC) or os.pread(file.fileno(), len(_MAGIC), 0) != _MAGIC:
+        file.close()
+        raise ModelFileError(f"model file {path} is not a GGUF file: it does not begin with 'GGUF'")
+    return file
 
 
 class _Cursor:
@@ -124,7 +101,7 @@ class _Cursor:
     The file is not mapped into memory: if a mapped file became shorter, reading it would kill the process.
     """
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
+    def __init__(self, file: "BufferedReader[FileIO]", size: int) -> None:
         self.position = len(_MAGIC)
         self._file = file
         self._size = size
@@ -146,7 +123,7 @@ class _Cursor:
             raise ValueError(f"it has more than {_MAX_HEADER} bytes")
         if self.position >= self._next_check:
             self._next_check = self.position + _CHECK_BYTES
-            check_wanted()
+            raise_if_cancelled()
         found = self._file.read(count)
         if len(found) < count:  # the file has become shorter
             raise EOFError
@@ -179,13 +156,9 @@ def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], list[GGUFTensor]
         alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
         base = round_up(cursor.position, alignment)
     except (struct.error, EOFError) as error:
-        raise ModelFileError(
-            f"model file {path} is truncated: it ends within its header. Get it again"
-        ) from error
+        raise truncated(path, "it ends within its header") from error
     except (KeyError, ValueError, TypeError, ArithmeticError) as error:
-        raise ModelFileError(
-            f"model file {path} is corrupt: its header cannot be read ({error!r}). Get it again"
-        ) from error
+        raise corrupt(path, f"its header cannot be read ({error!r})") from error
     if num_parts > 1:
         raise ModelFileError(
             f"model file {path} is one of {num_parts} parts; merge them with llama.cpp's gguf-split"
@@ -205,8 +178,5 @@ def _tensor(path: Path, cursor: _Cursor) -> GGUFTensor:
             f"model file {path}: tensor {name!r} has an unknown type, number {number}"
         ) from error
     if not shape or shape[-1] % GGML_QUANT_SIZES[kind][0]:
-        raise ModelFileError(
-            f"model file {path} is corrupt: tensor {name!r} of shape {list(shape)} cannot have type "
-            f"{kind.name}. Get it again"
-        )
+        raise corrupt(path, f"tensor {name!r} of shape {list(shape)} cannot have type {kind.name}")
     return GGUFTensor(name=name, type=kind, shape=shape, start=start)

@@ -102,12 +102,9 @@ def _merges(pairs: list[str]) -> list[tuple[str, str]]:
 
 def _byte_level(keys: Keys, split: str) -> Backend:
     backend = Backend(models.BPE(vocab=_vocabulary(keys), merges=_merges(keys.need("merges"))))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(split), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(split), behavior="isolated")
+    of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, of_bytes])
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -135,11 +132,7 @@ def _merges_by_score(vocabulary: dict[str, int], scores: tuple[float, ...]) -> l
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
-    return sorted(
-        pairs,
-        key=lambda pair: (scores[vocabulary["".join(pair)]], len(pair[0]), len(pair[1])),
-        reverse=True,
-    )
+    return sorted(pairs, key=lambda pair: (scores[vocabulary["".join(pair)]], *map(len, pair)), reverse=True)
 
 
 def _add_special_tokens(backend: Backend, keys: Keys, named: set[str]) -> None:
@@ -148,11 +141,9 @@ def _add_special_tokens(backend: Backend, keys: Keys, named: set[str]) -> None:
     types = dict(zip(tokens, keys.get("token_type", [TokenType.NORMAL] * len(tokens)), strict=True))
     control = (TokenType.CONTROL, TokenType.UNKNOWN)
     special = [token for token, type_ in types.items() if type_ in control or token in named]
-    plain = [
-        token for token, type_ in types.items() if type_ == TokenType.USER_DEFINED and token not in named
-    ]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    backend.add_tokens([AddedToken(token, normalized=False) for token in plain])
+    plain = {token for token, type_ in types.items() if type_ == TokenType.USER_DEFINED} - named
+    backend.add_tokens([AddedToken(token, normalized=False) for token in types if token in plain])
 
 
 def _post_processor(keys: Keys, *, add_bos: bool) -> Any:

@@ -2,32 +2,64 @@
 
 import json
 import os
+import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from segue.checkpoint import cache, file_checksums
-from segue.checkpoint.gguf import names
-from segue.checkpoint.gguf.file import GGUFFile
-from segue.checkpoint.gguf.names import Source
-from segue.checkpoint.model_files import check_wanted, open_file
-from segue.checkpoint.safetensors_file import open_writer, read_fully
-from segue.dtypes import SAFETENSORS_NAMES
+from segue.checkpoint import cache
+from segue.checkpoint.gguf.file import GGUFFile, GGUFTensor
+from segue.checkpoint.model_files import corrupt, open_file, raise_if_cancelled, read_at
+from segue.checkpoint.safetensors_file import open_writer
 from segue.errors import ModelFileError
-from segue.logs import logger
 from segue.models.weight_map import WeightMap
 
 # Elements dequantised per block: this bounds memory, and temporaries stay in a core's cache.
 _BLOCK_ELEMENTS = 1 << 19
 _MAX_THREADS = 4  # each thread takes memory for its blocks
+
+
+_IGNORED = frozenset({"rope_freqs.weight"})  # the RoPE scaling; the converted config has it
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The rows of a GGUF tensor that make up one checkpoint tensor, perhaps in another order."""
+
+    name: str  # in the checkpoint
+    shape: tuple[int, ...]
+    tensor: GGUFTensor
+    first_row: int = 0
+    # For llama, GGUF stores the q and k rows of a head as the pairs that RoPE rotates together, (0, D/2),
+    # (1, D/2+1), …; a checkpoint has the first rows of all pairs, then the second rows. 0: the same order.
+    head_dim: int = 0
 
 
 def convert(
@@ -51,22 +83,56 @@ def convert(
     """
     target = directory / f"weights-{str(dtype).removeprefix('torch.')}.safetensors"
     record = target.with_suffix(".checksums.json")
-    if file_checksums.find_damage(record) is None:
-        return target
-    with cache.exclusive(target):
-        damage = file_checksums.find_damage(record)  # another process may have been faster
-        if damage is not None:
-            if target.exists():
-                logger.warning(
-                    "the cache directory %s is damaged: %s; converting %s again", directory, damage, path
-                )
-            file = GGUFFile.read(path)
-            sources = names.sources(file, json.loads((directory / "config.json").read_text(encoding="utf-8")))
-            if weight_map is not None:
-                _check(path, sources, weight_map)
-            cache.publish_file(target, lambda temporary: _write(temporary, file, sources, dtype, progress))
-            cache.publish_file(record, lambda temporary: file_checksums.write(temporary, [target.name]))
+
+    def make() -> None:
+        file = GGUFFile.read(path)
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        sources = list(_sources(file, config))
+        if weight_map is not None:
+            _check(path, sources, weight_map)
+        cache.publish_file(target, lambda temporary: _write(temporary, file, sources, dtype, progress))
+        cache.publish_file(record, lambda temporary: cache.write_checksums(temporary, [target.name]))
+
+    cache.make_unless_intact(target, record, make, path)
     return target
+
+
+def _sources(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[Source]:
+    """Yield all checkpoint tensors in `file`, in the order of its bytes. `config` is its `config.json`.
+
+    Raises:
+        ModelFileError: a tensor has no counterpart in a checkpoint of this architecture.
+    """
+    for tensor in file.tensors.values():
+        stem, _, kind = tensor.name.rpartition(".")
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        layer, leaf = match.groups() if match else ("", "")
+        if tensor.name in _IGNORED:
+            continue
+        if stem in _TOP:
+            yield Source(name=f"{_TOP[stem]}.{kind}", shape=tensor.shape, tensor=tensor)
+        elif leaf in _LAYER:
+            is_paired = config["model_type"] == "llama" and leaf in ("attn_q", "attn_k") and kind == "weight"
+            yield Source(
+                name=f"model.layers.{layer}.{_LAYER[leaf]}.{kind}",
+                shape=tensor.shape,
+                tensor=tensor,
+                head_dim=config["head_dim"] if is_paired else 0,
+            )
+        elif leaf in _EXPERTS and len(tensor.shape) == 3:
+            experts, *shape = tensor.shape
+            for expert in range(experts):
+                yield Source(
+                    name=f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[leaf]}.{kind}",
+                    shape=tuple(shape),
+                    tensor=tensor,
+                    first_row=expert * shape[0],
+                )
+        else:
+            raise ModelFileError(
+                f"model file {file.path}: tensor {tensor.name!r} is not part of this architecture; the model "
+                "needs more than Segue implements"
+            )
 
 
 def _check(path: Path, sources: list[Source], weight_map: WeightMap) -> None:
@@ -74,70 +140,58 @@ def _check(path: Path, sources: list[Source], weight_map: WeightMap) -> None:
         expected = weight_map.shapes.get(weight_map.aliases.get(source.name, source.name))
         if source.shape != expected:
             rule = "has no such tensor" if expected is None else f"asks for {list(expected)}"
-            raise ModelFileError(
-                f"model file {path} is corrupt: tensor {source.tensor.name!r} has shape "
-                f"{list(source.shape)}, and the model that its metadata describes {rule}. Get it again"
+            raise corrupt(
+                path,
+                f"tensor {source.tensor.name!r} has shape {list(source.shape)}, and the model that its "
+                f"metadata describes {rule}",
             )
 
 
 def _write(target: Path, file: GGUFFile, sources: list[Source], dtype: torch.dtype, progress: bool) -> None:
-    stored_as = SAFETENSORS_NAMES[str(dtype).removeprefix("torch.")]
-    shapes = {source.name: (stored_as, source.shape) for source in sources}
+    shapes = {source.name: (dtype, source.shape) for source in sources}
     total = sum(prod(source.shape) for source in sources) * dtype.itemsize
-    handle = open_file(file.path)
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    try:
-        with (
-            open_writer(target, shapes) as output,
-            tqdm(
-                total=total,
-                unit="B",
-                unit_scale=True,
-                desc=f"Converting {file.path.name}",
-                disable=not progress,
-            ) as bar,
-            ThreadPoolExecutor(threads) as pool,
-        ):
-            blocks = (block for source in sources for block in _blocks(source))
-            waiting: deque[Future[Tensor]] = deque()
-            for source, rows in blocks:
-                check_wanted()
-                waiting.append(pool.submit(_dequantise, file.path, handle, source, rows, dtype))
+    label = f"Converting {file.path.name}"
+    with (
+        open_file(file.path) as given,
+        open_writer(target, shapes) as output,
+        tqdm(total=total, unit="B", unit_scale=True, desc=label, disable=not progress) as bar,
+        ThreadPoolExecutor(threads) as pool,
+    ):
+        waiting: deque[Future[memoryview]] = deque()  # few, which bounds the memory
+        for source in sources:
+            for rows in _blocks(source):
+                raise_if_cancelled()
+                waiting.append(pool.submit(_dequantise, given, source, rows, dtype))
                 if len(waiting) > 2 * threads:
-                    bar.update(output.write(_bytes(waiting.popleft().result())))
-            for block in waiting:
-                bar.update(output.write(_bytes(block.result())))
-    finally:
-        os.close(handle)
+                    bar.update(output.write(waiting.popleft().result()))
+        for block in waiting:
+            bar.update(output.write(block.result()))
 
 
-def _blocks(source: Source) -> Iterator[tuple[Source, range]]:
+def _blocks(source: Source) -> Iterator[range]:
     """Cut a tensor into blocks of whole rows, and of whole heads if the rows of a head change their order."""
     step = max(1, _BLOCK_ELEMENTS // source.shape[-1])
     if source.head_dim:
         step = max(step // source.head_dim, 1) * source.head_dim
     num_rows = prod(source.shape[:-1])
-    for start in range(0, num_rows, step):
-        yield source, range(start, min(start + step, num_rows))
+    return (range(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
-def _dequantise(path: Path, handle: int, source: Source, rows: range, dtype: torch.dtype) -> Tensor:
+def _dequantise(file: FileIO, source: Source, rows: range, dtype: torch.dtype) -> memoryview:
+    """Return the bytes of some rows in `dtype`."""
     tensor = source.tensor
     raw = np.empty((len(rows), tensor.row_bytes), np.uint8)
     start = tensor.start + (source.first_row + rows.start) * tensor.row_bytes
-    read_fully(path, handle, start, raw.data.cast("B"), tensor.name)
+    read_at(file, start, raw.data.cast("B"), f"tensor {tensor.name!r}")
     try:
         values = torch.from_numpy(gguf.dequantize(raw, tensor.type))
     except NotImplementedError as error:
         raise ModelFileError(
-            f"model file {path}: tensor {tensor.name!r} has type {tensor.type.name}, which the gguf package "
-            "cannot dequantise"
+            f"model file {file.name}: tensor {tensor.name!r} has type {tensor.type.name}, which the gguf "
+            "package cannot dequantise"
         ) from error
     if source.head_dim:
         pairs = values.view(-1, source.head_dim // 2, 2, values.shape[-1])
         values = pairs.transpose(1, 2).reshape(values.shape)
-    return values.to(dtype).contiguous()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    return values.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data

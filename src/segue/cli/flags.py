@@ -1,0 +1,61 @@
+"""Makes the flags of a command from the fields of an options class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import Field, fields
+from typing import Annotated, Any, Optional, get_type_hints
+
+import typer
+
+from segue.options import Options, base_type
+
+
+def with_options(
+    options_class: type[Options], *, without: str | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace a command's ``config`` parameter by one flag per option of ``options_class``.
+
+    ``without`` is a group of options that the command does not take.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        hints = get_type_hints(options_class)
+        flags = [
+            _flag(option, base_type(hints[option.name]))
+            for option in fields(options_class)
+            if option.metadata["group"] != without
+        ]
+
+        def run(**given: Any) -> Any:
+            chosen = {flag.name: value for flag in flags if (value := given.pop(flag.name)) is not None}
+            return command(config=options_class.create(**chosen), **given)
+
+        own = inspect.signature(command, eval_str=True).parameters
+        parameters = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in [*own.values(), *flags]
+            if parameter.name != "config"
+        ]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _flag(option: Field[Any], kind: Any) -> inspect.Parameter:
+    """Return the flag of an option; its default is None, so that the environment can set the option."""
+    text = option.metadata["help"]
+    if option.default not in (None, False) and not callable(option.default_factory):
+        text += f" [dim]\\[{option.default}][/dim]"
+    info = typer.Option(
+        f"--{option.name.replace('_', '-')}",
+        help=f"{text} [dim]SEGUE_{option.name.upper()}[/dim]",
+        rich_help_panel=option.metadata["group"],
+        show_default=False,
+    )
+    annotation = Annotated[Optional[kind], info]  # noqa: UP045, `kind` is a value
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

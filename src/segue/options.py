@@ -1,0 +1,141 @@
+"""An option: its default, group, help text and rule. Flags and ``SEGUE_…`` variables follow from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+
+from segue.errors import ConfigError
+
+
+def option(
+    default: Any,
+    help_: str,
+    *,
+    group: str,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    check: Callable[[str, str], object] | None = None,
+) -> Any:
+    """Return the field of one option.
+
+    Args:
+        default: the value, or a function that returns it.
+        help_: a sentence for ``--help``.
+        group: the heading under which ``--help`` lists the option.
+        minimum: the smallest number allowed.
+        maximum: the largest number allowed.
+        check: called with a text and the option's name; raises a ConfigError if the text breaks its rule.
+    """
+    metadata = {"group": group, "help": help_, "min": minimum, "max": maximum, "check": check}
+    return field(**{"default_factory" if callable(default) else "default": default}, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The base of a frozen dataclass whose fields are made by :func:`option`; its values are checked."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for each in fields(self):
+            name, check, value = each.name, each.metadata["check"], getattr(self, each.name)
+            if check is parse_sizes and isinstance(value, list | tuple):  # Python callers may pass lists
+                value = ",".join(map(str, value))
+                object.__setattr__(self, name, value)
+            _check(name, value, hints[name], each.metadata)
+            if check is not None and value is not None:
+                check(value, name)
+
+    @classmethod
+    def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
+        """Build the options: explicit ones come first, then ``SEGUE_…`` variables, then defaults.
+
+        Raises:
+            ConfigError: an option is unknown, or its value breaks its rule.
+        """
+        hints, given = get_type_hints(cls), os.environ if environ is None else environ
+        known = {each.name: f"SEGUE_{each.name.upper()}" for each in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"unknown option {name!r}; known: {', '.join(sorted(known))}", param=name)
+        found = {
+            name: parse(given[variable], hints[name], variable)
+            for name, variable in known.items()
+            if variable in given
+        }
+        return cls(**{**found, **options})
+
+    def with_(self, **options: Any) -> Self:
+        """Return a copy with some options replaced."""
+        return replace(self, **options)
+
+
+def parse_sizes(text: str, name: str) -> list[int]:
+    """Return the numbers of an option like "1,2,4,8".
+
+    Raises:
+        ConfigError: the text is not a comma-separated list of numbers from 1 on.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{name}={text!r}: expected numbers from 1 on, separated by commas", param=name)
+    return [int(part) for part in parts]
+
+
+def parse_list(text: str, separator: str, name: str) -> list[str]:
+    """Return the entries of an option like "/models:/checkpoints".
+
+    Raises:
+        ConfigError: an entry is empty.
+    """
+    parts = [part.strip() for part in text.split(separator)]
+    if not all(parts):
+        raise ConfigError(f"{name}={text!r}: expected entries separated by {separator!r}", param=name)
+    return parts
+
+
+def parse(text: str, kind: Any, name: str) -> Any:
+    """Return the value of an option whose environment variable has the text ``text``."""
+    if get_origin(kind) is Literal:
+        return text
+    if kind is bool:
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("", "0", "false", "no", "off"):
+            return False
+        raise ConfigError(f"{name}={text!r}: use 1 or 0", param=name)
+    base = base_type(kind)
+    try:
+        return base(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}={text!r}: expected {base.__name__}", param=name) from error
+
+
+def base_type(kind: Any) -> Any:
+    """Return T for ``T | None``, and any other type as it is."""
+    if get_origin(kind) is Literal:
+        return kind
+    return next((each for each in get_args(kind) if each is not type(None)), kind)
+
+
+def _check(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> None:
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ConfigError(f"{name}={value!r}: choose one of {', '.join(get_args(kind))}", param=name)
+        return
+    allowed = get_args(kind) or (kind,)
+    if not isinstance(value, (*allowed, int) if float in allowed else allowed) or (
+        isinstance(value, bool) and bool not in allowed
+    ):
+        names = " or ".join("None" if k is type(None) else k.__name__ for k in allowed)
+        raise ConfigError(f"{name}={value!r}: expected {names}", param=name)
+    if value == "":  # an API key that a script left empty must not open the server
+        raise ConfigError(f"{name}='': must not be empty; leave it out for the default", param=name)
+    if value is None or isinstance(value, str):
+        return
+    if rule["min"] is not None and not value >= rule["min"]:  # not "<", so that NaN is refused
+        raise ConfigError(f"{name}={value}: must be at least {rule['min']}", param=name)
+    if rule["max"] is not None and not value <= rule["max"]:
+        raise ConfigError(f"{name}={value}: must be at most {rule['max']}", param=name)

@@ -1,0 +1,45 @@
+"""The flags of a command follow from its class of options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from segue.cli.flags import with_options
+from segue.options import Options, option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceOptions(Options):
+    """Two options in two groups."""
+
+    far_away: bool = option(False, "Whether it is far.", group="Place")
+    size: int | None = option(None, "How large.", group="Hidden", minimum=1)
+
+
+@pytest.mark.parametrize(
+    ("without", "flags", "expected"),
+    [
+        (None, ["--far-away", "--size", "3"], (True, 3, "x")),
+        ("Hidden", ["--name", "y"], (False, 7, "y")),
+        ("Hidden", ["--size", "3"], None),
+    ],
+)
+def test_a_command_takes_the_options_of_its_class(
+    without: str | None, flags: list[str], expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEGUE_SIZE", "7")
+    app, calls = typer.Typer(), []
+
+    @app.command()
+    @with_options(PlaceOptions, without=without)
+    def go(config: PlaceOptions, name: Annotated[str, typer.Option()] = "x") -> None:
+        calls.append((config.far_away, config.size, name))
+
+    code = CliRunner().invoke(app, flags).exit_code
+    assert calls == ([] if expected is None else [expected]) and code == (2 if expected is None else 0)
+    assert ("SEGUE_SIZE" in CliRunner().invoke(app, ["--help"]).output) == (without is None)
