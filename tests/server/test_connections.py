@@ -403,10 +403,10 @@ def test_a_held_body_is_read_only_when_the_application_has_room_too() -> None:
     flow.resume_reading(OTHERS_FIRST)
     assert not transport.is_reading_now
     connections.now = 5.0
-    assert flow.paused_s(7.0) == 7.0
+    assert flow.unpaused(7.0) == 0.0
     flow.resume_reading()
     assert transport.is_reading_now
-    assert (flow.resumed_at, flow.paused_s(9.0)) == (5.0, 5.0)
+    assert (flow.resumed_at, flow.unpaused(9.0)) == (5.0, 4.0)
     flow.pause_reading(OTHERS_FIRST)
     transport.is_closed = True
     flow.resume_reading(OTHERS_FIRST)

@@ -9,7 +9,7 @@ from starlette.responses import HTMLResponse, Response
 
 from segue.api.schema import openapi, redoc_page, swagger_page
 from segue.server.access import Access, GuardedRoute, Routes
-from segue.server.errors import json_response
+from segue.server.responses import json_response
 from segue.version import __version__
 
 TITLE = "Segue"

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from segue.errors import InvalidRequestError, OverloadedError, RequestTimeoutError, SegueError
 from segue.server.connections import Backpressure, Connections, Room
-from segue.server.errors import error_response
+from segue.server.responses import error_response
 
 _UPGRADE = re.compile(rb"^upgrade(?=:)", re.IGNORECASE | re.MULTILINE)
 # Paths that are answered even when every ordinary connection is taken.
@@ -56,13 +56,11 @@ class Connection(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None
         self._room = Room.ORDINARY
         self._awaited = Awaited.IDLE
-        self._since = 0.0  # when waiting for `_awaited` began
-        self._paused_before = 0.0  # total seconds of paused reading at `_since`
+        self._since = 0.0  # when waiting for `_awaited` began, by `Backpressure.unpaused`
         self._received_at = 0.0  # when the last bytes were received
         self._num_received = 0  # bytes since the head began
         self._num_kept = 0  # bytes of requests that are incomplete, or not yet read by the application
         self._num_unparsed = 0  # bytes since the last complete head, body part or request
-        self._num_requests = 0
         self._unsent: tuple[float, int] | None = None  # start of a measurement, unsent bytes at that time
 
     # --- transport ---
@@ -136,7 +134,6 @@ class Connection(HttpToolsProtocol):
         self._num_unparsed = 0
         if self.parser.get_http_version() == "1.0":
             self.expect_100_continue = False  # an HTTP/1.0 client does not expect an interim status
-        self._num_requests += 1
         self.app = self._choose_application()
         super().on_headers_complete()
         if not self.pipeline:
@@ -171,8 +168,7 @@ class Connection(HttpToolsProtocol):
     def _enter(self, awaited: Awaited) -> None:
         connections = self._connections
         self._awaited = awaited
-        self._since = connections.now
-        self._paused_before = self.flow.paused_s(connections.now)
+        self._since = self.flow.unpaused(connections.now)
         connections.waiting.pop(self, None)
         if awaited is Awaited.BODY:
             connections.bodies[self] = None
@@ -261,9 +257,7 @@ class Connection(HttpToolsProtocol):
         if self._awaited is Awaited.HEAD and waited > limits.head_s:
             text = f"the request's line and headers took more than {limits.head_s:g} s; send them at once"
             self.refuse(RequestTimeoutError(text))
-        elif self._awaited is Awaited.IDLE and waited > (
-            limits.idle_s if self._num_requests else limits.head_s
-        ):
+        elif self._awaited is Awaited.IDLE and waited > (limits.idle_s if self.cycle else limits.head_s):
             self.transport.close()  # a client would take a 408 for the answer to its next request
 
     def _check_body(self, now: float) -> None:
@@ -294,7 +288,7 @@ class Connection(HttpToolsProtocol):
 
     def waited(self, now: float) -> float:
         """Returns the seconds spent waiting for the next part of a request, without pauses of reading."""
-        return now - self._since - (self.flow.paused_s(now) - self._paused_before)
+        return self.flow.unpaused(now) - self._since
 
     def silence(self, now: float) -> float:
         """Returns the seconds without a byte of a body, or with a finished reply unread; else 0."""

@@ -267,6 +267,6 @@ class Backpressure(FlowControl):
             self._paused_s += self.resumed_at - self._paused_at
             super().resume_reading()
 
-    def paused_s(self, now: float) -> float:
-        """Returns the total seconds for which reading was paused, the present pause included."""
-        return self._paused_s + (now - self._paused_at if self.read_paused else 0.0)
+    def unpaused(self, now: float) -> float:
+        """Returns the time ``now`` of a clock that stands still while reading is paused."""
+        return (self._paused_at if self.read_paused else now) - self._paused_s

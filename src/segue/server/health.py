@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from segue.errors import SegueError
 from segue.server.access import Access, Routes
-from segue.server.errors import RETRY_AFTER_S, json_response, native_body
+from segue.server.responses import RETRY_AFTER_S, json_response, native_body
 from segue.server.service import Service, service_of
 
 routes = Routes(Access.OPEN, "Health")

@@ -16,8 +16,7 @@ from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.server import large_body
 from segue.server.access import Access, Routes
 from segue.server.body import read_json
-from segue.server.errors import native_body
-from segue.server.large_reply import reply_response
+from segue.server.responses import native_body, reply_response
 from segue.server.service import service_of
 from segue.server.sse import DONE, EventStream, event, unless_gone
 

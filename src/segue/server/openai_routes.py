@@ -22,8 +22,7 @@ from segue.launch.runtime import Runtime
 from segue.server import large_body
 from segue.server.access import Access, Routes
 from segue.server.body import read_json
-from segue.server.errors import json_response, openai_body
-from segue.server.large_reply import reply_response
+from segue.server.responses import json_response, openai_body, reply_response
 from segue.server.service import service_of
 from segue.server.sse import DONE, EventStream, unless_gone
 

@@ -8,14 +8,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from segue.errors import SegueError
 from segue.logs import logger
-from segue.server.errors import InternalError
+from segue.server.responses import InternalError, encode
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -26,11 +25,6 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-encode = msgspec.json.Encoder().encode
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection, so no answer can be read."""
 
 
 def event(content: Any) -> bytes:
@@ -101,8 +95,7 @@ class EventStream(Response):
             raise
         except Exception:
             logger.exception("a stream failed")
-            body = self._error_body(InternalError("internal error; the server's log has the details"))
-            await self._send(send, event(body))
+            await self._send(send, event(self._error_body(InternalError())))
         await self._send(send, b"", more=False)
 
 
@@ -112,14 +105,14 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     The request's body must have been read before.
 
     Raises:
-        ClientGoneError: the client disconnected.
+        ClientDisconnect: the client disconnected.
     """
     worker = asyncio.ensure_future(work)
     watcher = asyncio.create_task(_disconnected(request.receive))
     try:
         await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not worker.done():
-            raise ClientGoneError
+            raise ClientDisconnect
         return worker.result()
     finally:
         watcher.cancel()
