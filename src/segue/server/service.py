@@ -9,10 +9,18 @@ from starlette.requests import Request
 
 from segue.config import EngineConfig
 from segue.errors import EngineStartError
+from segue.frontend.sampling_options import RequestLimits
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.launch.probe import Probe
 from segue.launch.runtime import Runtime
-from segue.server.large_body import Bounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How much a body may ask for."""
+
+    vocabulary: RequestLimits
+    max_prompts: int  # in one call
 
 
 @dataclass(slots=True)
