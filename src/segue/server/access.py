@@ -6,6 +6,7 @@ import hmac
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -38,9 +39,13 @@ class Gate:
             config.host, allowed_hosts=config.allowed_hosts, cors_origin=config.cors_origin
         )
         admin = [config.admin_api_key.encode()] if config.admin_api_key else []
-        self._user_keys = [config.api_key.encode(), *admin] if config.api_key else []
-        self._admin_keys = admin or self._user_keys
-        self._metrics = Access.OPEN if config.open_metrics else Access.USER
+        user = [config.api_key.encode(), *admin] if config.api_key else []
+        self._keys: dict[Access, list[bytes] | None] = {  # None: nothing is checked
+            Access.OPEN: None,
+            Access.METRICS: None if config.open_metrics else user,
+            Access.USER: user,
+            Access.ADMIN: admin or user,
+        }
 
     def check(self, scope: Scope, access: Access) -> None:
         """Let a request for a route pass.
@@ -50,9 +55,7 @@ class Gate:
             ForbiddenError: it is for another host, or comes from a page of another origin.
             MediaTypeError: its body is not declared as JSON.
         """
-        if access is Access.METRICS:
-            access = self._metrics
-        if access is Access.OPEN:
+        if self._keys[access] is None:
             return
         headers = dict(scope["headers"])
         self.check_key(headers, access)
@@ -61,10 +64,10 @@ class Gate:
 
     def check_key(self, headers: Headers, access: Access) -> None:
         """Check the key alone; raises AuthenticationError."""
-        keys = self._admin_keys if access is Access.ADMIN else self._user_keys
+        keys = self._keys[access]
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         # Each key is compared, in a time that does not tell where it differs.
-        matches = [hmac.compare_digest(given.strip(), key) for key in keys]
+        matches = [hmac.compare_digest(given.strip(), key) for key in keys or ()]
         if keys and not (scheme.lower() == b"bearer" and any(matches)):
             raise AuthenticationError("a valid key is needed: send the header 'Authorization: Bearer <key>'")
 
@@ -109,11 +112,11 @@ class Routes(list[BaseRoute]):
 
     def get(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
         """Decorate the endpoint of a GET route; ``options`` are those of :meth:`add`."""
-        return self._decorator(path, ("GET",), options)
+        return partial(self.add, path, methods=("GET",), **options)
 
     def post(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
         """Decorate the endpoint of a POST route; ``options`` are those of :meth:`add`."""
-        return self._decorator(path, ("POST",), options)
+        return partial(self.add, path, methods=("POST",), **options)
 
     def add(
         self,
@@ -124,8 +127,8 @@ class Routes(list[BaseRoute]):
         summary: str | None = None,
         hidden: bool = False,
         schema: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Add a route.
+    ) -> Endpoint:
+        """Add a route; returns its endpoint.
 
         Args:
             path: Starlette's pattern.
@@ -140,15 +143,7 @@ class Routes(list[BaseRoute]):
             text = summary or endpoint.__doc__ or ""
             route.description = {"tags": [self._tag], "summary": text.partition("\n")[0], **(schema or {})}
         self.append(route)
-
-    def _decorator(
-        self, path: str, methods: Sequence[str], options: dict[str, Any]
-    ) -> Callable[[Endpoint], Endpoint]:
-        def decorate(endpoint: Endpoint) -> Endpoint:
-            self.add(path, endpoint, methods, **options)
-            return endpoint
-
-        return decorate
+        return endpoint
 
 
 def unmatched(gate: Gate, routes: list[BaseRoute]) -> ASGIApp:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from starlette.requests import Request
 
@@ -23,14 +24,13 @@ class Bounds:
     max_prompts: int  # in one call
 
 
-@dataclass(slots=True)
+@dataclass
 class Service:
     """The configuration, and the engine once it runs."""
 
     config: EngineConfig
     runtime: Runtime | None = None
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
-    _probe: Probe | None = None
 
     @property
     def running(self) -> Runtime:
@@ -43,16 +43,14 @@ class Service:
             raise EngineStartError("the engine is starting; retry in a moment")
         return self.runtime
 
-    @property
+    @cached_property
     def probe(self) -> Probe:
         """What sees whether the engine generates.
 
         Raises:
             EngineStartError: it is still starting.
         """
-        if self._probe is None:
-            self._probe = Probe(self.running)
-        return self._probe
+        return Probe(self.running)
 
     @property
     def manager(self) -> TokenizerManager:

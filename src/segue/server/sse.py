@@ -56,32 +56,30 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the reply; return when it is complete or the client has disconnected."""
         self._sent_at = time.monotonic()
-        sender = asyncio.create_task(self._send_all(send))
-        watcher = asyncio.create_task(_disconnected(receive))
+        comments = asyncio.create_task(self._fill_silence(send))
         try:
-            await self._send_comments_until(send, {sender, watcher})
+            with suppress(ClientDisconnect, OSError):
+                await unless_gone(Request(scope, receive), self._send_all(send))
         finally:
-            watcher.cancel()
-            sender.cancel()
-            self._close()  # first, because the next statements may raise
-            with suppress(asyncio.CancelledError, OSError):
-                await sender
+            comments.cancel()
+            self._close()  # first, because the next statement may raise
             await self._events.aclose()
 
-    async def _send_comments_until(self, send: Send, tasks: set[asyncio.Task[None]]) -> None:
-        """Wait until one of the tasks is done; send comments while there is silence."""
-        patience = KEEP_ALIVE_S
-        while not (await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
-            patience = self._sent_at + KEEP_ALIVE_S - time.monotonic()
-            if patience <= 0:
-                patience = KEEP_ALIVE_S
-                if not self._sending.locked():  # if it is locked, the client is slow
-                    await self._send(send, KEEP_ALIVE)
+    async def _fill_silence(self, send: Send) -> None:
+        """Send a comment whenever nothing was sent for ``KEEP_ALIVE_S``."""
+        while True:
+            await asyncio.sleep(self._sent_at + KEEP_ALIVE_S - time.monotonic())
+            async with self._sending:  # while the client is slow, this waits until it has taken an event
+                if time.monotonic() >= self._sent_at + KEEP_ALIVE_S:
+                    await self._send_part(send, KEEP_ALIVE)
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         async with self._sending:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-            self._sent_at = time.monotonic()
+            await self._send_part(send, data, more=more)
+
+    async def _send_part(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sent_at = time.monotonic()
 
     async def _send_all(self, send: Send) -> None:
         async with self._sending:
@@ -91,7 +89,7 @@ class EventStream(Response):
                 await self._send(send, data)
         except SegueError as error:
             await self._send(send, event(self._error_body(error)))
-        except (OSError, asyncio.CancelledError):
+        except OSError:
             raise
         except Exception:
             logger.exception("a stream failed")
