@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,7 +18,7 @@ from segue.errors import AuthenticationError, SegueError
 from segue.http_guard import Headers, HttpGuard
 from segue.server.responses import error_response
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]  # what answers a request, a `Response` for example
 
 
 class Access(Enum):
@@ -141,7 +140,10 @@ class Routes(list[BaseRoute]):
         route = GuardedRoute(path, endpoint, methods, self)
         if not hidden:
             text = summary or endpoint.__doc__ or ""
-            route.description = {"tags": [self._tag], "summary": text.partition("\n")[0], **(schema or {})}
+            named = {"in": "path", "required": True, "schema": {"type": "string"}}
+            parameters = [{"name": name, **named} for name in sorted(route.param_convertors)]
+            route.description = {"parameters": parameters} if parameters else {}
+            route.description |= {"tags": [self._tag], "summary": text.partition("\n")[0], **(schema or {})}
         self.append(route)
         return endpoint
 

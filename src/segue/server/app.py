@@ -1,27 +1,25 @@
-"""The HTTP application."""
+"""The HTTP application, and the routes that describe it."""
 
 from __future__ import annotations
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
+from segue.api.schema import openapi, redoc_page, swagger_page
 from segue.config import EngineConfig
 from segue.errors import SegueError
 from segue.http_guard import install
-from segue.server import (
-    about_routes,
-    control_routes,
-    health,
-    metrics,
-    native_routes,
-    openai_routes,
-    weight_routes,
-)
-from segue.server.access import Gate, require_levels, unmatched
-from segue.server.responses import InternalError, RouteError, error_response
+from segue.server import control_routes, health, metrics, native_routes, openai_routes, weight_routes
+from segue.server.access import Access, Gate, GuardedRoute, Routes, require_levels, unmatched
+from segue.server.responses import InternalError, RouteError, error_response, json_response
 from segue.server.service import Service
+from segue.version import __version__
+
+TITLE = "Segue"
+
+routes = Routes(Access.USER, "About")
 
 
 def create_app(config: EngineConfig) -> Starlette:
@@ -36,8 +34,9 @@ def create_app(config: EngineConfig) -> Starlette:
     app.router.redirect_slashes = False  # `unmatched` redirects, once the key is checked
     app.state.service = Service(config)
     app.state.gate = gate = Gate(config)
-    for rooms in (openai_routes, native_routes, control_routes, weight_routes, health, metrics, about_routes):
+    for rooms in (openai_routes, native_routes, control_routes, weight_routes, health, metrics):
         app.router.routes.extend(rooms.routes)
+    app.router.routes.extend(routes)
     app.router.default = unmatched(gate, app.router.routes)
     require_levels(app.router.routes)
     install(app, gate.guard, error_response, checks_all=False)
@@ -57,3 +56,33 @@ async def _on_error(request: Request, error: Exception) -> Response:
             return Response(status_code=499)  # nobody reads it
         case _:
             return error_response(InternalError(), path)
+
+
+@routes.get("/version")
+async def version(request: Request) -> Response:
+    """Return the version of Segue."""
+    return json_response({"version": __version__})
+
+
+@routes.get("/openapi.json", hidden=True)
+async def description(request: Request) -> Response:
+    """Return the description of every route."""
+    described = [
+        (route.path_format, method, route.description)
+        for route in request.app.router.routes
+        if isinstance(route, GuardedRoute) and route.description is not None
+        for method in sorted(route.methods or ())
+    ]
+    return json_response(openapi(TITLE, described))
+
+
+@routes.get("/docs", hidden=True)
+async def docs(request: Request) -> Response:
+    """Return the description as a page to try requests on."""
+    return HTMLResponse(swagger_page(TITLE))
+
+
+@routes.get("/redoc", hidden=True)
+async def redoc(request: Request) -> Response:
+    """Return the description as a page to read."""
+    return HTMLResponse(redoc_page(TITLE))

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from segue.api.generation import Generation
 from segue.api.native.bodies import NativeGenerate
@@ -24,7 +24,7 @@ routes = Routes(Access.USER, "Native")
 
 
 @routes.post("/generate", schema=body_schema(NativeGenerate))
-async def generate(request: Request) -> Response:
+async def generate(request: Request) -> ASGIApp:
     """Continue a prompt, or a batch of prompts."""
     service = service_of(request)
     manager = service.manager

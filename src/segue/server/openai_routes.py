@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from segue.api.generation import Generation
 from segue.api.openai import bodies
@@ -30,7 +31,7 @@ routes = Routes(Access.USER, "OpenAI")
 
 
 @routes.post("/v1/chat/completions", schema=body_schema(bodies.ChatCompletionRequest))
-async def chat_completions(request: Request) -> Response:
+async def chat_completions(request: Request) -> ASGIApp:
     """Continue a conversation."""
     runtime = service_of(request).running
     call = await read_json(request, _parse_chat, large_body.chat)
@@ -39,7 +40,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 @routes.post("/v1/completions", schema=body_schema(bodies.CompletionRequest))
-async def completions(request: Request) -> Response:
+async def completions(request: Request) -> ASGIApp:
     """Continue a text, or several."""
     runtime = service_of(request).running
     call = await read_json(request, _parse_completion, large_body.completion)
@@ -83,7 +84,7 @@ def _model_card(request: Request) -> dict[str, Any]:
     }
 
 
-async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: Wanted) -> Response:
+async def _answer(request: Request, runtime: Runtime, dialect: Dialect, wanted: Wanted) -> ASGIApp:
     created = int(time.time())
     manager, batch_id = runtime.manager, wanted.id if wanted.is_batch else None
     if wanted.stream:

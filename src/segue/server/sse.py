@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from segue.errors import SegueError
@@ -32,38 +32,32 @@ def event(content: Any) -> bytes:
     return b"data: " + encode(content) + b"\n\n"
 
 
-class EventStream(Response):
-    """Sends the events that ``events`` yields.
+@dataclass(eq=False)
+class EventStream:
+    """An ASGI application that sends the events that ``events`` yields.
 
     While the client is slow, ``send`` waits, and the output generated meanwhile is sent as one event. While
     there is nothing to send, comments are sent. An error becomes a last event of ``error_body``. ``close`` is
     called in every case: it aborts the requests that have not ended.
     """
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        error_body: Callable[[SegueError], dict[str, Any]],
-        close: Callable[[], None],
-    ) -> None:
-        super().__init__()
-        self._close = close
-        self._events = events
-        self._error_body = error_body
-        self._sending = asyncio.Lock()  # so that no comment is sent after the end
-        self._sent_at = 0.0
+    events: AsyncGenerator[bytes, None]
+    error_body: Callable[[SegueError], dict[str, Any]]
+    close: Callable[[], None]
+    # Held while something is sent, so that no comment is sent after the end.
+    _sending: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    _sent_at: float = field(init=False, default_factory=time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the reply; return when it is complete or the client has disconnected."""
-        self._sent_at = time.monotonic()
         comments = asyncio.create_task(self._fill_silence(send))
         try:
             with suppress(ClientDisconnect, OSError):
                 await unless_gone(Request(scope, receive), self._send_all(send))
         finally:
             comments.cancel()
-            self._close()  # first, because the next statement may raise
-            await self._events.aclose()
+            self.close()  # first, because the next statement may raise
+            await self.events.aclose()
 
     async def _fill_silence(self, send: Send) -> None:
         """Send a comment whenever nothing was sent for ``KEEP_ALIVE_S``."""
@@ -85,15 +79,15 @@ class EventStream(Response):
         async with self._sending:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         try:
-            async for data in self._events:
+            async for data in self.events:
                 await self._send(send, data)
         except SegueError as error:
-            await self._send(send, event(self._error_body(error)))
+            await self._send(send, event(self.error_body(error)))
         except OSError:
             raise
         except Exception:
             logger.exception("a stream failed")
-            await self._send(send, event(self._error_body(InternalError())))
+            await self._send(send, event(self.error_body(InternalError())))
         await self._send(send, b"", more=False)
 
 
@@ -106,20 +100,18 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         ClientDisconnect: the client disconnected.
     """
     worker = asyncio.ensure_future(work)
-    watcher = asyncio.create_task(_disconnected(request.receive))
+    watcher = asyncio.create_task(_cancel_when_gone(request.receive, worker))
     try:
-        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not worker.done():
-            raise ClientDisconnect
-        return worker.result()
+        return await worker
+    except asyncio.CancelledError:
+        if watcher.done():
+            raise ClientDisconnect from None
+        raise
     finally:
         watcher.cancel()
-        if not worker.done():
-            worker.cancel()
-            with suppress(asyncio.CancelledError):
-                await worker
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _cancel_when_gone(receive: Receive, worker: asyncio.Future[Any]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    worker.cancel()
