@@ -27,7 +27,7 @@ SLICE = 1 << 18  # bytes that numpy scans in one call
 GROUP = 1 << 18  # bytes of neighbouring items that are decoded together
 MAX_ITEMS = 1 << 18  # in an array of strings
 
-_OPEN = re.compile(rb"[\[{]\s*")
+_FIRST = re.compile(rb"\[\s*(.)", re.DOTALL)
 _AFTER_ARRAY = re.compile(rb"\s*(?:,\s*(?=\[)|\Z)")
 _NO_BACKSLASH = re.compile(rb"\\*[^\\]")
 _NESTING = np.zeros(256, np.int8)
@@ -77,10 +77,7 @@ def token_ids(data: bytes, check: TooMany) -> array[int]:
         OverflowError: an integer needs more than 32 bits.
     """
     ids = array("i")
-    if not data.startswith(b"["):
-        raise MisfitError
-    inner = _inner(data)
-    if inner:
+    if inner := _inner(data, b"[]"):
         if inner[:1] not in b"-0123456789":
             raise MisfitError
         check(count(inner, b",") + 1)
@@ -93,7 +90,7 @@ def arrays(data: bytes, decode: Callable[[bytes], T], check: TooMany) -> list[T]
     """Decodes an array of arrays without brackets in them; ``check`` is first called with their number."""
     check(count(data, b"[") - 1)
     found: list[T] = []
-    inner, start = _inner(data), 0
+    inner, start = _inner(data, b"[]"), 0
     if inner and not inner.startswith(b"["):
         raise MisfitError
     while start < len(inner):
@@ -111,30 +108,27 @@ def members(data: bytes, decoder: msgspec.json.Decoder[dict[str, Any]], check: T
 
     ``check`` is first called with the number of members, repeated names included.
     """
-    if not data.startswith(b"{"):
-        raise MisfitError
-    check(count(data, b":"))
+    inner = _inner(data, b"{}")
+    check(count(inner, b":"))
     found: dict[str, Any] = {}
-    inner = _inner(data)
-    for piece in _split(inner) if inner else ():
+    for piece in _split(inner):
         found |= decoder.decode(b"{%b}" % piece)
     return found
 
 
 def first_byte(data: bytes) -> bytes:
     """Returns the first byte of an array's first item, or its closing bracket if the array is empty."""
-    opening = _OPEN.match(data)
-    if opening is None or not data.startswith(b"["):
+    found = _FIRST.match(data)
+    if found is None:
         raise MisfitError
-    return data[opening.end() : opening.end() + 1]
+    return found[1]
 
 
-def _inner(data: bytes) -> bytes:
+def _inner(data: bytes, brackets: bytes) -> bytes:
     """Returns the bytes between the outer brackets, without white space around them."""
-    opening = _OPEN.match(data)
-    if opening is None or data[:1] + data[-1:] not in (b"[]", b"{}"):
+    if data[:1] + data[-1:] != brackets:
         raise MisfitError
-    return data[opening.end() : -1].rstrip()
+    return data[1:-1].strip()
 
 
 def _split(inner: bytes) -> Iterator[bytes]:
@@ -168,15 +162,15 @@ def cut(data: bytes, most: int, what: str = "items") -> list[tuple[int, int]]:
         if last is None:
             raise MisfitError
         text = np.frombuffer(data, np.uint8, last.end() - start, start)
-        strings = (np.cumsum(_quotes(text), dtype=np.int32) + inside) & 1
-        levels = np.cumsum(np.where(strings, 0, _NESTING[text]), dtype=np.int32) + level
-        commas += (np.flatnonzero((text == ord(",")) & (strings == 0) & (levels == 1)) + start).tolist()
+        in_string = (np.cumsum(_quotes(text), dtype=np.int32) + inside) & 1
+        levels = np.cumsum(np.where(in_string, 0, _NESTING[text]), dtype=np.int32) + level
+        commas += (np.flatnonzero((text == ord(",")) & (in_string == 0) & (levels == 1)) + start).tolist()
         if len(commas) >= most:
             raise TooManyItemsError(len(commas) + 1, most, what)
         closed = np.flatnonzero(levels < 1)
         if closed.size and closed[0] + start != len(data) - 1:
             raise MisfitError
-        level, inside, start = int(levels[-1]), int(strings[-1]), last.end()
+        level, inside, start = int(levels[-1]), int(in_string[-1]), last.end()
     if level or inside or not data:
         raise MisfitError
     if not commas and not data[1:-1].strip():
