@@ -276,6 +276,15 @@ def test_a_number_of_more_than_32_bits_is_no_token_id() -> None:
         )
 
 
+def test_a_comma_behind_the_last_item_is_refused_wherever_the_pieces_end() -> None:
+    decoder = msgspec.json.Decoder(dict[str, int])
+    for items in range(json_pieces.PIECE // 2 - 3, json_pieces.PIECE // 2 + 3):
+        with pytest.raises((json_pieces.MisfitError, msgspec.DecodeError)):
+            json_pieces.token_ids(b"[%b]" % (b"1," * items), lambda count: None)
+        with pytest.raises((json_pieces.MisfitError, msgspec.DecodeError)):
+            json_pieces.members(b'{"a":%b1,}' % (b" " * 2 * items), decoder, lambda count: None)
+
+
 def test_what_is_dropped_or_ignored_is_not_decoded() -> None:
     numbers = many("9e307", 1_000_000)  # ten seconds, if they were
     assert right(chat, b'{"user": %b, "model": "m"}' % numbers) == {"model": "m"}

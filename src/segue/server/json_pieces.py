@@ -133,6 +133,8 @@ def _inner(data: bytes, brackets: bytes) -> bytes:
 
 def _split(inner: bytes) -> Iterator[bytes]:
     """Yields parts cut at a comma after about ``PIECE`` bytes; an item that is longer is not a number."""
+    if inner.endswith(b","):  # no decoder would see it at the end of a piece
+        raise MisfitError
     start = 0
     while start < len(inner):
         end = inner.find(b",", start + PIECE)
