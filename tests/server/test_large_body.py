@@ -23,8 +23,8 @@ from segue.messages.weight_operations import MAX_TENSORS, OPERATIONS
 from segue.server import body as body_module
 from segue.server import json_pieces, large_body
 from segue.server.body import Shape, decode
+from segue.server.generation_routes import _parse_chat, _parse_completion
 from segue.server.large_body import chat, completion, control, generate
-from segue.server.openai_routes import _parse_chat, _parse_completion
 from segue.server.service import Bounds
 
 MAX_PROMPTS = 6
