@@ -20,14 +20,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from segue.errors import ConfigError, ForbiddenError, InvalidRequestError, MediaTypeError, SegueError
 
 ANY = "*"
-READING = frozenset(
-    ("GET", "HEAD", "OPTIONS")
-)  # methods that change nothing, unless a route declares otherwise
+READING = frozenset(("GET", "HEAD", "OPTIONS"))  # methods that change nothing, unless a route says otherwise
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_AUTHORITY = re.compile(
-    r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d*)?"
-)  # of a Host header: a name, with or without a port
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d*)?")  # a Host header: name, with or without port
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
@@ -53,7 +49,9 @@ class HttpGuard:
             ConfigError: an entry is not a host name, or not an origin.
         """
         names = _entries(allowed_hosts, "allowed_hosts", _is_host, "a host name without port, like gpu-1.lan")
-        origins = _entries(cors_origin, "cors_origin", _is_origin, "an origin, like https://chat.example")
+        origins = _entries(
+            cors_origin, "cors_origin", _ORIGIN.fullmatch, "an origin, like https://chat.example"
+        )
         if ANY in names or not (names or is_loopback(host)):
             return cls(None, origins)
         return cls(frozenset(name.strip("[]") for name in names | {host.lower()}), origins)
@@ -70,7 +68,9 @@ class HttpGuard:
             return
         found = _AUTHORITY.fullmatch(authority.decode("latin-1").lower())
         name = found[1].strip("[]").removesuffix(".") if found else ""
-        if not (name == "localhost" or name in self.hosts or _is_this_machine(name)):
+        address = _address(name)
+        is_local = name == "localhost" or name.endswith(".localhost") or (address and address.is_loopback)
+        if not (is_local or name in self.hosts):
             raise ForbiddenError(
                 f"this server does not answer for the host {_shown(authority)}; use localhost, or start the "
                 "server with --allowed-hosts and that name"
@@ -96,17 +96,20 @@ class HttpGuard:
             "--cors-origin and its origin"
         )
 
-    def check(self, scope: Scope) -> None:
-        """Make all checks, for a server on which no GET changes anything.
+    def check(self, scope: Scope, headers: Headers, *, guards_reading: bool = False) -> None:
+        """Check the host and, of a request that may change something, the origin and the body's type.
+
+        With ``guards_reading``, the origin of requests that read is checked too, but for a CORS preflight.
 
         Raises:
-            SegueError: a check failed.
+            ForbiddenError: it is for another host, or comes from a page of another origin.
+            MediaTypeError: its body is not declared as JSON.
         """
-        check_path(scope)
-        headers = dict(scope["headers"])
+        method = scope["method"]
         self.check_host(headers)
-        if scope["method"] not in READING:
+        if method not in READING or (guards_reading and method != "OPTIONS"):
             self.check_origin(headers, scope["scheme"])
+        if method not in READING:
             check_type(headers)
 
 
@@ -142,37 +145,22 @@ def check_type(headers: Headers) -> None:
     )
 
 
-class GuardMiddleware:
-    """Middleware that answers a request which fails a check, before the application sees it."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        check: Callable[[Scope], None],
-        refuse: Callable[[SegueError, Scope], ASGIApp],
-    ) -> None:
-        self._app = app
-        self._check = check
-        self._refuse = refuse  # makes the answer, in the server's own format
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request or connection."""
-        answer = self._app
-        if scope["type"] == "http":
-            try:
-                self._check(scope)
-            except SegueError as error:
-                answer = self._refuse(error, scope)
-        await answer(scope, receive, send)
-
-
 def install(
     app: Starlette,
     guard: HttpGuard,
-    check: Callable[[Scope], None],
-    refuse: Callable[[SegueError, Scope], ASGIApp],
+    refuse: Callable[[SegueError, str], ASGIApp],
+    *,
+    checks_all: bool,
 ) -> None:
-    """Run the check before all else, and let pages of the allowed origins read the answers."""
+    """Check requests before all else, and let pages of the allowed origins read the answers.
+
+    Args:
+        app: the server's application.
+        guard: the checks.
+        refuse: makes the answer to a request that fails a check, from the error and the request's path.
+        checks_all: make all checks of ``guard`` here. Otherwise only paths are checked here, and the
+            application makes the other checks.
+    """
     if guard.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -180,10 +168,25 @@ def install(
             allow_methods=["GET", "POST"],
             allow_headers=[ANY],
         )
-    app.add_middleware(GuardMiddleware, check=check, refuse=refuse)
+
+    def middleware(app: ASGIApp) -> ASGIApp:
+        async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+            answer = app
+            if scope["type"] == "http":
+                try:
+                    check_path(scope)
+                    if checks_all:
+                        guard.check(scope, dict(scope["headers"]))
+                except SegueError as error:
+                    answer = refuse(error, scope["path"])
+            await answer(scope, receive, send)
+
+        return checked
+
+    app.add_middleware(middleware)
 
 
-def _entries(text: str | None, option: str, is_valid: Callable[[str], bool], rule: str) -> frozenset[str]:
+def _entries(text: str | None, option: str, is_valid: Callable[[str], object], rule: str) -> frozenset[str]:
     entries = [] if text is None else [entry.strip().lower() for entry in text.split(",")]
     for entry in entries:
         if entry != ANY and not is_valid(entry):
@@ -195,10 +198,6 @@ def _is_host(name: str) -> bool:
     return _NAME.fullmatch(name) is not None or (":" in name and _address(name.strip("[]")) is not None)
 
 
-def _is_origin(origin: str) -> bool:
-    return _ORIGIN.fullmatch(origin) is not None
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the address to which ``bind`` resolves ``host``."""
     try:
@@ -206,13 +205,6 @@ def is_loopback(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return ipaddress.ip_address(address).is_loopback
-
-
-def _is_this_machine(name: str) -> bool:
-    if name.endswith(".localhost"):
-        return True
-    address = _address(name)
-    return address is not None and address.is_loopback
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -15,8 +15,8 @@ from segue.launch.runtime import Runtime
 from segue.listener import bind, url_of
 from segue.messages.control import State
 from segue.server.app import create_app
-from segue.server.connection_limits import ConnectionLimits
-from segue.server.lifecycle import make_server
+from segue.server.connections import ConnectionLimits
+from segue.server.http_server import HttpServer
 from tests.support.fake_engine import FAKE_WORKER
 
 
@@ -37,7 +37,8 @@ class LiveServer:
             )
         listener = bind(self.config.host, self.config.port)
         self.url = url_of(listener)
-        self._http = make_server(self.app, self.config, limits)
+        limits = limits or ConnectionLimits.of_this_process(self.config.max_body_mib)
+        self._http = HttpServer(self.app, limits, self.config.log_level)
         self._serving = self._thread.submit(self._http.serve(sockets=[listener]))
         self.client = httpx.Client(base_url=self.url, timeout=20)
 

@@ -17,10 +17,14 @@ from typing import Any
 import httpx
 import pytest
 
-from segue.server import connection_limits
-from segue.server.connection import Backpressure
-from segue.server.connection_limits import ConnectionLimits
-from segue.server.connections import MAX_TICK_S, Connections
+from segue.server.connections import (
+    MAX_TICK_S,
+    OTHERS_FIRST,
+    Backpressure,
+    ConnectionLimits,
+    Connections,
+    raise_descriptor_limit,
+)
 from tests.server.conftest import MODEL
 from tests.server.live import LiveServer
 
@@ -333,7 +337,7 @@ def test_the_soft_limit_of_open_files_is_raised_as_far_as_needed(
     was_set = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: was_set.append(both))
-    connection_limits.raise_descriptor_limit()
+    raise_descriptor_limit()
     assert was_set == ([] if raised is None else [(raised, hard)])
 
 
@@ -379,6 +383,10 @@ def test_many_large_bodies_at_once_are_read_one_after_the_other(start: Callable[
 def test_a_held_body_is_read_only_when_the_application_has_room_too() -> None:
     class Transport(asyncio.Transport):
         is_reading_now = True
+        is_closed = False
+
+        def is_closing(self) -> bool:
+            return self.is_closed
 
         def pause_reading(self) -> None:
             self.is_reading_now = False
@@ -388,17 +396,21 @@ def test_a_held_body_is_read_only_when_the_application_has_room_too() -> None:
 
     transport, connections = Transport(), Connections(FAST)
     flow = Backpressure(transport, connections)
-    flow.hold()
+    flow.pause_reading(OTHERS_FIRST)
     flow.resume_reading()
     assert not transport.is_reading_now
     flow.pause_reading()
-    flow.let_go()
+    flow.resume_reading(OTHERS_FIRST)
     assert not transport.is_reading_now
     connections.now = 5.0
-    assert flow.paused_s(7.0) == 7.0
+    assert flow.unpaused(7.0) == 0.0
     flow.resume_reading()
     assert transport.is_reading_now
-    assert (flow.resumed_at, flow.paused_s(9.0)) == (5.0, 5.0)
+    assert (flow.resumed_at, flow.unpaused(9.0)) == (5.0, 4.0)
+    flow.pause_reading(OTHERS_FIRST)
+    transport.is_closed = True
+    flow.resume_reading(OTHERS_FIRST)
+    assert not transport.is_reading_now
 
 
 def test_the_body_of_a_request_without_a_key_is_not_kept(

@@ -20,9 +20,12 @@ from segue.api.validation import Decoded, parse
 from segue.errors import ContextLengthError, InvalidRequestError, SegueError, UnsupportedFieldError
 from segue.frontend.sampling_options import MAX_ENTRIES, RequestLimits
 from segue.messages.weight_operations import MAX_TENSORS, OPERATIONS
-from segue.server import json_pieces, json_slices, large_body
-from segue.server.large_body import Bounds, Shape, chat, completion, control, decode, generate
-from segue.server.openai_routes import _parse_chat, _parse_completion
+from segue.server import body as body_module
+from segue.server import json_pieces, large_body
+from segue.server.body import Shape, decode
+from segue.server.generation_routes import _parse_chat, _parse_completion
+from segue.server.large_body import chat, completion, control, generate
+from segue.server.service import Bounds
 
 MAX_PROMPTS = 6
 BOUNDS = Bounds(
@@ -137,11 +140,11 @@ NAMES_OF_FAMILIES = ["chat", "completion", "generate", "prepare", "distributed",
 @pytest.fixture(params=[(5, 1 << 20), (20, 1 << 20), (5, 0), (20, 60)], ids=str)
 def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     small, at_once = request.param
-    monkeypatch.setattr(large_body, "SMALL", small)
+    monkeypatch.setattr(body_module, "SMALL", small)
     monkeypatch.setattr(json_pieces, "AT_ONCE", at_once)
     monkeypatch.setattr(json_pieces, "PIECE", 100)
-    monkeypatch.setattr(json_slices, "SLICE", 50)
-    monkeypatch.setattr(json_slices, "GROUP", 40)
+    monkeypatch.setattr(json_pieces, "SLICE", 50)
+    monkeypatch.setattr(json_pieces, "GROUP", 40)
 
 
 REFUSED = "refused"
@@ -273,6 +276,15 @@ def test_a_number_of_more_than_32_bits_is_no_token_id() -> None:
         )
 
 
+def test_a_comma_behind_the_last_item_is_refused_wherever_the_pieces_end() -> None:
+    decoder = msgspec.json.Decoder(dict[str, int])
+    for items in range(json_pieces.PIECE // 2 - 3, json_pieces.PIECE // 2 + 3):
+        with pytest.raises((json_pieces.MisfitError, msgspec.DecodeError)):
+            json_pieces.token_ids(b"[%b]" % (b"1," * items), lambda count: None)
+        with pytest.raises((json_pieces.MisfitError, msgspec.DecodeError)):
+            json_pieces.members(b'{"a":%b1,}' % (b" " * 2 * items), decoder, lambda count: None)
+
+
 def test_what_is_dropped_or_ignored_is_not_decoded() -> None:
     numbers = many("9e307", 1_000_000)  # ten seconds, if they were
     assert right(chat, b'{"user": %b, "model": "m"}' % numbers) == {"model": "m"}
@@ -344,23 +356,35 @@ def test_many_colons_that_are_not_of_fields_are_fine() -> None:
 def test_items_are_found_in_slices_of_any_size(value: Any, size: int, indent: int | None) -> None:
     items = value if isinstance(value, list) else [value, value]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_slices, "SLICE", size)
-        patch.setattr(json_slices, "GROUP", 2 * size)
+        patch.setattr(json_pieces, "SLICE", size)
+        patch.setattr(json_pieces, "GROUP", 2 * size)
+        patch.setattr(json_pieces, "AT_ONCE", 0)
         data = json.dumps(items, indent=indent).encode()
-        ranges = json_slices.cut(data, 100)
+        ranges = json_pieces.cut(data, 100)
         assert [json.loads(data[start:end]) for start, end in ranges] == items
-        together = list(json_slices.groups(data, ranges))
+        together = list(json_pieces.groups(data, 100))
         assert [item for _, group in together for item in json.loads(group)] == items
         assert all(json.loads(group)[0] == items[first] for first, group in together)
         if len(items) > 1:
-            with pytest.raises(json_slices.TooManyItemsError):
-                json_slices.cut(data, len(items) - 1)
+            with pytest.raises(json_pieces.TooManyItemsError):
+                json_pieces.cut(data, len(items) - 1)
 
 
 @pytest.mark.parametrize("data", [b"", b"[", b'["]', b"[1]]", b"[1],", b"[[1]", rb'["\\', b"]"])
 def test_brackets_and_quotes_that_do_not_match_are_refused(data: bytes) -> None:
-    with pytest.raises(json_slices.MisfitError):
-        json_slices.cut(data, 100)
+    with pytest.raises(json_pieces.MisfitError):
+        json_pieces.cut(data, 100)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"[1,[2]]", b"[[1],]", b"[[1][2]]", b"[[1] 2]", b"[,[1]]", b"[[1],,[2]]", b"[[1]", b"[[1,2]", b"{[1]}]"],
+)
+def test_what_is_no_array_of_arrays_is_refused(data: bytes) -> None:
+    for right in (b"[]", b"[ ]", b"[[]]", b"[ [ 1 ] ,\n[2,3] ]"):
+        assert json_pieces.arrays(right, json.loads, lambda count: None) == json.loads(right)
+    with pytest.raises((json_pieces.MisfitError, json.JSONDecodeError)):
+        json_pieces.arrays(data, json.loads, lambda count: None)
 
 
 @settings(max_examples=300, deadline=None)
@@ -385,7 +409,8 @@ def test_every_field_of_a_model_is_known_to_its_shape() -> None:
         (completion, CompletionRequest, HARMLESS),
         (generate, NativeGenerate, set[str]()),
     ):
-        assert {*model.__struct_fields__, *others} <= {*shape(BOUNDS).kind.__struct_fields__}
+        known = body_module._undecoded(shape(BOUNDS).model, shape(BOUNDS).skipped | shape(BOUNDS).refused)
+        assert {*model.__struct_fields__, *others} <= {*known.__struct_fields__}
 
 
 def test_prompts_become_compact_arrays() -> None:

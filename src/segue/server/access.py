@@ -6,19 +6,19 @@ import hmac
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from segue.config import EngineConfig
 from segue.errors import AuthenticationError, SegueError
-from segue.http_guard import READING, Headers, HttpGuard, check_type
-from segue.server.errors import error_response
+from segue.http_guard import Headers, HttpGuard
+from segue.server.responses import error_response
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]  # what answers a request, a `Response` for example
 
 
 class Access(Enum):
@@ -38,9 +38,13 @@ class Gate:
             config.host, allowed_hosts=config.allowed_hosts, cors_origin=config.cors_origin
         )
         admin = [config.admin_api_key.encode()] if config.admin_api_key else []
-        self._user_keys = [config.api_key.encode(), *admin] if config.api_key else []
-        self._admin_keys = admin or self._user_keys
-        self._metrics = Access.OPEN if config.open_metrics else Access.USER
+        user = [config.api_key.encode(), *admin] if config.api_key else []
+        self._keys: dict[Access, list[bytes] | None] = {  # None: nothing is checked
+            Access.OPEN: None,
+            Access.METRICS: None if config.open_metrics else user,
+            Access.USER: user,
+            Access.ADMIN: admin or user,
+        }
 
     def check(self, scope: Scope, access: Access) -> None:
         """Let a request for a route pass.
@@ -50,25 +54,21 @@ class Gate:
             ForbiddenError: it is for another host, or comes from a page of another origin.
             MediaTypeError: its body is not declared as JSON.
         """
-        if access is Access.METRICS:
-            access = self._metrics
-        if access is Access.OPEN:
+        if self._keys[access] is None:
             return
         headers = dict(scope["headers"])
-        self.check_client(headers, access)
-        method = scope["method"]
+        self.check_key(headers, access)
         # Other pages do not even read control routes, since a few of those change something on GET.
-        if method not in READING or (access is Access.ADMIN and method != "OPTIONS"):
-            self.guard.check_origin(headers, scope["scheme"])
-        if method not in READING:
-            check_type(headers)
+        self.guard.check(scope, headers, guards_reading=access is Access.ADMIN)
 
-    def check_client(self, headers: Headers, access: Access) -> None:
-        """Check key and host alone; raises as :meth:`check` does."""
-        keys = self._admin_keys if access is Access.ADMIN else self._user_keys
-        if keys and not _carries(headers, keys):
+    def check_key(self, headers: Headers, access: Access) -> None:
+        """Check the key alone; raises AuthenticationError."""
+        keys = self._keys[access]
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        # Each key is compared, in a time that does not tell where it differs.
+        matches = [hmac.compare_digest(given.strip(), key) for key in keys or ()]
+        if keys and not (scheme.lower() == b"bearer" and any(matches)):
             raise AuthenticationError("a valid key is needed: send the header 'Authorization: Bearer <key>'")
-        self.guard.check_host(headers)
 
 
 Refusal = Callable[[str, SegueError], dict[str, Any]]  # the path and the error -> the body of the refusal
@@ -77,24 +77,14 @@ Refusal = Callable[[str, SegueError], dict[str, Any]]  # the path and the error 
 class GuardedRoute(Route):
     """A route that checks a request before anything of its endpoint runs, whatever the method."""
 
-    def __init__(
-        self,
-        path: str,
-        endpoint: Endpoint,
-        access: Access,
-        *,
-        methods: Sequence[str],
-        refusal: Refusal | None = None,
-        description: Mapping[str, Any] | None = None,
-    ) -> None:
-        """``refusal``: None lets the path decide its form; ``description``: OpenAPI's; None hides it."""
+    def __init__(self, path: str, endpoint: Endpoint, methods: Sequence[str], group: Routes) -> None:
         super().__init__(path, endpoint, methods=list(methods))
         self.methods = set(methods)  # Starlette adds HEAD, which nobody needs here
         # Starlette's pattern ends with `$`, which matches before a newline at the end too.
         self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
-        self.access = access
-        self.description = description
-        self._refusal = refusal
+        self.access = group.access
+        self.description: dict[str, Any] | None = None  # OpenAPI's; None: the route is hidden there
+        self._refusal = group.refusal
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request whose path this route matched, then answer it."""
@@ -108,21 +98,24 @@ class GuardedRoute(Route):
 
 
 class Routes(list[BaseRoute]):
-    """The routes of one room, all of one level of access."""
+    """The routes of one room, all of one level of access.
+
+    ``refusal`` makes the body of a failed check's answer; without it, the path decides the body's form.
+    """
 
     def __init__(self, access: Access, tag: str, refusal: Refusal | None = None) -> None:
         super().__init__()
-        self._access = access
+        self.access = access
+        self.refusal = refusal
         self._tag = tag
-        self._refusal = refusal
 
     def get(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
         """Decorate the endpoint of a GET route; ``options`` are those of :meth:`add`."""
-        return self._decorator(path, ("GET",), options)
+        return partial(self.add, path, methods=("GET",), **options)
 
     def post(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
         """Decorate the endpoint of a POST route; ``options`` are those of :meth:`add`."""
-        return self._decorator(path, ("POST",), options)
+        return partial(self.add, path, methods=("POST",), **options)
 
     def add(
         self,
@@ -133,8 +126,8 @@ class Routes(list[BaseRoute]):
         summary: str | None = None,
         hidden: bool = False,
         schema: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Add a route.
+    ) -> Endpoint:
+        """Add a route; returns its endpoint.
 
         Args:
             path: Starlette's pattern.
@@ -144,40 +137,29 @@ class Routes(list[BaseRoute]):
             hidden: leave it out of OpenAPI's description.
             schema: more of that description, such as the schema of the body.
         """
-        text = summary or endpoint.__doc__ or ""
-        description = {"tags": [self._tag], "summary": text.partition("\n")[0], **(schema or {})}
-        route = GuardedRoute(
-            path,
-            endpoint,
-            self._access,
-            methods=methods,
-            refusal=self._refusal,
-            description=None if hidden else description,
-        )
+        route = GuardedRoute(path, endpoint, methods, self)
+        if not hidden:
+            text = summary or endpoint.__doc__ or ""
+            named = {"in": "path", "required": True, "schema": {"type": "string"}}
+            parameters = [{"name": name, **named} for name in sorted(route.param_convertors)]
+            route.description = {"parameters": parameters} if parameters else {}
+            route.description |= {"tags": [self._tag], "summary": text.partition("\n")[0], **(schema or {})}
         self.append(route)
-
-    def _decorator(
-        self, path: str, methods: Sequence[str], options: dict[str, Any]
-    ) -> Callable[[Endpoint], Endpoint]:
-        def decorate(endpoint: Endpoint) -> Endpoint:
-            self.add(path, endpoint, methods, **options)
-            return endpoint
-
-        return decorate
+        return endpoint
 
 
-class Unmatched:
-    """Answers requests that no route matches; without a key nobody learns which routes there are."""
+def unmatched(gate: Gate, routes: list[BaseRoute]) -> ASGIApp:
+    """Returns what answers requests that no route matches; without a key nobody learns which routes exist."""
+    router = Router(routes)  # redirects where only a slash at the end differs, else answers 404
 
-    def __init__(self, gate: Gate, routes: list[BaseRoute]) -> None:
-        self._gate = gate
-        self._router = Router(routes)  # redirects where only a slash at the end differs, else answers 404
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request; raises as :meth:`Gate.check` does."""
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            self._gate.check_client(dict(scope["headers"]), Access.USER)
-        await self._router(scope, receive, send)
+            headers = dict(scope["headers"])
+            gate.check_key(headers, Access.USER)
+            gate.guard.check_host(headers)
+        await router(scope, receive, send)
+
+    return answer
 
 
 def require_levels(routes: Iterable[BaseRoute]) -> None:
@@ -187,15 +169,6 @@ def require_levels(routes: Iterable[BaseRoute]) -> None:
         TypeError: a route declares no level of access.
     """
     for route in routes:
-        if not isinstance(route, GuardedRoute) or not isinstance(getattr(route, "access", None), Access):
-            name = getattr(route, "path", route)
-            raise TypeError(
-                f"route {name}: it declares no level of access; add it by segue.server.access.Routes"
-            )
-
-
-def _carries(headers: Headers, keys: list[bytes]) -> bool:
-    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-    # Each key is compared, in a time that does not tell where it differs.
-    matches = [hmac.compare_digest(given.strip(), key) for key in keys]
-    return scheme.lower() == b"bearer" and any(matches)
+        if not isinstance(route, GuardedRoute):
+            text = "it declares no level of access; add it by segue.server.access.Routes"
+            raise TypeError(f"route {getattr(route, 'path', route)}: {text}")

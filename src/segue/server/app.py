@@ -1,29 +1,26 @@
-"""The HTTP application."""
+"""The HTTP application, and the routes that describe it."""
 
 from __future__ import annotations
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Scope
+from starlette.responses import HTMLResponse, Response
 
+from segue.api.schema import openapi, redoc_page, swagger_page
 from segue.config import EngineConfig
 from segue.errors import SegueError
-from segue.http_guard import check_path, install
-from segue.server import (
-    about_routes,
-    control_routes,
-    health,
-    metrics,
-    native_routes,
-    openai_routes,
-    weight_routes,
-)
-from segue.server.access import Gate, Unmatched, require_levels
-from segue.server.errors import InternalError, RouteError, error_response
+from segue.http_guard import install
+from segue.server import control_routes, health, metrics, weight_routes
+from segue.server.access import Access, Gate, GuardedRoute, Routes, require_levels, unmatched
+from segue.server.generation_routes import native_routes, openai_routes
+from segue.server.responses import InternalError, RouteError, error_response, json_response
 from segue.server.service import Service
-from segue.server.sse import ClientGoneError
+from segue.version import __version__
+
+TITLE = "Segue"
+
+routes = Routes(Access.USER, "About")
 
 
 def create_app(config: EngineConfig) -> Starlette:
@@ -33,46 +30,59 @@ def create_app(config: EngineConfig) -> Starlette:
         ConfigError: a host or an origin in the options is none.
         TypeError: a route declares no level of access.
     """
-    app = Starlette(
-        exception_handlers={
-            SegueError: _on_segue_error,
-            HTTPException: _on_http_error,
-            ClientGoneError: _on_client_gone,
-            ClientDisconnect: _on_client_gone,  # while it sent its body
-            Exception: _on_bug,
-        },
-    )
-    app.router.redirect_slashes = False  # `Unmatched` redirects, once the key is checked
+    kinds = (SegueError, HTTPException, ClientDisconnect, Exception)
+    app = Starlette(exception_handlers=dict.fromkeys(kinds, _on_error))
+    app.router.redirect_slashes = False  # `unmatched` redirects, once the key is checked
     app.state.service = Service(config)
     app.state.gate = gate = Gate(config)
-    for rooms in (openai_routes, native_routes, control_routes, weight_routes, health, metrics, about_routes):
-        app.router.routes.extend(rooms.routes)
-    app.router.default = Unmatched(gate, app.router.routes)
+    generation, control = [*openai_routes, *native_routes], [*control_routes.routes, *weight_routes.routes]
+    app.router.routes += [*generation, *control, *health.routes, *metrics.routes, *routes]
+    app.router.default = unmatched(gate, app.router.routes)
     require_levels(app.router.routes)
-    install(app, gate.guard, check_path, _refusal)
+    install(app, gate.guard, error_response, checks_all=False)
     return app
 
 
-def _refusal(error: SegueError, scope: Scope) -> ASGIApp:
-    return error_response(error, scope["path"])
+async def _on_error(request: Request, error: Exception) -> Response:
+    path = request.url.path
+    match error:
+        case SegueError():
+            return error_response(error, path)
+        case HTTPException():
+            response = error_response(RouteError(error.status_code, request), path)
+            response.headers.update(error.headers or {})
+            return response
+        case ClientDisconnect():
+            return Response(status_code=499)  # nobody reads it
+        case _:
+            return error_response(InternalError(), path)
 
 
-async def _on_segue_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, SegueError)
-    return error_response(error, request.url.path)
+@routes.get("/version")
+async def version(request: Request) -> Response:
+    """Return the version of Segue."""
+    return json_response({"version": __version__})
 
 
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    response = error_response(RouteError(error.status_code, request), request.url.path)
-    for name, value in (error.headers or {}).items():
-        response.headers[name] = value
-    return response
+@routes.get("/openapi.json", hidden=True)
+async def description(request: Request) -> Response:
+    """Return the description of every route."""
+    described = [
+        (route.path_format, method, route.description)
+        for route in request.app.router.routes
+        if isinstance(route, GuardedRoute) and route.description is not None
+        for method in sorted(route.methods or ())
+    ]
+    return json_response(openapi(TITLE, described))
 
 
-async def _on_client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+@routes.get("/docs", hidden=True)
+async def docs(request: Request) -> Response:
+    """Return the description as a page to try requests on."""
+    return HTMLResponse(swagger_page(TITLE))
 
 
-async def _on_bug(request: Request, error: Exception) -> Response:
-    return error_response(InternalError("internal error; the server's log has the details"), request.url.path)
+@routes.get("/redoc", hidden=True)
+async def redoc(request: Request) -> Response:
+    """Return the description as a page to read."""
+    return HTMLResponse(redoc_page(TITLE))

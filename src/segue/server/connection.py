@@ -6,16 +6,14 @@ import asyncio
 import math
 import re
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import FlowControl
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from segue.errors import InvalidRequestError, OverloadedError, RequestTimeoutError, SegueError
-from segue.server.connections import Connections, Room
-from segue.server.errors import error_response
-from segue.server.http10 import Http10Application
+from segue.server.connections import Backpressure, Connections, Room
+from segue.server.responses import error_response
 
 _UPGRADE = re.compile(rb"^upgrade(?=:)", re.IGNORECASE | re.MULTILINE)
 # Paths that are answered even when every ordinary connection is taken.
@@ -39,54 +37,6 @@ class Awaited(Enum):
     BODY = "the rest of a body"
 
 
-class Backpressure(FlowControl):
-    """Pauses reading and measures the pauses, so that paused time does not count against the client."""
-
-    def __init__(self, transport: asyncio.Transport, connections: Connections) -> None:
-        super().__init__(transport)
-        self._connections = connections
-        self._is_full = False  # uvicorn paused reading: the application has not yet read the buffered body
-        self._is_held = False  # `Connections` paused reading: other bodies come first
-        self._paused_at = 0.0
-        self._paused_s = 0.0  # total of all pauses that have ended
-        self.resumed_at = 0.0
-
-    def pause_reading(self) -> None:
-        """Stop reading until the application has room for more; uvicorn calls this."""
-        self._is_full = True
-        self._pause()
-
-    def resume_reading(self) -> None:
-        """Resume reading, unless :meth:`hold` is in force; uvicorn calls this."""
-        self._is_full = False
-        self._resume()
-
-    def hold(self) -> None:
-        """Stop reading until :meth:`let_go`, even if the application has room for more."""
-        self._is_held = True
-        self._pause()
-
-    def let_go(self) -> None:
-        """End :meth:`hold`: resume reading if the application has room for more."""
-        self._is_held = False
-        self._resume()
-
-    def paused_s(self, now: float) -> float:
-        """Returns the total seconds for which reading was paused, the present pause included."""
-        return self._paused_s + (now - self._paused_at if self.read_paused else 0.0)
-
-    def _pause(self) -> None:
-        if not self.read_paused:
-            self._paused_at = self._connections.now
-            super().pause_reading()
-
-    def _resume(self) -> None:
-        if self.read_paused and not (self._is_full or self._is_held):
-            self.resumed_at = self._connections.now
-            self._paused_s += self.resumed_at - self._paused_at
-            super().resume_reading()
-
-
 class Connection(HttpToolsProtocol):
     """Reads requests and sends replies; :class:`Connections` checks its deadlines regularly.
 
@@ -102,17 +52,15 @@ class Connection(HttpToolsProtocol):
         super().__init__(**of_uvicorn)
         self._connections = connections
         self._limits = connections.limits
-        self._application = cast(ASGIApp, self.app)
+        self._application: Any = self.app
         self._answering: RequestResponseCycle | None = None
         self._room = Room.ORDINARY
         self._awaited = Awaited.IDLE
-        self._since = 0.0  # when waiting for `_awaited` began
-        self._paused_before = 0.0  # total seconds of paused reading at `_since`
+        self._since = 0.0  # when waiting for `_awaited` began, by `Backpressure.unpaused`
         self._received_at = 0.0  # when the last bytes were received
         self._num_received = 0  # bytes since the head began
         self._num_kept = 0  # bytes of requests that are incomplete, or not yet read by the application
         self._num_unparsed = 0  # bytes since the last complete head, body part or request
-        self._num_requests = 0
         self._unsent: tuple[float, int] | None = None  # start of a measurement, unsent bytes at that time
 
     # --- transport ---
@@ -121,7 +69,7 @@ class Connection(HttpToolsProtocol):
         """Accept the connection, or answer 503 and close it."""
         super().connection_made(transport)
         self.flow = Backpressure(transport, self._connections)
-        self._room = self._connections.admit(self)
+        self._room = self._connections.opened(self)
         self._since = self._received_at = self._connections.now
         if self._room is Room.NONE:
             self.refuse(OverloadedError(NO_ROOM))
@@ -131,7 +79,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave :class:`Connections`, and mark the request that is being answered as disconnected."""
         self._release_bytes()
-        self._connections.leave(self)
+        self._connections.closed(self)
         self._mark_disconnected()
         super().connection_lost(exc)
 
@@ -149,12 +97,11 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._num_unparsed > self._limits.head_bytes:
-            self._refuse_invalid(
-                f"the request line and headers exceed {self._limits.head_bytes} bytes; shorten them"
-            )
+            text = f"the request line and headers exceed {self._limits.head_bytes} bytes; shorten them"
+            self.refuse(InvalidRequestError(text))
         elif self._keeps_bytes:
             self._num_kept += size
-            self._connections.took(self, size)
+            self._connections.received(self, size)
 
     def resume_writing(self) -> None:
         """The client has read most of the bytes that were written."""
@@ -166,9 +113,8 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A head begins."""
         if len(self.pipeline) >= self._limits.pipelined_requests:
-            self._stop_parsing(
-                f"more than {self._limits.pipelined_requests} requests wait on this connection; await replies"
-            )
+            most = self._limits.pipelined_requests
+            self._stop_parsing(f"more than {most} requests wait on this connection; await replies")
         super().on_message_begin()
         self._num_received = 0
         self._enter(Awaited.HEAD)
@@ -188,8 +134,7 @@ class Connection(HttpToolsProtocol):
         self._num_unparsed = 0
         if self.parser.get_http_version() == "1.0":
             self.expect_100_continue = False  # an HTTP/1.0 client does not expect an interim status
-        self._num_requests += 1
-        self.app = cast(Any, self._choose_application())
+        self.app = self._choose_application()
         super().on_headers_complete()
         if not self.pipeline:
             self._answering = self.cycle
@@ -218,13 +163,12 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer 400 to bytes that the parser cannot read, in place of uvicorn's own text."""
         if not self.transport.is_closing():
-            self._refuse_invalid(UNREADABLE)
+            self.refuse(InvalidRequestError(UNREADABLE))
 
     def _enter(self, awaited: Awaited) -> None:
         connections = self._connections
         self._awaited = awaited
-        self._since = connections.now
-        self._paused_before = self.flow.paused_s(connections.now)
+        self._since = self.flow.unpaused(connections.now)
         connections.waiting.pop(self, None)
         if awaited is Awaited.BODY:
             connections.bodies[self] = None
@@ -242,16 +186,16 @@ class Connection(HttpToolsProtocol):
             return self._owes_answer and not self.cycle.response_started
         return self._owes_answer or self._awaited is Awaited.HEAD
 
-    def _choose_application(self) -> ASGIApp:
+    def _choose_application(self) -> Any:
         if self._room is Room.SPARE and self.url.partition(b"?")[0] not in HEALTH_TARGETS:
             return _no_room
         if self.parser.get_http_version() == "1.0":
-            return Http10Application(self._application, self.parser.should_keep_alive())
+            return _unchunked(self._application, self.parser.should_keep_alive())
         return self._application
 
     def _release_bytes(self) -> None:
         count, self._num_kept = self._num_kept, 0
-        self._connections.gave(count)
+        self._connections.released(count)
 
     # --- refusals ---
 
@@ -289,11 +233,8 @@ class Connection(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _refuse_invalid(self, message: str) -> None:
-        self.refuse(InvalidRequestError(message))
-
     def _stop_parsing(self, message: str) -> None:
-        self._refuse_invalid(message)
+        self.refuse(InvalidRequestError(message))
         raise ValueError(message)
 
     # --- deadlines ---
@@ -304,34 +245,28 @@ class Connection(HttpToolsProtocol):
             self._check_unsent(now, unsent)
         else:
             self._unsent = None
-        if self.transport.is_closing():
-            return
+        late = None if self.transport.is_closing() else self._late_with(now)
+        if late:
+            self.refuse(RequestTimeoutError(late))
+        elif late is not None:
+            self.transport.close()
+
+    def _late_with(self, now: float) -> str | None:
+        """Returns what the client has not sent in time, for a 408; empty: a 408 would be misunderstood."""
+        limits, waited = self._limits, self.waited(now)
         if self._awaited is Awaited.BODY:
-            self._check_body(now)
+            if not self._owes_answer:
+                return "" if waited > limits.drain_s else None
+            if self.silence(now) > limits.body_silence_s:
+                return f"no byte of the body arrived for {limits.body_silence_s:g} s; send it without pauses"
+            if self._num_received < limits.body_rate * (waited - limits.body_grace_s):
+                return f"the body arrived at less than {limits.body_rate:g} bytes per second; send it faster"
         elif not self._owes_answer:
-            self._check_head(now)
-
-    def _check_head(self, now: float) -> None:
-        limits, waited = self._limits, self.waited(now)
-        if self._awaited is Awaited.HEAD and waited > limits.head_s:
-            text = f"the request's line and headers took more than {limits.head_s:g} s; send them at once"
-            self.refuse(RequestTimeoutError(text))
-        elif self._awaited is Awaited.IDLE and waited > (
-            limits.idle_s if self._num_requests else limits.head_s
-        ):
-            self.transport.close()  # a client would take a 408 for the answer to its next request
-
-    def _check_body(self, now: float) -> None:
-        limits, waited = self._limits, self.waited(now)
-        if not self._owes_answer:
-            if waited > limits.drain_s:
-                self.transport.close()
-        elif self.silence(now) > limits.body_silence_s:
-            text = f"no byte of the body arrived for {limits.body_silence_s:g} s; send it without pauses"
-            self.refuse(RequestTimeoutError(text))
-        elif self._num_received < limits.body_rate * (waited - limits.body_grace_s):
-            text = f"the body arrived at less than {limits.body_rate:g} bytes per second; send it faster"
-            self.refuse(RequestTimeoutError(text))
+            if self._awaited is Awaited.HEAD and waited > limits.head_s:
+                return f"the request's line and headers took more than {limits.head_s:g} s; send them at once"
+            if self._awaited is Awaited.IDLE and waited > (limits.idle_s if self.cycle else limits.head_s):
+                return ""  # a client would take a 408 for the answer to its next request
+        return None
 
     def _check_unsent(self, now: float, unsent: int) -> None:
         """Abort if the client reads its reply more slowly than ``reply_rate``."""
@@ -349,7 +284,7 @@ class Connection(HttpToolsProtocol):
 
     def waited(self, now: float) -> float:
         """Returns the seconds spent waiting for the next part of a request, without pauses of reading."""
-        return now - self._since - (self.flow.paused_s(now) - self._paused_before)
+        return self.flow.unpaused(now) - self._since
 
     def silence(self, now: float) -> float:
         """Returns the seconds without a byte of a body, or with a finished reply unread; else 0."""
@@ -373,19 +308,10 @@ class Connection(HttpToolsProtocol):
             return math.inf
         return self._num_received / waited
 
-    def settle(self) -> None:
+    def release_read_body(self) -> None:
         """Stop counting the bytes of a complete body that the application has read."""
         if self._num_kept and self._awaited is Awaited.IDLE and not (self.cycle.body or self.pipeline):
             self._release_bytes()
-
-    def hold(self) -> None:
-        """Stop reading the body until :meth:`let_go`."""
-        self.flow.hold()
-
-    def let_go(self) -> None:
-        """End :meth:`hold`."""
-        if not self.transport.is_closing():
-            self.flow.let_go()
 
 
 async def _no_room(scope: Scope, receive: Receive, send: Send) -> None:
@@ -393,3 +319,32 @@ async def _no_room(scope: Scope, receive: Receive, send: Send) -> None:
     response = error_response(OverloadedError(NO_ROOM), scope["path"])
     response.headers["connection"] = "close"
     await response(scope, receive, send)
+
+
+def _unchunked(application: ASGIApp, keep_alive: bool) -> ASGIApp:
+    """Returns the application for one HTTP/1.0 request: without chunks, the connection's end may end a reply.
+
+    The connection is kept only if the client asked for it (``keep_alive``) and the reply's length is known.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Any) -> None:
+        cycle: RequestResponseCycle = send.__self__
+        has_length = False
+
+        async def send_unchunked(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message["headers"]}
+                has_length = b"content-length" in names
+                cycle.keep_alive = keep_alive and has_length
+                if not has_length:
+                    cycle.chunked_encoding = False
+                elif keep_alive and b"connection" not in names:
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"keep-alive")]}
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await application(scope, receive, send_unchunked)
+
+    return answer

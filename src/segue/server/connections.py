@@ -2,19 +2,88 @@
 
 from __future__ import annotations
 
+import asyncio
+import resource
 from collections import deque
+from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING, Self
 
-from segue.errors import OverloadedError, SegueError
+from uvicorn.protocols.http.flow_control import FlowControl
+
+from segue.config import MIB
+from segue.errors import OverloadedError
 from segue.logs import logger
-from segue.server.connection_limits import ConnectionLimits
+
+if TYPE_CHECKING:
+    from segue.server.connection import Connection
+
+MAX_CONNECTIONS = 8192  # where descriptors allow it: twice the default of `--max-queued-requests`
+SPARE_CONNECTIONS = 32
+BODY_BYTES = 64 * MIB
+RESERVED_DESCRIPTORS = 96  # listener, event loop, pipes and sockets to the workers, files: about 60 are open
 
 MAX_TICK_S = 0.5  # largest step of the clock, so that no client is late while the server stands still
 LOG_EVERY_S = 60.0
 READ_BYTES = 1 << 18  # the most that the event loop reads from a connection at a time
 CROWDED = "too many request bodies are being received, and this one is slow or came last; retry later"
+
+# Why a connection is not read.
+BUFFER_FULL = "the application has not yet read the buffered body"  # for this, uvicorn pauses
+OTHERS_FIRST = "the bodies of other connections are read first"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What a client may cost before its request is checked: seconds, bytes, and bytes per second."""
+
+    max_connections: int
+    spare_connections: int = SPARE_CONNECTIONS  # beyond `max_connections`, for health routes only
+
+    head_bytes: int = 1 << 16  # of a request's line and headers
+    head_fields: int = 128  # headers per request; each takes about 200 bytes of memory, however short it is
+    pipelined_requests: int = 16  # received while another request is being answered
+    head_s: float = 10.0  # from the first byte of a head, or the begin of the connection, to the head's end
+    idle_s: float = 65.0  # between two requests on a connection
+
+    body_silence_s: float = 30.0  # without a byte of the body
+    body_rate: float = 1024.0  # average of a body, counted from the end of the grace time
+    body_grace_s: float = 5.0
+    drain_s: float = 3.0  # for the rest of an unread body, so that the client reads the answer
+    body_bytes: int = BODY_BYTES  # of all requests that are incomplete, or not yet read by the application
+    crowded_rate: float = float(MIB)  # average of a body while `body_bytes` is reached
+    crowded_grace_s: float = 2.0
+
+    reply_silence_s: float = 60.0  # over which a client must read a finished reply at `reply_rate`
+    stream_silence_s: float = 300.0  # the same for a stream that is not finished
+    reply_rate: float = 1024.0  # average of a reply over each of the two times above
+
+    evict_after_s: float = 0.25  # after which a connection without a complete head gives way to a new one
+    stalled_after_s: float = 1.0  # silence after which a connection gives way to a new one
+    sweep_s: float = 1.0  # between two checks of all connections
+
+    @classmethod
+    def of_this_process(cls, max_body_mib: int) -> Self:
+        """Returns the limits for this process's descriptors and four bodies of ``max_body_mib`` at once."""
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if descriptors == resource.RLIM_INFINITY:
+            descriptors = MAX_CONNECTIONS * 2
+        room = descriptors - RESERVED_DESCRIPTORS - SPARE_CONNECTIONS
+        return cls(
+            max_connections=min(MAX_CONNECTIONS, max(room, descriptors // 4)),
+            body_bytes=max(BODY_BYTES, 4 * max_body_mib * MIB),
+        )
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open files to the need of :data:`MAX_CONNECTIONS`, up to the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + SPARE_CONNECTIONS + RESERVED_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Room(Enum):
@@ -23,51 +92,6 @@ class Room(Enum):
     ORDINARY = "served"
     SPARE = "only health routes are answered"
     NONE = "refused"
-
-
-class Peer(Protocol):
-    """One connection, as :class:`Connections` sees it."""
-
-    def check(self, now: float) -> None:
-        """Answer 408, close or abort the connection if its client has missed a deadline."""
-        ...
-
-    def evict(self) -> None:
-        """Close the connection at once, because another one needs its descriptor."""
-        ...
-
-    def refuse(self, error: SegueError) -> None:
-        """Answer with the error and close the connection."""
-        ...
-
-    def settle(self) -> None:
-        """Stop counting the bytes of a complete body that the application has read."""
-        ...
-
-    def waited(self, now: float) -> float:
-        """Returns the seconds spent waiting for the next part of a request, without pauses of reading."""
-        ...
-
-    def silence(self, now: float) -> float:
-        """Returns the seconds without a byte of a body, or with a finished reply unread; else 0."""
-        ...
-
-    def rate(self, now: float) -> float:
-        """Returns the bytes per second of the request being received; infinite if none is, or if new."""
-        ...
-
-    def hold(self) -> None:
-        """Stop reading the body until :meth:`let_go`."""
-        ...
-
-    def let_go(self) -> None:
-        """End :meth:`hold`."""
-        ...
-
-    @property
-    def is_served(self) -> bool:
-        """Whether the body being received belongs to the request that is being answered."""
-        ...
 
 
 class Connections:
@@ -80,21 +104,18 @@ class Connections:
         self.limits = limits
         self.now = 0.0
         self.num_bytes = 0  # of requests that are incomplete, or not yet read by the application
-        self.waiting: dict[Peer, None] = {}  # connections without a complete head, the longest waiting first
-        self.bodies: dict[Peer, None] = {}  # connections whose body is not complete, the oldest first
-        self._all: dict[Peer, None] = {}
-        self._held: dict[Peer, None] = {}  # connections not read, because bodies exceed `body_bytes`
-        self._stalled: deque[Peer] = deque()  # those that give way to new ones, the longest silent first
+        self.waiting: dict[Connection, None] = {}  # those without a complete head, the longest waiting first
+        self.bodies: dict[Connection, None] = {}  # those whose body is not complete, the oldest first
+        self._all: dict[Connection, None] = {}
+        self._held: dict[Connection, None] = {}  # not read, because bodies exceed `body_bytes`
+        self._stalled: deque[Connection] = deque()  # those to close for new ones, the longest silent first
         self._ticked_at: float | None = None
         self._next_sweep = limits.sweep_s
         self._logged_at = -LOG_EVERY_S
 
-    def __len__(self) -> int:
-        return len(self._all)
-
     # --- opening and closing ---
 
-    def admit(self, peer: Peer) -> Room:
+    def opened(self, connection: Connection) -> Room:
         """Add a new connection; where there is no room, the one that waits longest is closed."""
         room, surplus = Room.ORDINARY, len(self._all) - self.limits.max_connections
         if surplus >= 0:
@@ -102,15 +123,15 @@ class Connections:
             is_last = surplus >= self.limits.spare_connections
             if not self._make_room(0.0 if is_last else self.limits.evict_after_s):
                 room = Room.NONE if is_last else Room.SPARE
-        self._all[peer] = None
+        self._all[connection] = None
         return room
 
-    def leave(self, peer: Peer) -> None:
+    def closed(self, connection: Connection) -> None:
         """Remove a connection."""
-        self._all.pop(peer, None)
-        self.waiting.pop(peer, None)
-        self._held.pop(peer, None)
-        self.body_ended(peer)
+        self._all.pop(connection, None)
+        self.waiting.pop(connection, None)
+        self._held.pop(connection, None)
+        self.body_ended(connection)
 
     def _make_room(self, patience_s: float) -> bool:
         """Close the connection that has kept the server waiting longest; returns whether there was one."""
@@ -120,14 +141,14 @@ class Connections:
         if victim is None:
             return False
         victim.evict()
-        self.leave(victim)
+        self.closed(victim)
         return True
 
-    def _next_stalled(self) -> Peer | None:
+    def _next_stalled(self) -> Connection | None:
         while self._stalled:
-            peer = self._stalled.popleft()
-            if peer in self._all and peer.silence(self.now) >= self.limits.stalled_after_s:
-                return peer
+            connection = self._stalled.popleft()
+            if connection in self._all and connection.silence(self.now) >= self.limits.stalled_after_s:
+                return connection
         return None
 
     def _log_full(self) -> None:
@@ -151,72 +172,101 @@ class Connections:
             self._sweep()
 
     def _sweep(self) -> None:
-        now = self.now
-        for peer in list(self._all):
-            peer.check(now)
+        now, limits = self.now, self.limits
+        for connection in list(self._all):
+            connection.check(now)
         if self._held:
             self._refuse_slow()
             self._resume_held()
         self._stalled.clear()
-        if len(self._all) >= self.limits.max_connections:
-            silent = [(peer.silence(now), peer) for peer in self._all]
-            late = [each for each in silent if each[0] >= self.limits.stalled_after_s]
-            self._stalled.extend(peer for _, peer in sorted(late, key=lambda each: -each[0]))
+        if len(self._all) >= limits.max_connections:
+            silent = [(connection.silence(now), connection) for connection in self._all]
+            late = [each for each in silent if each[0] >= limits.stalled_after_s]
+            self._stalled.extend(connection for _, connection in sorted(late, key=lambda each: -each[0]))
 
     # --- the bytes of bodies ---
 
-    def took(self, peer: Peer, count: int) -> None:
+    def received(self, connection: Connection, count: int) -> None:
         """Count received bytes of an unfinished request; above ``body_bytes``, hold or refuse bodies."""
         self.num_bytes += count
-        if self.num_bytes > self.limits.body_bytes:
-            self._refuse_slow()
-            if self.num_bytes > self.limits.body_bytes and peer in self.bodies and peer is not self._leader():
-                self._hold_or_refuse(peer)
-            self._resume_held()
+        most = self.limits.body_bytes
+        if self.num_bytes <= most:
+            return
+        self._refuse_slow()
+        if self.num_bytes > most and connection in self.bodies and connection is not self._oldest_body():
+            if self.num_bytes > 2 * most:
+                connection.refuse(OverloadedError(CROWDED))
+            else:
+                self._held[connection] = None
+                connection.flow.pause_reading(OTHERS_FIRST)
+        self._resume_held()
 
-    def gave(self, count: int) -> None:
+    def released(self, count: int) -> None:
         """Subtract bytes that are no longer in memory."""
         self.num_bytes -= count
-        if self._held:
-            self._resume_held()
+        self._resume_held()
 
-    def body_ended(self, peer: Peer) -> None:
+    def body_ended(self, connection: Connection) -> None:
         """Note that a body is complete, or that its connection is lost."""
-        self.bodies.pop(peer, None)
-        if self._held:
-            self._resume_held()
+        self.bodies.pop(connection, None)
+        self._resume_held()
 
     def _refuse_slow(self) -> None:
         """Refuse bodies below ``crowded_rate``, the slowest first, until 3/4 of ``body_bytes`` are in use."""
-        for peer in self._all:
-            peer.settle()
+        for connection in self._all:
+            connection.release_read_body()
         now, limits = self.now, self.limits
         enough = limits.body_bytes * 3 // 4
         if self.num_bytes <= enough:
             return
-        rates = [(peer.rate(now), peer) for peer in self._all if peer.waited(now) >= limits.crowded_grace_s]
+        late = [each for each in self._all if each.waited(now) >= limits.crowded_grace_s]
+        rates = [(connection.rate(now), connection) for connection in late]
         slow = sorted((each for each in rates if each[0] < limits.crowded_rate), key=lambda each: each[0])
-        for _, peer in slow:
+        for _, connection in slow:
             if self.num_bytes <= enough:
                 return
-            peer.refuse(OverloadedError(CROWDED))
+            connection.refuse(OverloadedError(CROWDED))
 
-    def _hold_or_refuse(self, peer: Peer) -> None:
-        """Hold a body while others are read; beyond twice ``body_bytes``, refuse it."""
-        if self.num_bytes > 2 * self.limits.body_bytes:
-            peer.refuse(OverloadedError(CROWDED))
-        else:
-            self._held[peer] = None
-            peer.hold()
-
-    def _leader(self) -> Peer | None:
+    def _oldest_body(self) -> Connection | None:
         """Returns the connection of the oldest body: always read, so that bodies complete one by one."""
-        return next((peer for peer in self.bodies if peer.is_served), None)
+        return next((connection for connection in self.bodies if connection.is_served), None)
 
     def _resume_held(self) -> None:
-        leader = self._leader()
-        resumed = [leader] if leader in self._held and leader is not None else []
+        if not self._held:
+            return
+        oldest = self._oldest_body()
         room = (self.limits.body_bytes - self.num_bytes) // READ_BYTES
-        for peer in resumed or list(islice(self._held, max(0, room))):
-            del self._held[peer]
-            peer.let_go()
+        for connection in [oldest] if oldest in self._held else list(islice(self._held, max(0, room))):
+            del self._held[connection]
+            connection.flow.resume_reading(OTHERS_FIRST)
+
+
+class Backpressure(FlowControl):
+    """Pauses reading and measures the pauses, so that paused time does not count against the client."""
+
+    def __init__(self, transport: asyncio.Transport, connections: Connections) -> None:
+        super().__init__(transport)
+        self._connections = connections
+        self._reasons: set[str] = set()
+        self._paused_at = 0.0
+        self._paused_s = 0.0  # total of all pauses that have ended
+        self.resumed_at = 0.0
+
+    def pause_reading(self, reason: str = BUFFER_FULL) -> None:
+        """Stop reading."""
+        self._reasons.add(reason)
+        if not self.read_paused:
+            self._paused_at = self._connections.now
+            super().pause_reading()
+
+    def resume_reading(self, reason: str = BUFFER_FULL) -> None:
+        """Resume reading, unless there is another reason not to."""
+        self._reasons.discard(reason)
+        if self.read_paused and not (self._reasons or self._transport.is_closing()):
+            self.resumed_at = self._connections.now
+            self._paused_s += self.resumed_at - self._paused_at
+            super().resume_reading()
+
+    def unpaused(self, now: float) -> float:
+        """Returns the time ``now`` of a clock that stands still while reading is paused."""
+        return (self._paused_at if self.read_paused else now) - self._paused_s

@@ -14,8 +14,8 @@ from segue.api.validation import parse
 from segue.messages.control import PauseMode
 from segue.server.access import Access, Routes
 from segue.server.body import read_json
-from segue.server.errors import json_response
 from segue.server.large_body import control
+from segue.server.responses import json_response
 from segue.server.service import service_of
 
 routes = Routes(Access.ADMIN, "Control")

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from starlette.requests import Request
 
 from segue.config import EngineConfig
 from segue.errors import EngineStartError
+from segue.frontend.sampling_options import RequestLimits
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.launch.probe import Probe
 from segue.launch.runtime import Runtime
-from segue.server.large_body import Bounds
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How much a body may ask for."""
+
+    vocabulary: RequestLimits
+    max_prompts: int  # in one call
+
+
+@dataclass
 class Service:
     """The configuration, and the engine once it runs."""
 
     config: EngineConfig
     runtime: Runtime | None = None
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
-    _probe: Probe | None = None
 
     @property
     def running(self) -> Runtime:
@@ -35,16 +43,14 @@ class Service:
             raise EngineStartError("the engine is starting; retry in a moment")
         return self.runtime
 
-    @property
+    @cached_property
     def probe(self) -> Probe:
         """What sees whether the engine generates.
 
         Raises:
             EngineStartError: it is still starting.
         """
-        if self._probe is None:
-            self._probe = Probe(self.running)
-        return self._probe
+        return Probe(self.running)
 
     @property
     def manager(self) -> TokenizerManager:

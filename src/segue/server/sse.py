@@ -6,16 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from segue.errors import SegueError
 from segue.logs import logger
-from segue.server.errors import InternalError
+from segue.server.responses import InternalError, encode
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -26,11 +25,6 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-encode = msgspec.json.Encoder().encode
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection, so no answer can be read."""
 
 
 def event(content: Any) -> bytes:
@@ -38,71 +32,62 @@ def event(content: Any) -> bytes:
     return b"data: " + encode(content) + b"\n\n"
 
 
-class EventStream(Response):
-    """Sends the events that ``events`` yields.
+@dataclass(eq=False)
+class EventStream:
+    """An ASGI application that sends the events that ``events`` yields.
 
     While the client is slow, ``send`` waits, and the output generated meanwhile is sent as one event. While
     there is nothing to send, comments are sent. An error becomes a last event of ``error_body``. ``close`` is
     called in every case: it aborts the requests that have not ended.
     """
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        error_body: Callable[[SegueError], dict[str, Any]],
-        close: Callable[[], None],
-    ) -> None:
-        super().__init__()
-        self._close = close
-        self._events = events
-        self._error_body = error_body
-        self._sending = asyncio.Lock()  # so that no comment is sent after the end
-        self._sent_at = 0.0
+    events: AsyncGenerator[bytes, None]
+    error_body: Callable[[SegueError], dict[str, Any]]
+    close: Callable[[], None]
+    # Held while something is sent, so that no comment is sent after the end.
+    _sending: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    _sent_at: float = field(init=False, default_factory=time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the reply; return when it is complete or the client has disconnected."""
-        self._sent_at = time.monotonic()
-        sender = asyncio.create_task(self._send_all(send))
-        watcher = asyncio.create_task(_disconnected(receive))
+        comments = asyncio.create_task(self._fill_silence(send))
         try:
-            await self._send_comments_until(send, {sender, watcher})
+            with suppress(ClientDisconnect, OSError):
+                await unless_gone(Request(scope, receive), self._send_all(send))
         finally:
-            watcher.cancel()
-            sender.cancel()
-            self._close()  # first, because the next statements may raise
-            with suppress(asyncio.CancelledError, OSError):
-                await sender
-            await self._events.aclose()
+            comments.cancel()
+            self.close()  # first, because the next statement may raise
+            await self.events.aclose()
 
-    async def _send_comments_until(self, send: Send, tasks: set[asyncio.Task[None]]) -> None:
-        """Wait until one of the tasks is done; send comments while there is silence."""
-        patience = KEEP_ALIVE_S
-        while not (await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
-            patience = self._sent_at + KEEP_ALIVE_S - time.monotonic()
-            if patience <= 0:
-                patience = KEEP_ALIVE_S
-                if not self._sending.locked():  # if it is locked, the client is slow
-                    await self._send(send, KEEP_ALIVE)
+    async def _fill_silence(self, send: Send) -> None:
+        """Send a comment whenever nothing was sent for ``KEEP_ALIVE_S``."""
+        while True:
+            await asyncio.sleep(self._sent_at + KEEP_ALIVE_S - time.monotonic())
+            async with self._sending:  # while the client is slow, this waits until it has taken an event
+                if time.monotonic() >= self._sent_at + KEEP_ALIVE_S:
+                    await self._send_part(send, KEEP_ALIVE)
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         async with self._sending:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-            self._sent_at = time.monotonic()
+            await self._send_part(send, data, more=more)
+
+    async def _send_part(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sent_at = time.monotonic()
 
     async def _send_all(self, send: Send) -> None:
         async with self._sending:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         try:
-            async for data in self._events:
+            async for data in self.events:
                 await self._send(send, data)
         except SegueError as error:
-            await self._send(send, event(self._error_body(error)))
-        except (OSError, asyncio.CancelledError):
+            await self._send(send, event(self.error_body(error)))
+        except OSError:
             raise
         except Exception:
             logger.exception("a stream failed")
-            body = self._error_body(InternalError("internal error; the server's log has the details"))
-            await self._send(send, event(body))
+            await self._send(send, event(self.error_body(InternalError())))
         await self._send(send, b"", more=False)
 
 
@@ -112,23 +97,21 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     The request's body must have been read before.
 
     Raises:
-        ClientGoneError: the client disconnected.
+        ClientDisconnect: the client disconnected.
     """
     worker = asyncio.ensure_future(work)
-    watcher = asyncio.create_task(_disconnected(request.receive))
+    watcher = asyncio.create_task(_cancel_when_gone(request.receive, worker))
     try:
-        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not worker.done():
-            raise ClientGoneError
-        return worker.result()
+        return await worker
+    except asyncio.CancelledError:
+        if watcher.done():
+            raise ClientDisconnect from None
+        raise
     finally:
         watcher.cancel()
-        if not worker.done():
-            worker.cancel()
-            with suppress(asyncio.CancelledError):
-                await worker
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _cancel_when_gone(receive: Receive, worker: asyncio.Future[Any]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    worker.cancel()

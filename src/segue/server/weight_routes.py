@@ -15,8 +15,8 @@ from segue.errors import SegueError
 from segue.messages.weight_operations import OPERATIONS, GetWeights, JoinGroup, WeightOperation
 from segue.server.access import Access, Endpoint, Routes
 from segue.server.body import read_json
-from segue.server.errors import error_response, json_response
 from segue.server.large_body import control
+from segue.server.responses import error_response, json_response
 from segue.server.service import service_of
 from segue.server.sse import unless_gone
 from segue.server.weight_access import limits

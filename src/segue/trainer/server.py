@@ -16,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp
 
 from segue.api.schema import body_schema, openapi, swagger_page
 from segue.api.validation import parse
@@ -58,7 +58,7 @@ def create_app(trainer: Trainer, guard: HttpGuard) -> Starlette:
     for path, answer in gets.items():
         app.add_route(path, _getter(answer), methods=["GET"])
     app.add_route("/docs", lambda _: HTMLResponse(swagger_page(TITLE)), methods=["GET"])
-    install(app, guard, guard.check, _refusal)
+    install(app, guard, _refusal, checks_all=True)
     return app
 
 
@@ -138,7 +138,7 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-def _refusal(error: SegueError, scope: Scope) -> ASGIApp:
+def _refusal(error: SegueError, path: str) -> ASGIApp:
     return _json({"success": False, "message": error.message}, error.status)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.frontend.thread_pool import INLINE_ENTRIES, ThreadPool
-from segue.server.large_reply import ITEMS, json_pieces, reply_response
+from segue.server.responses import ITEMS, json_pieces, reply_response
 
 CONTENT = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False) | st.text(max_size=5),
