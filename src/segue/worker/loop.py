@@ -32,7 +32,7 @@ from segue.messages.control import (
     Shutdown,
     State,
 )
-from segue.messages.requests import Abort, AddRequest, Finish, Finished
+from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected
 from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
 from segue.messages.weight_update import RankReply, Received, WeightCall, WeightCommand, WithdrawCall
 from segue.scheduler.internal_state import internal_state
@@ -74,6 +74,7 @@ class Updater(Protocol):
 # end is predicted a little late (measured: 5 % of the throughput of prefill at 18 ms per step).
 LEAD_S, LONG_S = 0.003, 0.05
 _MANY_TOKENS = 512  # only steps of at least so many tokens have a predicted duration
+OVERLAP_DEPTH = 2  # steps in flight, with overlap: a step is launched before the last one's result is read
 MAX_POLL_S = 3600.0  # the socket takes milliseconds as an integer; a client may give any number of seconds
 
 
@@ -123,7 +124,7 @@ class SchedulerLoop:
         self._poller = zmq.Poller()
         for socket in (inbox, events):
             self._poller.register(socket, zmq.POLLIN)
-        self._overlap = overlap
+        self._depth = OVERLAP_DEPTH if overlap else 1
         self._spin = spin
         self._memory_usage = memory_usage
         self._turn = turn or Turn()
@@ -136,23 +137,27 @@ class SchedulerLoop:
         self._running = True
 
     def run(self) -> None:
-        """Serve until :class:`Shutdown`."""
-        before: Launched | None = None
+        """Serve until :class:`Shutdown`.
+
+        Each turn takes the messages, launches a step, and only then reads the oldest result, if no further
+        step can be launched before: with overlap the device computes while the host plans and replies.
+        """
+        in_flight: deque[Launched] = deque()
+        idle = True  # whether nothing is in flight or can be launched before a message or a deadline comes
         while self._running:
             self._turn.begin()
-            self._receive(block=before is None and not self.scheduler.has_work)
-            if before is not None:
-                self._wait_for_turn(before)
+            self._receive(block=idle)
+            if in_flight:
+                self._wait_for_turn(in_flight[0])
             launched = self._launch()
-            if before is not None:
-                self._apply(before)
-            if launched is not None and not self._overlap:
-                self._apply(launched)
-                launched = None
-            before = launched
+            if launched is not None:
+                in_flight.append(launched)
+            idle = not in_flight
+            if in_flight and (launched is None or len(in_flight) == self._depth):
+                self._apply(in_flight.popleft())
 
     def _launch(self) -> Launched | None:
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(time.monotonic())
         if plan is None:
             return None
         now = time.monotonic()
@@ -268,8 +273,11 @@ class SchedulerLoop:
         finished: list[Finished] = []
         match message:
             case AddRequest():
-                if (rejected := self.scheduler.add(message)) is not None:
-                    self._send(rejected)
+                answer = self.scheduler.add(message, time.monotonic())
+                if isinstance(answer, Rejected):
+                    self._send(answer)
+                elif answer is not None:
+                    finished = [answer]
                 elif not self.scheduler.has_work:  # no step will report the new number of waiting requests
                     self._send(self.scheduler.output())
             case Abort():
@@ -299,24 +307,17 @@ class SchedulerLoop:
             return True
         if not block:
             return False
-        spun = time.monotonic() + self._spin
+        times = (self.scheduler.wake_at, self.scheduler.control.next_deadline, self._weights.next_deadline)
+        deadline = min((each for each in times if each is not None), default=math.inf)
+        spun = min(time.monotonic() + self._spin, deadline)
         while time.monotonic() < spun:
             if self._poller.poll(0):
                 return True
         self._turn.rest()
-        try:
-            return self._sleep()
-        finally:
-            self._turn.begin()
-
-    def _sleep(self) -> bool:
-        """Wait for a message, or until the next deadline; returns whether a message is there."""
-        deadlines = (self.scheduler.control.next_deadline, self._weights.next_deadline)
-        deadline = min((each for each in deadlines if each is not None), default=None)
-        if deadline is None:
-            return bool(self._poller.poll(None))
         patience = min(deadline - time.monotonic(), MAX_POLL_S)
-        return bool(self._poller.poll(max(0, math.ceil(patience * 1e3))))
+        arrived = self._poller.poll(max(0, math.ceil(patience * 1e3)))
+        self._turn.begin()
+        return bool(arrived)
 
     def _send(self, message: SchedulerMessage) -> None:
         self._outbox.send(self._encode(message))
