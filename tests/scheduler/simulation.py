@@ -21,6 +21,7 @@ from segue.messages.requests import (
     unpack_ids,
 )
 from segue.messages.steps import StepPlan, StepResult
+from segue.scheduler.invariants import find_problems
 from segue.scheduler.prefill import PrefillChoice, PrefillPolicy, PrefillView
 from segue.scheduler.scheduler import Scheduler, SchedulerLimits
 
@@ -234,7 +235,7 @@ class Simulation:
 
     def check(self) -> None:
         """Assert that the invariants hold and that the outputs so far are those of the fake model."""
-        assert self.scheduler.check_invariants() == []
+        assert find_problems(self.scheduler) == []
         for rid, output in self.outputs.items():
             expected = self.expected(rid)
             assert output == expected[: len(output)]

@@ -18,6 +18,7 @@ from segue.messages.requests import (
 )
 from segue.messages.steps import NON_FINITE
 from segue.scheduler.internal_state import internal_state
+from segue.scheduler.invariants import find_problems
 from segue.scheduler.prefill import FirstCome, PrefillChoice, PrefillPolicy, PrefillView
 from segue.scheduler.request import RequestPhase
 from segue.scheduler.scheduler import _GIVES_BACK
@@ -257,7 +258,7 @@ def test_abort_all_and_abort_of_an_unknown_request() -> None:
     sim.step()
     assert sim.scheduler.abort(Abort("unknown")) == sim.scheduler.abort(Abort()) == []
     assert {finished.rid for finished in sim.scheduler.abort(Abort(abort_all=True))} == {"a", "b"}
-    assert sim.scheduler.check_invariants() == []
+    assert find_problems(sim.scheduler) == []
 
 
 def test_prompt_logprobs_cover_the_prompt_once_with_chunks_and_with_a_cached_prefix() -> None:
@@ -312,7 +313,7 @@ def test_a_rid_in_flight_is_rejected_and_accepted_again_after_its_end() -> None:
 def test_the_invariants_find_a_lost_page() -> None:
     sim = Simulation()
     sim.scheduler.resources.allocator.allocate(1)
-    assert sim.scheduler.check_invariants() == ["pages [0] have no owner"]
+    assert find_problems(sim.scheduler) == ["pages [0] have no owner"]
 
 
 def test_the_scheduler_does_not_import_torch() -> None:
@@ -585,7 +586,7 @@ def test_the_invariants_find_a_page_and_a_slot_with_two_owners() -> None:
     (request,) = sim.scheduler.running.values()
     sim.scheduler.resources.allocator.release(request.pages)
     sim.scheduler.resources.free_slots.append(request.slot)
-    assert sim.scheduler.check_invariants() == [
+    assert find_problems(sim.scheduler) == [
         f"page {request.pages[0]} belongs to the free list and to request r",
         f"slot {request.slot} belongs to the free list and to request r",
     ]

@@ -244,7 +244,7 @@ def test_followers_get_every_plan_in_order(leader: Client) -> None:
             return Done(StepResult(plan.step, [], 0.0))
 
     with pytest.raises(Stop):
-        follow(Recorder(), NO_UPDATER, leader.plans, leader.send_event, depth=2)
+        follow(Recorder(), NO_UPDATER, leader.plans, leader.send_event)
     assert ran == list(range(1, 10))
 
 
@@ -357,7 +357,7 @@ def follower(leader: Client) -> Iterator[list[int]]:
 
     def run() -> None:
         with suppress(msgspec.DecodeError):
-            follow(Runner(), NO_UPDATER, leader.plans, leader.send_event, depth=2)
+            follow(Runner(), NO_UPDATER, leader.plans, leader.send_event)
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -15,15 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isnan
 from typing import Any
 
-from segue.errors import (
-    ContextLengthError,
-    InvalidRequestError,
-    NonFiniteLogitsError,
-    OverloadedError,
-    PausedError,
-    PoisonedError,
-    SegueError,
-)
+from segue import errors
 from segue.kvcache.prefix_cache import Node
 from segue.messages.control import Counters, EngineLimits, SchedulerOutput
 from segue.messages.requests import (
@@ -39,7 +31,6 @@ from segue.messages.requests import (
     unpack_ids,
 )
 from segue.messages.steps import NON_FINITE, StepPlan, StepResult
-from segue.scheduler.invariants import find_problems
 from segue.scheduler.pause import PauseControl, PauseState
 from segue.scheduler.prefill import FirstCome, PrefillPlanner, PrefillPolicy
 from segue.scheduler.queue import NewTokenRatio, WaitingQueue, choose_victim
@@ -94,7 +85,7 @@ class Scheduler:
         most_outputs = min(message.params.max_new_tokens, self.limits.max_seq_len - prompt_len)
         try:
             self._check(message, prompt_len, num_outputs, most_outputs)
-        except SegueError as error:
+        except errors.SegueError as error:
             return Rejected(message.rid, type(error).__name__, error.message)
         self._arrivals += 1
         request = self.requests[message.rid] = Request(
@@ -116,21 +107,23 @@ class Scheduler:
     def _check(self, message: AddRequest, prompt_len: int, num_outputs: int, most_outputs: int) -> None:
         """Raise the reason why a request cannot be queued, if there is one."""
         if message.rid in self.requests:
-            raise InvalidRequestError(f"rid {message.rid!r} is in flight; use another")
+            raise errors.InvalidRequestError(f"rid {message.rid!r} is in flight; use another")
         if self.refuses is not None:
-            raise PoisonedError(self.refuses)
+            raise errors.PoisonedError(self.refuses)
         if not 1 <= prompt_len < self.limits.max_seq_len:
             rule = f"must have 1 to {self.limits.max_seq_len - 1}, so that one more token fits the context"
-            raise ContextLengthError(f"the prompt has {prompt_len} tokens, but {rule}")
+            raise errors.ContextLengthError(f"the prompt has {prompt_len} tokens, but {rule}")
         if num_outputs > most_outputs:
-            raise InvalidRequestError(
+            raise errors.InvalidRequestError(
                 f"the request begins with {num_outputs} output tokens, but may have {most_outputs}; raise "
                 "max_new_tokens, or send fewer"
             )
         if self.limits.reject_while_paused and (mode := self.control.client_mode) is not None:
-            raise PausedError(f"generation is paused ({mode}), and --paused-policy is reject; retry later")
+            raise errors.PausedError(
+                f"generation is paused ({mode}), and --paused-policy is reject; retry later"
+            )
         if len(self.waiting) >= self.limits.max_queued_requests:
-            raise OverloadedError(
+            raise errors.OverloadedError(
                 f"{len(self.waiting)} requests wait, the limit set by --max-queued-requests; retry later"
             )
 
@@ -162,7 +155,7 @@ class Scheduler:
         *,
         num_tokens: int | None = None,
         message: str | None = None,
-        error: type[SegueError] | None = None,
+        error: type[errors.SegueError] | None = None,
     ) -> Finished:
         """End a request; every end goes through here. Without ``num_tokens`` it keeps all its tokens."""
         self._leave(request, FINISHED)
@@ -208,7 +201,7 @@ class Scheduler:
                 "so there is no token to give. The weights, or the dtype they run in, do not suit this "
                 "prompt: see the server's log"
             )
-            finished.append(self._end(request, "error", message=text, error=NonFiniteLogitsError))
+            finished.append(self._end(request, "error", message=text, error=errors.NonFiniteLogitsError))
         return finished
 
     def retract_all(self) -> int:
@@ -418,18 +411,10 @@ class Scheduler:
         return count * self.limits.page_size
 
     def set_weight_version(self, version: str) -> None:
-        """Note that new weights are served. Requests keep the KV they have, but it is not shared any more."""
+        """Note that new weights are served. Requests keep their KV, but it is not shared any more."""
         assert not self.in_flight, "weights change between steps"
         self.weight_version = version
         self.kv_epoch += 1
-
-    def rename_weights(self, version: str) -> None:
-        """Give the served weights another name; cached KV stays valid."""
-        self.weight_version = version
-
-    def check_invariants(self) -> list[str]:
-        """Returns one sentence per broken invariant; see :func:`segue.scheduler.invariants.find_problems`."""
-        return find_problems(self)
 
 
 # What a request gives back when it ends or is retracted, by the phase that it leaves.

@@ -36,6 +36,7 @@ from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejecte
 from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
 from segue.messages.weight_update import RankReply, Received, WeightCall, WeightCommand, WithdrawCall
 from segue.scheduler.internal_state import internal_state
+from segue.scheduler.invariants import find_problems
 from segue.scheduler.scheduler import Scheduler
 from segue.scheduler.weight_port import SchedulerPort
 from segue.weight_update.control.calls import WeightControl
@@ -215,9 +216,9 @@ class SchedulerLoop:
             self._updater.handle(own)
 
     def _advance_pause(self) -> None:
-        """Send the pause machine's replies; a pause is answered only once every rank has drained."""
+        """Send the pause machine's replies; a pause is shown and answered once every rank has drained."""
         now = time.monotonic()
-        replies = self.scheduler.control.advance(now)
+        replies = self.scheduler.control.advance(now)  # among them an output that shows the pause
         late_ms = 0.0
         if self._followers and any(isinstance(reply, Paused) and reply.mode for reply in replies):
             self._drain_ranks()
@@ -328,7 +329,7 @@ class SchedulerLoop:
             "weight_update": self._weights.status(time.monotonic()),
             "last_gen_throughput": self._throughput.per_second(),
         }
-        problems = self.scheduler.check_invariants() if message.check else []
+        problems = find_problems(self.scheduler) if message.check else []
         self._send(State(message.call, state, problems))
 
 
@@ -393,15 +394,14 @@ def follow(
     messages: zmq.Socket[bytes],
     send: Callable[[RankEvent], None],
     *,
-    depth: int,
     turn: Turn | None = None,
 ) -> None:
-    """The loop of the other ranks: run every plan in order, with at most ``depth`` steps in flight.
+    """The loop of the other ranks: run every plan in order, with at most ``OVERLAP_DEPTH`` steps in flight.
 
     It never returns.
     """
     decode = msgspec.msgpack.Decoder(RankMessage).decode
-    pending: list[Pending] = []
+    in_flight: deque[Pending] = deque()
     turn = turn or Turn()
     while True:
         turn.rest()
@@ -409,12 +409,12 @@ def follow(
         turn.begin()
         match message := decode(frame):
             case StepPlan():
-                pending.append(runner.forward_batch(message))
-                while len(pending) >= depth:
-                    pending.pop(0).result()
+                in_flight.append(runner.forward_batch(message))
+                if len(in_flight) == OVERLAP_DEPTH:
+                    in_flight.popleft().result()
             case Drain():
-                while pending:
-                    pending.pop(0).result()
+                while in_flight:
+                    in_flight.popleft().result()
                 send(Drained())
             case _:
                 updater.handle(message)

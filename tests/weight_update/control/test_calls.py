@@ -45,6 +45,7 @@ from segue.messages.weight_update import (
     WeightCommand,
     WeightNotice,
 )
+from segue.scheduler.invariants import find_problems
 from segue.scheduler.weight_port import SchedulerPort
 from segue.weight_update.control.calls import WeightControl
 from tests.scheduler.simulation import Simulation
@@ -161,7 +162,7 @@ def engine() -> Iterator[Engine]:
     assert engine.reply(join(GROUP)).success
     engine.kinds()
     yield engine
-    assert not engine.scheduler.check_invariants()
+    assert not find_problems(engine.scheduler)
     assert all(len(answers) == 1 for answers in engine.answers.values()), "a call has one answer"
     assert "weight_commit" not in engine.scheduler.control.holders or engine.state == "committing"
 
