@@ -329,7 +329,7 @@ class Slow:
 def slow_down(client: Client, seconds: float) -> None:
     """Make every step take ``seconds``."""
     launch = client.runner.forward_batch
-    client.loop._runner.forward_batch = lambda plan: Slow(launch(plan).value, seconds)  # type: ignore[attr-defined]
+    client.loop.runner.forward_batch = lambda plan: Slow(launch(plan).value, seconds)  # type: ignore[attr-defined]
 
 
 def ask(client: Client, message: FrontendMessage) -> SchedulerMessage:

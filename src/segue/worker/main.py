@@ -76,7 +76,7 @@ def run_scheduler(
                 events=events,
                 overlap=not config.disable_overlap,
                 spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,
-                turn=turn,
+                turn=turn or Turn(),
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
             )
             if not embedded:
@@ -118,14 +118,10 @@ def start_runner(
         source = resolve(config.model, config.load_format, config.cache_dir)
         return ModelRunner(config, source, tp, run_dir, report), steps
     except Exception as error:
-        if isinstance(error, SegueError):
-            failed = StartFailed(type(error).__name__, error.message)
-        else:
+        if not isinstance(error, SegueError):
             logger.exception("rank %d could not start", tp.rank)
-            failed = StartFailed(
-                EngineStartError.__name__, f"rank {tp.rank}: {type(error).__name__}: {error}"
-            )
-        outbox.send(msgspec.msgpack.encode(failed))
+            error = EngineStartError(f"rank {tp.rank}: {type(error).__name__}: {error}")
+        outbox.send(msgspec.msgpack.encode(StartFailed(type(error).__name__, error.message)))
         return None
 
 
