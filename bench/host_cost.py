@@ -41,7 +41,7 @@ def measure(
     params = SamplingParams(max_new_tokens=num_steps + 100, temperature=0.6)
     for index in range(num_requests):
         prompt = [rng.randrange(150_000) for _ in range(rng.randint(100, 200))]
-        scheduler.add(AddRequest(rid=f"{index:032x}", prompt=pack_ids(prompt), params=params))
+        scheduler.add(AddRequest(rid=f"{index:032x}", prompt=pack_ids(prompt), params=params), clock())
     encode = msgspec.msgpack.Encoder().encode
     plan_decoder = msgspec.msgpack.Decoder(StepPlan)
     result_decoder = msgspec.msgpack.Decoder(StepResult)
@@ -50,7 +50,7 @@ def measure(
 
     def turn() -> None:
         t0 = clock()
-        plan = scheduler.plan()
+        plan = scheduler.plan(t0)
         t1 = clock()
         plan_decoder.decode(encode(plan))
         t2 = clock()

@@ -82,7 +82,8 @@ class Server:
             rid, ids = str(self._count), [rng.randrange(10_000) for _ in range(next(lengths))]
             sent[rid] = time.perf_counter()
             params = SamplingParams(max_new_tokens=1)
-            assert self.scheduler.add(AddRequest(rid=rid, prompt=pack_ids(ids), params=params)) is None
+            message = AddRequest(rid=rid, prompt=pack_ids(ids), params=params)
+            assert self.scheduler.add(message, sent[rid]) is None
 
         def read(pending: ForwardOutput) -> None:
             done = self.scheduler.apply(pending.result()).finished
@@ -96,7 +97,7 @@ class Server:
         for _ in range(clients):
             send()
         while sent:
-            plan = self.scheduler.plan()
+            plan = self.scheduler.plan(time.perf_counter())
             launched = self.runner.forward_batch(plan) if plan is not None else None
             if pending is not None:
                 read(pending)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from segue.heartbeat import AwakeClock, HeartbeatSender, Turn, TurnWatch, heartbeat_period
+from segue.heartbeat import AwakeClock, Turn, TurnWatch, heartbeat_period, send_heartbeats
 from segue.messages.control import Heartbeat, SchedulerMessage
 
 
@@ -57,7 +58,7 @@ def socket() -> Iterator[zmq.Socket[bytes]]:
         yield pull
 
 
-def beats(socket: zmq.Socket[bytes], pulse: HeartbeatSender, until: Any) -> Heartbeat:
+def beats(socket: zmq.Socket[bytes], until: Any) -> Heartbeat:
     """Return the first heartbeat for which ``until`` is true."""
     deadline = time.monotonic() + 10
     while True:
@@ -69,19 +70,20 @@ def beats(socket: zmq.Socket[bytes], pulse: HeartbeatSender, until: Any) -> Hear
 
 
 def test_heartbeats_report_a_busy_loop_and_a_waiting_one(socket: zmq.Socket[bytes]) -> None:
-    with HeartbeatSender(socket.context, "inproc://frontend", 3, ping_s=0.05) as pulse:
-        assert beats(socket, pulse, lambda _: True).rank == 3
-        pulse.turn.begin()
-        beats(socket, pulse, lambda beat: beat.turn_s > 0.05)
-        pulse.turn.rest()
-        beats(socket, pulse, lambda beat: beat.turn_s == 0.0)
+    with send_heartbeats(socket.context, "inproc://frontend", 3, ping_s=0.05) as turn:
+        assert beats(socket, lambda _: True).rank == 3
+        turn.begin()
+        beats(socket, lambda beat: beat.turn_s > 0.05)
+        turn.rest()
+        beats(socket, lambda beat: beat.turn_s == 0.0)
 
 
 def test_a_frontend_that_does_not_read_does_not_stop_the_pulse(socket: zmq.Socket[bytes]) -> None:
     socket.context.sndhwm = socket.context.rcvhwm = 1
-    with HeartbeatSender(socket.context, "inproc://nowhere", 0, ping_s=0.005) as pulse:
+    with send_heartbeats(socket.context, "inproc://nowhere", 0, ping_s=0.005):
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "segue-pulse"]
         deadline = time.monotonic() + 0.1
         while time.monotonic() < deadline:
-            assert pulse._thread.is_alive()
-            pulse._stopped.wait(0.001)
-    assert not pulse._thread.is_alive()
+            assert thread.is_alive()
+            time.sleep(0.001)
+    assert not thread.is_alive()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -78,35 +79,31 @@ class TurnWatch:
         return before - self._began
 
 
-class HeartbeatSender:
-    """Sends one rank's heartbeats from a thread, while the ``with`` block runs."""
+@contextmanager
+def send_heartbeats(context: zmq.Context[Any], address: str, rank: int, ping_s: float) -> Iterator[Turn]:
+    """Send one rank's heartbeats from a thread, while the ``with`` block runs.
 
-    def __init__(self, context: zmq.Context[Any], address: str, rank: int, ping_s: float) -> None:
-        self.turn = Turn()  # the current turn of the rank's loop
-        self._context = context
-        self._address = address
-        self._rank = rank
-        self._period = heartbeat_period(ping_s)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="segue-pulse", daemon=True)
+    The rank's loop writes its turns into the :class:`Turn` that the block gets.
+    """
+    turn, period, stopped = Turn(), heartbeat_period(ping_s), threading.Event()
 
-    def __enter__(self) -> HeartbeatSender:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        watch = TurnWatch(self.turn, time.monotonic(), 2 * self._period)
+    def run() -> None:
+        watch = TurnWatch(turn, time.monotonic(), 2 * period)
         encode = msgspec.msgpack.Encoder().encode
-        socket = self._context.socket(zmq.PUSH)
+        socket = context.socket(zmq.PUSH)
         try:
-            socket.connect(self._address)
-            while not self._stopped.wait(self._period):
-                beat = Heartbeat(self._rank, watch.seconds(time.monotonic()))
+            socket.connect(address)
+            while not stopped.wait(period):
+                beat = Heartbeat(rank, watch.seconds(time.monotonic()))
                 with suppress(zmq.Again):  # 1,000 heartbeats are unread: drop this one
                     socket.send(encode(beat), zmq.NOBLOCK)
         finally:
             socket.close(linger=0)
+
+    thread = threading.Thread(target=run, name="segue-pulse", daemon=True)
+    thread.start()
+    try:
+        yield turn
+    finally:
+        stopped.set()
+        thread.join()

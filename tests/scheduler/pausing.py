@@ -22,6 +22,7 @@ from segue.messages.control import (
 )
 from segue.messages.requests import Abort, Finish
 from segue.messages.steps import StepPlan
+from segue.scheduler.prefill import PrefillPolicy
 from segue.scheduler.queue import NewTokenRatio
 from tests.scheduler.simulation import Simulation
 
@@ -35,12 +36,11 @@ def strongest(*modes: PauseMode | None) -> PauseMode | None:
 
 
 class PausingSimulation(Simulation):
-    """A simulation with a clock ``now``, in seconds, that only :meth:`pass_time` moves."""
+    """A simulation whose controller pauses, continues, flushes and changes weights."""
 
-    def __init__(self, **limits: int | bool) -> None:
-        super().__init__(**limits)
+    def __init__(self, policy: PrefillPolicy | None = None, **limits: int | bool) -> None:
+        super().__init__(policy, **limits)
         self.control = self.scheduler.control
-        self.now = 0.0
         self.calls = 0
         self.owed: dict[int, Pause | Continue | Flush] = {}  # calls that have no answer yet
         self.answers: dict[int, Paused | Continued | Flushed] = {}
@@ -49,7 +49,9 @@ class PausingSimulation(Simulation):
         self.ends_at: float | None = None  # when the user's hold ends by itself
         self.committing = False
         self.overtaken: set[int] = set()  # pauses that ended before they took effect
-        self.begun: set[str] = set()  # requests that were admitted at least once
+        self.begun: set[str] = (
+            set()
+        )  # requests that were admitted once, or came with outputs and no pause was on
         self.settled = True  # whether all answers of the scheduler were taken
         self.kept: dict[str, tuple[int, list[int], int]] = {}  # rid -> state that a pause in place must keep
         self.launched_versions: deque[str] = deque()
@@ -70,10 +72,14 @@ class PausingSimulation(Simulation):
         """Requests that have not ended, in order of arrival."""
         return [rid for rid in self.prompts if rid not in self.finished]
 
-    def add(self, rid: str, prompt: list[int], *, priority: int = 0, **params: object) -> None:
+    def add(
+        self, rid: str, prompt: list[int], *, priority: int = 0, num_known: int = 0, **params: object
+    ) -> None:
         self.priorities[rid] = priority
         self.token_versions[rid] = []
-        super().add(rid, prompt, priority=priority, **params)
+        super().add(rid, prompt, priority=priority, num_known=num_known, **params)
+        if self.num_known[rid] and self.mode is None:
+            self.begun.add(rid)
 
     def pause(self, mode: PauseMode, ttl_s: float | None = None, *, settle: bool = True) -> int:
         """Pause; returns the number of the call."""
@@ -135,7 +141,7 @@ class PausingSimulation(Simulation):
         self._after(True)
 
     def pass_time(self, seconds: float) -> None:
-        self.now += seconds
+        super().pass_time(seconds)
         self._after(True)
 
     def answered(self, call: int) -> Paused | Continued | Flushed:
@@ -174,7 +180,8 @@ class PausingSimulation(Simulation):
         plan = super().launch()
         if plan is None:
             may_run = {None: self.live, "wait": self.begun & set(self.live)}.get(self.mode)
-            assert not (was_idle and may_run), "the engine is idle, requests may run, and nothing is planned"
+            held_back = self.scheduler.wake_at is not None and self.scheduler.wake_at > self.now
+            assert not (was_idle and may_run) or held_back, "requests may run, and nothing is planned"
             return None
         assert self.mode in (None, "wait"), "a step was planned during a pause"
         rids = {request.slot: rid for rid, request in self.scheduler.running.items()}
@@ -306,6 +313,7 @@ class PausingSimulation(Simulation):
         for rid in self.unchecked:
             end = self.finished[rid]
             spans = [version for version, start, stop in end.versions for _ in range(start, stop)]
-            assert spans == self.token_versions[rid][: end.num_tokens], "version spans differ from the steps"
+            num_new = max(0, end.num_tokens - self.num_known[rid])
+            assert spans == self.token_versions[rid][:num_new], "version spans differ from the steps"
             assert end.reason != "abort" or end.num_tokens == len(self.outputs[rid])
         self.unchecked = []

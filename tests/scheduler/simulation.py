@@ -11,8 +11,18 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from segue.messages.control import SchedulerOutput
-from segue.messages.requests import AddRequest, Finished, SamplingParams, TokenLogprob, pack_ids, unpack_ids
+from segue.messages.requests import (
+    AddRequest,
+    Finished,
+    Rejected,
+    SamplingParams,
+    TokenLogprob,
+    pack_ids,
+    unpack_ids,
+)
 from segue.messages.steps import StepPlan, StepResult
+from segue.scheduler.invariants import find_problems
+from segue.scheduler.prefill import PrefillChoice, PrefillPolicy, PrefillView
 from segue.scheduler.scheduler import Scheduler, SchedulerLimits
 
 VOCAB = 50
@@ -103,10 +113,27 @@ class FakeDevice:
         return StepResult(plan.step, sampled, 0.001, None, prompt_logprobs)
 
 
-class Simulation:
-    """A scheduler, its fake device, and the outputs that the clients have received."""
+@dataclass
+class HoldBack:
+    """A policy that lets every request wait for so many seconds first, and then takes the shortest one."""
 
-    def __init__(self, **limits: int | bool) -> None:
+    seconds: float
+
+    def pick(self, view: PrefillView, now: float) -> PrefillChoice:
+        due = {request: request.added_at + self.seconds for request in view.waiting}
+        ready = sorted((r for r in due if now >= due[r]), key=lambda r: (len(r.tokens), r.arrival))
+        later = [time for time in due.values() if time > now]
+        requests = [*view.started, *ready[: view.num_slots]]
+        return PrefillChoice(requests, view.budget, min(later, default=None))
+
+
+class Simulation:
+    """A scheduler, its fake device, and the outputs that the clients have received.
+
+    Its clock ``now``, in seconds, moves only by :meth:`pass_time`.
+    """
+
+    def __init__(self, policy: PrefillPolicy | None = None, **limits: int | bool) -> None:
         defaults = {
             "num_pages": 64,
             "page_size": 4,
@@ -116,26 +143,48 @@ class Simulation:
             "chunked_prefill_size": 16,
         }
         self.limits = SchedulerLimits(**(defaults | limits))  # type: ignore[arg-type]
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = Scheduler(self.limits, policy)
+        self.now = 0.0
         self.device = FakeDevice(self.limits)
         self.results: deque[StepResult] = deque()
         self.prompts: dict[str, list[int]] = {}
         self.params: dict[str, SamplingParams] = {}
-        self.outputs: dict[str, list[int]] = {}
+        self.num_known: dict[str, int] = {}  # output tokens that a request began with
+        self.outputs: dict[str, list[int]] = {}  # those tokens included
         self.prompt_logprobs: dict[str, list[int]] = {}
         self.finished: dict[str, Finished] = {}
 
-    def add(self, rid: str, prompt: list[int], *, priority: int = 0, **params: object) -> None:
-        """Send a request, which must be accepted."""
+    def add(
+        self, rid: str, prompt: list[int], *, priority: int = 0, num_known: int = 0, **params: object
+    ) -> None:
+        """Send a request, which must be accepted; it begins with its first ``num_known`` output tokens."""
         self.prompts[rid] = prompt
         self.params[rid] = SamplingParams(**({"max_new_tokens": 8} | params))  # type: ignore[arg-type]
-        self.outputs[rid], self.prompt_logprobs[rid] = [], []
-        message = AddRequest(rid=rid, prompt=pack_ids(prompt), params=self.params[rid], priority=priority)
-        assert self.scheduler.add(message) is None
+        known = self.expected(rid)[:num_known]
+        self.num_known[rid], self.outputs[rid], self.prompt_logprobs[rid] = len(known), known, []
+        message = AddRequest(
+            rid=rid,
+            prompt=pack_ids(prompt),
+            params=self.params[rid],
+            priority=priority,
+            outputs=pack_ids(known),
+        )
+        answer = self.scheduler.add(message, self.now)
+        assert not isinstance(answer, Rejected)
+        assert (answer is not None) == (known == self.expected(rid)), "it ends at once if nothing is left"
+        self.end([answer] if answer else [])
+
+    def expected(self, rid: str) -> list[int]:
+        """Returns the output tokens that a request must get."""
+        return expected_output(self.prompts[rid], self.params[rid], self.limits.max_seq_len)
+
+    def pass_time(self, seconds: float) -> None:
+        """Move the clock."""
+        self.now += seconds
 
     def launch(self) -> StepPlan | None:
         """Plan and launch a step."""
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.now)
         if plan is not None:
             self.results.append(self.device.launch(plan, str(self.scheduler.kv_epoch)))
         return plan
@@ -175,16 +224,30 @@ class Simulation:
     def run(self, *, overlap: bool = False) -> None:
         """Run until nothing is left to do; fails if work is left but no progress is made."""
         for _ in range(10_000):
-            if not (self.overlapped_step() if overlap else self.step()):
+            if self.overlapped_step() if overlap else self.step():
+                continue
+            if self.scheduler.wake_at is None:
                 break
+            assert self.scheduler.wake_at > self.now, "the policy holds nothing back any more"
+            self.pass_time(self.scheduler.wake_at - self.now)
         self.check()
         assert not self.scheduler.has_work, "requests are left, but nothing is planned"
 
     def check(self) -> None:
         """Assert that the invariants hold and that the outputs so far are those of the fake model."""
-        assert self.scheduler.check_invariants() == []
+        assert find_problems(self.scheduler) == []
         for rid, output in self.outputs.items():
-            expected = expected_output(self.prompts[rid], self.params[rid], self.limits.max_seq_len)
+            expected = self.expected(rid)
             assert output == expected[: len(output)]
             if rid in self.finished and self.finished[rid].reason == "length":
                 assert output == expected
+
+    def check_end(self, rid: str) -> None:
+        """Assert that the end of a request reports its tokens, and that it got its prompt's logprobs."""
+        finished, num_known = self.finished[rid], self.num_known[rid]
+        num_covered = sum(end - start for _, start, end in finished.versions)
+        assert num_covered == max(0, finished.num_tokens - num_known)
+        assert finished.cached_tokens <= finished.prompt_tokens == len(self.prompts[rid])
+        first = self.params[rid].prompt_logprobs_start
+        if first >= 0 and finished.reason in ("length", "stop") and len(self.outputs[rid]) > num_known:
+            assert self.prompt_logprobs[rid] == self.prompts[rid][max(1, first) :]

@@ -14,9 +14,10 @@ import pytest
 from segue.messages.control import Paused, PauseMode
 from segue.messages.requests import AddRequest, Rejected, SamplingParams, pack_ids
 from segue.scheduler.internal_state import internal_state
+from segue.scheduler.invariants import find_problems
 from segue.scheduler.request import RequestPhase
 from tests.scheduler.pausing import MODES, PausingSimulation
-from tests.scheduler.simulation import next_token
+from tests.scheduler.simulation import HoldBack, next_token
 
 PROMPT = list(range(10))
 
@@ -249,14 +250,14 @@ def test_a_request_that_arrives_while_paused_is_rejected_with_reject_while_pause
     message = AddRequest(rid="late", prompt=pack_ids(PROMPT), params=SamplingParams(max_new_tokens=4))
     sim.pause("in_place")
     for _ in range(2):  # while pausing, and paused
-        rejected = sim.scheduler.add(message)
+        rejected = sim.scheduler.add(message, sim.now)
         assert isinstance(rejected, Rejected) and rejected.kind == "PausedError"
         assert "paused" in rejected.message and "--paused-policy" in rejected.message
         sim.until_idle()
     sim.proceed()
-    assert sim.scheduler.add(message) is None
+    assert sim.scheduler.add(message, sim.now) is None
     sim.scheduler.abort_all()
-    assert sim.scheduler.check_invariants() == []
+    assert find_problems(sim.scheduler) == []
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -476,7 +477,7 @@ def test_a_pause_that_is_continued_before_it_takes_effect_is_answered(sim: Loop)
     sim.proceed()
     assert sim.paused(call).mode is None
     sim.apply()
-    assert sim.scheduler.requests["r"].num_retractions == 0
+    assert sim.scheduler.requests["r"].phase is RequestPhase.DECODE, "it was not retracted"
 
 
 @pytest.mark.parametrize(
@@ -711,7 +712,7 @@ def test_a_rid_may_be_used_again_once_its_request_has_ended(sim: Loop) -> None:
     sim.add("r", PROMPT)
     sim.turns(2)
     sim.drained("retract")
-    rejected = sim.scheduler.add(message)
+    rejected = sim.scheduler.add(message, sim.now)
     assert rejected is not None and "in flight" in rejected.message
     sim.abort("r")
     sim.check()
@@ -816,3 +817,50 @@ def test_an_abort_pause_that_is_continued_before_it_takes_effect_still_aborts(ov
     assert sim.finished["r"].reason == "abort"
     assert (sim.paused(call).mode, sim.paused(call).num_aborted) == (None, 1)
     end(sim)
+
+
+# --- requests that begin with output tokens ---
+
+
+def test_a_pause_of_mode_wait_awaits_a_request_that_came_with_outputs(sim: Loop) -> None:
+    sim.add("fresh", PROMPT, max_new_tokens=5)
+    sim.add("continued", PROMPT, max_new_tokens=9, num_known=4)
+    paused = sim.drained("wait")
+    assert "continued" in sim.finished and sim.live == ["fresh"]
+    assert (paused.num_running, paused.num_waiting) == (0, 1)
+
+
+@each_mode
+def test_a_request_with_outputs_that_comes_during_a_pause_waits_for_its_end(
+    sim: Loop, mode: PauseMode
+) -> None:
+    sim.drained(mode)
+    sim.add("continued", PROMPT, max_new_tokens=9, num_known=4)
+    sim.until_idle()
+    assert len(sim.outputs["continued"]) == 4
+    assert sim.state()["engine_paused"] is True
+    sim.proceed()
+    sim.until_idle()
+    assert "continued" in sim.finished
+
+
+@each_mode
+def test_a_retracted_request_that_came_with_outputs_keeps_all_its_tokens(sim: Loop, mode: PauseMode) -> None:
+    sim.add("r", PROMPT, max_new_tokens=20, num_known=4)
+    sim.turns(5)
+    sim.drained(mode)
+    sim.proceed()
+    sim.until_idle()
+    assert mode == "abort" or sim.finished["r"].reason == "length"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_that_a_policy_holds_back_goes_on_waiting_during_a_pause(overlap: bool) -> None:
+    patient = Loop(HoldBack(5))
+    patient.overlap = overlap
+    patient.add("r", PROMPT)
+    patient.drained("retract")
+    patient.pass_time(5)
+    patient.proceed()
+    patient.until_idle()
+    assert "r" in patient.finished

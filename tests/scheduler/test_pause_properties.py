@@ -22,11 +22,12 @@ from hypothesis.stateful import (
 
 from segue.messages.control import Pause, PauseMode
 from segue.scheduler.pause import PauseControl
+from segue.scheduler.prefill import PrefillPolicy
 from segue.scheduler.request import Request
 from segue.scheduler.resources import Resources
 from segue.scheduler.scheduler import Scheduler
 from tests.scheduler.pausing import MODES, PausingSimulation
-from tests.scheduler.test_properties import StepMachine, prompts
+from tests.scheduler.test_properties import StepMachine, known, policies, prompts
 
 MAX_SEQ_LEN = 64
 modes = st.sampled_from(["in_place", "retract", *MODES])
@@ -41,6 +42,7 @@ requests = st.fixed_dictionaries(
             {
                 "max_new_tokens": st.integers(1, 40),
                 "priority": st.integers(-1, 1),
+                "num_known": known,
                 "stop_token_ids": st.sampled_from([(), (), (3, 4)]),
                 "prompt_logprobs_start": st.sampled_from([-1, -1, 0, 3]),
                 "seed": st.integers(0, 3),
@@ -62,12 +64,21 @@ class PauseMachine(StepMachine):
         slots=st.integers(1, 5),
         chunk=st.sampled_from([1, 5, 16, 64]),
         prefix=st.booleans(),
+        policy=policies,
         initial=st.lists(requests, max_size=4),
     )
     def start(
-        self, page_size: int, spare: int, slots: int, chunk: int, prefix: bool, initial: list[dict[str, Any]]
+        self,
+        page_size: int,
+        spare: int,
+        slots: int,
+        chunk: int,
+        prefix: bool,
+        policy: PrefillPolicy,
+        initial: list[dict[str, Any]],
     ) -> None:
         self.sim = PausingSimulation(
+            policy,
             num_pages=-(-MAX_SEQ_LEN // page_size) + spare,
             page_size=page_size,
             max_seq_len=MAX_SEQ_LEN,
@@ -109,10 +120,6 @@ class PauseMachine(StepMachine):
     @rule(timeout_s=st.sampled_from([0, 0, 1, 5]), settle=st.booleans())
     def flush(self, timeout_s: int, settle: bool) -> None:
         self.sim.flush(timeout_s, settle=settle)
-
-    @rule(seconds=st.integers(0, 6))
-    def timer(self, seconds: int) -> None:
-        self.sim.pass_time(seconds)
 
     @precondition(lambda self: self.sim.live)
     @rule(data=st.data(), settle=st.booleans())
@@ -156,10 +163,8 @@ class PauseMachine(StepMachine):
         sim.run(overlap=True)
         assert not sim.owed, "a call was never answered"
         assert not sim.live, "a request never ended"
-        for rid, finished in sim.finished.items():
-            first = sim.params[rid].prompt_logprobs_start
-            if first >= 0 and finished.reason in ("length", "stop") and sim.outputs[rid]:
-                assert sim.prompt_logprobs[rid] == sim.prompts[rid][max(1, first) :]
+        for rid in sim.finished:
+            sim.check_end(rid)
         flush = sim.flushed(sim.flush())
         assert flush.success, flush.error_msg
 

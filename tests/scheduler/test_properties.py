@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from segue.messages.requests import Abort, Finish
 from segue.messages.steps import NON_FINITE
-from tests.scheduler.simulation import VOCAB, Simulation
+from segue.scheduler.prefill import FirstCome, PrefillPolicy
+from tests.scheduler.simulation import VOCAB, HoldBack, Simulation
 
 # The prompts share prefixes, so that requests share pages of the prefix cache.
 STEMS = [[7] * 40, list(range(30)), [1, 2, 3]]
@@ -24,8 +25,13 @@ prompts = st.builds(
 )
 
 
+policies = st.sampled_from([FirstCome(), FirstCome(), HoldBack(3)])
+# Output tokens that a request begins with: none in most cases, and sometimes all that it can have.
+known = st.sampled_from([0, 0, 0, 1, 2, 7, 40])
+
+
 class StepMachine(RuleBasedStateMachine):
-    """The base of every machine: it runs steps, with up to two in flight."""
+    """The base of every machine: it runs steps, with up to two in flight, and moves the clock."""
 
     sim: Simulation
 
@@ -49,6 +55,10 @@ class StepMachine(RuleBasedStateMachine):
             else:
                 self.sim.step()
 
+    @rule(seconds=st.integers(0, 6))
+    def timer(self, seconds: int) -> None:
+        self.sim.pass_time(seconds)
+
 
 class SchedulerMachine(StepMachine):
     """Requests, steps, aborts, stop strings and new weights in any order, with up to two steps in flight."""
@@ -59,10 +69,14 @@ class SchedulerMachine(StepMachine):
         slots=st.integers(1, 5),
         chunk=st.sampled_from([1, 5, 16, 64]),
         prefix=st.booleans(),
+        policy=policies,
     )
-    def start(self, page_size: int, spare: int, slots: int, chunk: int, prefix: bool) -> None:
+    def start(
+        self, page_size: int, spare: int, slots: int, chunk: int, prefix: bool, policy: PrefillPolicy
+    ) -> None:
         max_seq_len = 64
         self.sim = Simulation(
+            policy,
             num_pages=-(-max_seq_len // page_size) + spare,
             page_size=page_size,
             max_seq_len=max_seq_len,
@@ -79,15 +93,23 @@ class SchedulerMachine(StepMachine):
         priority=st.integers(-1, 1),
         stops=st.sets(st.integers(0, VOCAB - 1), max_size=2),
         logprobs_from=st.sampled_from([-1, -1, 0, 3]),
+        num_known=known,
     )
     def add(
-        self, prompt: list[int], max_new_tokens: int, priority: int, stops: set[int], logprobs_from: int
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        priority: int,
+        stops: set[int],
+        logprobs_from: int,
+        num_known: int,
     ) -> None:
         self.count += 1
         self.sim.add(
             f"r{self.count}",
             prompt,
             priority=priority,
+            num_known=num_known,
             max_new_tokens=max_new_tokens,
             stop_token_ids=tuple(stops),
             prompt_logprobs_start=logprobs_from,
@@ -141,12 +163,8 @@ class SchedulerMachine(StepMachine):
         self.sim.run(overlap=True)
         sim = self.sim
         assert set(sim.finished) == set(sim.prompts), "every request ends exactly once"
-        for rid, finished in sim.finished.items():
-            spans = finished.versions
-            assert sum(end - start for _, start, end in spans) == finished.num_tokens
-            first = sim.params[rid].prompt_logprobs_start
-            if first >= 0 and finished.reason in ("length", "stop") and sim.outputs[rid]:
-                assert sim.prompt_logprobs[rid] == sim.prompts[rid][max(1, first) :]
+        for rid in sim.finished:
+            sim.check_end(rid)
         free = sim.scheduler.resources.num_available
         assert free == sim.limits.num_pages, "all pages are free or can be evicted"
 

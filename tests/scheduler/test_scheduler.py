@@ -2,14 +2,27 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import msgspec
 import pytest
 
-from segue.messages.requests import Abort, AddRequest, Finish, SamplingParams, TokenLogprob, pack_ids
+from segue.messages.requests import (
+    Abort,
+    AddRequest,
+    Finish,
+    Rejected,
+    SamplingParams,
+    TokenLogprob,
+    pack_ids,
+)
 from segue.messages.steps import NON_FINITE
 from segue.scheduler.internal_state import internal_state
-from tests.scheduler.simulation import Simulation, expected_output, next_token
+from segue.scheduler.invariants import find_problems
+from segue.scheduler.prefill import FirstCome, PrefillChoice, PrefillPolicy, PrefillView
+from segue.scheduler.request import RequestPhase
+from segue.scheduler.scheduler import _GIVES_BACK
+from tests.scheduler.simulation import HoldBack, Simulation, expected_output, next_token
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -245,7 +258,7 @@ def test_abort_all_and_abort_of_an_unknown_request() -> None:
     sim.step()
     assert sim.scheduler.abort(Abort("unknown")) == sim.scheduler.abort(Abort()) == []
     assert {finished.rid for finished in sim.scheduler.abort(Abort(abort_all=True))} == {"a", "b"}
-    assert sim.scheduler.check_invariants() == []
+    assert find_problems(sim.scheduler) == []
 
 
 def test_prompt_logprobs_cover_the_prompt_once_with_chunks_and_with_a_cached_prefix() -> None:
@@ -283,24 +296,24 @@ def test_a_request_that_cannot_run_is_rejected(prompt_len: int, queued: int, kin
     for index in range(queued):
         sim.add(f"r{index}", [1])
     params = SamplingParams(max_new_tokens=1)
-    rejected = sim.scheduler.add(AddRequest(rid="r", prompt=pack_ids([1] * prompt_len), params=params))
-    assert rejected is not None and rejected.kind == kind
+    rejected = sim.scheduler.add(AddRequest(rid="r", prompt=pack_ids([1] * prompt_len), params=params), 0.0)
+    assert isinstance(rejected, Rejected) and rejected.kind == kind
 
 
 def test_a_rid_in_flight_is_rejected_and_accepted_again_after_its_end() -> None:
     sim = Simulation()
     sim.add("r", [1])
     again = AddRequest(rid="r", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=1))
-    rejected = sim.scheduler.add(again)
-    assert rejected is not None and rejected.kind == "InvalidRequestError"
+    rejected = sim.scheduler.add(again, 0.0)
+    assert isinstance(rejected, Rejected) and rejected.kind == "InvalidRequestError"
     sim.run()
-    assert sim.scheduler.add(again) is None
+    assert sim.scheduler.add(again, 0.0) is None
 
 
 def test_the_invariants_find_a_lost_page() -> None:
     sim = Simulation()
     sim.scheduler.resources.allocator.allocate(1)
-    assert sim.scheduler.check_invariants() == ["pages [0] have no owner"]
+    assert find_problems(sim.scheduler) == ["pages [0] have no owner"]
 
 
 def test_the_scheduler_does_not_import_torch() -> None:
@@ -405,3 +418,175 @@ def test_a_prompt_logprob_of_minus_infinity_does_not_end_the_request() -> None:
     entries = {slot: [TokenLogprob(1, float("-inf"))] * 2 for slot in sim.results[0].prompt_logprobs}
     sim.results[0] = msgspec.structs.replace(sim.results[0], prompt_logprobs=entries)
     assert not sim.apply().finished
+
+
+# --- the order of prefill work ---
+
+
+def test_another_policy_changes_the_order_and_nothing_else() -> None:
+    sims = {name: Simulation(policy, max_running_requests=1) for name, policy in POLICIES.items()}
+    for sim in sims.values():
+        sim.add("long", [1] * 30)
+        sim.add("short", [2] * 3)
+        sim.add("middle", [3] * 9)
+        sim.run()
+    assert list(sims["first come"].finished) == ["long", "short", "middle"]
+    assert list(sims["shortest first"].finished) == ["short", "middle", "long"]
+    assert sims["first come"].outputs == sims["shortest first"].outputs
+
+
+POLICIES: dict[str, PrefillPolicy] = {"first come": FirstCome(), "shortest first": HoldBack(0)}
+
+
+def test_a_policy_may_hold_work_back_and_says_until_when() -> None:
+    sim = Simulation(HoldBack(5))
+    sim.add("a", [1, 2, 3])
+    sim.pass_time(2)
+    sim.add("b", [1, 2, 3])
+    assert (sim.launch(), sim.scheduler.wake_at) == (None, 5)
+    sim.pass_time(3)
+    plan = sim.launch()
+    assert plan is not None and len(plan.new_slots) == 1
+    assert sim.scheduler.wake_at == 7
+    sim.apply()
+    assert (sim.step(), sim.scheduler.wake_at) == (True, 7), "running requests go on meanwhile"
+    sim.run()
+    assert sim.scheduler.wake_at is None
+
+
+def test_a_pause_ends_the_wait_of_a_policy() -> None:
+    sim = Simulation(HoldBack(5))
+    sim.add("a", [1, 2, 3])
+    sim.step()
+    assert sim.scheduler.wake_at == 5
+    sim.scheduler.control.hold("user")
+    assert (sim.step(), sim.scheduler.wake_at) == (False, None)
+
+
+def test_a_policy_can_give_a_step_fewer_tokens() -> None:
+    class Few(FirstCome):
+        def pick(self, view: PrefillView, now: float) -> PrefillChoice:
+            return replace(super().pick(view, now), budget=min(view.budget, 5))
+
+    sim = Simulation(Few(), chunked_prefill_size=16)
+    sim.add("r", [1] * 12)
+    lens = []
+    while (plan := sim.launch()) is not None and not plan.num_decode:
+        lens.append(plan.lens)
+        sim.apply()
+    assert lens == [[5], [5], [2]]
+    sim.apply()
+    sim.run()
+
+
+def test_the_queue_is_ordered_by_priority_then_deadline_then_arrival() -> None:
+    sim = Simulation()
+    for rid, priority in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
+        sim.add(rid, [1], priority=priority)
+    requests = list(sim.scheduler.waiting)
+    for request in requests:
+        sim.scheduler.waiting.remove(request)
+    sim.scheduler.requests["c"].deadline = 3.0
+    for request in reversed(requests):
+        sim.scheduler.waiting.push(request)
+    assert [request.rid for request in sim.scheduler.waiting] == ["d", "c", "a", "b"]
+
+
+# --- a request that begins with output tokens ---
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_a_request_goes_on_from_its_outputs(count: int, overlap: bool) -> None:
+    sim = Simulation(chunked_prefill_size=4)
+    sim.add("r", [1, 2, 3], num_known=count, max_new_tokens=10, seed=5)
+    sim.run(overlap=overlap)
+    assert sim.outputs["r"] == sim.expected("r") and len(sim.outputs["r"]) == 10
+    finished = sim.finished["r"]
+    assert (finished.num_tokens, finished.versions) == (10, [("0", count, 10)])
+
+
+def test_the_outputs_that_a_request_begins_with_are_found_in_the_cache() -> None:
+    sim = Simulation(page_size=4)
+    sim.add("whole", list(range(10)), max_new_tokens=20)
+    sim.run()
+    sim.add("again", list(range(10)), max_new_tokens=20, num_known=15)
+    plan = sim.launch()
+    assert plan is not None and (plan.starts, plan.lens) == ([24], [1])
+    sim.apply()
+    sim.run()
+    assert sim.finished["again"].cached_tokens == 10, "no more than the prompt"
+
+
+def test_outputs_that_end_the_request_end_it_at_once() -> None:
+    sim = Simulation()
+    sim.add("length", [1, 2, 3], max_new_tokens=5, num_known=5)
+    stop = next_token([1, 2, 3])
+    sim.add("stop", [1, 2, 3], max_new_tokens=5, stop_token_ids=(stop,), num_known=1)
+    ends = {rid: (f.reason, f.matched, f.num_tokens) for rid, f in sim.finished.items()}
+    assert ends == {"length": ("length", None, 5), "stop": ("stop", stop, 1)}
+    assert not sim.scheduler.has_work and sim.scheduler.output().counters.num_accepted == 2
+    sim.check()
+
+
+def test_a_stop_token_among_the_outputs_before_min_new_tokens_does_not_end_the_request() -> None:
+    sim = Simulation()
+    stop = next_token([1, 2, 3])
+    sim.add("r", [1, 2, 3], max_new_tokens=3, min_new_tokens=3, stop_token_ids=(stop,), num_known=1)
+    sim.run()
+    assert len(sim.outputs["r"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_new_tokens", "most"), [(3, 5, 5), (90, 50, 10)], ids=["own limit", "context"]
+)
+def test_a_request_with_too_many_outputs_is_rejected(prompt_len: int, max_new_tokens: int, most: int) -> None:
+    sim = Simulation(max_seq_len=100)
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    prompt, outputs = pack_ids([1] * prompt_len), pack_ids([1] * (most + 1))
+    rejected = sim.scheduler.add(AddRequest(rid="r", prompt=prompt, params=params, outputs=outputs), 0.0)
+    assert isinstance(rejected, Rejected) and rejected.kind == "InvalidRequestError"
+    assert f"begins with {most + 1} output tokens, but may have {most}" in rejected.message
+
+
+def test_prompt_logprobs_cover_the_prompt_of_a_request_that_begins_with_outputs() -> None:
+    sim = Simulation(chunked_prefill_size=5)
+    prompt = list(range(12))
+    sim.add("r", prompt, num_known=6, max_new_tokens=9, prompt_logprobs_start=4)
+    sim.run()
+    assert sim.prompt_logprobs["r"] == prompt[4:]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_may_draw_fewer_tokens_here_than_it_asked_for(overlap: bool) -> None:
+    sim = Simulation()
+    sim.add("r", [1, 2, 3], max_new_tokens=50)
+    sim.scheduler.requests["r"].most_outputs = 1
+    num_decode = 0
+    while sim.scheduler.has_work:
+        plan = sim.launch()
+        num_decode += plan.num_decode if plan else 0
+        if not overlap or plan is None:
+            sim.apply()
+    assert num_decode == 0, "the last chunk of its prompt draws the token"
+    assert sim.outputs["r"] == [next_token([1, 2, 3])] and "r" in sim.finished
+
+
+# --- the exit of requests, and the account of pages ---
+
+
+def test_every_phase_but_the_last_has_an_entry_in_the_table_of_what_is_given_back() -> None:
+    assert set(_GIVES_BACK) == set(RequestPhase) - {RequestPhase.FINISHED}
+
+
+def test_the_invariants_find_a_page_and_a_slot_with_two_owners() -> None:
+    sim = Simulation(prefix_cache=False)
+    sim.add("r", [1, 2, 3])
+    sim.step()
+    (request,) = sim.scheduler.running.values()
+    sim.scheduler.resources.allocator.release(request.pages)
+    sim.scheduler.resources.free_slots.append(request.slot)
+    assert find_problems(sim.scheduler) == [
+        f"page {request.pages[0]} belongs to the free list and to request r",
+        f"slot {request.slot} belongs to the free list and to request r",
+    ]

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from segue.config import EngineConfig
-from segue.heartbeat import HeartbeatSender, Turn
+from segue.heartbeat import Turn, send_heartbeats
 from segue.messages.control import EngineLimits, Ready, StartFailed
 from segue.messages.requests import TokenLogprob, unpack_ids
 from segue.messages.steps import StepPlan, StepResult
@@ -159,10 +159,10 @@ def main() -> None:
     threading.Thread(target=watch_lifeline, args=(run_dir,), daemon=True).start()
     context: zmq.Context[Any] = zmq.Context()
     config = EngineConfig(**spec["config"])
-    with HeartbeatSender(context, f"ipc://{run_dir}/to_frontend", spec["rank"], config.ping_s) as pulse:
+    with send_heartbeats(context, f"ipc://{run_dir}/to_frontend", spec["rank"], config.ping_s) as turn:
         if spec["rank"] != 0:
             threading.Event().wait()
-        serve(config, f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend", context, pulse.turn)
+        serve(config, f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend", context, turn)
     context.term()
 
 

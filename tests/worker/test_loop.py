@@ -28,9 +28,10 @@ from segue.messages.control import (
 )
 from segue.messages.requests import Abort, AddRequest, Rejected, SamplingParams, pack_ids
 from segue.messages.steps import NON_FINITE, Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
+from segue.scheduler.prefill import PrefillPolicy
 from segue.scheduler.scheduler import Scheduler
 from segue.worker.loop import Launched, SchedulerLoop, StepSpeed, Throughput, follow
-from tests.scheduler.simulation import FakeDevice, Simulation, expected_output
+from tests.scheduler.simulation import FakeDevice, HoldBack, Simulation, expected_output
 from tests.worker.updaters import FakeUpdater
 
 DEADLINE_MS = 10_000
@@ -69,7 +70,10 @@ class FakeRunner:
 class Client:
     """The frontend's side of the sockets."""
 
-    def __init__(self, *, overlap: bool, ranks: int = 1, **limits: int) -> None:
+    def __init__(
+        self, *, overlap: bool, ranks: int = 1, policy: PrefillPolicy | None = None, **limits: int
+    ) -> None:
+        self.overlap = overlap
         context = zmq.Context.instance()
         self.to_loop, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         outbox, self.from_loop = context.socket(zmq.PUSH), context.socket(zmq.PULL)
@@ -93,7 +97,7 @@ class Client:
             events,
             self.events,
         ]
-        scheduler = Simulation(**limits).scheduler
+        scheduler = Simulation(policy, **limits).scheduler
         self.runner = FakeRunner(scheduler)
         self.loop = SchedulerLoop(
             scheduler,
@@ -174,7 +178,54 @@ def test_a_message_that_breaks_a_rule_is_dropped_and_the_engine_goes_on(client: 
 def test_overlap_keeps_two_steps_in_flight(client: Client) -> None:
     client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
     client.collect("r")
-    assert client.runner.deepest == (2 if client.loop._overlap else 1)
+    assert client.runner.deepest == (2 if client.overlap else 1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_loop_sleeps_while_the_policy_holds_a_request_back(overlap: bool) -> None:
+    client = Client(overlap=overlap, policy=HoldBack(0.3))
+    plan, times = client.loop.scheduler.plan, []
+
+    def note_and_plan(now: float) -> StepPlan | None:
+        times.append(now)
+        return plan(now)
+
+    client.loop.scheduler.plan = note_and_plan  # type: ignore[method-assign]
+    begun = time.monotonic()
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
+    assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
+    assert time.monotonic() >= begun + 0.3
+    assert len(times) <= PARAMS.max_new_tokens + 10, "it asks again at the time that the policy gives"
+    client.close()
+    client.close_sockets()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_that_is_held_back_can_be_aborted_and_does_not_hold_up_a_pause(overlap: bool) -> None:
+    client = Client(overlap=overlap, policy=HoldBack(3600.0))
+    for rid in ("a", "b"):
+        client.send(AddRequest(rid=rid, prompt=pack_ids([1, 2, 3]), params=PARAMS))
+    client.send(Abort("a"))
+    assert client.collect("a") == []
+    paused = ask(client, Pause(1, "wait"))
+    assert isinstance(paused, Paused) and paused.num_waiting == 1
+    client.close()
+    client.close_sockets()
+
+
+def test_a_request_whose_outputs_end_it_is_answered_at_once(client: Client) -> None:
+    outputs = expected_output([1, 2, 3], PARAMS, 100)
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS, outputs=pack_ids(outputs)))
+    answer = client.receive()
+    assert isinstance(answer, SchedulerOutput) and not answer.tokens
+    assert [(end.rid, end.reason, end.num_tokens) for end in answer.finished] == [("r", "length", 9)]
+
+
+def test_a_request_goes_on_from_its_outputs(client: Client) -> None:
+    outputs = expected_output([1, 2, 3], PARAMS, 100)
+    known = pack_ids(outputs[:4])
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS, outputs=known))
+    assert client.collect("r") == outputs[4:]
 
 
 def test_followers_get_every_plan_in_order(leader: Client) -> None:
@@ -193,7 +244,7 @@ def test_followers_get_every_plan_in_order(leader: Client) -> None:
             return Done(StepResult(plan.step, [], 0.0))
 
     with pytest.raises(Stop):
-        follow(Recorder(), NO_UPDATER, leader.plans, leader.send_event, depth=2)
+        follow(Recorder(), NO_UPDATER, leader.plans, leader.send_event)
     assert ran == list(range(1, 10))
 
 
@@ -278,7 +329,7 @@ class Slow:
 def slow_down(client: Client, seconds: float) -> None:
     """Make every step take ``seconds``."""
     launch = client.runner.forward_batch
-    client.loop._runner.forward_batch = lambda plan: Slow(launch(plan).value, seconds)  # type: ignore[attr-defined]
+    client.loop.runner.forward_batch = lambda plan: Slow(launch(plan).value, seconds)  # type: ignore[attr-defined]
 
 
 def ask(client: Client, message: FrontendMessage) -> SchedulerMessage:
@@ -306,7 +357,7 @@ def follower(leader: Client) -> Iterator[list[int]]:
 
     def run() -> None:
         with suppress(msgspec.DecodeError):
-            follow(Runner(), NO_UPDATER, leader.plans, leader.send_event, depth=2)
+            follow(Runner(), NO_UPDATER, leader.plans, leader.send_event)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -341,7 +392,7 @@ def test_drained_ms_includes_the_drain_of_every_rank(leader: Client) -> None:
 
 
 def test_a_pause_that_is_continued_at_once_does_not_drain_the_ranks(leader: Client) -> None:
-    if not leader.loop._overlap:
+    if not leader.overlap:
         return  # without overlap no step is in flight when messages come: a pause takes effect at once
     slow_down(leader, 0.01)
     leader.send(AddRequest(rid="r", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=90)))

@@ -18,7 +18,7 @@ from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError
 from segue.messages.control import InitStep
-from segue.messages.requests import Abort, AddRequest, SamplingParams, pack_ids
+from segue.messages.requests import Abort, AddRequest, Rejected, SamplingParams, pack_ids
 from segue.model_runner.runner import ModelRunner
 from segue.model_runner.step_result import ForwardOutput
 from segue.scheduler.scheduler import Scheduler
@@ -168,13 +168,14 @@ class StepBench:
         self._add(f"p{self._num_prompts}", ids, SamplingParams(max_new_tokens=1))
 
     def _add(self, rid: str, ids: list[int], params: SamplingParams) -> None:
-        rejected = self._scheduler.add(AddRequest(rid=rid, prompt=pack_ids(ids), params=params))
-        if rejected is not None:
+        message = AddRequest(rid=rid, prompt=pack_ids(ids), params=params)
+        rejected = self._scheduler.add(message, time.perf_counter())
+        if isinstance(rejected, Rejected):
             raise ConfigError(rejected.message)
 
     def _run_step(self) -> None:
         begun = time.perf_counter()
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(begun)
         assert plan is not None
         launched = self.runner.forward_batch(plan)
         self._host_seconds += time.perf_counter() - begun

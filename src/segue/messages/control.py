@@ -143,16 +143,21 @@ class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
     problems: list[str] = []  # violated invariants
 
 
-class Paused(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """The reply to :class:`Pause`: nothing runs on any rank."""
+class PauseResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The effect of a pause on the requests. Nothing runs any more."""
 
-    call: int
     mode: PauseMode | None  # the present mode, perhaps stronger than the one asked for; None: continued since
     num_running: int
     num_waiting: int
     num_retracted: int  # by this pause
     num_aborted: int
-    drained_ms: float  # from when the message was sent to the end of the last step
+    drained_ms: float  # from when the pause was sent to the end of the last step
+
+
+class Paused(PauseResult, frozen=True, tag=True, array_like=True, kw_only=True):
+    """The reply to :class:`Pause`: nothing runs on any rank."""
+
+    call: int
 
 
 class Continued(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -183,17 +188,6 @@ SchedulerMessage = (
     | WeightAnswer
     | WeightNotice
 )
-
-
-class PauseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The effect of a pause on the requests. Nothing runs any more."""
-
-    mode: PauseMode | None  # the present mode, perhaps stronger than the one asked for; None: continued since
-    num_running: int
-    num_waiting: int
-    num_retracted: int  # by this pause
-    num_aborted: int
-    drained_ms: float  # from when the pause was sent to the end of the last step
 
 
 class FlushResult(msgspec.Struct, frozen=True):

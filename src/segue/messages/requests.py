@@ -41,9 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
-    stop_token_ids: tuple[
-        int, ...
-    ] = ()  # all ids that end the request: EOS (unless ignored) and the client's
+    # all ids that end the request: EOS (unless ignored) and the client's
+    stop_token_ids: tuple[int, ...] = ()
     logprobs: int = -1  # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
     prompt_logprobs_start: int = -1  # first prompt position whose logprob is returned; -1: none
 
@@ -75,12 +74,20 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """Adds a request. Requests with a larger ``priority`` run first."""
+    """Adds a request. Requests with a larger ``priority`` run first.
+
+    A request may go on from ``outputs``, tokens that an engine has generated for it before: their KV is
+    computed again, and sampling, penalties and limits go on as if the request had never been interrupted.
+    The replies carry only the tokens behind ``outputs``, but count them in ``num_tokens``.
+    """
 
     rid: str
     prompt: bytes  # int32 token ids
     params: SamplingParams
     priority: int = 0
+    outputs: bytes = (
+        b""  # int32 token ids, at most max_new_tokens; one that ends the request must be the last
+    )
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -103,12 +110,13 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     rid: str
     reason: FinishReason
-    num_tokens: int  # output tokens of the reply
+    num_tokens: int  # output tokens of the reply, those that the request began with included
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # prompt tokens
     matched: int | None = None  # the stop token that ended the request, if one did
     message: str | None = None
-    versions: list[tuple[str, int, int]] = []  # (weight version, start, end) in output tokens
+    # (weight version, start, end) in output tokens; none covers the tokens that the request began with
+    versions: list[tuple[str, int, int]] = []
     error: str | None = None  # class name in ``segue.errors`` of the error that ended it, if one did
 
 

@@ -20,29 +20,28 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True):
     """Puts a request into a slot of the device's batch state. The same plan assigns its pages."""
 
     slot: int
-    tokens: bytes  # int32 ids: the prompt, and after a retraction also the output so far
+    tokens: bytes  # int32 ids: the prompt, then the output so far if the request was retracted or continued
     prompt_len: int
     params: SamplingParams
 
 
-class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class StepPlan(msgspec.Struct, tag=True, array_like=True):
     """One step: changes of the batch state, then the sequences to run, those that decode first.
 
     ``slots``, ``starts``, ``lens``, ``num_logits`` and ``samples`` have one entry per sequence, in one order.
     """
 
     step: int  # 1, 2, 3, …; a rank that finds a gap fails
-    new_slots: list[NewSlot]
-    pages: list[
-        tuple[int, int, list[int]]
-    ]  # (slot, index of the first page, page ids) to append to the page table
-    num_decode: int  # so many sequences come first; each runs the token that its slot sampled last
-    slots: list[int]
-    starts: list[int]  # first position computed
-    lens: list[int]  # positions computed
-    num_logits: list[int]  # last positions whose logits are needed: 0, 1, or more for prompt logprobs
-    samples: list[bool]  # whether a token is sampled at the last position
-    sampling_mode: SamplingMode
+    new_slots: list[NewSlot] = []
+    # (slot, index of the first page, page ids) to append to the page table
+    pages: list[tuple[int, int, list[int]]] = []
+    num_decode: int = 0  # so many sequences come first; each runs the token that its slot sampled last
+    slots: list[int] = []
+    starts: list[int] = []  # first position computed
+    lens: list[int] = []  # positions computed
+    num_logits: list[int] = []  # last positions whose logits are needed: 0, 1, or more for prompt logprobs
+    samples: list[bool] = []  # whether a token is sampled at the last position
+    sampling_mode: SamplingMode = "plain"
 
     @property
     def num_tokens(self) -> int:
@@ -69,8 +68,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
     seconds: float  # from the launch until the tokens are on the host
     logprobs: list[TokenLogprob | None] | None = None  # parallel to tokens
-    prompt_logprobs: dict[
-        int, list[TokenLogprob]
-    ] = {}  # slot -> logprobs of the prompt tokens that follow the chunk's logits
+    # slot -> logprobs of the prompt tokens that follow the chunk's logits
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}
     eager: EagerReason | None = "disabled"  # None: a graph was replayed
     padded_tokens: int = 0

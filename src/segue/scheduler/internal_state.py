@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from segue.scheduler.pause import PauseState
-from segue.scheduler.request import RequestPhase
+from segue.scheduler.request import PREFILL
 
 if TYPE_CHECKING:
     from segue.scheduler.scheduler import Scheduler
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def internal_state(s: Scheduler) -> dict[str, Any]:
     """Returns the present state of the queues and pools, and the counters."""
     resources, ratio = s.resources, s.new_token_ratio
-    prefilling = [r.rid for r in s.running.values() if r.phase is RequestPhase.PREFILL]
+    prefilling = [r.rid for r in s.running.values() if r.phase is PREFILL]
     return {
         "engine_paused": s.control.client_state is PauseState.PAUSED,
         "pause_mode": s.control.client_mode,

@@ -6,54 +6,57 @@ request's. Every lock in the prefix cache has a holder.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from segue.kvcache.prefix_cache import Node
 
 if TYPE_CHECKING:
     from segue.scheduler.scheduler import Scheduler
+
+Owned = tuple[str, Sequence[int]]  # an owner's name, and the numbers of its pages or slots
 
 
 def find_problems(scheduler: Scheduler) -> list[str]:
     """Returns one sentence per broken invariant; an empty list if all hold."""
     return [
-        *_page_problems(scheduler),
-        *_slot_problems(scheduler),
+        *_not_a_partition("page", _page_owners(scheduler), scheduler.limits.num_pages),
+        *_not_a_partition("slot", _slot_owners(scheduler), scheduler.limits.max_running_requests),
         *_lock_problems(scheduler),
         *_request_problems(scheduler),
     ]
 
 
-def _page_problems(s: Scheduler) -> list[str]:
-    holders = {
-        "free": s.resources.allocator.free_pages(),
-        "cached": [node.page for node in s.resources.prefix.nodes()],
-        "pending_free": [page for released in s.resources.pending_free for page in released.pages],
-    }
-    holders |= {f"request {r.rid}": r.own_pages for r in s.running.values()}
-    return _not_a_partition("page", holders, s.limits.num_pages)
+def _page_owners(s: Scheduler) -> Iterator[Owned]:
+    """Yields every owner of pages with its pages. A further kind of owner is one more line here."""
+    yield "the free list", s.resources.allocator.free_pages()
+    yield "the prefix cache", [node.page for node in s.resources.prefix.nodes()]
+    yield from (("a step in flight", released.pages) for released in s.resources.pending_free)
+    yield from ((f"request {r.rid}", r.own_pages) for r in s.running.values())
 
 
-def _slot_problems(s: Scheduler) -> list[str]:
-    slots = {
-        "free": list(s.resources.free_slots),
-        "pending_free": [r.slot for r in s.resources.pending_free if r.slot is not None],
-    }
-    slots |= {f"request {r.rid}": [r.slot] for r in s.running.values()}
-    return _not_a_partition("slot", slots, s.limits.max_running_requests)
+def _slot_owners(s: Scheduler) -> Iterator[Owned]:
+    yield "the free list", s.resources.free_slots
+    yield from (("a step in flight", [r.slot]) for r in s.resources.pending_free if r.slot is not None)
+    yield from ((f"request {r.rid}", [r.slot]) for r in s.running.values())
+
+
+def _lock_holders(s: Scheduler) -> Iterator[Node]:
+    """Yields the deepest node of every lock in the prefix cache."""
+    nodes = [r.node for r in s.running.values()] + [released.node for released in s.resources.pending_free]
+    yield from (node for node in nodes if node is not None)
 
 
 def _lock_problems(s: Scheduler) -> list[str]:
-    prefix, locks = s.resources.prefix, dict[int, int]()
-    for holder in [r.node for r in s.running.values()] + [
-        released.node for released in s.resources.pending_free
-    ]:
-        for node in holder.path() if holder is not None else ():
-            locks[id(node)] = locks.get(id(node), 0) + 1
-    problems = [
-        f"cached page {node.page} has {node.locks} locks, but {locks.get(id(node), 0)} holders"
-        for node in prefix.nodes()
-        if node.locks != locks.get(id(node), 0)
-    ]
+    prefix = s.resources.prefix
+    locks = Counter(id(node) for holder in _lock_holders(s) for node in holder.path())
     nodes = list(prefix.nodes())
+    problems = [
+        f"cached page {node.page} has {node.locks} locks, but {locks[id(node)]} holders"
+        for node in nodes
+        if node.locks != locks[id(node)]
+    ]
     if len(nodes) != prefix.num_pages:
         problems.append(f"the prefix cache counts {prefix.num_pages} pages, but has {len(nodes)}")
     if prefix.num_evictable != sum(node.locks == 0 for node in nodes):
@@ -80,10 +83,11 @@ def _request_problems(s: Scheduler) -> list[str]:
     return problems
 
 
-def _not_a_partition(noun: str, holders: dict[str, list[int]], total: int) -> list[str]:
+def _not_a_partition(noun: str, owners: Iterable[Owned], total: int) -> list[str]:
+    """Returns what keeps the items 0 to ``total`` - 1 from having one owner each."""
     owner: dict[int, str] = {}
     problems: list[str] = []
-    for name, items in holders.items():
+    for name, items in owners:
         for item in items:
             if item in owner:
                 problems.append(f"{noun} {item} belongs to {owner[item]} and to {name}")

@@ -162,9 +162,8 @@ class PauseControl:
 
     def _must_wait(self) -> bool:
         """Whether a step or, in mode "wait", a request has to end before the pause takes effect."""
-        return bool(
-            self._scheduler.in_flight or (self.mode == "wait" and self._scheduler.has_started_requests)
-        )
+        s = self._scheduler
+        return bool(s.in_flight) or (self.mode == "wait" and s.has_started_requests)
 
     def _user_waits(self) -> bool:
         """Whether the user's pause waits for requests that have begun, even during a weight commit."""
@@ -188,9 +187,7 @@ class PauseControl:
         if not waits:
             self._answer_pauses(now, num_retracted=num_retracted, num_aborted=len(finished))
 
-    def _answer_pauses(
-        self, now: float | None = None, *, num_retracted: int = 0, num_aborted: int = 0
-    ) -> None:
+    def _answer_pauses(self, now: float | None = None, num_retracted: int = 0, num_aborted: int = 0) -> None:
         """Answer all pending pause calls; ``now`` is None if the pause ended before it took effect."""
         for call, since in self._pauses:
             self._replies.append(
@@ -225,9 +222,7 @@ class PauseControl:
     def _why_not_flushed(self) -> str:
         counts = f"{len(self._scheduler.running)} requests run and {len(self._scheduler.waiting)} wait"
         if self.state is PauseState.PAUSED:
-            return (
-                f"{counts}; paused in place, they keep their KV: pause with mode retract or abort, then flush"
-            )
-        return (
-            f"{counts}; flush when they have ended (see timeout), or pause with mode retract or abort first"
-        )
+            remedy = "paused in place, they keep their KV: pause with mode retract or abort, then flush"
+        else:
+            remedy = "flush when they have ended (see timeout), or pause with mode retract or abort first"
+        return f"{counts}; {remedy}"

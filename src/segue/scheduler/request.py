@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import inf
 
 from segue.kvcache.prefix_cache import Node
-from segue.messages.requests import SamplingParams
+from segue.messages.requests import FinishReason, SamplingMode, SamplingParams
 
 
 class RequestPhase(Enum):
@@ -21,76 +23,53 @@ class RequestPhase(Enum):
     FINISHED = auto()
 
 
+# The same phases; on Python 3.11 reading one from its class takes 140 ns, for each request and step.
+WAITING, PREFILL, DECODE, FINISHED = RequestPhase
+
 _NEXT = {
-    RequestPhase.WAITING: {RequestPhase.PREFILL, RequestPhase.FINISHED},
-    RequestPhase.PREFILL: {RequestPhase.DECODE, RequestPhase.WAITING, RequestPhase.FINISHED},
-    RequestPhase.DECODE: {RequestPhase.WAITING, RequestPhase.FINISHED},
-    RequestPhase.FINISHED: set[RequestPhase](),
+    WAITING: {PREFILL, FINISHED},
+    PREFILL: {DECODE, WAITING, FINISHED},
+    DECODE: {WAITING, FINISHED},
+    FINISHED: set[RequestPhase](),
 }
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """One request. Positions count from the first prompt token; a position is computed once its KV is."""
 
-    __slots__ = (
-        "arrival",
-        "cached_tokens",
-        "capacity",
-        "kv_epoch",
-        "launched",
-        "max_new_tokens",
-        "node",
-        "num_inserted",
-        "num_retractions",
-        "outputs_launched",
-        "pages",
-        "params",
-        "phase",
-        "priority",
-        "prompt_len",
-        "prompt_logprobs_next",
-        "rid",
-        "sampling_mode",
-        "slot",
-        "stop_ids",
-        "tokens",
-        "versions",
-    )
+    rid: str
+    params: SamplingParams
+    tokens: list[int]  # the prompt, then the output tokens known on the host
+    prompt_len: int
+    most_outputs: int  # output tokens that it may have here; those that it arrived with count too
+    priority: int
+    arrival: int  # 1, 2, 3, …; a retracted request keeps its number, and so its queue position
+    added_at: float  # seconds, by the clock of `Scheduler.plan`
+    deadline: float = inf  # when its first token is due, by the same clock
+    has_begun: bool  # whether it was admitted before, or arrived with output tokens
+    stop_ids: frozenset[int] = field(init=False)
+    sampling_mode: SamplingMode = field(init=False)
+    phase: RequestPhase = WAITING
+    outputs_launched: int = field(init=False)  # output tokens known, or sampled by a step in flight
+    versions: list[tuple[str, int, int]] = field(default_factory=list)  # (weight version, start, end)
+    prompt_logprobs_next: int = field(init=False)  # first prompt position still owed; -1: none
+    cached_tokens: int = -1  # prompt tokens that its first admission found cached; -1: not admitted
 
-    def __init__(
-        self,
-        *,
-        rid: str,
-        prompt: list[int],
-        params: SamplingParams,
-        priority: int,
-        arrival: int,
-        max_new_tokens: int,
-    ) -> None:
-        self.rid = rid
-        self.params = params
-        self.priority = priority
-        self.arrival = arrival  # 1, 2, 3, …; a retracted request keeps its number, and so its queue position
-        self.prompt_len = len(prompt)
-        self.max_new_tokens = max_new_tokens
-        self.stop_ids = frozenset(params.stop_token_ids)
-        self.sampling_mode = params.sampling_mode
-        self.phase = RequestPhase.WAITING
+    slot: int = -1
+    launched: int = 0  # positions that all launched steps compute
+    pages: list[int] = field(default_factory=list)  # in token order: first the prefix cache's, then its own
+    capacity: int = 0  # positions that the pages have room for
+    node: Node | None = None  # the deepest locked node of the prefix cache
+    num_inserted: int = 0  # leading pages that belong to the prefix cache
+    kv_epoch: int = -1  # the weights' epoch at its admission
 
-        self.tokens = prompt  # the prompt, then the output tokens known on the host
-        self.outputs_launched = 0  # output tokens that all launched steps sample, those in flight included
-        self.versions: list[tuple[str, int, int]] = []  # (weight version, start, end) over the output tokens
-        self.prompt_logprobs_next = params.prompt_logprobs_start  # first position still owed; -1: none
-        self.cached_tokens = -1  # tokens that its first admission found in the prefix cache; -1: not admitted
-        self.num_retractions = 0
-
-        self.slot = -1
-        self.launched = 0  # positions that all launched steps compute
-        self.pages: list[int] = []  # in token order: first pages of the prefix cache, then its own
-        self.capacity = 0  # positions that the pages have room for
-        self.node: Node | None = None  # the deepest locked node of the prefix cache
-        self.num_inserted = 0  # leading pages that belong to the prefix cache
-        self.kv_epoch = -1  # the weights' epoch at its admission
+    def __post_init__(self) -> None:
+        """Derive what the parameters and tokens imply."""
+        self.stop_ids = frozenset(self.params.stop_token_ids)
+        self.sampling_mode = self.params.sampling_mode
+        self.outputs_launched = self.num_outputs
+        self.prompt_logprobs_next = self.params.prompt_logprobs_start
 
     @property
     def num_outputs(self) -> int:
@@ -100,7 +79,7 @@ class Request:
     @property
     def wants_decode(self) -> bool:
         """Whether it takes part in the next decode; an end by length is known before its last token is."""
-        return self.phase is RequestPhase.DECODE and self.outputs_launched < self.max_new_tokens
+        return self.phase is DECODE and self.outputs_launched < self.most_outputs
 
     @property
     def owes_prompt_logprobs(self) -> bool:
@@ -127,13 +106,17 @@ class Request:
         else:
             spans.append((version, at, at + 1))
 
+    def end_by_output(self) -> FinishReason | None:
+        """Returns how the last output token ends the request; None if it goes on."""
+        count = len(self.tokens) - self.prompt_len
+        if self.tokens[-1] in self.stop_ids and 0 < count >= self.params.min_new_tokens:
+            return "stop"
+        return "length" if count >= self.most_outputs else None
+
     def forget_kv(self) -> None:
         """Reset all KV state but keep the tokens; its slot, pages and lock have been released before."""
-        self.slot = -1
-        self.launched = 0
+        self.slot = self.kv_epoch = -1
+        self.launched = self.capacity = self.num_inserted = 0
         self.pages = []
-        self.capacity = 0
         self.node = None
-        self.num_inserted = 0
-        self.kv_epoch = -1
         self.outputs_launched = self.num_outputs

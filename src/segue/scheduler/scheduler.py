@@ -1,27 +1,21 @@
-"""The pure scheduler: plain data in, plain data out; no torch, no sockets, no clock.
+"""The pure scheduler: plain data in, plain data out; no torch, no sockets, no clock of its own.
 
 ``plan()`` decides a step and counts it as launched; ``apply()`` takes its result. With overlap the loop calls
 ``plan()`` for step *n + 1* before ``apply()`` of step *n*: lengths are known by then, but tokens are not.
+All times are in seconds of one monotonic clock, which the caller reads.
 
-Only :meth:`Scheduler._release` releases a request's slot, pages and prefix lock.
+A request leaves the queue or the batch through :meth:`Scheduler._leave` alone. A table says what it gives
+back.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import isnan
 from typing import Any
 
-from segue.errors import (
-    ContextLengthError,
-    InvalidRequestError,
-    NonFiniteLogitsError,
-    OverloadedError,
-    PausedError,
-    PoisonedError,
-    SegueError,
-)
+from segue import errors
 from segue.kvcache.prefix_cache import Node
 from segue.messages.control import Counters, EngineLimits, SchedulerOutput
 from segue.messages.requests import (
@@ -34,14 +28,13 @@ from segue.messages.requests import (
     FinishReason,
     Rejected,
     TokenLogprob,
-    pack_ids,
     unpack_ids,
 )
-from segue.messages.steps import NON_FINITE, NewSlot, StepPlan, StepResult
-from segue.scheduler.invariants import find_problems
+from segue.messages.steps import NON_FINITE, StepPlan, StepResult
 from segue.scheduler.pause import PauseControl, PauseState
-from segue.scheduler.queue import NewTokenRatio, WaitingQueue, choose_victim, expected_tokens
-from segue.scheduler.request import Request, RequestPhase
+from segue.scheduler.prefill import FirstCome, PrefillPlanner, PrefillPolicy
+from segue.scheduler.queue import NewTokenRatio, WaitingQueue, choose_victim
+from segue.scheduler.request import DECODE, FINISHED, PREFILL, WAITING, Request, RequestPhase
 from segue.scheduler.resources import Resources
 from segue.scheduler.step import Step
 from segue.sizes import ceil_div
@@ -59,8 +52,9 @@ class SchedulerLimits(EngineLimits, frozen=True, kw_only=True):
 class Scheduler:
     """Decides what each step runs. Nothing else starts, retracts or ends a request."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, policy: PrefillPolicy | None = None) -> None:
         self.limits = limits
+        self.wake_at: float | None = None  # when `plan` may give a step although nothing arrives; None: never
         self.weight_version = FIRST_WEIGHT_VERSION
         self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
         self.refuses: str | None = None  # why every new request is rejected; None: requests are accepted
@@ -79,37 +73,60 @@ class Scheduler:
         self.num_decode_steps = 0
         self.totals = Counters()
         self.control = PauseControl(self)
+        self._prefill = PrefillPlanner(self, policy or FirstCome())
 
     # --- the start and the end of requests ---
 
-    def add(self, message: AddRequest) -> Rejected | None:
-        """Queue a request; returns None, or the rejection with its reason."""
-        prompt_len = len(message.prompt) // 4
-        if message.rid in self.requests:
-            return _rejected(message, InvalidRequestError, f"rid {message.rid!r} is in flight; use another")
-        if self.refuses is not None:
-            return _rejected(message, PoisonedError, self.refuses)
-        if not 1 <= prompt_len < self.limits.max_seq_len:
-            rule = f"must have 1 to {self.limits.max_seq_len - 1}, so that one more token fits the context"
-            return _rejected(message, ContextLengthError, f"the prompt has {prompt_len} tokens, but {rule}")
-        if self.limits.reject_while_paused and (mode := self.control.client_mode) is not None:
-            text = f"generation is paused ({mode}), and --paused-policy is reject; retry later"
-            return _rejected(message, PausedError, text)
-        if len(self.waiting) >= self.limits.max_queued_requests:
-            text = f"{len(self.waiting)} requests wait, the limit set by --max-queued-requests; retry later"
-            return _rejected(message, OverloadedError, text)
+    def add(self, message: AddRequest, now: float) -> Rejected | Finished | None:
+        """Queue a request.
+
+        Returns None, or the rejection with its reason, or the end of a request whose outputs already end it.
+        """
+        prompt_len, num_outputs = len(message.prompt) // 4, len(message.outputs) // 4
+        most_outputs = min(message.params.max_new_tokens, self.limits.max_seq_len - prompt_len)
+        try:
+            self._check(message, prompt_len, num_outputs, most_outputs)
+        except errors.SegueError as error:
+            return Rejected(message.rid, type(error).__name__, error.message)
         self._arrivals += 1
-        request = Request(
+        request = self.requests[message.rid] = Request(
             rid=message.rid,
-            prompt=unpack_ids(message.prompt),
             params=message.params,
+            tokens=unpack_ids(message.prompt + message.outputs),
+            prompt_len=prompt_len,
+            most_outputs=most_outputs,
             priority=message.priority,
             arrival=self._arrivals,
-            max_new_tokens=min(message.params.max_new_tokens, self.limits.max_seq_len - prompt_len),
+            added_at=now,
+            # During a pause it counts as a newcomer: a pause that has taken effect waits for no further one.
+            has_begun=num_outputs > 0 and self.control.admits,
         )
-        self.requests[request.rid] = request
         self.waiting.push(request)
-        return None
+        reason = request.end_by_output() if num_outputs else None
+        return None if reason is None else self._end(request, reason)
+
+    def _check(self, message: AddRequest, prompt_len: int, num_outputs: int, most_outputs: int) -> None:
+        """Raise the reason why a request cannot be queued, if there is one."""
+        if message.rid in self.requests:
+            raise errors.InvalidRequestError(f"rid {message.rid!r} is in flight; use another")
+        if self.refuses is not None:
+            raise errors.PoisonedError(self.refuses)
+        if not 1 <= prompt_len < self.limits.max_seq_len:
+            rule = f"must have 1 to {self.limits.max_seq_len - 1}, so that one more token fits the context"
+            raise errors.ContextLengthError(f"the prompt has {prompt_len} tokens, but {rule}")
+        if num_outputs > most_outputs:
+            raise errors.InvalidRequestError(
+                f"the request begins with {num_outputs} output tokens, but may have {most_outputs}; raise "
+                "max_new_tokens, or send fewer"
+            )
+        if self.limits.reject_while_paused and (mode := self.control.client_mode) is not None:
+            raise errors.PausedError(
+                f"generation is paused ({mode}), and --paused-policy is reject; retry later"
+            )
+        if len(self.waiting) >= self.limits.max_queued_requests:
+            raise errors.OverloadedError(
+                f"{len(self.waiting)} requests wait, the limit set by --max-queued-requests; retry later"
+            )
 
     def abort(self, message: Abort) -> list[Finished]:
         """End one request or all requests; they keep the tokens that they have. Unknown ids are ignored."""
@@ -138,18 +155,12 @@ class Scheduler:
         reason: FinishReason,
         *,
         num_tokens: int | None = None,
-        matched: int | None = None,
         message: str | None = None,
-        error: type[SegueError] | None = None,
+        error: type[errors.SegueError] | None = None,
     ) -> Finished:
-        """End a request and release what it holds; every end of a request goes through here."""
-        if request.phase is RequestPhase.WAITING:
-            self.waiting.remove(request)
-        else:
-            del self.running[request.rid]
-            self._release(request)
+        """End a request; every end goes through here. Without ``num_tokens`` it keeps all its tokens."""
+        self._leave(request, FINISHED)
         del self.requests[request.rid]
-        request.enter(RequestPhase.FINISHED)
         count = request.num_outputs if num_tokens is None else num_tokens
         return Finished(
             rid=request.rid,
@@ -157,7 +168,8 @@ class Scheduler:
             num_tokens=count,
             prompt_tokens=request.prompt_len,
             cached_tokens=max(0, request.cached_tokens),
-            matched=matched,
+            # A stop string, which the frontend finds, cuts the output; a stop token is the last one.
+            matched=request.tokens[-1] if reason == "stop" and num_tokens is None else None,
             message=message,
             versions=[(v, start, min(end, count)) for v, start, end in request.versions if start < count],
             error=None if error is None else error.__name__,
@@ -180,7 +192,7 @@ class Scheduler:
         }
         finished = []
         for request, where in non_finite.items():
-            if request.phase is RequestPhase.FINISHED:
+            if request.phase is FINISHED:
                 continue
             assert request.node is not None
             self.resources.prefix.hide(request.node)
@@ -190,7 +202,7 @@ class Scheduler:
                 "so there is no token to give. The weights, or the dtype they run in, do not suit this "
                 "prompt: see the server's log"
             )
-            finished.append(self._end(request, "error", message=text, error=NonFiniteLogitsError))
+            finished.append(self._end(request, "error", message=text, error=errors.NonFiniteLogitsError))
         return finished
 
     def retract_all(self) -> int:
@@ -206,14 +218,24 @@ class Scheduler:
     def _retract(self, request: Request) -> None:
         """Put a request back into the queue with its tokens but without KV. Nothing may be in flight."""
         assert not self.in_flight
-        del self.running[request.rid]
-        self._release(request)
+        self._leave(request, WAITING)
         request.forget_kv()
-        request.num_retractions += 1
-        request.enter(RequestPhase.WAITING)
         self.waiting.push(request)
 
+    def _leave(self, request: Request, to: RequestPhase) -> None:
+        """Take a request out of its phase. It gives back what it held there: the one exit of all requests."""
+        for give_back in _GIVES_BACK[request.phase]:
+            give_back(self, request)
+        request.enter(to)
+
+    def _leave_queue(self, request: Request) -> None:
+        self.waiting.remove(request)
+
+    def _leave_batch(self, request: Request) -> None:
+        del self.running[request.rid]
+
     def _release(self, request: Request) -> None:
+        """Release its slot, its own pages and its lock on cached ones, once no step in flight uses them."""
         self._swaps = [swap for swap in self._swaps if swap[0] is not request]
         self._free_later(slot=request.slot, pages=request.own_pages, node=request.node)
 
@@ -235,12 +257,22 @@ class Scheduler:
 
     @property
     def has_started_requests(self) -> bool:
-        """Whether a request runs, or waits because it was retracted."""
-        return bool(self.running) or any(request.num_retractions for request in self.waiting)
+        """Whether a request runs, or waits to go on with the tokens that it has."""
+        return bool(self.running) or any(request.has_begun for request in self.waiting)
 
-    def plan(self) -> StepPlan | None:
-        """Decide the next step; None if nothing can run, or not before the step in flight is applied."""
+    @property
+    def admissible(self) -> WaitingQueue | list[Request]:
+        """The waiting requests that may start; during a pause of mode "wait", those that have begun."""
+        return self.waiting if self.control.admits else [each for each in self.waiting if each.has_begun]
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Decide the next step.
+
+        Returns None if nothing can run, or not before the step in flight is applied, or, if :attr:`wake_at`
+        is set, not before that time.
+        """
         assert len(self.in_flight) <= 1, "apply the oldest step before planning another"
+        self.wake_at = None
         if not self.control.runs:
             return None
         decoding = [r for r in self.running.values() if r.wants_decode]
@@ -251,55 +283,28 @@ class Scheduler:
                 return None
             self._preempt(needy)
             preempted = True
-            decoding = [r for r in decoding if r.phase is RequestPhase.DECODE]
-            needy = [r for r in needy if r.phase is RequestPhase.DECODE]
+            decoding = [r for r in decoding if r.phase is DECODE]
+            needy = [r for r in needy if r.phase is DECODE]
         self._step += 1
         step = Step(self._step, self.weight_version)
         self.in_flight.append(step)
         swaps, self._swaps = self._swaps, []  # what this step's own insertions swap goes into the next plan
-        step.pages += [(request.slot, first, pages) for request, first, pages in swaps]
+        step.plan.pages += [(request.slot, first, pages) for request, first, pages in swaps]
         for request, page in zip(needy, self.resources.take_pages(len(needy)), strict=True):
-            step.pages.append((request.slot, len(request.pages), [page]))
+            step.plan.pages.append((request.slot, len(request.pages), [page]))
             request.pages.append(page)
             request.capacity += self.limits.page_size
         step.decode(decoding)
-        self._plan_prefill(step, admit=not preempted)
-        if not step.slots:
+        self.wake_at = self._prefill.fill(step, now, admit=not preempted)
+        if not step.plan.slots:
             self.in_flight.pop()
             self._step -= 1
             self._swaps = swaps
             return None
         self.totals.num_steps += 1
-        self.num_decode_steps += step.num_decode > 0
+        self.num_decode_steps += step.plan.num_decode > 0
         self.new_token_ratio.on_step()
-        return step.plan()
-
-    def _plan_prefill(self, step: Step, *, admit: bool) -> None:
-        budget = self.limits.chunked_prefill_size
-        for request in self.running.values():
-            if request.phase is RequestPhase.PREFILL and budget > 0:
-                budget -= self._prefill(request, step, budget)
-        while admit and budget > 0 and self.resources.free_slots:
-            admitted = self._next_to_admit()
-            if admitted is None or not self._admit(admitted, step):
-                break
-            budget -= self._prefill(admitted, step, budget)
-
-    def _next_to_admit(self) -> Request | None:
-        """The head of the queue; during a pause of mode "wait", the first retracted request."""
-        if self.control.admits:
-            return self.waiting.head if self.waiting else None
-        return next((request for request in self.waiting if request.num_retractions), None)
-
-    def _prefill(self, request: Request, step: Step, budget: int) -> int:
-        """Add a chunk to the step, and share its full pages at once; returns its length.
-
-        Steps run in launch order, and each layer stores all KV of a step before it reads any. Later requests
-        of the same step can therefore read these pages, so equal prompts sent together are computed once.
-        """
-        count = step.prefill(request, budget)
-        self._insert_pages(request, request.launched)
-        return count
+        return step.plan
 
     def _preempt(self, needy: Iterable[Request]) -> None:
         """Retract running requests until each request of ``needy`` that still runs can have a page."""
@@ -311,52 +316,6 @@ class Scheduler:
             needy.discard(victim)
             self.totals.num_preemptions += 1
             self.new_token_ratio.on_preemption()
-
-    def _admit(self, request: Request, step: Step) -> bool:
-        """Give a request a slot and pages for all its known tokens; False if the reserve would not stay free.
-
-        The reserve need not stay free if nothing else holds pages.
-        """
-        size = self.limits.page_size
-        node = self._match(request)
-        self.resources.prefix.lock(node)
-        shared = self.resources.prefix.pages(node)
-        needed = ceil_div(len(request.tokens), size) - len(shared)
-        alone = not self.running and not self.resources.pending_free
-        if needed + (0 if alone else self._reserve(request)) > self.resources.num_available:
-            self.resources.prefix.unlock(node)
-            return False
-        self.waiting.remove(request)
-        request.enter(RequestPhase.PREFILL)
-        self.running[request.rid] = request
-        request.slot = self.resources.free_slots.pop()
-        request.node, request.num_inserted = node, len(shared)
-        request.kv_epoch = self.kv_epoch
-        request.pages = shared + self.resources.take_pages(needed)
-        request.capacity = len(request.pages) * size
-        request.launched = len(shared) * size
-        if request.cached_tokens < 0:
-            request.cached_tokens = request.launched
-        self.totals.prompt_tokens += len(request.tokens)
-        self.totals.cached_tokens += request.launched
-        step.new_slots.append(
-            NewSlot(request.slot, pack_ids(request.tokens), request.prompt_len, request.params)
-        )
-        step.pages.append((request.slot, 0, list(request.pages)))
-        return True
-
-    def _match(self, request: Request) -> Node:
-        if not self.limits.prefix_cache:
-            return self.resources.prefix.root(self.kv_epoch)
-        usable = len(request.tokens) - 1  # the last token is always computed, because its logits are needed
-        if request.owes_prompt_logprobs:
-            usable = min(usable, max(0, request.prompt_logprobs_next - 1))
-        return self.resources.prefix.match(self.kv_epoch, request.tokens, usable)
-
-    def _reserve(self, newcomer: Request) -> int:
-        """Pages that the running requests and the newcomer are expected to need for their output tokens."""
-        tokens = expected_tokens(self.running.values()) + expected_tokens([newcomer])
-        return int(tokens * self.new_token_ratio.value) // self.limits.page_size
 
     # --- results ---
 
@@ -374,23 +333,20 @@ class Scheduler:
         prompt_logprobs = {
             request.rid: result.prompt_logprobs[request.slot][:count]
             for request, count in step.prompt_logprobs
-            if request.phase is not RequestPhase.FINISHED
+            if request.phase is not FINISHED
         }
         for index, (request, token) in enumerate(zip(step.sampling, result.tokens, strict=True)):
-            if request.phase is RequestPhase.FINISHED:
+            if request.phase is FINISHED:
                 continue
             request.add_token(token, step.version)
             rids.append(request.rid)
             tokens.append(token)
             if result.logprobs is not None and (entry := result.logprobs[index]) is not None:
                 logprobs[request.rid] = entry
-            num_outputs = len(request.tokens) - request.prompt_len
-            if token in request.stop_ids and num_outputs >= request.params.min_new_tokens:
-                finished.append(self._end(request, "stop", matched=token))
-            elif num_outputs >= request.max_new_tokens:
-                finished.append(self._end(request, "length"))
+            if (reason := request.end_by_output()) is not None:
+                finished.append(self._end(request, reason))
             elif len(request.tokens) > (request.num_inserted + 1) * page_size:
-                self._insert_pages(request, len(request.tokens) - 1)
+                self.insert_pages(request, len(request.tokens) - 1)
         self._settle()
         totals = self.totals
         totals.output_tokens += len(tokens)
@@ -408,7 +364,7 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _insert_pages(self, request: Request, computed: int) -> None:
+    def insert_pages(self, request: Request, computed: int) -> None:
         """Insert the full pages among the first ``computed`` positions into the prefix cache.
 
         If the cache already has a page with the same tokens, the request uses that one and frees its own.
@@ -456,19 +412,15 @@ class Scheduler:
         return count * self.limits.page_size
 
     def set_weight_version(self, version: str) -> None:
-        """Note that new weights are served. Requests keep the KV they have, but it is not shared any more."""
+        """Note that new weights are served. Requests keep their KV, but it is not shared any more."""
         assert not self.in_flight, "weights change between steps"
         self.weight_version = version
         self.kv_epoch += 1
 
-    def rename_weights(self, version: str) -> None:
-        """Give the served weights another name; cached KV stays valid."""
-        self.weight_version = version
 
-    def check_invariants(self) -> list[str]:
-        """Returns one sentence per broken invariant; see :func:`segue.scheduler.invariants.find_problems`."""
-        return find_problems(self)
-
-
-def _rejected(message: AddRequest, kind: type[Exception], text: str) -> Rejected:
-    return Rejected(message.rid, kind.__name__, text)
+# What a request gives back when it ends or is retracted, by the phase that it leaves.
+_GIVES_BACK: dict[RequestPhase, Sequence[Callable[[Scheduler, Request], None]]] = {
+    WAITING: (Scheduler._leave_queue,),
+    PREFILL: (Scheduler._leave_batch, Scheduler._release),
+    DECODE: (Scheduler._leave_batch, Scheduler._release),
+}

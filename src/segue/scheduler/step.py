@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import get_args
 
 from segue.messages.requests import SamplingMode
-from segue.messages.steps import NewSlot, StepPlan
-from segue.scheduler.request import Request, RequestPhase
+from segue.messages.steps import StepPlan
+from segue.scheduler.request import DECODE, Request
 
 _SAMPLING_MODES: tuple[SamplingMode, ...] = get_args(SamplingMode)
 
@@ -17,25 +17,17 @@ class Step:
     def __init__(self, number: int, version: str) -> None:
         self.number = number
         self.version = version  # name of the weights that the step runs with
-        self.new_slots: list[NewSlot] = []
-        self.pages: list[tuple[int, int, list[int]]] = []
-        self.num_decode = 0
-        self.slots: list[int] = []
-        self.starts: list[int] = []
-        self.lens: list[int] = []
-        self.num_logits: list[int] = []
+        self.plan = StepPlan(number)  # the message to the model runners; nothing changes it once it is sent
         self.sampling: list[Request] = []  # requests that sample a token, in the order of the result
-        self.samples: list[bool] = []
         self.prompt_logprobs: list[tuple[Request, int]] = []  # (request, number of them)
-        self.sampling_mode: SamplingMode = "plain"
 
     def decode(self, requests: list[Request]) -> None:
         """Add the decode part: one token per request."""
-        count = len(requests)
-        self.num_decode = count
-        self.slots = [r.slot for r in requests]
-        self.starts = [r.launched for r in requests]
-        self.lens, self.num_logits, self.samples = [1] * count, [1] * count, [True] * count
+        plan, count = self.plan, len(requests)
+        plan.num_decode = count
+        plan.slots = [r.slot for r in requests]
+        plan.starts = [r.launched for r in requests]
+        plan.lens, plan.num_logits, plan.samples = [1] * count, [1] * count, [True] * count
         self.sampling = requests
         for request in requests:
             request.launched += 1
@@ -43,8 +35,11 @@ class Step:
             self._require(request.sampling_mode)
 
     def prefill(self, request: Request, budget: int) -> int:
-        """Add the next prefill chunk of a request, at most ``budget`` tokens; returns its length."""
-        start = request.launched
+        """Add the next prefill chunk of a request, at most ``budget`` tokens; returns its length.
+
+        The last chunk samples a token. The request decodes from then on, if it may draw further tokens.
+        """
+        plan, start = self.plan, request.launched
         count = min(budget, len(request.tokens) - start)
         last = start + count == len(request.tokens)
         num_logits = int(last)
@@ -58,34 +53,19 @@ class Step:
                 request.prompt_logprobs_next = end + 1
                 self.prompt_logprobs.append((request, end - first))
                 self._require("full")
-        self.slots.append(request.slot)
-        self.starts.append(start)
-        self.lens.append(count)
-        self.num_logits.append(num_logits)
-        self.samples.append(last)
+        plan.slots.append(request.slot)
+        plan.starts.append(start)
+        plan.lens.append(count)
+        plan.num_logits.append(num_logits)
+        plan.samples.append(last)
         request.launched += count
         if last:
             request.outputs_launched += 1
-            request.enter(RequestPhase.DECODE)
+            request.enter(DECODE)
             self.sampling.append(request)
             self._require(request.sampling_mode)
         return count
 
     def _require(self, sampling_mode: SamplingMode) -> None:
-        if _SAMPLING_MODES.index(sampling_mode) > _SAMPLING_MODES.index(self.sampling_mode):
-            self.sampling_mode = sampling_mode
-
-    def plan(self) -> StepPlan:
-        """Returns the message to the model runners."""
-        return StepPlan(
-            self.number,
-            self.new_slots,
-            self.pages,
-            self.num_decode,
-            self.slots,
-            self.starts,
-            self.lens,
-            self.num_logits,
-            self.samples,
-            self.sampling_mode,
-        )
+        if _SAMPLING_MODES.index(sampling_mode) > _SAMPLING_MODES.index(self.plan.sampling_mode):
+            self.plan.sampling_mode = sampling_mode

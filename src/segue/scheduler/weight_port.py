@@ -52,7 +52,7 @@ class SchedulerPort:
             scheduler.forget_cache()
 
     def rename(self, version: str) -> None:
-        self._scheduler.rename_weights(version)
+        self._scheduler.weight_version = version  # cached KV stays valid
 
     def refuse(self, reason: str | None) -> None:
         self._scheduler.refuses = reason

@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
@@ -32,10 +32,11 @@ from segue.messages.control import (
     Shutdown,
     State,
 )
-from segue.messages.requests import Abort, AddRequest, Finish, Finished
+from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected
 from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
 from segue.messages.weight_update import RankReply, Received, WeightCall, WeightCommand, WithdrawCall
 from segue.scheduler.internal_state import internal_state
+from segue.scheduler.invariants import find_problems
 from segue.scheduler.scheduler import Scheduler
 from segue.scheduler.weight_port import SchedulerPort
 from segue.weight_update.control.calls import WeightControl
@@ -74,6 +75,7 @@ class Updater(Protocol):
 # end is predicted a little late (measured: 5 % of the throughput of prefill at 18 ms per step).
 LEAD_S, LONG_S = 0.003, 0.05
 _MANY_TOKENS = 512  # only steps of at least so many tokens have a predicted duration
+OVERLAP_DEPTH = 2  # steps in flight, with overlap: a step is launched before the last one's result is read
 MAX_POLL_S = 3600.0  # the socket takes milliseconds as an integer; a client may give any number of seconds
 
 
@@ -86,47 +88,30 @@ class Launched:
     at: float  # the time of its launch, in seconds of the monotonic clock
 
 
+@dataclass(eq=False)
 class SchedulerLoop:
-    """Rank 0's loop.
+    """Rank 0's loop."""
 
-    ``inbox`` is a PULL socket of ``FrontendMessage``, ``outbox`` a PUSH socket of ``SchedulerMessage``,
-    ``followers`` one PUSH socket of ``RankMessage`` per further rank, ``events`` a PULL socket of the
-    ``RankEvent`` of all ranks, this one included. With ``overlap`` a step is planned and launched before the
-    previous step's result is read. An idle loop polls for ``spin`` seconds before it sleeps, because a
-    wake-up takes long. ``turn`` lets another thread read how long the present turn, about a step, has taken.
-    """
+    scheduler: Scheduler
+    runner: Runner
+    updater: Updater
+    _: KW_ONLY
+    inbox: zmq.Socket[bytes]  # PULL, of `FrontendMessage`
+    outbox: zmq.Socket[bytes]  # PUSH, of `SchedulerMessage`
+    followers: Sequence[zmq.Socket[bytes]] = ()  # PUSH, of `RankMessage`, one per further rank
+    events: zmq.Socket[bytes]  # PULL, of the `RankEvent` of all ranks, this one included
+    overlap: bool  # whether a step is planned and launched before the previous step's result is read
+    spin: float = 0.0  # seconds that an idle loop polls before it sleeps, because a wake-up takes long
+    memory_usage: dict[str, int]
+    turn: Turn = field(default_factory=Turn)  # shows other threads how long the present turn has taken
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        updater: Updater,
-        *,
-        inbox: zmq.Socket[bytes],
-        outbox: zmq.Socket[bytes],
-        followers: Sequence[zmq.Socket[bytes]] = (),
-        events: zmq.Socket[bytes],
-        overlap: bool,
-        spin: float = 0.0,
-        memory_usage: dict[str, int],
-        turn: Turn | None = None,
-    ) -> None:
-        self.scheduler = scheduler
-        self._runner = runner
-        self._updater = updater
-        self._weights = WeightControl(SchedulerPort(scheduler), 1 + len(followers))
-        self._inbox = inbox
-        self._outbox = outbox
-        self._followers = followers
-        self._events = events
+    def __post_init__(self) -> None:
+        """Prepare what the loop keeps from turn to turn."""
+        self._weights = WeightControl(SchedulerPort(self.scheduler), 1 + len(self.followers))
         self._early_events: deque[RankEvent] = deque()  # read while the ranks' drain was awaited
         self._poller = zmq.Poller()
-        for socket in (inbox, events):
+        for socket in (self.inbox, self.events):
             self._poller.register(socket, zmq.POLLIN)
-        self._overlap = overlap
-        self._spin = spin
-        self._memory_usage = memory_usage
-        self._turn = turn or Turn()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FrontendMessage).decode
         self._decode_event = msgspec.msgpack.Decoder(RankEvent).decode
@@ -136,28 +121,33 @@ class SchedulerLoop:
         self._running = True
 
     def run(self) -> None:
-        """Serve until :class:`Shutdown`."""
-        before: Launched | None = None
+        """Serve until :class:`Shutdown`.
+
+        Each turn takes the messages, launches a step, and only then reads the oldest result, if no further
+        step can be launched before: with overlap the device computes while the host plans and replies.
+        """
+        in_flight: deque[Launched] = deque()
+        idle = True  # whether nothing is in flight or can be launched before a message or a deadline comes
+        depth = OVERLAP_DEPTH if self.overlap else 1
         while self._running:
-            self._turn.begin()
-            self._receive(block=before is None and not self.scheduler.has_work)
-            if before is not None:
-                self._wait_for_turn(before)
+            self.turn.begin()
+            self._receive(block=idle)
+            if in_flight:
+                self._wait_for_turn(in_flight[0])
             launched = self._launch()
-            if before is not None:
-                self._apply(before)
-            if launched is not None and not self._overlap:
-                self._apply(launched)
-                launched = None
-            before = launched
+            if launched is not None:
+                in_flight.append(launched)
+            idle = not in_flight
+            if in_flight and (launched is None or len(in_flight) == depth):
+                self._apply(in_flight.popleft())
 
     def _launch(self) -> Launched | None:
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(time.monotonic())
         if plan is None:
             return None
         now = time.monotonic()
         self._send_to_followers(plan)
-        return Launched(self._runner.forward_batch(plan), plan.num_tokens, now)
+        return Launched(self.runner.forward_batch(plan), plan.num_tokens, now)
 
     def _apply(self, launched: Launched) -> None:
         result = launched.pending.result()
@@ -171,14 +161,13 @@ class SchedulerLoop:
         self._advance()
 
     def _warn_of_non_finite(self, output: SchedulerOutput) -> None:
-        rids = [finished.rid for finished in output.finished if finished.reason == "error"]
         logger.error(
             "logits were not finite (NaN or infinite) for request %s with weights of version %r: the request "
             "ends with the error non_finite_logits. This is logged once; segue:non_finite_logits_total of "
             "/metrics counts such requests. If many requests fail, the weights are bad, or too large for the "
             "dtype: load or send them again, or choose --dtype bfloat16 or float32. If few requests fail, "
             "look at their prompts",
-            ", ".join(rids),
+            ", ".join(finished.rid for finished in output.finished if finished.reason == "error"),
             self.scheduler.weight_version,
         )
 
@@ -205,16 +194,16 @@ class SchedulerLoop:
         for answer in answers:
             self._send(answer)
         for own, *others in commands:
-            for follower, command in zip(self._followers, others, strict=True):
+            for follower, command in zip(self.followers, others, strict=True):
                 follower.send(self._encode(command))
-            self._updater.handle(own)
+            self.updater.handle(own)
 
     def _advance_pause(self) -> None:
-        """Send the pause machine's replies; a pause is answered only once every rank has drained."""
+        """Send the pause machine's replies; a pause is shown and answered once every rank has drained."""
         now = time.monotonic()
-        replies = self.scheduler.control.advance(now)
+        replies = self.scheduler.control.advance(now)  # among them an output that shows the pause
         late_ms = 0.0
-        if self._followers and any(isinstance(reply, Paused) and reply.mode for reply in replies):
+        if self.followers and any(isinstance(reply, Paused) and reply.mode for reply in replies):
             self._drain_ranks()
             late_ms = (time.monotonic() - now) * 1e3
         for reply in replies:
@@ -223,16 +212,16 @@ class SchedulerLoop:
             self._send(reply)
 
     def _send_to_followers(self, message: RankMessage) -> None:
-        if self._followers:
+        if self.followers:
             frame = self._encode(message)
-            for follower in self._followers:
+            for follower in self.followers:
                 follower.send(frame)
 
     def _drain_ranks(self) -> None:
         self._send_to_followers(Drain())
-        missing = len(self._followers)
+        missing = len(self.followers)
         while missing:
-            event = self._decode_event(self._events.recv())
+            event = self._decode_event(self.events.recv())
             if isinstance(event, Drained):
                 missing -= 1
             else:
@@ -243,9 +232,9 @@ class SchedulerLoop:
             block = False
             if event := self._next_event():
                 self._weights.on_rank(event, time.monotonic())
-            elif self._inbox.poll(0):
+            elif self.inbox.poll(0):
                 try:
-                    message = self._decode(self._inbox.recv())
+                    message = self._decode(self.inbox.recv())
                 except msgspec.ValidationError:  # one call without an answer is better than an engine's death
                     logger.exception("a message of the frontend breaks a rule of its fields, and is dropped")
                 else:
@@ -258,7 +247,7 @@ class SchedulerLoop:
             event = self._early_events.popleft()
         else:
             try:
-                event = self._decode_event(self._events.recv(zmq.NOBLOCK))
+                event = self._decode_event(self.events.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return None
         assert not isinstance(event, Drained), "a rank sent Drained without a Drain"
@@ -268,8 +257,11 @@ class SchedulerLoop:
         finished: list[Finished] = []
         match message:
             case AddRequest():
-                if (rejected := self.scheduler.add(message)) is not None:
-                    self._send(rejected)
+                answer = self.scheduler.add(message, time.monotonic())
+                if isinstance(answer, Rejected):
+                    self._send(answer)
+                elif answer is not None:
+                    finished = [answer]
                 elif not self.scheduler.has_work:  # no step will report the new number of waiting requests
                     self._send(self.scheduler.output())
             case Abort():
@@ -299,35 +291,28 @@ class SchedulerLoop:
             return True
         if not block:
             return False
-        spun = time.monotonic() + self._spin
+        times = (self.scheduler.wake_at, self.scheduler.control.next_deadline, self._weights.next_deadline)
+        deadline = min((each for each in times if each is not None), default=math.inf)
+        spun = min(time.monotonic() + self.spin, deadline)
         while time.monotonic() < spun:
             if self._poller.poll(0):
                 return True
-        self._turn.rest()
-        try:
-            return self._sleep()
-        finally:
-            self._turn.begin()
-
-    def _sleep(self) -> bool:
-        """Wait for a message, or until the next deadline; returns whether a message is there."""
-        deadlines = (self.scheduler.control.next_deadline, self._weights.next_deadline)
-        deadline = min((each for each in deadlines if each is not None), default=None)
-        if deadline is None:
-            return bool(self._poller.poll(None))
+        self.turn.rest()
         patience = min(deadline - time.monotonic(), MAX_POLL_S)
-        return bool(self._poller.poll(max(0, math.ceil(patience * 1e3))))
+        arrived = self._poller.poll(max(0, math.ceil(patience * 1e3)))
+        self.turn.begin()
+        return bool(arrived)
 
     def _send(self, message: SchedulerMessage) -> None:
-        self._outbox.send(self._encode(message))
+        self.outbox.send(self._encode(message))
 
     def _send_state(self, message: GetState) -> None:
         state: dict[str, Any] = internal_state(self.scheduler) | {
-            "memory_usage": self._memory_usage,
+            "memory_usage": self.memory_usage,
             "weight_update": self._weights.status(time.monotonic()),
             "last_gen_throughput": self._throughput.per_second(),
         }
-        problems = self.scheduler.check_invariants() if message.check else []
+        problems = find_problems(self.scheduler) if message.check else []
         self._send(State(message.call, state, problems))
 
 
@@ -392,15 +377,14 @@ def follow(
     messages: zmq.Socket[bytes],
     send: Callable[[RankEvent], None],
     *,
-    depth: int,
     turn: Turn | None = None,
 ) -> None:
-    """The loop of the other ranks: run every plan in order, with at most ``depth`` steps in flight.
+    """The loop of the other ranks: run every plan in order, with at most ``OVERLAP_DEPTH`` steps in flight.
 
     It never returns.
     """
     decode = msgspec.msgpack.Decoder(RankMessage).decode
-    pending: list[Pending] = []
+    in_flight: deque[Pending] = deque()
     turn = turn or Turn()
     while True:
         turn.rest()
@@ -408,12 +392,12 @@ def follow(
         turn.begin()
         match message := decode(frame):
             case StepPlan():
-                pending.append(runner.forward_batch(message))
-                while len(pending) >= depth:
-                    pending.pop(0).result()
+                in_flight.append(runner.forward_batch(message))
+                if len(in_flight) == OVERLAP_DEPTH:
+                    in_flight.popleft().result()
             case Drain():
-                while pending:
-                    pending.pop(0).result()
+                while in_flight:
+                    in_flight.popleft().result()
                 send(Drained())
             case _:
                 updater.handle(message)

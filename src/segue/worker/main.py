@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import EngineStartError, SegueError
-from segue.heartbeat import HeartbeatSender, Turn
+from segue.heartbeat import Turn, send_heartbeats
 from segue.host import freeze_heap
 from segue.logs import configure, logger
 from segue.messages.control import InitStep, Ready, StartFailed
@@ -35,7 +36,6 @@ from segue.worker.loop import SchedulerLoop, follow
 # How long an idle loop polls before it sleeps, if the model runs on a GPU and so leaves cores free; a wake-up
 # takes 0.1 ms or more there.
 SPIN_S = 0.01
-OVERLAP_DEPTH = 2  # a follower's steps in flight: launched, their results not yet read
 
 
 def run_scheduler(
@@ -53,25 +53,19 @@ def run_scheduler(
     ``addresses`` are those of the frontend's messages and of the answers. Errors of the start are sent to the
     frontend as ``StartFailed``; later errors are raised.
     """
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, address in zip((inbox, outbox), addresses, strict=True):
-        socket.set_hwm(0)
-        socket.connect(address)
-    followers = [context.socket(zmq.PUSH) for _ in range(1, size)]
-    for rank, socket in enumerate(followers, 1):
-        socket.set_hwm(0)
-        socket.bind(_plan_address(run_dir, rank))
-    events = context.socket(zmq.PULL)
-    events.set_hwm(0)
-    events.bind(_event_address(run_dir))
+    inbox = open_socket(context, zmq.PULL, addresses[0])
+    outbox = open_socket(context, zmq.PUSH, addresses[1])
+    followers = [
+        open_socket(context, zmq.PUSH, _plan_address(run_dir, rank), bind=True) for rank in range(1, size)
+    ]
+    events = open_socket(context, zmq.PULL, _event_address(run_dir), bind=True)
     sender = EventSender(context, run_dir)
     try:
         started = start_runner(config, TPInfo(rank=0, size=size), run_dir, outbox)
         if started is None:
             return
         runner, steps = started
-        updater = WeightUpdater(runner.served_weights(), sender.send)
-        try:
+        with closing(runner), closing(WeightUpdater(runner.served_weights(), sender.send)) as updater:
             loop = SchedulerLoop(
                 Scheduler(limits_of(config, runner)),
                 runner,
@@ -82,20 +76,27 @@ def run_scheduler(
                 events=events,
                 overlap=not config.disable_overlap,
                 spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,
-                turn=turn,
+                turn=turn or Turn(),
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
             )
             if not embedded:
                 freeze_heap()
             outbox.send(msgspec.msgpack.encode(_ready(runner, steps)))
             loop.run()
-        finally:
-            updater.close()
-            runner.close()
     finally:
         sender.close()
         for socket in (inbox, outbox, events, *followers):
             socket.close(linger=500)
+
+
+def open_socket(
+    context: zmq.Context[Any], kind: int, address: str, *, bind: bool = False
+) -> zmq.Socket[bytes]:
+    """Open a socket that queues messages without a limit."""
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.set_hwm(0)
+    (socket.bind if bind else socket.connect)(address)
+    return socket
 
 
 def start_runner(
@@ -117,14 +118,10 @@ def start_runner(
         source = resolve(config.model, config.load_format, config.cache_dir)
         return ModelRunner(config, source, tp, run_dir, report), steps
     except Exception as error:
-        if isinstance(error, SegueError):
-            failed = StartFailed(type(error).__name__, error.message)
-        else:
+        if not isinstance(error, SegueError):
             logger.exception("rank %d could not start", tp.rank)
-            failed = StartFailed(
-                EngineStartError.__name__, f"rank {tp.rank}: {type(error).__name__}: {error}"
-            )
-        outbox.send(msgspec.msgpack.encode(failed))
+            error = EngineStartError(f"rank {tp.rank}: {type(error).__name__}: {error}")
+        outbox.send(msgspec.msgpack.encode(StartFailed(type(error).__name__, error.message)))
         return None
 
 
@@ -164,9 +161,7 @@ class EventSender:
     """Sends a rank's events to rank 0; any of the rank's threads may use it."""
 
     def __init__(self, context: zmq.Context[Any], run_dir: Path) -> None:
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.set_hwm(0)
-        self._socket.connect(_event_address(run_dir))
+        self._socket = open_socket(context, zmq.PUSH, _event_address(run_dir))
         self._lock = threading.Lock()
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -185,17 +180,15 @@ class EventSender:
 def _run_follower(
     config: EngineConfig, tp: TPInfo, run_dir: Path, address: str, context: zmq.Context[Any], turn: Turn
 ) -> None:
-    messages, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    messages.set_hwm(0)
-    messages.connect(_plan_address(run_dir, tp.rank))
-    outbox.connect(address)
+    messages = open_socket(context, zmq.PULL, _plan_address(run_dir, tp.rank))
+    outbox = open_socket(context, zmq.PUSH, address)
     started = start_runner(config, tp, run_dir, outbox)
     outbox.close(linger=500)
     if started is not None:
         freeze_heap()
         runner, sender = started[0], EventSender(context, run_dir)
         updater = WeightUpdater(runner.served_weights(), sender.send)
-        follow(runner, updater, messages, sender.send, depth=OVERLAP_DEPTH, turn=turn)
+        follow(runner, updater, messages, sender.send, turn=turn)
 
 
 def _watch_lifeline(run_dir: Path) -> None:
@@ -216,11 +209,11 @@ def main() -> None:
     addresses = (f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
     context: zmq.Context[Any] = zmq.Context()
     try:
-        with HeartbeatSender(context, addresses[1], tp.rank, config.ping_s) as pulse:
+        with send_heartbeats(context, addresses[1], tp.rank, config.ping_s) as turn:
             if tp.rank == 0:
-                run_scheduler(config, run_dir, addresses, context, size=tp.size, turn=pulse.turn)
+                run_scheduler(config, run_dir, addresses, context, size=tp.size, turn=turn)
             else:
-                _run_follower(config, tp, run_dir, addresses[1], context, pulse.turn)
+                _run_follower(config, tp, run_dir, addresses[1], context, turn)
     except Exception:
         if run_dir.exists():
             raise

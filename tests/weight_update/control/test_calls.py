@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from segue.messages.control import Continue, Flush, Flushed, Pause, Paused, SchedulerOutput
-from segue.messages.requests import AddRequest, SamplingParams, pack_ids
+from segue.messages.requests import AddRequest, Rejected, SamplingParams, pack_ids
 from segue.messages.weight_operations import (
     AbortSession,
     BeginUpdate,
@@ -45,6 +45,7 @@ from segue.messages.weight_update import (
     WeightCommand,
     WeightNotice,
 )
+from segue.scheduler.invariants import find_problems
 from segue.scheduler.weight_port import SchedulerPort
 from segue.weight_update.control.calls import WeightControl
 from tests.scheduler.simulation import Simulation
@@ -161,7 +162,7 @@ def engine() -> Iterator[Engine]:
     assert engine.reply(join(GROUP)).success
     engine.kinds()
     yield engine
-    assert not engine.scheduler.check_invariants()
+    assert not find_problems(engine.scheduler)
     assert all(len(answers) == 1 for answers in engine.answers.values()), "a call has one answer"
     assert "weight_commit" not in engine.scheduler.control.holders or engine.state == "committing"
 
@@ -580,9 +581,13 @@ def test_a_commit_that_fails_after_a_rank_has_written_poisons_the_weights(engine
     assert engine.state == "poisoned"
     assert engine.sim.finished["r"].reason == "abort"
     rejected = engine.scheduler.add(
-        AddRequest(rid="s", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=1))
+        AddRequest(rid="s", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=1)), engine.now
     )
-    assert rejected is not None and rejected.kind == "PoisonedError" and "out of memory" in rejected.message
+    assert (
+        isinstance(rejected, Rejected)
+        and rejected.kind == "PoisonedError"
+        and "out of memory" in rejected.message
+    )
     engine.broken = {}
     assert "poisoned" in engine.reply(prepare(PART)).message, "a partial update is refused"
     assert "poisoned" in engine.reply(BeginUpdate()).message
@@ -726,9 +731,9 @@ def test_requests_are_not_rejected_during_a_commit() -> None:
     engine.sim.add("r", [1, 2, 3], max_new_tokens=2)  # asserts that the request is accepted
     engine.pause("in_place")
     rejected = engine.scheduler.add(
-        AddRequest(rid="s", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=1))
+        AddRequest(rid="s", prompt=pack_ids([1]), params=SamplingParams(max_new_tokens=1)), engine.now
     )
-    assert rejected is not None and rejected.kind == "PausedError"
+    assert isinstance(rejected, Rejected) and rejected.kind == "PausedError"
 
 
 def test_a_partial_single_call_on_poisoned_weights_is_received_and_dropped(engine: Engine) -> None:

@@ -50,6 +50,7 @@ from segue.messages.weight_update import (
     WeightCall,
     WeightCommand,
 )
+from segue.scheduler.invariants import find_problems
 from segue.scheduler.weight_port import SchedulerPort
 from segue.weight_update.control.calls import WeightControl
 from segue.weight_update.control.fan_out import FanOut
@@ -313,7 +314,7 @@ class WeightMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_scheduler_is_sound(self) -> None:
-        assert self.sim.scheduler.check_invariants() == []
+        assert find_problems(self.sim.scheduler) == []
 
     def teardown(self) -> None:
         """Run everything to its end; every call must get an answer."""
