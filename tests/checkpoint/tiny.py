@@ -12,6 +12,7 @@ from segue.checkpoint.source import ModelSource, resolve
 from segue.distributed.collectives import SingleRank
 from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena
+from segue.memory.rank_memory import PrivateMemory
 from segue.models.config import ModelConfig
 from segue.models.decoder import Decoder
 from segue.models.registry import build_model
@@ -91,7 +92,9 @@ def load_source(
 ) -> tuple[Decoder, Arena]:
     tp = tp or TPInfo()
     model = build_model(source.config, dtype=dtype, collectives=Rank(tp))
-    return model, load_weights(model, source.config, source, tp, "cpu", dtype, **options)
+    return model, load_weights(
+        model, source.config, source, tp, PrivateMemory(torch.device("cpu")), dtype, **options
+    )
 
 
 def assert_equal(arena: Arena, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:

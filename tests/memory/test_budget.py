@@ -14,7 +14,6 @@ from segue.memory.budget import (
     agree_on_free,
     formula_pages,
     free_cpu_memory,
-    page_bytes,
     plan_pages,
 )
 
@@ -29,18 +28,6 @@ CUDA = Demand(
     max_running_requests=256,
 )
 CPU = replace(CUDA, page_size=16, max_len=1000, max_running_requests=4, pool_limit=2_000_000)
-
-
-def test_page_bytes_of_smollm2():
-    # 30 layers, 3 KV heads of 64, bfloat16: 23,040 bytes per token
-    sizes = dict(num_layers=30, num_kv_heads=3, head_dim=64, itemsize=2)
-    assert page_bytes(**sizes, page_size=1, tp_size=1) == 23_040
-    assert page_bytes(**sizes, page_size=16, tp_size=1) == 368_640
-    assert page_bytes(**sizes, page_size=16, tp_size=3) == 122_880
-
-
-def test_page_bytes_with_more_ranks_than_kv_heads_counts_one_head():
-    assert page_bytes(num_layers=1, num_kv_heads=2, head_dim=8, page_size=4, itemsize=4, tp_size=4) == 256
 
 
 def test_formula_is_ratio_minus_arena_minus_reserve_over_page_minus_one():

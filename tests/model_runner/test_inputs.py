@@ -6,7 +6,7 @@ import torch
 from segue.attention.base import AttentionShape
 from segue.attention.cpu import CPUAttention
 from segue.kvcache.page_table import PageTable
-from segue.kvcache.pool import KVPool
+from segue.kvcache.pool import KVPool, KVShape
 from segue.messages.requests import SamplingParams, pack_ids
 from segue.messages.steps import NewSlot, StepPlan
 from segue.model_runner.batch_state import BatchState
@@ -16,9 +16,8 @@ from segue.model_runner.inputs import InputBuilder, StepInputs
 @pytest.fixture
 def build():
     """Apply plans and build their inputs; slots 0 and 1 decode, slot 2 prefills."""
-    kv = KVPool(
-        num_pages=50, num_layers=1, page_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32, device="cpu"
-    )
+    sizes = KVShape(num_pages=50, num_layers=1, page_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32)
+    kv = KVPool(sizes, torch.zeros(sizes.num_bytes, dtype=torch.uint8))
     table = PageTable(max_running=4, max_seq_len=64, page_size=4, scratch_page=kv.scratch_page, device="cpu")
     state = BatchState(max_running_requests=4, max_seq_len=64, page_table=table, device=torch.device("cpu"))
     shape = AttentionShape(num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)

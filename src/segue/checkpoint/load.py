@@ -14,7 +14,8 @@ from segue.checkpoint.gguf import weights as gguf_weights
 from segue.checkpoint.shards import Shards
 from segue.checkpoint.source import ModelSource
 from segue.distributed.info import TPInfo
-from segue.memory.arena import Arena, TensorSpec, bind
+from segue.memory.arena import Arena, Layout, TensorSpec, bind
+from segue.memory.rank_memory import RankMemory
 from segue.models.config import ModelConfig
 from segue.models.weight_map import WeightMap
 from segue.models.weight_map import build as build_weight_map
@@ -25,13 +26,13 @@ def load_weights(
     config: ModelConfig,
     source: ModelSource,
     tp: TPInfo,
-    device: torch.device | str,
+    memory: RankMemory,
     dtype: torch.dtype,
     progress: bool | None = None,
     *,
     seed: int = 0,
 ) -> Arena:
-    """Fill a new arena with this rank's shard of the weights, and bind `model` to it.
+    """Fill an arena of `memory` with this rank's shard of the weights, and bind `model` to it.
 
     `model` is on `meta` before. A GGUF file is converted to `dtype`; all values are cast to the parameters'
     dtype. With `progress` None, rank 0 shows a progress bar on a terminal. `seed` is for dummy weights.
@@ -49,19 +50,23 @@ def load_weights(
     ]
     assert {spec.name: spec.shape for spec in specs} == weight_map.parameters, "model and weight map disagree"
     show = progress if progress is not None else tp.is_first and sys.stderr.isatty()
-    with tqdm(unit="B", unit_scale=True, desc="Loading weights", disable=not show) as bar:
-        bar.reset(total=sum(spec.num_bytes for spec in specs))
-        made: list[Arena] = []
 
+    def fill(take: Callable[[], Arena]) -> None:
         def make() -> Arena:
-            made.append(_allocate(specs, weight_map, device))
-            return made[0]
+            arena = take()
+            arena.zero_gaps()
+            for parameter, box in weight_map.padding.items():
+                arena.view(parameter)[box].zero_()
+            return arena
 
-        for num_bytes in read_weights(source, weight_map, make, dtype, seed=seed, progress=show):
-            bar.update(num_bytes)
-    (arena,) = made
-    if source.format != "dummy":
-        check_finite(arena, weight_map, source.gguf or source.directory)
+        with tqdm(unit="B", unit_scale=True, desc="Loading weights", disable=not show) as bar:
+            bar.reset(total=sum(spec.num_bytes for spec in specs))
+            for num_bytes in read_weights(source, weight_map, make, dtype, seed=seed, progress=show):
+                bar.update(num_bytes)
+        if source.format != "dummy":
+            check_finite(take(), weight_map, source.gguf or source.directory)
+
+    arena = memory.load(Layout.of(specs), fill)
     bind(model, arena)
     return arena
 
@@ -95,10 +100,3 @@ def _open(source: ModelSource, weight_map: WeightMap, dtype: torch.dtype, *, pro
         return Shards.in_directory(source.directory)
     path = gguf_weights.convert(source.gguf, source.directory, dtype, weight_map, progress=progress)
     return Shards(path, [path])
-
-
-def _allocate(specs: list[TensorSpec], weight_map: WeightMap, device: torch.device | str) -> Arena:
-    arena = Arena.allocate(specs, device)
-    for parameter, box in weight_map.padding.items():
-        arena.view(parameter)[box].zero_()
-    return arena

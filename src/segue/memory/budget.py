@@ -66,16 +66,6 @@ class Budget:
     limited_by: str  # what limited num_pages, for the log
 
 
-def page_bytes(
-    *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, itemsize: int, tp_size: int
-) -> int:
-    """Return the bytes of one page of `page_size` tokens on one of `tp_size` ranks, all layers together.
-
-    `num_kv_heads` is the whole model's. With more ranks than KV heads, each rank holds one head.
-    """
-    return 2 * head_dim * max(1, num_kv_heads // tp_size) * page_size * itemsize * num_layers
-
-
 def formula_pages(demand: Demand) -> int:
     """Return the number of pages that fit, without the scratch page. It may be negative.
 

@@ -10,7 +10,10 @@ from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, TensorParallelError
+from segue.kvcache.pool import KVShape
 from segue.logs import logger
+from segue.models.config import ModelConfig
+from segue.models.sharding import Shard
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,6 +34,17 @@ class ResolvedConfig:
     def max_step_tokens(self) -> int:
         """The tokens that every buffer must hold: a whole chunk, or one per request if that is more."""
         return max(self.chunked_prefill_size, self.max_running_requests)
+
+    def kv_shape(self, model: ModelConfig, shard: Shard, num_pages: int) -> KVShape:
+        """Return the sizes of a KV pool of one rank."""
+        return KVShape(
+            num_pages=num_pages,
+            num_layers=model.num_layers,
+            page_size=self.page_size,
+            num_kv_heads=shard.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=self.dtype,
+        )
 
 
 def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> ResolvedConfig:

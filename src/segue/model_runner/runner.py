@@ -32,9 +32,9 @@ from segue.memory.budget import (
     agree_on_free,
     free_cpu_memory,
     gib,
-    page_bytes,
     plan_pages,
 )
+from segue.memory.rank_memory import PrivateMemory
 from segue.messages.control import EngineLimits, InitStep
 from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
@@ -122,6 +122,7 @@ class ModelRunner:
                 "auto", resolved.device, deterministic=resolved.deterministic and has_experts
             )
             self._stream = make_stream(resolved.device)
+            self._memory = PrivateMemory(resolved.device)
             progress.detail = f"{resolved.device}, {resolved.dtype}, rank {tp.rank} of {tp.size}"
         # On the stream of the steps: if two threads ran parallel operations, GNU's OpenMP would count more
         # threads than cores and never let a thread spin while it waits (a step would take twice as long).
@@ -174,7 +175,7 @@ class ModelRunner:
             )
             self._model, self._source, self._config = model, source, config
             self.arena = load_weights(
-                model, model_config, source, tp, resolved.device, resolved.dtype, seed=config.seed
+                model, model_config, source, tp, self._memory, resolved.dtype, seed=config.seed
             )
             derived = model.build_derived()
             if resolved.device.type == "cpu":
@@ -210,7 +211,7 @@ class ModelRunner:
                 f"longest sequence {budget.max_seq_len} tokens; a step takes {gib(activations)}"
             )
         with progress.step("KV pool"):
-            kv = make_pool(model, resolved, num_pages=budget.num_pages)
+            kv = make_pool(model, resolved, budget.num_pages, self._memory.take_kv)
             progress.num_bytes = kv.data.nbytes
         with progress.step("page table"):
             page_table = PageTable(
@@ -296,7 +297,7 @@ class ModelRunner:
             weight_map=weight_map.build(self._source.config, self.tp),
             config=self._source.config,
             tp=self.tp,
-            device=self.device,
+            memory=self._memory,
             dtype=self.dtype,
             submit=self._stream.submit,
             rebuild=self._model.build_derived,
@@ -410,14 +411,7 @@ def _demand(
         memory_ratio=config.memory_ratio,
         arena_bytes=arena_bytes,
         reserve=reserve,
-        page_bytes=page_bytes(
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            page_size=resolved.page_size,
-            itemsize=resolved.dtype.itemsize,
-            tp_size=groups.tp.size,
-        ),
+        page_bytes=resolved.kv_shape(model, shard(model, groups.tp), 0).page_bytes,
         page_size=resolved.page_size,
         max_len=resolved.max_len,
         max_running_requests=resolved.max_running_requests,
