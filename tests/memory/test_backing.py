@@ -32,7 +32,8 @@ def test_a_pool_is_taken_on_a_kernel_without_huge_pages(monkeypatch: pytest.Monk
 
 
 def test_memory_for_copies_to_a_cpu_is_not_pinned() -> None:
-    assert not backing.pinned(64, CPU).is_pinned()
+    memory = backing.pinned((3, 64), torch.float32, CPU)
+    assert (memory.shape, memory.dtype, memory.is_pinned()) == ((3, 64), torch.float32, False)
 
 
 def test_memory_is_freed_with_its_last_view() -> None:

@@ -19,7 +19,7 @@ class BounceBuffers:
         is_cuda = device.type == "cuda"
         count = 2 if is_cuda else 1
         self.num_bytes = num_bytes
-        self._buffers = [backing.pinned(num_bytes, device) for _ in range(count)]
+        self._buffers = [backing.pinned((num_bytes,), torch.uint8, device) for _ in range(count)]
         self._copied = [torch.Event(device) for _ in range(count)] if is_cuda else []
         self._next = 0
 

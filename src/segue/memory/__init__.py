@@ -1,1 +1,1 @@
-"""Layout and arena of the weights, where memory comes from, the memory budget, and copies beside the steps."""
+"""Layout and arena of the weights, where memory comes from, its budget, and copies beside the steps."""

@@ -1,4 +1,4 @@
-"""The one place that takes memory which stays: one function per kind, each of which returns bytes, `uint8`.
+"""The one place that takes memory which stays: one function per kind. Most return bytes, `uint8`.
 
 Temporaries of a step and small tensors that one module keeps for itself are torch's, and not taken here.
 """
@@ -6,6 +6,7 @@ Temporaries of a step and small tensors that one module keeps for itself are tor
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -35,13 +36,12 @@ def zeros(num_bytes: int, device: torch.device) -> Tensor:
     return huge_pages(num_bytes) if device.type == "cpu" else on_device(num_bytes, device).zero_()
 
 
-def pinned(num_bytes: int, device: torch.device) -> Tensor:
-    """Return undefined bytes of the host for copies from and to `device`: pinned ones if that is CUDA.
+def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an undefined tensor of the host for copies from and to `device`: pinned if that is CUDA.
 
     Pinned memory is torch's, which rounds sizes up to powers of two and keeps what is freed for later.
     """
-    is_pinned = device.type == "cuda" and num_bytes > 0
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda" and 0 not in shape)
 
 
 def page_locked(num_bytes: int) -> Tensor:

@@ -16,6 +16,7 @@ from segue.memory.backing import to_device
 from segue.messages.requests import SamplingParams
 from segue.messages.steps import NewSlot, StepPlan
 from segue.model_runner.device_writes import make_writer
+from segue.model_runner.inputs import PlanArrays
 
 # Below the lowest temperature a draw is the argmax unless two logits are equal; above the highest all tokens
 # are equally likely. In between, finite logits stay finite in float32, and masked tokens stay impossible.
@@ -107,8 +108,10 @@ class BatchState:
         columns = 4 * len(_FLOATS) + 8 * len(_INTEGERS)
         return (max_running_requests + 1) * (table + tokens + columns)
 
-    def apply(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan) -> PlanArrays:
         """Apply the changes of a plan: new slots, page table entries, lengths after this step.
+
+        Returns the plan's columns as arrays.
 
         On a CUDA device the writes are launched when `writer` is flushed.
 
@@ -122,7 +125,9 @@ class BatchState:
             self._add_slots(plan.new_slots)
         if plan.pages:
             self._put_pages(plan.pages)
-        self._advance(plan)
+        arrays = PlanArrays(plan)
+        self._advance(arrays)
+        return arrays
 
     def write_tokens(self, slots: NDArray[np.int64], positions: NDArray[np.int64], tokens: Tensor) -> None:
         """Write `tokens` (int64, on the device) at `positions` of `slots`, where the next step reads them.
@@ -176,26 +181,19 @@ class BatchState:
         )
 
     def _put_pages(self, pages: Sequence[tuple[int, int, list[int]]]) -> None:
-        slots: list[int] = []
-        columns: list[int] = []
-        values: list[int] = []
-        for slot, first, ids in pages:
-            slots += [slot] * len(ids)
-            columns += range(first, first + len(ids))
-            values += ids
-        table = self.page_table.data
-        index = np.array(slots, dtype=np.int64) * table.shape[1] + np.array(columns, dtype=np.int64)
-        self.writer.write(table, index, np.array(values, dtype=np.int32))
+        table, columns = self.page_table.data, self.page_table.data.shape[1]
+        index = [slot * columns + first + i for slot, first, ids in pages for i in range(len(ids))]
+        values = [page for _, _, ids in pages for page in ids]
+        self.writer.write(table, np.array(index, dtype=np.int64), np.array(values, dtype=np.int32))
 
-    def _advance(self, plan: StepPlan) -> None:
-        slots = np.array(plan.slots, dtype=np.int64)
-        starts = np.array(plan.starts, dtype=np.int64)
+    def _advance(self, arrays: PlanArrays) -> None:
+        slots, starts = arrays.slots, arrays.starts
         known = self.lengths[slots]
         wrong = (known != starts) & (known >= 0)
         if wrong.any():
             index = int(wrong.argmax())
             raise PlanError(
-                f"step {plan.step} starts slot {slots[index]} at {starts[index]}, but {known[index]} of its "
+                f"step {self.step} starts slot {slots[index]} at {starts[index]}, but {known[index]} of its "
                 f"tokens are computed"
             )
-        self.lengths[slots] = starts + np.array(plan.lens, dtype=np.int64)
+        self.lengths[slots] = arrays.kv_lens

@@ -124,7 +124,7 @@ def allocate_buffers(
     def allocate(size: int) -> Tensor:
         if device.type == "cuda":
             return backing.on_device(size, device)
-        return backing.pinned(size, torch.device("cuda" if pinned else "cpu"))
+        return backing.pinned((size,), torch.uint8, torch.device("cuda" if pinned else "cpu"))
 
     size = receive_buffer_size(broadcasts) + slack
     misaligned = max((p.num_bytes for b in broadcasts for p in b.pieces if p.is_misaligned), default=0)
