@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import ModelSource, resolve
-from segue.distributed.collectives import SingleRank
+from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena
 from segue.memory.rank_memory import PrivateMemory
@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Rank(SingleRank):
+class Rank(Collectives):
     """A rank without communication, which is enough to build its shard of a model."""
 
     def __init__(self, tp: TPInfo) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from segue.distributed.collectives import Collectives, SingleRank
+from segue.distributed.collectives import Collectives
 from segue.kernels.norm import add_rms_norm, rms_norm
 from segue.layers.base import Layer
 
@@ -15,7 +15,7 @@ class RMSNorm(Layer):
         """Make a norm of `size` channels; `add` sums over the ranks of `collectives`."""
         super().__init__()
         self.eps = eps
-        self.collectives = collectives or SingleRank()
+        self.collectives = collectives or Collectives()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.weight_float32: Tensor | None = None
 

@@ -15,7 +15,7 @@ from segue.kvcache.page_table import PageTable, TokenPool
 from segue.memory.backing import to_device
 from segue.messages.requests import SamplingParams
 from segue.messages.steps import NewSlot, StepPlan
-from segue.model_runner.device_writes import make_writer
+from segue.model_runner.device_writes import CUDAWriter, DeviceWriter
 from segue.model_runner.inputs import PlanArrays
 
 # Below the lowest temperature a draw is the argmax unless two logits are equal; above the highest all tokens
@@ -78,7 +78,7 @@ class BatchState:
     ) -> None:
         num_slots = max_running_requests + 1
         self.device = device
-        self.writer = make_writer(device)
+        self.writer = DeviceWriter() if device.type == "cpu" else CUDAWriter(device)
         self.step = 0  # the number of the last plan applied
         self.page_table = page_table
         self.token_pool = TokenPool(max_running=max_running_requests, max_seq_len=max_seq_len, device=device)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from segue.distributed.collectives import Collectives, SingleRank
+from segue.distributed.collectives import Collectives
 from segue.errors import UnsupportedModelError
 from segue.layers.moe_backend import MoEBackend, run_by_expert
 from segue.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
@@ -36,5 +36,5 @@ def build_model(
             f"model architecture {config.architecture!r} is not supported; supported: {', '.join(_MODELS)}"
         )
     with torch.device("meta"):
-        model = _MODELS[config.architecture](config, collectives or SingleRank(), moe_backend, deterministic)
+        model = _MODELS[config.architecture](config, collectives or Collectives(), moe_backend, deterministic)
         return model.to(dtype)
