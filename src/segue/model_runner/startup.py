@@ -17,6 +17,7 @@ from segue.distributed.collectives import GroupCollectives
 from segue.distributed.groups import connect
 from segue.distributed.info import TPInfo
 from segue.distributed.symmetric import all_devices_have_peer_access
+from segue.host import free_cpu_memory, keep_freed_memory
 from segue.kvcache.page_table import PageTable
 from segue.layers import moe_backend
 from segue.logs import logger
@@ -26,7 +27,6 @@ from segue.memory.budget import (
     Demand,
     Reserve,
     agree_on_free,
-    free_cpu_memory,
     gib,
     plan_pages,
 )
@@ -39,7 +39,7 @@ from segue.model_runner.graph_capture import capture, reserve_for_graphs
 from segue.model_runner.profile_run import check_sizes, make_pool, measure_activations, min_activations
 from segue.model_runner.resolved_config import resolve_config
 from segue.model_runner.sampler import Sampler
-from segue.model_runner.stream import free_garbage, keep_freed_memory
+from segue.model_runner.stream import free_garbage
 from segue.models.registry import build_model
 from segue.models.sharding import shard
 

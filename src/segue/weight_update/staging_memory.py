@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from segue.errors import OutOfMemoryError
+from segue.host import free_cpu_memory
 from segue.logs import logger
 from segue.memory.arena import ALIGNMENT, Arena, Layout, TensorSpec
-from segue.memory.budget import free_cpu_memory, gib
+from segue.memory.budget import gib
 from segue.memory.rank_memory import Place, RankMemory
 from segue.messages.weight_operations import StagingPlace
 
