@@ -200,8 +200,9 @@ def test_without_room_for_all_the_largest_and_the_smallest_sizes_are_captured(
     ):
         ran: list[int] = []
         answers = iter([True] * room + [False])
-        graphs: Any = Graphs[int]("some", None, ran.append, None)
-        assert graphs.capture([4, 1, 16, 8, 2], lambda answers=answers: next(answers)) == left_out
+        graphs: Any = Graphs[int]("some", [4, 1, 16, 8, 2], ran.append, pool=None, checked=None)
+        assert graphs.capture(lambda answers=answers: next(answers)) == left_out
         assert graphs.sizes == captured
         assert ran[:1] == captured[-1:]  # the largest is first, because the others fit into its memory
-    assert graphs.capture([], lambda: True) == []
+    nothing: Any = Graphs[int]("some", [], ran.append, pool=None, checked=None)
+    assert nothing.capture(lambda: True) == nothing.sizes == []

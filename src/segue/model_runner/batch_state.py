@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segue.kvcache.page_table import PageTable, TokenPool
+from segue.kvcache.page_table import PageTable
 from segue.memory.backing import to_device
 from segue.messages.requests import SamplingParams
 from segue.messages.steps import NewSlot, StepPlan
@@ -81,7 +81,9 @@ class BatchState:
         self.writer = DeviceWriter() if device.type == "cpu" else CUDAWriter(device)
         self.step = 0  # the number of the last plan applied
         self.page_table = page_table
-        self.token_pool = TokenPool(max_running=max_running_requests, max_seq_len=max_seq_len, device=device)
+        # The tokens of each slot: the prompt, then the sampled tokens, which the next step reads. A request
+        # of full length still has room for the token that it samples last.
+        self.token_pool = torch.zeros((num_slots, max_seq_len + 1), dtype=torch.int32, device=device)
         self.lengths = np.zeros(num_slots, dtype=np.int64)  # tokens whose KV is computed or being computed
         # The host reads its columns to decide what to launch, and kernels read those of the device; on a CPU
         # both are the same memory.
@@ -135,12 +137,12 @@ class BatchState:
         `NON_FINITE` is written as 0, because a step that was planned ahead must read a valid id.
         """
         where = to_device(np.stack([slots, positions]), self.device)
-        self.token_pool.data[where[0], where[1]] = tokens.clamp(min=0).to(torch.int32)
+        self.token_pool[where[0], where[1]] = tokens.clamp(min=0).to(torch.int32)
 
     def _add_slots(self, new_slots: Sequence[NewSlot]) -> None:
         for new in new_slots:
             tokens = np.frombuffer(new.tokens, dtype=np.int32)
-            pool = self.token_pool.data
+            pool = self.token_pool
             self.writer.write(pool, new.slot * pool.shape[1] + np.arange(len(tokens)), tokens)
             if self.device.type == "cpu":  # attention on a CPU reads whole blocks of pages
                 self.page_table.data[new.slot] = self.page_table.scratch_page

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -97,55 +96,45 @@ class CUDAExecutor(StepExecutor):
         self._checked_hidden = self._sampled_hidden if self_check else None
         self._pool = torch.cuda.graph_pool_handle()
         self._capture_sizes = CaptureSizes(sampling_modes=self._captured_modes)
-        self._sampling_sizes: Sequence[int] = ()
         self._graphs: dict[str, Graphs[Any]] = {}
-        self._to_capture: dict[str, tuple[Sequence[Any], int]] = {}  # sizes and warm-ups of each kind
         self._shapes: dict[str, Callable[[Any], StepShape]] = {}  # of the kinds up to hidden states
         self._choosers: dict[str, Callable[[Sequence[Any], StepPlan], Route | None]] = {}
         rows = row_sizes(max_rows, row_buckets)
+        for name, run in (("decode", self._run_decode), ("sampling", self._run_sampling)):
+            self._graphs[name] = Graphs(name, rows, run, pool=self._pool, checked=self._checked_logits)
         tokens = token_sizes(self._max_tokens, self._max_captured, token_buckets)
-        self._add("decode", rows, self._run_decode, self._checked_logits)
-        self._add("sampling", rows, self._run_sampling, self._checked_logits)
-        self._add_forward("forward", tokens, self._shape)
-        self._add_forward("prefill", prefill_sizes(tokens), self._prefill_shape)
+        self.register("forward", tokens, self._shape)
+        self.register("prefill", prefill_sizes(tokens), self._prefill_shape)
 
     def register(
         self,
         name: str,
         sizes: Sequence[Size],
-        *,
         shape: Callable[[Size], StepShape],
-        choose: Callable[[Sequence[Size], StepPlan], Route | None],
+        choose: Callable[[Sequence[Size], StepPlan], Route | None] | None = None,
         warm_ups: int = 1,
     ) -> None:
-        """Add a kind of graphs for steps of prompts alone, which goes before `forward`.
+        """Add a kind of graphs up to the hidden states of the tokens that sample.
 
         Args:
             name: the name of the kind, and of its routes.
             sizes: what to capture.
             shape: returns the shape of a step of one size.
-            choose: returns the route to the captured size that fits a plan, from the plan alone, or None.
+            choose: for a kind that goes before `forward` in steps of prompts alone: returns the route to the
+                captured size that fits a plan, from the plan alone, or None.
             warm_ups: eager runs before each capture.
         """
-        self._add_forward(name, sizes, shape, warm_ups)
-        self._choosers[name] = choose
-
-    def _add_forward(
-        self, name: str, sizes: Sequence[Size], shape: Callable[[Size], StepShape], warm_ups: int = 1
-    ) -> None:
         self._shapes[name] = shape
-        self._add(name, sizes, lambda size: self._run_forward(shape(size)), self._checked_hidden, warm_ups)
-
-    def _add(
-        self,
-        name: str,
-        sizes: Sequence[Size],
-        run: Callable[[Size], object],
-        checked: Tensor | None,
-        warm_ups: int = 1,
-    ) -> None:
-        self._to_capture[name] = sizes, warm_ups
-        self._graphs[name] = Graphs(name, self._pool, run, checked)
+        self._graphs[name] = Graphs(
+            name,
+            sizes,
+            lambda size: self._run_forward(shape(size)),
+            pool=self._pool,
+            checked=self._checked_hidden,
+            warm_ups=warm_ups,
+        )
+        if choose is not None:
+            self._choosers[name] = choose
 
     @property
     def num_graphs(self) -> int:
@@ -175,19 +164,16 @@ class CUDAExecutor(StepExecutor):
         Returns:
             The sizes that are not captured because there is no room, one text per kind.
         """
-        left_out = {
-            name: self._graphs[name].capture(sizes, has_room, warm_ups=warm_ups)
-            for name, (sizes, warm_ups) in self._to_capture.items()
-        }
+        left_out = {name: graphs.capture(has_room) for name, graphs in self._graphs.items()}
         captured = {name: graphs.sizes for name, graphs in self._graphs.items()}
-        self._capture_sizes = replace(
-            self._capture_sizes,
+        self._capture_sizes = CaptureSizes(
+            sampling_modes=self._captured_modes,
             decode=captured["decode"],
             forward=captured["forward"],
             prefill=captured["prefill"],
+            sampling=captured["sampling"],
             registered=[partial(choose, captured[name]) for name, choose in self._choosers.items()],
         )
-        self._sampling_sizes = captured["sampling"]
         return [f"{kind} {', '.join(map(str, sizes))}" for kind, sizes in left_out.items() if sizes]
 
     @torch.inference_mode()
@@ -243,7 +229,7 @@ class CUDAExecutor(StepExecutor):
         return self._run_forward(shape)
 
     def _sample_after_forward(self, count: int) -> None:
-        bucket = find_bucket(self._sampling_sizes, count)
+        bucket = find_bucket(self._capture_sizes.sampling, count)
         if bucket is None:
             self._run_sampling(count)
         else:
@@ -289,7 +275,7 @@ class CUDAExecutor(StepExecutor):
             inverse_temperatures=columns.inverse_temperature,
             seeds=columns.seed,
             num_top=columns.num_top,
-            token_pool=self._state.token_pool.data,
+            token_pool=self._state.token_pool,
             ring=self._ring,
             logprob_ring=self._logprob_ring,
             ring_index=self._inputs.ring_index,

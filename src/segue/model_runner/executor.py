@@ -103,7 +103,7 @@ class StepExecutor:
         """Return the log-probabilities of a run of prompt tokens, in parts; on ranks other than 0 none."""
         # All logits of a chunk at once would be hundreds of MB.
         size = max(1, self.logits_bytes // (4 * self._model.config.vocab_size))
-        known = self._state.token_pool.data[run.slot, run.position : run.position + run.count].to(torch.int64)
+        known = self._state.token_pool[run.slot, run.position : run.position + run.count].to(torch.int64)
         num_top = max(0, int(self._state.host.num_top[run.slot]))
         parts = []
         for start in range(0, run.count, size):
@@ -125,7 +125,7 @@ def context_of(
     slots, positions = torch.from_numpy(arrays.token_slots), torch.from_numpy(arrays.positions)
     returns_all = all_hidden or len(arrays.last_tokens) in (0, len(positions))
     return Context(
-        input_ids=state.token_pool.tokens(slots, positions),
+        input_ids=state.token_pool[slots, positions].to(torch.int64),
         positions=positions,
         slot_mapping=kv.token_rows(state.page_table.kv_slots(slots, positions)),
         logits_indices=None if returns_all else torch.from_numpy(arrays.last_tokens),

@@ -50,37 +50,47 @@ class GraphMismatchError(RuntimeError):
 class Graphs(Generic[Size]):
     """Captured graphs of one kind, by size."""
 
-    def __init__(self, name: str, pool: Any, run: Callable[[Size], object], checked: Tensor | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        sizes: Iterable[Size],
+        run: Callable[[Size], object],
+        *,
+        pool: Any,
+        checked: Tensor | None,
+        warm_ups: int = 1,
+    ) -> None:
         """Prepare to capture; `capture` makes the graphs.
 
         Args:
             name: the name of the kind, for messages.
-            pool: a `torch.cuda.graph_pool_handle`, the memory pool that all kinds share.
+            sizes: what to capture.
             run: computes a step of one size from the static inputs. Running it twice must change nothing.
+            pool: a `torch.cuda.graph_pool_handle`, the memory pool that all kinds share.
             checked: the tensor that `run` writes, with one line per row, to be compared after every replay.
                 None: replays are not checked.
+            warm_ups: eager runs before each capture.
         """
         self._name = name
-        self._pool = pool
+        self._to_capture: list[Size] = sorted(sizes)
         self._run: Callable[[Size], object] = run
+        self._pool = pool
         self._checked = checked
+        self._warm_ups = warm_ups
         self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
 
-    def capture(
-        self, sizes: Iterable[Size], has_room: Callable[[], bool], *, warm_ups: int = 1
-    ) -> list[Size]:
-        """Capture every size, each after `warm_ups` eager runs.
+    def capture(self, has_room: Callable[[], bool]) -> list[Size]:
+        """Capture every size.
 
         The largest size is captured first, because the others fit into its memory. The others follow in
         ascending order, because small steps lose most when they run eagerly.
 
         Returns the sizes that are not captured because `has_room` returned False.
         """
-        left = sorted(sizes)
-        left = left[-1:] + left[:-1]
+        left = self._to_capture[-1:] + self._to_capture[:-1]
         while left and has_room():
             size = left.pop(0)
-            for _ in range(warm_ups):
+            for _ in range(self._warm_ups):
                 self._run(size)
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -125,6 +135,7 @@ class CaptureSizes:
 
     sampling_modes: Sequence[SamplingMode] = ("plain", "filtered")  # the modes that graphs can sample in
     decode: Sequence[int] = ()  # rows
+    sampling: Sequence[int] = ()  # rows
     forward: Sequence[int] = ()  # tokens
     prefill: Sequence[int] = ()  # tokens
     # Of the kinds that have registered themselves: chooses a graph for a step of prompts alone, if one fits.

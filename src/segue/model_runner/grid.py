@@ -26,7 +26,7 @@ def register(executor: CUDAExecutor, backend: AttentionBackend, sizes: Sequence[
     """Let `executor` capture and replay the grid of `sizes`, which the backend must support."""
     if sizes:
         backend.init_batch_prefill_cuda_graph_state(*map(max, zip(*sizes, strict=True)))
-        executor.register("grid", sizes, shape=_shape, choose=choose, warm_ups=2)
+        executor.register("grid", sizes, _shape, choose, warm_ups=2)
 
 
 def choose(sizes: Sequence[GridSize], plan: StepPlan) -> Route | None:

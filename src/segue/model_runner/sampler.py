@@ -68,12 +68,11 @@ class Sampler:
         num_top = self._state.host.num_top[slots]
         requested = (num_top >= 0).nonzero()[0]
         raw, filtered = logits, None if sampling_mode == "plain" else self._filtered(slots)
+        if 0 < len(requested) < len(slots) or (sampling_mode == "full" and len(requested)):
+            raw = logits[self._index(requested)]
         if sampling_mode == "full":
-            raw = logits[self._index(requested)] if len(requested) else logits
             self._penalise(logits, slots, positions)
             self._bias(logits, slots, positions)
-        elif len(requested):
-            raw = logits if len(requested) == len(slots) else logits[self._index(requested)]
         tokens = self._choose(logits, slots, positions, filtered=filtered)
         if not len(requested):
             return Sampled(tokens=tokens)
@@ -155,7 +154,7 @@ class Sampler:
         max_len = int(positions[penalised].max())
         logits[index] = penalise(
             logits[index],
-            self._state.token_pool.data[at, :max_len].to(torch.int64),
+            self._state.token_pool[at, :max_len].to(torch.int64),
             prompt_lens=columns.prompt_len[at],
             lengths=self._index(positions[penalised]),
             repetition=columns.repetition_penalty[at],

@@ -199,7 +199,7 @@ class Startup:
             page_table=page_table,
             device=device,
         )
-        return page_table.data.nbytes + self._state.token_pool.data.nbytes, ""
+        return page_table.data.nbytes + self._state.token_pool.nbytes, ""
 
     def _make_backend(self) -> Made:
         self._backend = self.selection.make(self._shape, self.kv)

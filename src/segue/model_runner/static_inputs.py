@@ -206,9 +206,6 @@ class DeviceInputs:
             positions=positions,
             slot_mapping=slot_mapping,
             logits_indices=logits_indices,
-            slots=(),
-            q_lens=(),
-            kv_lens=(),
             page_table=self._state.page_table,
             kv=self._kv,
             backend=self._backend,
@@ -227,7 +224,7 @@ class DeviceInputs:
         return gather_inputs(
             token_slots,
             positions,
-            state.token_pool.data,
+            state.token_pool,
             state.page_table.data,
             page_size=self._kv.page_size,
             page_rows=self._kv.page_rows,
