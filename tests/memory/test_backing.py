@@ -4,6 +4,7 @@ import gc
 import mmap
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,19 @@ def test_memory_of_the_host_is_zero_and_aligned_to_pages(take: Callable[[int], T
         assert memory.data_ptr() % mmap.PAGESIZE == 0 and mmap.PAGESIZE % ALIGNMENT == 0
         assert memory.count_nonzero() == 0
     assert take(0).numel() == 0
+
+
+@pytest.mark.parametrize("take", [backing.pageable, backing.huge_pages])
+def test_memory_of_the_host_is_private(take: Callable[[int], Tensor]) -> None:
+    # A kernel's setting for huge pages rarely covers shared memory, and a fork would write to it.
+    memory = take(3 << 20)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, *_ = line.split()
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        if start <= memory.data_ptr() < end:
+            assert permissions == "rw-p"
+            return
+    raise AssertionError("the memory is not mapped")
 
 
 def test_a_pool_is_taken_on_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:

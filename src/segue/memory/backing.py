@@ -20,7 +20,7 @@ def pageable(num_bytes: int) -> Tensor:
 
     Pages cost nothing until they are touched. Memory of malloc may stay with the process when it is freed.
     """
-    return _mapped(num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return _mapped(num_bytes)
 
 
 def huge_pages(num_bytes: int) -> Tensor:
@@ -28,7 +28,7 @@ def huge_pages(num_bytes: int) -> Tensor:
 
     `torch.zeros` would touch all of it at once, which takes seconds for a KV cache.
     """
-    return _mapped(num_bytes, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS, huge=True)
+    return _mapped(num_bytes, huge=True)
 
 
 def zeros(num_bytes: int, device: torch.device) -> Tensor:
@@ -78,10 +78,11 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _mapped(num_bytes: int, flags: int, *, huge: bool = False) -> Tensor:
+def _mapped(num_bytes: int, *, huge: bool = False) -> Tensor:
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, num_bytes, flags=flags)
+    # Private: kernels rarely give huge pages to shared memory, and a fork must not write to it.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the kernel may have been built without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
