@@ -91,8 +91,8 @@ def test_rare_parameters_are_kept_in_the_extras():
     )
     state.apply(_plan(1, (1, 0, 1), new=[new], pages=[(1, 0, [0])]))
     extras = state.extras[1]
-    assert extras.bias_ids.tolist() == [4, 9] and extras.bias_values.tolist() == [-1.5, 100.0]
-    assert extras.stop_ids.tolist() == [2, 3]
+    assert extras.ids.tolist() == [4, 9, 2, 3] and extras.num_always == 2
+    assert extras.values.tolist() == [-1.5, 100.0, *[np.float32(-1e30)] * 2]
     assert state.host.num_top.tolist() == [-1, 4, -1, -1]
 
 

@@ -88,7 +88,13 @@ def plan_pages(demand: Demand, num_kv_tokens: int | None = None) -> Budget:
         num_pages, limited_by = _automatic_pages(demand)
     else:
         num_pages, limited_by = -(-num_kv_tokens // demand.page_size), "--num-kv-tokens"
-        _check_explicit(demand, num_pages, num_kv_tokens)
+        needed = _explicit_bytes(demand, num_pages)
+        if needed > demand.free_before:
+            raise OutOfMemoryError(
+                f"num_kv_tokens={num_kv_tokens} needs {gib(needed)}, with weights and buffers, but only "
+                f"{gib(demand.free_before)} is free; lower --num-kv-tokens",
+                param="num_kv_tokens",
+            )
     if num_pages < MIN_PAGES:
         raise _too_few(demand, num_pages, explicit=num_kv_tokens is not None)
     return Budget(
@@ -116,16 +122,6 @@ def _automatic_pages(demand: Demand) -> tuple[int, str]:
         limit = demand.pool_limit // demand.page_bytes - 1
         limits.append((limit, f"the limit of {gib(demand.pool_limit)} on CPU"))
     return min(limits)
-
-
-def _check_explicit(demand: Demand, num_pages: int, num_kv_tokens: int) -> None:
-    needed = _explicit_bytes(demand, num_pages)
-    if needed > demand.free_before:
-        raise OutOfMemoryError(
-            f"num_kv_tokens={num_kv_tokens} needs {gib(needed)}, with weights and buffers, but only "
-            f"{gib(demand.free_before)} is free; lower --num-kv-tokens",
-            param="num_kv_tokens",
-        )
 
 
 def _explicit_bytes(demand: Demand, num_pages: int) -> int:

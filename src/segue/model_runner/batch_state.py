@@ -23,6 +23,10 @@ from segue.model_runner.inputs import PlanArrays
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-5, 1e20
 
 
+# A finite bias: a request may mask the whole vocabulary, and that must not look like a fault of the model.
+_MASKED = -1e30
+
+
 class PlanError(RuntimeError):
     """A step plan does not continue the previous one. Fatal: rank 0 and this rank disagree."""
 
@@ -56,9 +60,9 @@ _FLOATS = tuple(field.name for field in fields(SamplingColumns) if field.name no
 class SlotExtras:
     """The sampling parameters of one slot that few requests have."""
 
-    bias_ids: NDArray[np.int64]
-    bias_values: NDArray[np.float32]
-    stop_ids: NDArray[np.int64]  # masked until min_len
+    ids: NDArray[np.int64]
+    values: NDArray[np.float32]  # added to the logits of `ids`
+    num_always: int  # the first ones are the bias; the others mask stop tokens until min_len
 
 
 class BatchState:
@@ -176,10 +180,11 @@ class BatchState:
         if not masks_stops and not params.logit_bias:
             self.extras.pop(slot, None)
             return
+        stops = params.stop_token_ids if masks_stops else ()
         self.extras[slot] = SlotExtras(
-            bias_ids=np.fromiter(params.logit_bias, dtype=np.int64),
-            bias_values=np.fromiter(params.logit_bias.values(), dtype=np.float32),
-            stop_ids=np.array(params.stop_token_ids if masks_stops else (), dtype=np.int64),
+            ids=np.array([*params.logit_bias, *stops], dtype=np.int64),
+            values=np.array([*params.logit_bias.values(), *[_MASKED] * len(stops)], dtype=np.float32),
+            num_always=len(params.logit_bias),
         )
 
     def _put_pages(self, pages: Sequence[tuple[int, int, list[int]]]) -> None:

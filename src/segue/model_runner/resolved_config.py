@@ -15,8 +15,6 @@ from segue.logs import logger
 from segue.models.config import ModelConfig
 from segue.models.sharding import Shard
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
@@ -130,7 +128,8 @@ def _check_deterministic(source: ModelSource, tp: TPInfo, device: torch.device, 
 
 def _dtype(config: EngineConfig, source: ModelSource) -> torch.dtype:
     if config.dtype != "auto":
-        return _DTYPES[config.dtype]
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return dtype
     # bfloat16 is precise enough for quantised values and for float32 checkpoints.
     is_half = source.config.dtype == "float16" and source.gguf is None
     return torch.float16 if is_half else torch.bfloat16
