@@ -157,8 +157,8 @@ def test_prompt_logits_are_computed_in_slices(llama, planner, monkeypatch):
     counts = []
     executor = planner.runner._executor
     monkeypatch.setattr(executor, "logits_bytes", 4 * 4 * making.VOCAB)  # four tokens
-    compute = executor._model.logits
-    monkeypatch.setattr(executor._model, "logits", lambda h: counts.append(len(h)) or compute(h))
+    compute = executor.model.logits
+    monkeypatch.setattr(executor.model, "logits", lambda h: counts.append(len(h)) or compute(h))
     prompt = making.prompt(15)
     sequence = planner.generate(prompt, 1, prompt_logprobs_start=1)
     assert counts == [1, 4, 4, 4, 2]
@@ -313,7 +313,7 @@ def test_a_grid_on_a_backend_without_support_is_ignored_with_a_warning(llama, ca
     assert (result.eager, result.padded_tokens) == ("disabled", 0)
     runner.close()
     with pytest.raises(NotImplementedError, match="CPUAttention"):
-        runner._executor._backend.init_batch_prefill_cuda_graph_state(1, 16)
+        runner._executor.backend.init_batch_prefill_cuda_graph_state(1, 16)
 
 
 def test_a_grid_for_a_mixture_of_experts_is_ignored_with_a_warning(tmp_path, caplog, monkeypatch):

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from segue.attention.base import PagedBackend
-from segue.distributed.collectives import Collectives
 from segue.kernels.triton.all_reduce import OneShotAllReduce
 from segue.kernels.triton.sampling import VocabShard, sample_plain
-from segue.kvcache.pool import KVPool
 from segue.memory import backing
 from segue.messages.requests import SamplingMode
 from segue.messages.steps import StepPlan
-from segue.model_runner.batch_state import BatchState
 from segue.model_runner.executor import StepExecutor
 from segue.model_runner.graphs import (
     CaptureSizes,
@@ -35,42 +33,29 @@ from segue.model_runner.graphs import (
     token_sizes,
 )
 from segue.model_runner.inputs import PlanArrays, PromptRun
-from segue.model_runner.sampler import Sampled, Sampler
+from segue.model_runner.sampler import Sampled
 from segue.model_runner.static_inputs import RING, DeviceInputs, StepShape
 from segue.model_runner.step_result import DeviceStepResult
 from segue.model_runner.stream import free_garbage
-from segue.models.decoder import Decoder
 from segue.sampling.logprobs import Logprobs
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class CUDAExecutor(StepExecutor):
     """Runs step plans on the current stream of one rank."""
 
-    logits_bytes = 64 << 20
+    backend: PagedBackend
+    max_rows: int
+    chunk: int
+    row_buckets: Sequence[int] | None = None  # these two replace the default capture sizes
+    token_buckets: Sequence[int] | None = None
+    self_check: bool = False  # compare the outputs of every replay with those of the same step run eagerly
 
-    def __init__(
-        self,
-        *,
-        model: Decoder,
-        state: BatchState,
-        kv: KVPool,
-        backend: PagedBackend,
-        sampler: Sampler,
-        collectives: Collectives,
-        max_rows: int,
-        chunk: int,
-        row_buckets: Sequence[int] | None = None,
-        token_buckets: Sequence[int] | None = None,
-        self_check: bool = False,
-    ) -> None:
-        """Allocate the static inputs; `capture` makes the graphs.
+    logits_bytes: ClassVar[int] = 64 << 20
 
-        With `self_check`, the outputs of every replay are compared with those of the same step run eagerly.
-        `row_buckets` and `token_buckets` replace the default capture sizes.
-        """
-        super().__init__(
-            model=model, state=state, kv=kv, backend=backend, sampler=sampler, collectives=collectives
-        )
+    def __post_init__(self) -> None:
+        """Allocate the static inputs; `capture` makes the graphs."""
+        model, state, collectives, max_rows = self.model, self.state, self.collectives, self.max_rows
         self._vocab_shard: VocabShard | None = None
         self._captured_modes: Sequence[SamplingMode] = ("plain", "filtered")
         if isinstance(collectives.fused_all_reduce, OneShotAllReduce):
@@ -80,7 +65,9 @@ class CUDAExecutor(StepExecutor):
             self._captured_modes = ("plain",)
         elif collectives.tp.size > 1:  # no rank has the candidates of the others: rank 0 samples
             self._captured_modes = ()
-        self._inputs = DeviceInputs(state, kv, backend, max_tokens=chunk + max_rows, max_slots=max_rows)
+        self._inputs = DeviceInputs(
+            state, self.kv, self.backend, max_tokens=self.chunk + max_rows, max_slots=max_rows
+        )
         weight = model.embed.weight
         # The hidden states of the tokens that sample.
         self._sampled_hidden = torch.zeros(
@@ -88,21 +75,21 @@ class CUDAExecutor(StepExecutor):
         )
         self._ring = backing.pinned((RING, max_rows), torch.int32, state.device).zero_()
         self._logprob_ring = backing.pinned((RING, max_rows), torch.float32, state.device).zero_()
-        self._max_rows, self._max_tokens = max_rows, chunk + max_rows
+        self._max_tokens = self.chunk + max_rows
         self._max_captured = max_forward_graph_tokens(model.config.num_layers, model.weights_per_token())
         self._checked_logits = None
-        if self_check:
+        if self.self_check:
             self._checked_logits = torch.zeros((max_rows, model.shard.vocab_size), device=weight.device)
-        self._checked_hidden = self._sampled_hidden if self_check else None
+        self._checked_hidden = self._sampled_hidden if self.self_check else None
         self._pool = torch.cuda.graph_pool_handle()
         self._capture_sizes = CaptureSizes(sampling_modes=self._captured_modes)
         self._graphs: dict[str, Graphs[Any]] = {}
         self._shapes: dict[str, Callable[[Any], StepShape]] = {}  # of the kinds up to hidden states
         self._choosers: dict[str, Callable[[Sequence[Any], StepPlan], Route | None]] = {}
-        rows = row_sizes(max_rows, row_buckets)
+        rows = row_sizes(max_rows, self.row_buckets)
         for name, run in (("decode", self._run_decode), ("sampling", self._run_sampling)):
             self._graphs[name] = Graphs(name, rows, run, pool=self._pool, checked=self._checked_logits)
-        tokens = token_sizes(self._max_tokens, self._max_captured, token_buckets)
+        tokens = token_sizes(self._max_tokens, self._max_captured, self.token_buckets)
         self.register("forward", tokens, self._shape)
         self.register("prefill", prefill_sizes(tokens), self._prefill_shape)
 
@@ -150,7 +137,7 @@ class CUDAExecutor(StepExecutor):
         for tokens in {min(2 * self._max_captured, self._max_tokens), self._max_tokens}:
             self._run_forward(self._shape(tokens))
         free_garbage()
-        return torch.cuda.mem_get_info(self._state.device)[0]
+        return torch.cuda.mem_get_info(self.state.device)[0]
 
     @torch.inference_mode()
     def capture(self, has_room: Callable[[], bool]) -> list[str]:
@@ -183,7 +170,7 @@ class CUDAExecutor(StepExecutor):
         At most `RING - 1` steps may be in flight: their inputs and tokens are in ring buffers on the host.
         """
         started = time.monotonic()
-        arrays = self._state.apply(plan)
+        arrays = self.state.apply(plan)
         ring_index, count = plan.step % RING, sum(plan.samples)
         route = choose_route(plan, self._capture_sizes)
         runs: list[PromptRun] = []
@@ -211,7 +198,7 @@ class CUDAExecutor(StepExecutor):
             self._inputs.load(arrays, self._shapes[route.kind](route.size), ring_index)
             # In a step where no sequence samples, the first token's hidden states are copied all the same.
             rows = max(1, len(arrays.sample_slots))
-        self._state.writer.flush()
+        self.state.writer.flush()
         self._graphs[route.kind].replay(route.size, rows)
 
     def _run_eagerly(self, arrays: PlanArrays, ring_index: int, *, needs_all_hidden: bool) -> Tensor:
@@ -225,7 +212,7 @@ class CUDAExecutor(StepExecutor):
             sampled_only=not needs_all_hidden and logits > 0,
         )
         self._inputs.load(arrays, shape, ring_index)
-        self._state.writer.flush()
+        self.state.writer.flush()
         return self._run_forward(shape)
 
     def _sample_after_forward(self, count: int) -> None:
@@ -236,17 +223,17 @@ class CUDAExecutor(StepExecutor):
             self._graphs["sampling"].replay(bucket, count)
 
     def _shape(self, tokens: int) -> StepShape:
-        rows = min(tokens, self._max_rows)
-        blocks = self._inputs.max_blocks(tokens, min(max_prompts(tokens), self._max_rows))
+        rows = min(tokens, self.max_rows)
+        blocks = self._inputs.max_blocks(tokens, min(max_prompts(tokens), self.max_rows))
         return StepShape(tokens=tokens, decode=rows, sequences=rows, blocks=blocks, logits=rows)
 
     def _prefill_shape(self, tokens: int) -> StepShape:
-        rows = min(tokens, self._max_rows, max_prefill_prompts(tokens))
+        rows = min(tokens, self.max_rows, max_prefill_prompts(tokens))
         blocks = self._inputs.max_blocks(tokens, rows)
         return StepShape(tokens=tokens, decode=0, sequences=rows, blocks=blocks, logits=rows)
 
     def _run_forward(self, shape: StepShape) -> Tensor:
-        hidden: Tensor = self._model(self._inputs.context(shape))
+        hidden: Tensor = self.model(self._inputs.context(shape))
         if shape.sampled_only:
             self._sampled_hidden[: shape.logits].copy_(hidden)
         elif shape.logits:
@@ -255,7 +242,7 @@ class CUDAExecutor(StepExecutor):
         return hidden
 
     def _run_decode(self, size: int) -> None:
-        hidden = self._model(self._inputs.decode_context(size))
+        hidden = self.model(self._inputs.decode_context(size))
         self._sample_plain(hidden, *self._inputs.decode_slots(size))
 
     def _run_sampling(self, size: int) -> None:
@@ -263,10 +250,10 @@ class CUDAExecutor(StepExecutor):
         self._sample_plain(self._sampled_hidden[:size], slots, positions)
 
     def _sample_plain(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> None:
-        logits = self._model.local_logits(hidden)
+        logits = self.model.local_logits(hidden)
         if self._checked_logits is not None:
             self._checked_logits[: len(logits)].copy_(logits)
-        columns = self._state.on_device
+        columns = self.state.on_device
         sample_plain(
             logits,
             slots,
@@ -275,7 +262,7 @@ class CUDAExecutor(StepExecutor):
             inverse_temperatures=columns.inverse_temperature,
             seeds=columns.seed,
             num_top=columns.num_top,
-            token_pool=self._state.token_pool,
+            token_pool=self.state.token_pool,
             ring=self._ring,
             logprob_ring=self._logprob_ring,
             ring_index=self._inputs.ring_index,
@@ -285,7 +272,7 @@ class CUDAExecutor(StepExecutor):
 
     def _from_ring(self, arrays: PlanArrays, ring_index: int) -> Sampled:
         """Return views of the ring, which plain sampling fills when the step has run."""
-        num_top = self._state.host.num_top[arrays.sample_slots]
+        num_top = self.state.host.num_top[arrays.sample_slots]
         count = len(num_top)
         tokens = self._ring[ring_index, :count]
         if not (num_top >= 0).any():

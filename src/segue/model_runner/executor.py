@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,36 +23,27 @@ from segue.models.decoder import Decoder
 from segue.sampling.logprobs import Logprobs, logprobs_of
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StepExecutor:
     """Runs step plans one after the other, on the calling thread and its current stream."""
 
-    logits_bytes = 16 << 20  # float32 logits of prompt tokens held at a time
+    model: Decoder
+    state: BatchState
+    kv: KVPool
+    backend: AttentionBackend
+    sampler: Sampler
+    collectives: Collectives
 
-    def __init__(
-        self,
-        *,
-        model: Decoder,
-        state: BatchState,
-        kv: KVPool,
-        backend: AttentionBackend,
-        sampler: Sampler,
-        collectives: Collectives,
-    ) -> None:
-        self._model = model
-        self._state = state
-        self._kv = kv
-        self._backend = backend
-        self._sampler = sampler
-        self._collectives = collectives
+    logits_bytes: ClassVar[int] = 16 << 20  # float32 logits of prompt tokens held at a time
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> DeviceStepResult:
         """Apply the plan, run the model, sample, and write the tokens where the next step reads them."""
         started = time.monotonic()
-        arrays = self._state.apply(plan)
+        arrays = self.state.apply(plan)
         runs = arrays.prompt_runs()
-        context = context_of(arrays, self._state, self._kv, self._backend, all_hidden=bool(runs))
-        hidden = sampled_hidden = self._model(context)
+        context = context_of(arrays, self.state, self.kv, self.backend, all_hidden=bool(runs))
+        hidden = sampled_hidden = self.model(context)
         if len(hidden) != len(arrays.sample_slots):
             sampled_hidden = hidden[torch.from_numpy(arrays.last_tokens)]
         return self._result(arrays, started, self._sample(arrays, sampled_hidden), hidden, runs)
@@ -58,13 +51,13 @@ class StepExecutor:
     def _sample(self, arrays: PlanArrays, hidden: Tensor) -> Sampled:
         """Sample from the hidden states of the sequences that sample; the order is that of the plan."""
         slots, positions = arrays.sample_slots, arrays.sample_positions
-        logits = self._model.logits(hidden) if len(slots) else None
+        logits = self.model.logits(hidden) if len(slots) else None
         if logits is not None:
-            sampled = self._sampler.sample(logits, slots, positions, arrays.plan.sampling_mode)
+            sampled = self.sampler.sample(logits, slots, positions, arrays.plan.sampling_mode)
         else:
             sampled = Sampled(tokens=torch.empty(len(slots), dtype=torch.int64, device=hidden.device))
         if len(slots):
-            self._state.write_tokens(slots, positions, self._collectives.broadcast(sampled.tokens))
+            self.state.write_tokens(slots, positions, self.collectives.broadcast(sampled.tokens))
         return sampled
 
     def _result(
@@ -80,7 +73,7 @@ class StepExecutor:
     ) -> DeviceStepResult:
         """Return the step's results, and start their copies to the host; `hidden` are those of all tokens."""
         prompt_parts = {run.slot: self._prompt_logprobs(hidden, run) for run in runs}
-        device, on_cpu = self._state.device, self._state.device.type == "cpu"
+        device, on_cpu = self.state.device, self.state.device.type == "cpu"
         result = DeviceStepResult(
             step=arrays.plan.step,
             started=started,
@@ -102,13 +95,13 @@ class StepExecutor:
     def _prompt_logprobs(self, hidden: Tensor, run: PromptRun) -> list[Logprobs]:
         """Return the log-probabilities of a run of prompt tokens, in parts; on ranks other than 0 none."""
         # All logits of a chunk at once would be hundreds of MB.
-        size = max(1, self.logits_bytes // (4 * self._model.config.vocab_size))
-        known = self._state.token_pool[run.slot, run.position : run.position + run.count].to(torch.int64)
-        num_top = max(0, int(self._state.host.num_top[run.slot]))
+        size = max(1, self.logits_bytes // (4 * self.model.config.vocab_size))
+        known = self.state.token_pool[run.slot, run.position : run.position + run.count].to(torch.int64)
+        num_top = max(0, int(self.state.host.num_top[run.slot]))
         parts = []
         for start in range(0, run.count, size):
             end = min(start + size, run.count)
-            logits = self._model.logits(hidden[run.hidden_start + start : run.hidden_start + end])
+            logits = self.model.logits(hidden[run.hidden_start + start : run.hidden_start + end])
             if logits is not None:
                 parts.append(logprobs_of(logits, known[start:end], [num_top] * (end - start)))
         return parts

@@ -14,8 +14,8 @@ Further kinds, for steps of prompts alone, register themselves, as the grid does
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -47,37 +47,18 @@ class GraphMismatchError(RuntimeError):
     """A replay gave other bits than the same step run eagerly. Fatal: its results cannot be trusted."""
 
 
+@dataclass(eq=False)
 class Graphs(Generic[Size]):
-    """Captured graphs of one kind, by size."""
+    """Captured graphs of one kind, by size; `capture` makes them."""
 
-    def __init__(
-        self,
-        name: str,
-        sizes: Iterable[Size],
-        run: Callable[[Size], object],
-        *,
-        pool: Any,
-        checked: Tensor | None,
-        warm_ups: int = 1,
-    ) -> None:
-        """Prepare to capture; `capture` makes the graphs.
-
-        Args:
-            name: the name of the kind, for messages.
-            sizes: what to capture.
-            run: computes a step of one size from the static inputs. Running it twice must change nothing.
-            pool: a `torch.cuda.graph_pool_handle`, the memory pool that all kinds share.
-            checked: the tensor that `run` writes, with one line per row, to be compared after every replay.
-                None: replays are not checked.
-            warm_ups: eager runs before each capture.
-        """
-        self._name = name
-        self._to_capture: list[Size] = sorted(sizes)
-        self._run: Callable[[Size], object] = run
-        self._pool = pool
-        self._checked = checked
-        self._warm_ups = warm_ups
-        self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
+    name: str  # of the kind, for messages
+    to_capture: Sequence[Size]
+    run: Callable[[Size], object]  # computes a step of one size; running it twice must change nothing
+    pool: Any  # a `torch.cuda.graph_pool_handle`, the memory pool that all kinds share
+    # What `run` writes, with one line per row, to be compared after every replay; None: nothing is compared.
+    checked: Tensor | None
+    warm_ups: int = 1  # eager runs before each capture
+    _graphs: dict[Size, torch.cuda.CUDAGraph] = field(default_factory=dict, init=False)
 
     def capture(self, has_room: Callable[[], bool]) -> list[Size]:
         """Capture every size.
@@ -87,15 +68,16 @@ class Graphs(Generic[Size]):
 
         Returns the sizes that are not captured because `has_room` returned False.
         """
-        left = self._to_capture[-1:] + self._to_capture[:-1]
+        left = sorted(self.to_capture)
+        left = left[-1:] + left[:-1]
         while left and has_room():
             size = left.pop(0)
-            for _ in range(self._warm_ups):
-                self._run(size)
+            for _ in range(self.warm_ups):
+                self.run(size)
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            self._run(size)
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            self.run(size)
             graph.capture_end()
             self._graphs[size] = graph
         return left
@@ -112,18 +94,18 @@ class Graphs(Generic[Size]):
             GraphMismatchError: replays are checked, and the outputs differ from those of an eager run.
         """
         self._graphs[size].replay()
-        if self._checked is not None:
-            self._check(size, self._checked[:rows])
+        if self.checked is not None:
+            self._check(size, self.checked[:rows])
 
     def _check(self, size: Size, output: Tensor) -> None:
         replayed = output.clone()
         output.fill_(float("nan"))
-        self._run(size)
+        self.run(size)
         if not torch.equal(replayed.view(torch.uint8), output.view(torch.uint8)):
             errors = (replayed.float() - output.float()).abs()
             count, max_error = int((errors != 0).sum()), float(errors.nan_to_num(float("inf")).max())
             raise GraphMismatchError(
-                f"the {self._name} graph of size {size} is wrong: {count} of {errors.numel()} values differ "
+                f"the {self.name} graph of size {size} is wrong: {count} of {errors.numel()} values differ "
                 f"from those of the same step run eagerly, by at most {max_error:.3g}; serve with "
                 f"--disable-cuda-graph, and report this"
             )
