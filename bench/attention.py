@@ -24,7 +24,8 @@ from segue.attention.base import AttentionShape
 from segue.attention.context import Context
 from segue.attention.registry import Setting
 from segue.kvcache.page_table import PageTable
-from segue.kvcache.pool import KVPool
+from segue.kvcache.pool import KVPool, KVShape
+from segue.memory import backing
 
 # Each step: sequences, new tokens per sequence, cached tokens per sequence. Prefill: by the step's tokens.
 PREFILL = {
@@ -45,15 +46,15 @@ def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) ->
     """Return the microseconds of one layer's attention."""
     shape, device = setting.shape, setting.device
     pages = -(-kv_len // setting.page_size)
-    pool = KVPool(
+    sizes = KVShape(
         num_pages=count * pages,
         num_layers=LAYERS,
         page_size=setting.page_size,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype=setting.dtype,
-        device=device,
     )
+    pool = KVPool(sizes, backing.zeros(sizes.num_bytes, device))
     pool.data.normal_()
     table = PageTable(
         max_running=count,

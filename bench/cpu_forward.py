@@ -19,7 +19,8 @@ from segue.attention.base import AttentionShape
 from segue.attention.context import Context
 from segue.attention.registry import Setting, select
 from segue.kvcache.page_table import PageTable
-from segue.kvcache.pool import KVPool
+from segue.kvcache.pool import KVPool, KVShape
+from segue.memory import backing
 from segue.models.config import ModelConfig, RopeConfig
 from segue.models.decoder import Decoder, build_model
 
@@ -61,15 +62,15 @@ def context(model: Decoder, deterministic: bool, num_sequences: int, q_len: int,
     """Build a step of sequences of equal length, with their pages in random order."""
     config, dtype = model.config, model.norm.weight.dtype
     pages = -(-kv_len // PAGE_SIZE)
-    pool = KVPool(
+    sizes = KVShape(
         num_pages=pages * num_sequences,
         num_layers=config.num_layers,
         page_size=PAGE_SIZE,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
-        device="cpu",
     )
+    pool = KVPool(sizes, backing.zeros(sizes.num_bytes, torch.device("cpu")))
     pool.data.normal_()
     table = PageTable(
         max_running=num_sequences,

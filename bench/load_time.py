@@ -29,12 +29,14 @@ def load(model: Path, cache_dir: Path) -> float:
     from segue.checkpoint.source import resolve
     from segue.distributed.info import TPInfo
     from segue.frontend.tokenizer import Tokenizer
+    from segue.memory.rank_memory import PrivateMemory
     from segue.models.decoder import build_model
 
     began = time.perf_counter()
     source = resolve(str(model), "auto", cache_dir)
     skeleton = build_model(source.config, dtype=torch.bfloat16)
-    arena = load_weights(skeleton, source.config, source, TPInfo(), "cpu", torch.bfloat16, progress=False)
+    memory = PrivateMemory(torch.device("cpu"))
+    arena = load_weights(skeleton, source.config, source, TPInfo(), memory, torch.bfloat16, progress=False)
     assert source.tokenizer_directory is not None
     Tokenizer.load(source.tokenizer_directory)
     seconds = time.perf_counter() - began

@@ -25,6 +25,7 @@ from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.kvcache.page_table import PageTable
+from segue.memory.rank_memory import PrivateMemory
 from segue.model_runner.profile_run import make_pool
 from segue.model_runner.resolved_config import resolve_config
 from segue.models.decoder import build_model
@@ -73,7 +74,17 @@ class Teacher:
         self._config, self._resolved = config, resolve_config(config, source, tp)
         device, dtype = self._resolved.device, self._resolved.dtype
         self._model = build_model(source.config, dtype=dtype)
-        load_weights(self._model, source.config, source, tp, device, dtype, progress=False, seed=config.seed)
+        self._memory = PrivateMemory(device)
+        load_weights(
+            self._model,
+            source.config,
+            source,
+            tp,
+            self._memory,
+            dtype,
+            progress=False,
+            seed=config.seed,
+        )
         if weights is not None:
             for parameter in self._model.parameters():
                 parameter.data.copy_(parameter.data.to(weights))
@@ -103,7 +114,7 @@ class Teacher:
     def _hidden(self, ids: list[int]) -> Tensor:
         resolved, model = self._resolved, self._model
         num_pages = -(-len(ids) // resolved.page_size)
-        kv = make_pool(model, resolved, num_pages=num_pages)
+        kv = make_pool(model, resolved, num_pages, self._memory.take_kv)
         table = PageTable(
             max_running=1,
             max_seq_len=len(ids),

@@ -1,6 +1,15 @@
-"""Settings of the Python process."""
+"""The machine and this process on it: free memory, malloc, the garbage collector's heap."""
 
+from __future__ import annotations
+
+import ctypes
 import gc
+from pathlib import Path
+
+from segue.errors import OutOfMemoryError
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_KEEP_BYTES = 1 << 30
 
 
 def freeze_heap() -> None:
@@ -10,3 +19,78 @@ def freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep freed memory instead of returning it to the kernel; does nothing without glibc.
+
+    A step frees its temporaries and the next step allocates them again. By default a temporary of a few MB is
+    unmapped and mapped again, and the page faults cost several times as much as the computation (measured:
+    2.9 ms instead of 0.6 ms to sample 16 rows).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
+
+
+def free_cpu_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that this process can still use: the machine's, or its cgroups' if those are fewer.
+
+    Args:
+        root: directory that contains `proc` and `sys`.
+
+    Raises:
+        OutOfMemoryError: the kernel does not say how much memory is free.
+    """
+    available = read_number(root / "proc/meminfo", "MemAvailable")
+    if available is None:
+        raise OutOfMemoryError(
+            "free memory is unknown: /proc/meminfo has no MemAvailable; set --num-kv-tokens on a Linux "
+            "system that mounts /proc"
+        )
+    free = [available * 1024]
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2: one hierarchy for everything
+            base = root / "sys/fs/cgroup"
+            names = ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        free += _free_in_cgroups(base, path, *names)
+    return max(0, min(free))
+
+
+def read_number(file: Path, name: str) -> int | None:
+    """Return the number in the line of `file` that begins with `name`; None if there is no such line."""
+    for line in _lines(file):
+        key, *values = line.split()
+        if key.rstrip(":") == name:
+            return int(values[0])
+    return None
+
+
+def _free_in_cgroups(base: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
+    # The path is as the host sees it. In a container, the container's own group is often mounted at the base.
+    # So every ancestor that exists counts, and the base always does.
+    group = base / path.lstrip("/")
+    found = []
+    while True:
+        limit, usage = ("".join(_lines(group / name)[:1]) for name in (limit_name, usage_name))
+        if limit.isdecimal() and usage.isdecimal():  # "max": no limit
+            # The kernel counts clean file cache as used, but frees it on demand.
+            cache = read_number(group / "memory.stat", cache_name) or 0
+            found.append(int(limit) - int(usage) + cache)
+        if group == base:
+            return found
+        group = group.parent
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line for line in file.read_text().splitlines() if line.strip()]
+    except OSError:
+        return []

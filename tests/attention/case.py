@@ -9,7 +9,8 @@ from segue.attention import cpu
 from segue.attention.base import AttentionBackend, AttentionShape
 from segue.attention.context import Context
 from segue.kvcache.page_table import PageTable
-from segue.kvcache.pool import KVPool
+from segue.kvcache.pool import KVPool, KVShape
+from segue.memory import backing
 from tests.attention.oracle import attend
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -35,15 +36,15 @@ class Case:
         generator = torch.Generator().manual_seed(len(q_lens) * 1000 + sum(kv_lens))
         pages_each = [-(-kv // page_size) for kv in kv_lens]
         num_pages = sum(pages_each) + 2
-        pool = KVPool(
+        sizes = KVShape(
             num_pages=num_pages,
             num_layers=3,
             page_size=page_size,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             dtype=dtype,
-            device=device,
         )
+        pool = KVPool(sizes, backing.zeros(sizes.num_bytes, torch.device(device)))
         pool.data.fill_(float("nan"))
         table = PageTable(
             max_running=len(q_lens),

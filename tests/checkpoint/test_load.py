@@ -328,6 +328,7 @@ import json, sys
 from pathlib import Path
 import torch
 from segue.distributed.info import TPInfo
+from segue.memory.rank_memory import PrivateMemory
 from segue.models.decoder import build_model
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import resolve
@@ -340,7 +341,8 @@ torch.set_num_threads(1)
 source = resolve(sys.argv[1], sys.argv[2], sys.argv[3])
 model = build_model(source.config, dtype=torch.bfloat16)
 before = memory("VmRSS")
-arena = load_weights(model, source.config, source, TPInfo(), "cpu", torch.bfloat16)
+memory_of_rank = PrivateMemory(torch.device("cpu"))
+arena = load_weights(model, source.config, source, TPInfo(), memory_of_rank, torch.bfloat16)
 print(json.dumps({"grown": memory("VmHWM") - before, "arena": arena.num_bytes}))
 """
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import ModelSource, resolve
-from segue.distributed.collectives import SingleRank
+from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena
+from segue.memory.rank_memory import PrivateMemory
 from segue.models.config import ModelConfig
 from segue.models.decoder import Decoder, build_model
 from segue.models.sharding import shard
@@ -38,7 +39,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Rank(SingleRank):
+class Rank(Collectives):
     """A rank without communication, which is enough to build its shard of a model."""
 
     def __init__(self, tp: TPInfo) -> None:
@@ -90,7 +91,9 @@ def load_source(
 ) -> tuple[Decoder, Arena]:
     tp = tp or TPInfo()
     model = build_model(source.config, dtype=dtype, collectives=Rank(tp))
-    return model, load_weights(model, source.config, source, tp, "cpu", dtype, **options)
+    return model, load_weights(
+        model, source.config, source, tp, PrivateMemory(torch.device("cpu")), dtype, **options
+    )
 
 
 def assert_equal(arena: Arena, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:

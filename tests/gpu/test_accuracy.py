@@ -163,7 +163,7 @@ def our_logits(checkpoint: Checkpoint, dtype: str, spy: Spy) -> tuple[Tensor, Te
         group = sequences[first : first + 4]
         reasons.append(planner.run([(sequence, sequence.prompt_len) for sequence in group]).eager)
         prefill.append(spy.logits[: len(group)].clone())
-    pool, slots = runner._executor._state.token_pool.data, [sequence.slot for sequence in sequences]
+    pool, slots = runner._executor.state.token_pool, [sequence.slot for sequence in sequences]
     for _ in range(DECODED):
         ends = [len(sequence.tokens) - 1 for sequence in sequences]
         forced = torch.tensor([ids[end] for end in ends], dtype=torch.int32, device="cuda")

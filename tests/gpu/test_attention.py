@@ -8,7 +8,8 @@ import torch
 from segue.attention import registry
 from segue.attention.base import AttentionBackend, AttentionShape
 from segue.attention.context import Context
-from segue.kvcache.pool import KVPool
+from segue.kvcache.pool import KVPool, KVShape
+from segue.memory import backing
 from tests.attention.case import TOLERANCE, Case
 from tests.attention.oracle import attend
 from tests.attention.static import Static
@@ -166,15 +167,15 @@ def test_the_top_pages_of_a_pool_beyond_32_bit_offsets(name, page_size) -> None:
     from segue.kvcache.page_table import PageTable
 
     num_pages, dtype = 76800 // page_size, torch.bfloat16
-    pool = KVPool(
+    sizes = KVShape(
         num_pages=num_pages,
         num_layers=28,
         page_size=page_size,
         num_kv_heads=8,
         head_dim=128,
         dtype=dtype,
-        device="cuda",
     )
+    pool = KVPool(sizes, backing.zeros(sizes.num_bytes, torch.device("cuda")))
     assert pool.data.numel() > 2**32
     each = 256 // page_size
     table = PageTable(

@@ -20,7 +20,8 @@ from segue.attention.context import Context
 from segue.errors import ConfigError
 from segue.kernels.ops import add_rms_norm, silu_mul
 from segue.kvcache.page_table import PageTable
-from segue.kvcache.pool import KVPool
+from segue.kvcache.pool import KVPool, KVShape
+from segue.memory import backing
 from tests.attention.case import Case
 from tests.attention.oracle import attend
 from tests.attention.static import Static
@@ -92,15 +93,15 @@ def test_the_small_kernels_give_a_row_the_same_bits_in_any_batch(size) -> None:
 def test_a_query_has_the_same_bits_in_decode_prefill_and_any_chunk(kv_heads, group, dim, page_size) -> None:
     length, heads = 1700, kv_heads * group
     pages = -(-length // page_size)
-    pool = KVPool(
+    sizes = KVShape(
         num_pages=pages,
         num_layers=2,
         page_size=page_size,
         num_kv_heads=kv_heads,
         head_dim=dim,
         dtype=torch.bfloat16,
-        device="cuda",
     )
+    pool = KVPool(sizes, backing.zeros(sizes.num_bytes, torch.device("cuda")))
     pool.data.normal_(generator=torch.Generator("cuda").manual_seed(0))
     table = PageTable(
         max_running=1, max_seq_len=length, page_size=page_size, scratch_page=pool.scratch_page, device="cuda"

@@ -52,7 +52,7 @@ def executor_of(runner):
 def planner_of(runner):
     """Return a planner that continues the step numbers of earlier plans."""
     planner = Planner(runner)
-    planner.step = executor_of(runner)._state.step
+    planner.step = executor_of(runner).state.step
     return planner
 
 
@@ -126,7 +126,7 @@ def test_padding_of_an_earlier_step_changes_nothing(make):
     planner.decode(earlier, 3)
     for sequence in earlier:
         planner.remove(sequence)
-    state = executor_of(used)._state
+    state = executor_of(used).state
     assert int(state.page_table.data[state.page_table.dummy_slot].min()) == used.kv.scratch_page
     again = planner_of(used)
     sequences = [again.add(prompt, seed=i) for i, prompt in enumerate(prompts(17, 30, 14, 40))]
@@ -179,7 +179,7 @@ def test_the_self_check_finds_a_graph_that_reads_stale_memory(make):
         if kind == "inputs":  # as if the static buffer had been allocated again
             executor._inputs._buffer = executor._inputs._buffer.clone()
         else:
-            norm = executor._model.layers[1].post_norm
+            norm = executor.model.layers[1].post_norm
             norm.weight = torch.nn.Parameter(norm.weight * 1.5, requires_grad=False)
         torch.cuda.synchronize()
         with pytest.raises(

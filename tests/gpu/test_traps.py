@@ -205,7 +205,7 @@ def runner(request: pytest.FixtureRequest, llama: Path) -> Any:
 def planner(runner: Any) -> Planner:
     """A planner without requests, on a runner that other tests may have used."""
     planner = Planner(runner)
-    planner.step = runner._executor._state.step
+    planner.step = runner._executor.state.step
     return planner
 
 
@@ -275,7 +275,7 @@ def test_new_weights_in_the_arena_take_effect(tmp_path: Path, disable_cuda_graph
     def update() -> None:
         for mine, theirs in zip(runner.arena.slabs, other.arena.slabs, strict=True):
             mine.copy_(theirs)
-        runner._executor._model.build_derived()
+        runner._executor.model.build_derived()
 
     runner.on_stream(update)
     assert planner.generate(prompt, 10).output == tiny.reference(models[1], prompt, 10)

@@ -10,6 +10,7 @@ from torch import Tensor
 from segue.distributed.info import TPInfo
 from segue.errors import OutOfMemoryError
 from segue.memory.arena import TensorSpec
+from segue.memory.rank_memory import PrivateMemory
 from segue.messages.weight_operations import CheckWeights
 from segue.messages.weight_update import Commit, Discard, Inspect, Stage, Take
 from segue.weight_update import rank as updater
@@ -72,7 +73,7 @@ def test_missing_device_memory_is_reported_and_host_memory_is_used(tmp_path: Pat
 
 def test_receive_buffers_that_do_not_fit_are_refused() -> None:
     specs = [TensorSpec(name="w", shape=(8,), dtype=torch.bfloat16)]
-    staging = StagingMemory(torch.device(DEVICE), specs)
+    staging = StagingMemory(PrivateMemory(torch.device(DEVICE)), specs)
     staging.check_receive_buffers(1 << 20)
     with pytest.raises(OutOfMemoryError, match="missing for two receive buffers"):
         staging.check_receive_buffers(1 << 50)

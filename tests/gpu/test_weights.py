@@ -10,6 +10,7 @@ from segue.checkpoint.source import ModelSource, resolve
 from segue.distributed.info import TPInfo
 from segue.errors import ModelFileError
 from segue.memory.arena import Arena
+from segue.memory.rank_memory import PrivateMemory
 from segue.models.decoder import build_model
 from tests.checkpoint import tiny
 
@@ -28,7 +29,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(source: ModelSource, device: str, tp: TPInfo, dtype: torch.dtype) -> Arena:
     model = build_model(source.config, dtype=dtype, collectives=tiny.Rank(tp))
-    return load_weights(model, source.config, source, tp, device, dtype)
+    return load_weights(model, source.config, source, tp, PrivateMemory(torch.device(device)), dtype)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -1,6 +1,6 @@
 import torch
 
-from segue.kvcache.page_table import PageTable, TokenPool
+from segue.kvcache.page_table import PageTable
 
 
 def make() -> PageTable:
@@ -26,10 +26,3 @@ def test_kv_slots_are_computed_from_page_and_offset() -> None:
     table.assign(0, 0, [6, 2])
     table.assign(2, 0, [8])
     assert table.kv_slots(torch.tensor([0, 0, 2]), torch.tensor([3, 4, 1])).tolist() == [27, 8, 33]
-
-
-def test_the_token_pool_has_room_for_the_token_sampled_last() -> None:
-    pool = TokenPool(max_running=2, max_seq_len=5, device="cpu")
-    assert pool.data.shape == (3, 6)
-    pool.data[1, 5] = 42
-    assert pool.tokens(torch.tensor([1, 0]), torch.tensor([5, 0])).tolist() == [42, 0]

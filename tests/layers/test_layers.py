@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segue.distributed.collectives import SingleRank
+from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
 from segue.layers.blocks import (
     MLP,
@@ -24,7 +24,7 @@ from segue.models.rope import Rotary
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
-class OneOfSeveralRanks(SingleRank):
+class OneOfSeveralRanks(Collectives):
     """The collectives of one of several ranks; they return its partial results unchanged."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -110,7 +110,7 @@ def test_embedding_and_head_shards_of_an_uneven_vocabulary_add_up(vocab: int, si
 
 def test_an_untied_head_gives_float32_logits_without_the_padding() -> None:
     weight, hidden = torch.randn(8, 6).bfloat16(), torch.randn(4, 6).bfloat16()
-    head = fill(ParallelHead(8, 6, 7, tied=None, collectives=SingleRank()), weight=weight)
+    head = fill(ParallelHead(8, 6, 7, tied=None, collectives=Collectives()), weight=weight)
     logits = head(hidden)
     assert (logits.dtype, logits.shape) == (torch.float32, (4, 7))
     check_close(logits.bfloat16(), (hidden.double() @ weight.double().T)[:, :7])

@@ -49,7 +49,7 @@ def test_a_new_slot_has_tokens_pages_and_parameters():
         1, [7, 8, 9, 10, 11], temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=5, min_new_tokens=3
     )
     state.apply(_plan(1, (1, 0, 5), new=[new], pages=[(1, 0, [40, 41])]))
-    assert state.token_pool.data[1, :5].tolist() == [7, 8, 9, 10, 11]
+    assert state.token_pool[1, :5].tolist() == [7, 8, 9, 10, 11]
     assert state.page_table.data[1, :3].tolist() == [40, 41, SCRATCH]
     host = state.host
     assert host.temperature[1] == 0.5 and host.inverse_temperature[1] == 2.0
@@ -91,8 +91,8 @@ def test_rare_parameters_are_kept_in_the_extras():
     )
     state.apply(_plan(1, (1, 0, 1), new=[new], pages=[(1, 0, [0])]))
     extras = state.extras[1]
-    assert extras.bias_ids.tolist() == [4, 9] and extras.bias_values.tolist() == [-1.5, 100.0]
-    assert extras.stop_ids.tolist() == [2, 3]
+    assert extras.ids.tolist() == [4, 9, 2, 3] and extras.num_always == 2
+    assert extras.values.tolist() == [-1.5, 100.0, *[np.float32(-1e30)] * 2]
     assert state.host.num_top.tolist() == [-1, 4, -1, -1]
 
 
@@ -112,7 +112,7 @@ def test_any_64_bit_seed_fits(seed):
 def test_sampled_tokens_are_written_where_the_next_step_reads_them():
     state = _state()
     state.write_tokens(np.array([0, 2]), np.array([3, 64]), torch.tensor([70, 71]))
-    assert state.token_pool.data[0, 3] == 70 and state.token_pool.data[2, 64] == 71
+    assert state.token_pool[0, 3] == 70 and state.token_pool[2, 64] == 71
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -138,7 +138,7 @@ def test_a_new_slot_may_start_after_a_cached_prefix():
 
 def test_num_bytes_is_an_upper_bound_of_the_tensors():
     state = _state()
-    used = state.page_table.data.nbytes + state.token_pool.data.nbytes
+    used = state.page_table.data.nbytes + state.token_pool.nbytes
     used += sum(getattr(state.on_device, name).nbytes for name in state.on_device.__dataclass_fields__)
     bound = BatchState.num_bytes(max_running_requests=3, max_seq_len=64, page_size=4)
     assert used <= bound <= 2 * used
@@ -147,4 +147,11 @@ def test_num_bytes_is_an_upper_bound_of_the_tensors():
 def test_a_step_planned_ahead_reads_a_valid_id_where_no_token_was_sampled():
     state = _state()
     state.write_tokens(np.array([0, 1]), np.array([3, 3]), torch.tensor([NON_FINITE, 8]))
-    assert state.token_pool.data[:2, 3].tolist() == [0, 8]
+    assert state.token_pool[:2, 3].tolist() == [0, 8]
+
+
+def test_the_token_pool_has_room_for_the_token_sampled_last():
+    state = _state()
+    assert state.token_pool.shape == (4, 65) and state.token_pool.dtype == torch.int32
+    state.write_tokens(np.array([1]), np.array([64]), torch.tensor([42]))
+    assert state.token_pool[[1, 0], [64, 0]].tolist() == [42, 0]

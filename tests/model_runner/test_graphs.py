@@ -1,4 +1,5 @@
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 from segue.messages.steps import StepPlan
+from segue.model_runner import grid
 from segue.model_runner.graphs import (
     MAX_PADDING,
     CaptureSizes,
@@ -13,8 +15,6 @@ from segue.model_runner.graphs import (
     Route,
     choose_route,
     find_bucket,
-    find_grid_bucket,
-    grid_sizes,
     max_forward_graph_tokens,
     max_prompts,
     prefill_sizes,
@@ -22,9 +22,12 @@ from segue.model_runner.graphs import (
     token_sizes,
 )
 
-GRID = grid_sizes([1, 2, 4, 8], [16, 32, 64, 128, 256], max_len=256, rows=256, tokens=8448)
+GRID = grid.grid_sizes([1, 2, 4, 8], [16, 32, 64, 128, 256], max_len=256, rows=256, tokens=8448)
 CAPTURE_SIZES = CaptureSizes(
-    decode=row_sizes(256), forward=token_sizes(8448), prefill=token_sizes(256), grid=GRID
+    decode=row_sizes(256),
+    forward=token_sizes(8448),
+    prefill=token_sizes(256),
+    registered=[partial(grid.choose, GRID)],
 )
 
 
@@ -181,24 +184,6 @@ def test_the_route_depends_on_the_plan_only_and_never_pads_to_more_than_twice() 
     assert kinds == {"decode", "forward", "prefill", "grid", "eager"}
 
 
-def test_the_smallest_grid_size_that_fits_is_chosen() -> None:
-    for sequences in range(1, 9):
-        for max_len in range(1, 257):
-            found = find_grid_bucket(GRID, sequences, max_len, sequences * max_len)
-            fitting = [(n, length) for n, length in GRID if n >= sequences and length >= max_len]
-            smallest = min(n * length for n, length in fitting)
-            if found is None:
-                assert smallest > MAX_PADDING * sequences * max_len
-            else:
-                assert found in fitting and found[0] * found[1] == smallest
-    assert find_grid_bucket(GRID, 9, 16, 144) is None and find_grid_bucket(GRID, 1, 257, 257) is None
-    assert find_grid_bucket([], 1, 16, 16) is None
-
-
-def test_the_grid_has_only_sizes_that_the_runner_can_run() -> None:
-    assert grid_sizes([1, 4, 8], [16, 64, 256], max_len=64, rows=4, tokens=128) == [(1, 16), (1, 64), (4, 16)]
-
-
 def test_without_room_for_all_the_largest_and_the_smallest_sizes_are_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -215,8 +200,9 @@ def test_without_room_for_all_the_largest_and_the_smallest_sizes_are_captured(
     ):
         ran: list[int] = []
         answers = iter([True] * room + [False])
-        graphs: Any = Graphs[int]("some", None, ran.append, None)
-        assert graphs.capture([4, 1, 16, 8, 2], lambda answers=answers: next(answers)) == left_out
+        graphs: Any = Graphs[int]("some", [4, 1, 16, 8, 2], ran.append, pool=None, checked=None)
+        assert graphs.capture(lambda answers=answers: next(answers)) == left_out
         assert graphs.sizes == captured
         assert ran[:1] == captured[-1:]  # the largest is first, because the others fit into its memory
-    assert graphs.capture([], lambda: True) == []
+    nothing: Any = Graphs[int]("some", [], ran.append, pool=None, checked=None)
+    assert nothing.capture(lambda: True) == nothing.sizes == []

@@ -1,40 +1,42 @@
-"""The input builder: from a plan to the context."""
+"""From a plan to its arrays, and to the context of a step on a CPU."""
 
 import pytest
 import torch
 
 from segue.attention.base import AttentionShape
+from segue.attention.context import Context
 from segue.attention.cpu import CPUAttention
 from segue.kvcache.page_table import PageTable
-from segue.kvcache.pool import KVPool
+from segue.kvcache.pool import KVPool, KVShape
 from segue.messages.requests import SamplingParams, pack_ids
 from segue.messages.steps import NewSlot, StepPlan
 from segue.model_runner.batch_state import BatchState
-from segue.model_runner.inputs import InputBuilder, StepInputs
+from segue.model_runner.executor import context_of
+from segue.model_runner.inputs import PlanArrays
 
 
 @pytest.fixture
 def build():
     """Apply plans and build their inputs; slots 0 and 1 decode, slot 2 prefills."""
-    kv = KVPool(
-        num_pages=50, num_layers=1, page_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32, device="cpu"
-    )
+    sizes = KVShape(num_pages=50, num_layers=1, page_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32)
+    kv = KVPool(sizes, torch.zeros(sizes.num_bytes, dtype=torch.uint8))
     table = PageTable(max_running=4, max_seq_len=64, page_size=4, scratch_page=kv.scratch_page, device="cpu")
     state = BatchState(max_running_requests=4, max_seq_len=64, page_table=table, device=torch.device("cpu"))
     shape = AttentionShape(num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
-    builder = InputBuilder(state, kv, CPUAttention(shape, kv))
+    backend = CPUAttention(shape, kv)
 
-    def build(plan: StepPlan) -> StepInputs:
-        state.apply(plan)
-        return builder.build(plan)
+    def build(plan: StepPlan) -> tuple[PlanArrays, Context]:
+        arrays = state.apply(plan)
+        return arrays, context_of(arrays, state, kv, backend, all_hidden=bool(arrays.prompt_runs()))
 
     params = SamplingParams(max_new_tokens=9)
     new_slots = [NewSlot(slot, pack_ids(range(slot * 100, slot * 100 + 30)), 30, params) for slot in range(3)]
     pages = [(slot, 0, [slot * 10 + i for i in range(8)]) for slot in range(3)]
     lens = [6, 9, 5]
-    first = build(StepPlan(1, new_slots, pages, 0, [0, 1, 2], [0] * 3, lens, [0] * 3, [False] * 3, "plain"))
-    assert first.sampling.tolist() == []
-    assert first.context.logits_indices is None
+    plan = StepPlan(1, new_slots, pages, 0, [0, 1, 2], [0] * 3, lens, [0] * 3, [False] * 3, "plain")
+    arrays, context = build(plan)
+    assert arrays.last_tokens.tolist() == []
+    assert context.logits_indices is None
     return build
 
 
@@ -43,7 +45,7 @@ def _mixed(num_logits: list[int], samples: list[bool]) -> StepPlan:
 
 
 def test_tokens_positions_and_slot_mapping_of_a_mixed_step(build):
-    context = build(_mixed([1, 1, 0], [True, True, False])).context
+    _, context = build(_mixed([1, 1, 0], [True, True, False]))
     assert context.input_ids.tolist() == [109, 6, 205, 206, 207, 208]
     assert context.positions.tolist() == [9, 6, 5, 6, 7, 8]
     # The values of a page follow its keys.
@@ -59,7 +61,7 @@ def test_tokens_positions_and_slot_mapping_of_a_mixed_step(build):
 
 
 def test_the_context_is_the_same_on_the_host_and_the_device(build):
-    context = build(_mixed([1, 1, 0], [True, True, False])).context
+    _, context = build(_mixed([1, 1, 0], [True, True, False]))
     assert list(context.slots) == context.slots_device.tolist() == [1, 0, 2]
     assert list(context.kv_lens) == context.kv_lens_device.tolist() == [10, 7, 9]
     assert list(context.q_lens) == [1, 1, 4]
@@ -69,21 +71,21 @@ def test_the_context_is_the_same_on_the_host_and_the_device(build):
 
 
 def test_only_sampling_sequences_get_logits(build):
-    inputs = build(_mixed([1, 0, 1], [True, False, True]))
-    assert inputs.sampling.tolist() == [0, 5]
-    assert inputs.context.logits_indices is inputs.sampling
-    assert inputs.slots.tolist() == [1, 2]
-    assert inputs.positions.tolist() == [10, 9]
-    assert inputs.prompt_runs == []
+    arrays, context = build(_mixed([1, 0, 1], [True, False, True]))
+    assert arrays.last_tokens.tolist() == [0, 5]
+    assert context.logits_indices is not None and context.logits_indices.tolist() == [0, 5]
+    assert arrays.sample_slots.tolist() == [1, 2]
+    assert arrays.sample_positions.tolist() == [10, 9]
+    assert arrays.prompt_runs() == []
 
 
 def test_a_decode_step_has_one_token_per_slot(build):
     plan = StepPlan(2, [], [], 3, [2, 0, 1], [5, 6, 9], [1] * 3, [1] * 3, [True] * 3, "plain")
-    inputs = build(plan)
-    assert inputs.context.input_ids.tolist() == [205, 6, 109]
-    assert inputs.context.positions.tolist() == [5, 6, 9]
-    assert inputs.sampling.tolist() == [0, 1, 2]
-    assert inputs.context.logits_indices is None
+    arrays, context = build(plan)
+    assert context.input_ids.tolist() == [205, 6, 109]
+    assert context.positions.tolist() == [5, 6, 9]
+    assert arrays.last_tokens.tolist() == [0, 1, 2]
+    assert context.logits_indices is None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_a_decode_step_has_one_token_per_slot(build):
     ],
 )
 def test_logits_before_the_last_ones_are_for_prompt_tokens(build, num_logits, samples, run):
-    inputs = build(_mixed([1, 1, num_logits], [True, True, samples]))
-    (found,) = inputs.prompt_runs
-    assert inputs.context.logits_indices is None
+    arrays, context = build(_mixed([1, 1, num_logits], [True, True, samples]))
+    (found,) = arrays.prompt_runs()
+    assert context.logits_indices is None
     assert (found.slot, found.hidden_start, found.position, found.count) == run

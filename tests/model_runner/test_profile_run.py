@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from segue.errors import OutOfMemoryError
-from segue.model_runner import profile_run, runner
+from segue.model_runner import profile_run, startup
 from tests.model_runner import making, tiny
 
 GIB = 1 << 30
@@ -27,7 +27,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail if weights are loaded, which comes before the profile run."""
-    monkeypatch.setattr(runner, "load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(startup, "load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sizes_that_cannot_fit_are_refused_at_once(
     sizes: dict[str, Any], llama: Path, no_model: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "free_cpu_memory", lambda: GIB // 4)
+    monkeypatch.setattr(startup, "free_cpu_memory", lambda: GIB // 4)
     began = time.monotonic()
     with pytest.raises(OutOfMemoryError) as raised:
         making.make_runner(llama, **sizes)
@@ -52,7 +52,7 @@ def test_sizes_that_cannot_fit_are_refused_at_once(
 def test_the_error_names_the_memory_for_weight_updates(
     llama: Path, no_model: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "free_cpu_memory", lambda: GIB // 4)
+    monkeypatch.setattr(startup, "free_cpu_memory", lambda: GIB // 4)
     with pytest.raises(OutOfMemoryError, match=r"of it for weight updates.* or --weight-staging-gb"):
         making.make_runner(llama, weight_staging_gb=4.0)
 

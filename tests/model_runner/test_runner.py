@@ -20,7 +20,7 @@ from segue.logs import logger
 from segue.memory.budget import GIB, Demand, Reserve, formula_pages
 from segue.model_runner import graph_capture
 from segue.model_runner.batch_state import PlanError
-from segue.model_runner.graph_capture import resolve_grid
+from segue.model_runner.grid import resolve_grid
 from segue.model_runner.resolved_config import resolve_config
 from segue.model_runner.runner import ModelRunner
 from segue.models.decoder import Decoder
@@ -37,7 +37,6 @@ STEPS = [
     "page table",
     "attention backend",
     "MoE backend",
-    "context",
     "sampler",
     "CUDA graphs",
 ]
@@ -157,9 +156,9 @@ def test_prompt_logprobs_are_those_of_transformers(llama, planner, chunk, first)
 def test_prompt_logits_are_computed_in_slices(llama, planner, monkeypatch):
     counts = []
     executor = planner.runner._executor
-    monkeypatch.setattr("segue.model_runner.executor._LOGITS_BYTES", 4 * 4 * making.VOCAB)  # four tokens
-    compute = executor._model.logits
-    monkeypatch.setattr(executor._model, "logits", lambda h: counts.append(len(h)) or compute(h))
+    monkeypatch.setattr(executor, "logits_bytes", 4 * 4 * making.VOCAB)  # four tokens
+    compute = executor.model.logits
+    monkeypatch.setattr(executor.model, "logits", lambda h: counts.append(len(h)) or compute(h))
     prompt = making.prompt(15)
     sequence = planner.generate(prompt, 1, prompt_logprobs_start=1)
     assert counts == [1, 4, 4, 4, 2]
@@ -191,7 +190,7 @@ def test_a_result_has_the_duration_of_its_step(planner):
     assert 0 < result.seconds < 60
 
 
-def test_the_twelve_steps_are_reported_in_order_with_time_and_bytes(llama):
+def test_the_steps_are_reported_in_order_with_time_and_bytes(llama):
     config = EngineConfig(**making.options(llama[0]))
     steps = []
     runner = ModelRunner(
@@ -314,7 +313,7 @@ def test_a_grid_on_a_backend_without_support_is_ignored_with_a_warning(llama, ca
     assert (result.eager, result.padded_tokens) == ("disabled", 0)
     runner.close()
     with pytest.raises(NotImplementedError, match="CPUAttention"):
-        runner._executor._inputs._backend.init_batch_prefill_cuda_graph_state(1, 16)
+        runner._executor.backend.init_batch_prefill_cuda_graph_state(1, 16)
 
 
 def test_a_grid_for_a_mixture_of_experts_is_ignored_with_a_warning(tmp_path, caplog, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 
 from segue.attention.base import GridMetadata, block_table
 from segue.messages.steps import StepPlan
+from segue.model_runner.inputs import PlanArrays
 from segue.model_runner.static_inputs import RING, DeviceInputs, StepShape
 
 
@@ -76,7 +77,7 @@ def test_any_step_is_laid_out_with_its_padding_after_any_other_step(max_rows: in
         )
         assert len(blocks) <= shape.blocks
         ring_index = rng.randrange(RING)
-        inputs.load(plan, shape, ring_index)
+        inputs.load(PlanArrays(plan), shape, ring_index)
         context = inputs.context(shape)
         ends = [sum(plan.lens[: i + 1]) for i in range(len(plan.lens))]
         kv_lens = [start + length for start, length in zip(plan.starts, plan.lens, strict=True)]
@@ -113,7 +114,7 @@ def test_decode_steps_are_padded_with_the_dummy_slot(max_rows: int) -> None:
     for _ in range(30):
         plan = random_plan(rng, max_rows, 0, rng.randint(1, max_rows))
         size = rng.randint(len(plan.slots), max_rows)
-        inputs.load_decode(plan, size, 2)
+        inputs.load_decode(PlanArrays(plan), size, 2)
         slots, positions = inputs.decode_slots(size)
         padding = size - len(plan.slots)
         assert slots.tolist() == plan.slots + [max_rows] * padding
@@ -145,7 +146,7 @@ def test_prompts_in_the_grid_are_padded_at_the_front_after_any_other_step(
         starts, samples = [rng.randint(0, 500) for _ in lens], [rng.random() < 0.5 for _ in lens]
         plan = StepPlan(1, [], [], 0, slots, starts, lens, [int(s) for s in samples], samples, "plain")
         kv_lens = [start + n for start, n in zip(starts, lens, strict=True)]
-        inputs.load(plan, shape, index % RING)
+        inputs.load(PlanArrays(plan), shape, index % RING)
         context = inputs.context(shape)
         token_slots, positions = [], []
         for slot, start, n in zip(slots, starts, lens, strict=True):

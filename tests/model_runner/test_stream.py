@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from segue.model_runner.stream import CPUStream, keep_freed_memory
+from segue.model_runner.stream import CPUStream
 
 
 @pytest.fixture
@@ -52,8 +52,3 @@ def test_close_finishes_submitted_work():
         stream.submit(lambda i=i: seen.append(i))
     stream.close()
     assert seen == [0, 1, 2, 3, 4]
-
-
-def test_keep_freed_memory_can_be_called_twice():
-    keep_freed_memory()
-    keep_freed_memory()

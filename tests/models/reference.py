@@ -11,7 +11,8 @@ from segue.attention.base import AttentionShape
 from segue.attention.context import Context
 from segue.attention.cpu import CPUAttention
 from segue.kvcache.page_table import PageTable
-from segue.kvcache.pool import KVPool
+from segue.kvcache.pool import KVPool, KVShape
+from segue.memory import backing
 from segue.models.config import ModelConfig
 from segue.models.decoder import Decoder, build_model
 from segue.models.sharding import Shard
@@ -127,15 +128,15 @@ class Batch:
         config, sizes = self.model.config, self.model.shard
         dtype = self.model.norm.weight.dtype
         pages_each = -(-self.max_len // self.page_size)
-        self.pool = KVPool(
+        kv_shape = KVShape(
             num_pages=pages_each * self.num_sequences,
             num_layers=config.num_layers,
             page_size=self.page_size,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=config.head_dim,
             dtype=dtype,
-            device="cpu",
         )
+        self.pool = KVPool(kv_shape, backing.zeros(kv_shape.num_bytes, torch.device("cpu")))
         self.pool.data.fill_(float("nan"))
         self.table = PageTable(
             max_running=self.num_sequences,

@@ -428,7 +428,7 @@ def test_tensors_stored_at_once_equal_those_stored_one_by_one(
     manifest = manifest_of(state)
     with rank_of(path, tp) as rank:
         staged = [
-            StagedWeights(rank.served, staging_memory.StagingMemory(rank.served.device, rank.served.specs))
+            StagedWeights(rank.served, staging_memory.StagingMemory(rank.served.memory, rank.served.specs))
             for _ in range(2)
         ]
         one_by_one, at_once = (

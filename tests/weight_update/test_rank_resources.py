@@ -15,6 +15,7 @@ import torch
 from segue.checkpoint import dummy
 from segue.memory.arena import Arena, TensorSpec
 from segue.memory.peak import PeakMeter
+from segue.memory.rank_memory import PrivateMemory
 from segue.messages.weight_update import Commit
 from segue.models.weight_map import WeightMap
 from segue.weight_update.manifest import bucket_bytes
@@ -103,7 +104,9 @@ def test_fifty_updates_leak_nothing(tmp_path: Path, wait_until: WaitUntil) -> No
 
 
 def test_memory_that_is_in_use_is_never_unmapped() -> None:
-    memory = StagingMemory(torch.device("cpu"), [TensorSpec(name="w", shape=(8,), dtype=torch.bfloat16)])
+    memory = StagingMemory(
+        PrivateMemory(torch.device("cpu")), [TensorSpec(name="w", shape=(8,), dtype=torch.bfloat16)]
+    )
     for in_use in (False, True):
         staging = memory.take(None, "auto", 0)
         slab = weakref.ref(staging.arena.slabs[0])

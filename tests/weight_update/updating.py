@@ -20,6 +20,7 @@ from torch import Tensor
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import resolve
 from segue.distributed.info import TPInfo
+from segue.memory.rank_memory import PrivateMemory
 from segue.messages.weight_operations import Bucket, Group, Manifest
 from segue.messages.weight_update import Join, RankReply, Receive, Received, Stage
 from segue.model_runner.stream import ComputeStream, make_stream
@@ -85,7 +86,8 @@ def rank_of(
     source = resolve(str(path), options.pop("load_format", "auto"), Path("/nonexistent"))
     device = torch.device(options.pop("device", "cpu"))
     model = build_model(source.config, dtype=dtype, collectives=tiny.Rank(tp))
-    arena = load_weights(model, source.config, source, tp, device, dtype)
+    memory = PrivateMemory(device)
+    arena = load_weights(model, source.config, source, tp, memory, dtype)
     model.build_derived()
     stream = make_stream(device)
     served = ServedWeights(
@@ -93,7 +95,7 @@ def rank_of(
         weight_map=weight_map.build(source.config, tp),
         config=source.config,
         tp=tp,
-        device=device,
+        memory=memory,
         dtype=dtype,
         submit=stream.submit,
         **{"rebuild": model.build_derived, **options},

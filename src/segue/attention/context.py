@@ -18,7 +18,7 @@ from segue.kvcache.pool import KVPool
 class Context:
     """A batch of ragged sequences, decode rows first: T tokens, S sequences, L rows of logits.
 
-    The host lists and the device tensors hold the same values. The model itself reads only tensors, so a
+    Where there are host lists, they hold the values of the device tensors. The model reads only tensors, so a
     captured step can be replayed with new values at the same addresses.
     """
 
@@ -26,9 +26,6 @@ class Context:
     positions: Tensor  # int64, or int32 on CUDA, [T], each token's index in its sequence
     slot_mapping: Tensor  # int64 [T], the pool's token row for each K and V; padding: in the scratch page
     logits_indices: Tensor | None  # int [L], the tokens whose hidden states the model returns; None: all
-    slots: Sequence[int]  # S request slots, which are rows of the page table
-    q_lens: Sequence[int]  # S numbers of tokens in this step
-    kv_lens: Sequence[int]  # S numbers of tokens in the cache, including this step's
     slots_device: Tensor  # int64, or int32 on CUDA, [S]
     kv_lens_device: Tensor  # int32 [S]
     cu_seqlens_q_device: Tensor  # int32 [S + 1], the index of each sequence's first token
@@ -36,7 +33,11 @@ class Context:
     page_table: PageTable
     kv: KVPool
     backend: AttentionBackend
-    # Fields of a captured step only, which has no host lists:
+    # Lists of the host, for backends on a CPU and for steps that `build` has made:
+    slots: Sequence[int] = ()  # S request slots, which are rows of the page table
+    q_lens: Sequence[int] = ()  # S numbers of tokens in this step
+    kv_lens: Sequence[int] = ()  # S numbers of tokens in the cache, including this step's
+    # Fields of steps of the runner on CUDA, captured or not:
     num_decode_device: Tensor | None = None  # int32 [1]; num_decode is its upper bound
     blocks: Tensor | None = None  # the backend's blocks of the sequences after the decode rows
     num_tokens: Tensor | None = None  # int32 [1], tokens without the padding at the end; None: unknown

@@ -15,7 +15,8 @@ from segue.checkpoint.shards import BOUNCE_BYTES, BounceBuffers, Shards
 from segue.checkpoint.source import ModelSource
 from segue.distributed.info import TPInfo
 from segue.errors import ModelFileError
-from segue.memory.arena import Arena, TensorSpec, bind
+from segue.memory.arena import Arena, Layout, TensorSpec, bind
+from segue.memory.rank_memory import RankMemory
 from segue.memory.tensor_ops import are_finite
 from segue.models.config import ModelConfig
 from segue.models.weight_map import WeightMap
@@ -27,13 +28,13 @@ def load_weights(
     config: ModelConfig,
     source: ModelSource,
     tp: TPInfo,
-    device: torch.device | str,
+    memory: RankMemory,
     dtype: torch.dtype,
     progress: bool | None = None,
     *,
     seed: int = 0,
 ) -> Arena:
-    """Fill a new arena with this rank's shard of the weights, and bind `model` to it.
+    """Fill an arena of `memory` with this rank's shard of the weights, and bind `model` to it.
 
     `model` is on `meta` before. A GGUF file is converted to `dtype`; all values are cast to the parameters'
     dtype. With `progress` None, rank 0 shows a progress bar on a terminal. `seed` is for dummy weights.
@@ -51,22 +52,23 @@ def load_weights(
     ]
     assert {spec.name: spec.shape for spec in specs} == weight_map.parameters, "model and weight map disagree"
     show = progress if progress is not None else tp.is_first and sys.stderr.isatty()
-    made: list[Arena] = []
 
-    def make() -> Arena:
-        arena = Arena.allocate(specs, device)
-        for parameter, box in weight_map.padding.items():
-            arena.view(parameter)[box].zero_()
-        made.append(arena)
-        return arena
+    def fill(take: Callable[[], Arena]) -> None:
+        def make() -> Arena:
+            arena = take()
+            arena.zero_gaps()
+            for parameter, box in weight_map.padding.items():
+                arena.view(parameter)[box].zero_()
+            return arena
 
-    total = sum(spec.num_bytes for spec in specs)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not show) as bar:
-        for num_bytes in read_weights(source, weight_map, make, dtype, seed=seed, progress=show):
-            bar.update(num_bytes)
-    (arena,) = made
-    if source.format != "dummy":
-        check_finite(arena, weight_map, source.gguf or source.directory)
+        total = sum(spec.num_bytes for spec in specs)
+        with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not show) as bar:
+            for num_bytes in read_weights(source, weight_map, make, dtype, seed=seed, progress=show):
+                bar.update(num_bytes)
+        if source.format != "dummy":
+            check_finite(take(), weight_map, source.gguf or source.directory)
+
+    arena = memory.load(Layout.of(specs), fill)
     bind(model, arena)
     return arena
 

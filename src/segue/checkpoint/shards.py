@@ -13,6 +13,7 @@ from torch import Tensor
 from segue.checkpoint.model_files import corrupt, open_file, read_text
 from segue.checkpoint.safetensors_file import NAMES, StoredTensor, read_header
 from segue.errors import ModelFileError
+from segue.memory import backing
 from segue.memory.arena import Arena
 from segue.models.weight_map import Box, Shape, WeightMap
 
@@ -38,7 +39,7 @@ class BounceBuffers:
         is_cuda = device.type == "cuda"
         count = 2 if is_cuda else 1
         self.num_bytes = num_bytes
-        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(count)]
+        self._buffers = [backing.pinned((num_bytes,), torch.uint8, device) for _ in range(count)]
         self._copied = [torch.Event(device) for _ in range(count)] if is_cuda else []
         self._next = 0
 

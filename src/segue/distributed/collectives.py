@@ -20,72 +20,52 @@ class FusedAllReduce(Protocol):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Apply `kernels.ops.add_rms_norm` to the sum of all ranks' `x`, of at most `most_rows` rows."""
+        """Apply `kernels.ops.add_rms_norm` to the sum of all ranks' `x`, of at most `max_rows` rows."""
         ...
 
 
-class Collectives(Protocol):
-    """Collectives during a forward pass. Every rank calls the same ones in the same order."""
+class Collectives:
+    """The collectives of a forward pass. Every rank calls the same ones in the same order.
 
-    @property
-    def tp(self) -> TPInfo:
-        """The rank of this process and the size of its group."""
-        ...
+    This class is for a group of one: each collective returns its tensor unchanged.
+    """
 
-    @property
-    def fused_all_reduce(self) -> FusedAllReduce | None:
-        """The fused all-reduce for few rows; None where the devices do not support it."""
-        ...
+    # For few rows; None where the devices do not support it. The runner sets it: this package may not import
+    # kernels.
+    fused_all_reduce: FusedAllReduce | None = None
+
+    def __init__(self, tp: TPInfo | None = None) -> None:
+        """Use the rank `tp`; None: the only one."""
+        self.tp = tp or TPInfo()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks. May overwrite `tensor`."""
-        ...
+        return tensor
 
     def gather(self, tensor: Tensor) -> Tensor | None:
         """Return all ranks' tensors, of equal shape, joined along the last dimension; None but on rank 0."""
-        ...
+        return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with rank 0's, and return it."""
-        ...
-
-
-class SingleRank:
-    """The collectives of a group of one: each returns its tensor unchanged."""
-
-    tp = TPInfo(0, 1)
-    fused_all_reduce = None
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
-class GroupCollectives:
+class GroupCollectives(Collectives):
     """Collectives over a process group: gloo on CPU, NCCL on CUDA."""
 
     def __init__(self, tp: TPInfo, group: ProcessGroup) -> None:
         """Use `group`, in which this process has rank `tp.rank`."""
-        self.tp = tp
-        self.fused_all_reduce: FusedAllReduce | None = (
-            None  # set by the runner: this package may not import kernels
-        )
+        super().__init__(tp)
         self._group = group
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks, in place."""
         options = dist.AllreduceOptions()
         options.asyncOp = False  # NCCL's kernel runs on the current stream, so there is no other to wait for
         _wait(self._group.allreduce([tensor], options))
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Overwrite `tensor` with rank 0's, and return it."""
         options = dist.BroadcastOptions()
         options.asyncOp = False
         options.rootRank = 0
@@ -94,7 +74,6 @@ class GroupCollectives:
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor | None:
-        """Return all ranks' tensors joined along the last dimension; None but on rank 0."""
         options = dist.GatherOptions()
         options.rootRank = 0
         if not self.tp.is_first:

@@ -7,6 +7,7 @@ in a training script does not disturb the script's own `torch.distributed`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import cast
@@ -15,48 +16,37 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroup, Store
 
-from segue.distributed.collectives import Collectives, GroupCollectives, SingleRank
+from segue.distributed.collectives import Collectives, GroupCollectives
 from segue.distributed.info import TPInfo
 from segue.distributed.symmetric import SymmetricMemory
 
 
+@dataclass
 class TPGroups:
     """One rank's groups: `control` for small values on the host, `collectives` for tensors on the device."""
 
-    def __init__(
-        self,
-        tp: TPInfo,
-        control: ProcessGroup | None,
-        collectives: Collectives,
-        store: Store | None,
-        name: str = "",
-    ) -> None:
-        """Hold the groups that `connect` made. `control` and `store` are None in a group of one.
-
-        `name` is unique in this process and the same on all ranks.
-        """
-        self.tp = tp
-        self.collectives = collectives
-        self._control = control
-        self._store = store
-        self._name = name
-        self._num_shared = 0
+    tp: TPInfo
+    collectives: Collectives
+    control: ProcessGroup | None = None  # None in a group of one
+    store: Store | None = None  # None in a group of one
+    name: str = ""  # unique in this process, and the same on all ranks
+    _num_shared: int = 0
 
     def all_gather(self, values: Sequence[int]) -> list[list[int]]:
         """Return every rank's integers, by rank. All ranks pass the same number of integers."""
-        if self._control is None:
+        if self.control is None:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.int64)
         parts = [torch.empty_like(mine) for _ in range(self.tp.size)]
-        self._control.allgather([parts], [mine]).wait()
+        self.control.allgather([parts], [mine]).wait()
         return [part.tolist() for part in parts]
 
     def share(self, device: torch.device, num_bytes: int) -> SymmetricMemory:
         """Allocate symmetric memory of `num_bytes` on the CUDA device of every rank."""
-        assert self._store is not None
+        assert self.store is not None
         self._num_shared += 1
-        name = f"{self._name} {self._num_shared}"
-        return SymmetricMemory(self.tp, PrefixStore(name, self._store), name, device, num_bytes)
+        name = f"{self.name} {self._num_shared}"
+        return SymmetricMemory(self.tp, PrefixStore(name, self.store), name, device, num_bytes)
 
     def barrier(self) -> None:
         """Return once every rank has called this."""
@@ -72,14 +62,15 @@ def connect(
     ranks see. A group of one uses no file.
     """
     if tp.size == 1:
-        return TPGroups(tp, None, SingleRank(), None)
+        return TPGroups(tp, Collectives(tp))
     store = FileStore(str(rendezvous), tp.size)
     # Both backends have the methods of a ProcessGroup, though torch's stubs do not say so.
     gloo = dist.ProcessGroupGloo(PrefixStore("control", store), tp.rank, tp.size, timeout)
     control = cast(ProcessGroup, gloo)
-    data = control if device.type == "cpu" else _nccl(PrefixStore("data", store), tp)
-    return TPGroups(tp, control, GroupCollectives(tp, data), store, str(rendezvous))
-
-
-def _nccl(store: Store, tp: TPInfo) -> ProcessGroup:
-    return cast(ProcessGroup, dist.ProcessGroupNCCL(store, tp.rank, tp.size, dist.ProcessGroupNCCL.Options()))
+    if device.type == "cpu":
+        data = control
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        nccl = dist.ProcessGroupNCCL(PrefixStore("data", store), tp.rank, tp.size, options)
+        data = cast(ProcessGroup, nccl)
+    return TPGroups(tp, GroupCollectives(tp, data), control, store, str(rendezvous))

@@ -1,4 +1,4 @@
-"""Device tensors with one row per request slot: the pages and the tokens of each running request."""
+"""A device tensor with one row per request slot: the pages of each running request."""
 
 from collections.abc import Sequence
 
@@ -43,19 +43,3 @@ class PageTable:
         """Return the KV slots, int64 `[T]`, of the tokens at `positions` (int64) of `slots` (int)."""
         pages = self.data[slots, positions // self.page_size].to(torch.int64)
         return pages * self.page_size + positions % self.page_size
-
-
-class TokenPool:
-    """The tokens of each running request: the prompt, then the sampled tokens, which the next step reads.
-
-    `data` is int32 `[max_running + 1, max_seq_len + 1]`: a request of full length still has room for the
-    token that it samples last.
-    """
-
-    def __init__(self, *, max_running: int, max_seq_len: int, device: torch.device | str) -> None:
-        """Allocate the pool, zeroed."""
-        self.data = torch.zeros((max_running + 1, max_seq_len + 1), dtype=torch.int32, device=device)
-
-    def tokens(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Return the tokens, int64 `[T]`, at `positions` of `slots`."""
-        return self.data[slots, positions].to(torch.int64)

@@ -1,11 +1,33 @@
 """The KV cache: one page-major tensor for all layers."""
 
-import math
-import mmap
-from contextlib import suppress
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVShape:
+    """The sizes of one rank's KV pool."""
+
+    num_pages: int  # without the scratch page
+    num_layers: int
+    page_size: int  # tokens
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of one page of all layers."""
+        return self.num_layers * 2 * self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the pool."""
+        return (self.num_pages + 1) * self.page_bytes
 
 
 class KVPool:
@@ -16,44 +38,23 @@ class KVPool:
     The last page is the scratch page: padding writes there, and nothing reads it.
     """
 
-    def __init__(
-        self,
-        *,
-        num_pages: int,
-        num_layers: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        """Allocate the pool, zeroed."""
-        self.num_pages = num_pages
-        self.num_layers = num_layers
-        self.page_size = page_size
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        shape = (num_pages + 1, num_layers, 2, page_size, num_kv_heads, head_dim)
-        self.data = _zeros(shape, dtype, torch.device(device))
-        rows = self.data.view(-1, num_kv_heads * head_dim)
+    def __init__(self, shape: KVShape, data: Tensor) -> None:
+        """Use `data`: as many zeroed bytes as `shape` needs."""
+        self.num_pages = shape.num_pages
+        self.num_layers = shape.num_layers
+        self.page_size = shape.page_size
+        self.page_bytes = shape.page_bytes
+        page = (shape.num_layers, 2, shape.page_size, shape.num_kv_heads, shape.head_dim)
+        self.data = data.view(shape.dtype).view(-1, *page)
+        rows = self.data.view(-1, shape.num_kv_heads * shape.head_dim)
         # Views of `data`, by layer: the keys and the values by token row, `[*, num_kv_heads * head_dim]`.
-        self.key_rows = [rows[2 * layer * page_size :] for layer in range(num_layers)]
-        self.value_rows = [rows[(2 * layer + 1) * page_size :] for layer in range(num_layers)]
+        self.key_rows = [rows[2 * layer * shape.page_size :] for layer in range(shape.num_layers)]
+        self.value_rows = [rows[(2 * layer + 1) * shape.page_size :] for layer in range(shape.num_layers)]
 
     @property
     def scratch_page(self) -> int:
         """The page that padding writes to."""
         return self.num_pages
-
-    @property
-    def scratch_slot(self) -> int:
-        """The KV slot that padding writes to."""
-        return self.num_pages * self.page_size
-
-    @property
-    def page_bytes(self) -> int:
-        """The bytes of one page of all layers."""
-        return self.data[0].numel() * self.data.element_size()
 
     @property
     def page_rows(self) -> int:
@@ -68,15 +69,3 @@ class KVPool:
         """Store `key` and `value`, `[T, num_kv_heads, head_dim]`, at the token rows `rows` (int64 `[T]`)."""
         self.key_rows[layer].index_copy_(0, rows, key.flatten(1))
         self.value_rows[layer].index_copy_(0, rows, value.flatten(1))
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # Anonymous memory is zero and costs nothing until it is touched; torch.zeros would touch all of it at
-    # start, which takes seconds.
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # the kernel may have been built without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segue.distributed.collectives import Collectives, SingleRank
+from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
 from segue.kernels.ops import add_rms_norm, embed, gate_up_silu, linear, pack
 
@@ -27,7 +27,7 @@ class RMSNorm(Layer):
         """Make a norm of `size` channels, which sums its input over the ranks of `collectives`."""
         super().__init__()
         self.eps = eps
-        self.collectives = collectives or SingleRank()
+        self.collectives = collectives or Collectives()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.weight_float32: Tensor | None = None
 

@@ -1,1 +1,1 @@
-"""The arena of the weights, the memory budget, and operations on tensors beside the steps."""
+"""Layout and arena of the weights, where memory comes from, its budget, and copies beside the steps."""

@@ -1,8 +1,9 @@
 """The arena: all weights of one rank in a few contiguous slabs. Each parameter is a view of a slab."""
 
-from collections.abc import Callable, Iterable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
 import torch
@@ -13,11 +14,12 @@ from segue.sizes import round_up
 
 ALIGNMENT = 256  # bytes: enough for any vector load, TMA and NCCL
 SLAB_BYTES = 1 << 30
+SLAB_ALIGNMENT = 2 << 20  # bytes: a huge page of the host, and the granularity of a device's memory mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor to allocate in an arena."""
+    """A tensor to lay out in an arena."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,39 +35,34 @@ class TensorSpec:
 class Entry:
     """The position of one tensor in an arena."""
 
-    slab: int  # index into `Arena.slabs`
+    slab: int  # index into `Layout.sizes` and `Arena.slabs`
     offset: int  # bytes from the slab's start, a multiple of ALIGNMENT
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class Arena:
-    """Slabs of raw bytes, and a table with the position of each tensor.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The position of each tensor in slabs, and the sizes of the slabs; it has no memory.
 
-    The layout depends on the specs alone, so arenas made from equal specs can be copied slab by slab.
+    It depends on the specs alone, so arenas of equal specs can be copied slab by slab.
     """
 
-    def __init__(self, slabs: list[Tensor], table: dict[str, Entry]) -> None:
-        """Hold `slabs`: 1-dimensional uint8 tensors, with sizes that are multiples of ALIGNMENT."""
-        self.slabs = slabs
-        self.table = table
+    table: dict[str, Entry]
+    sizes: list[int]  # bytes of each slab
+    gaps: list[tuple[int, int, int]]  # (slab, start, end): the bytes that belong to no tensor
 
     @classmethod
-    def allocate(
-        cls,
-        specs: Iterable[TensorSpec],
-        device: torch.device | str,
-        slab_bytes: int = SLAB_BYTES,
-        empty: Callable[[int], Tensor] | None = None,
-    ) -> "Arena":
-        """Allocate all `specs`. The tensors' contents are undefined; the gaps between them are zero.
+    def of(
+        cls, specs: Iterable[TensorSpec], slab_bytes: int = SLAB_BYTES, align: int = SLAB_ALIGNMENT
+    ) -> Layout:
+        """Lay out `specs` in their order, in slabs of up to `slab_bytes` that are multiples of `align`.
 
-        A tensor larger than `slab_bytes` gets its own slab. `empty` allocates a slab of the given size; None:
-        torch's memory of `device`.
+        A tensor larger than `slab_bytes` gets its own slab.
         """
         table: dict[str, Entry] = {}
         sizes: list[int] = []
-        gaps: list[tuple[int, int, int]] = []  # slab, start, end
+        gaps: list[tuple[int, int, int]] = []
         for spec in specs:
             assert spec.name not in table, f"two tensors are called {spec.name!r}"
             needed = round_up(spec.num_bytes, ALIGNMENT)
@@ -76,15 +73,46 @@ class Arena:
             sizes[-1] += needed
             if needed != spec.num_bytes:
                 gaps.append((slab, offset + spec.num_bytes, offset + needed))
-        slabs = [(empty or partial(_aligned, device=torch.device(device)))(size) for size in sizes]
-        for slab, start, end in gaps:
-            slabs[slab][start:end].zero_()
-        return cls(slabs, table)
+        for slab, size in enumerate(sizes):
+            sizes[slab] = -(-size // align) * align
+            if sizes[slab] != size:
+                gaps.append((slab, size, sizes[slab]))
+        return cls(table=table, sizes=sizes, gaps=gaps)
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all slabs together."""
-        return sum(slab.numel() for slab in self.slabs)
+        return sum(self.sizes)
+
+
+class Arena:
+    """The memory of a layout."""
+
+    def __init__(self, layout: Layout, slabs: Sequence[Tensor]) -> None:
+        """Hold `slabs`: one `uint8` tensor per size of `layout`, each at a multiple of ALIGNMENT."""
+        assert [slab.numel() for slab in slabs] == layout.sizes, "slabs and layout disagree"
+        self.layout = layout
+        self.slabs = slabs
+
+    @classmethod
+    def take(cls, layout: Layout, take: Callable[[int], Tensor]) -> Arena:
+        """Take the memory of each slab by `take`, which gets the number of bytes."""
+        return cls(layout, [take(size) for size in layout.sizes])
+
+    @property
+    def table(self) -> dict[str, Entry]:
+        """The position of each tensor."""
+        return self.layout.table
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all slabs together."""
+        return self.layout.num_bytes
+
+    def zero_gaps(self) -> None:
+        """Zero what belongs to no tensor; whoever fills the arena must, since the checksum covers it."""
+        for slab, start, end in self.layout.gaps:
+            self.slabs[slab][start:end].zero_()
 
     def view(self, name: str) -> Tensor:
         """Return the tensor `name` as a view of the arena's memory."""
@@ -107,10 +135,3 @@ def bind(model: nn.Module, arena: Arena) -> None:
         assert view.shape == parameter.shape and view.dtype == parameter.dtype, name
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, view)
-
-
-def _aligned(size: int, device: torch.device) -> Tensor:
-    # The CPU allocator guarantees an alignment of 64 bytes only.
-    raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
-    start = -raw.data_ptr() % ALIGNMENT
-    return raw[start : start + size]

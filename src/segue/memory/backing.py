@@ -1,7 +1,13 @@
-"""Copies from NumPy arrays to a device."""
+"""The one place that takes memory which stays: one function per kind. Most return bytes, `uint8`.
+
+Temporaries of a step and small tensors that one module keeps for itself are torch's, and not taken here.
+"""
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -9,7 +15,75 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+def pageable(num_bytes: int) -> Tensor:
+    """Return page-aligned zeros of the host; the memory goes back to the system with the tensor.
+
+    Pages cost nothing until they are touched. Memory of malloc may stay with the process when it is freed.
+    """
+    return _mapped(num_bytes)
+
+
+def huge_pages(num_bytes: int) -> Tensor:
+    """Return zeros of the host in huge pages, where the kernel has them.
+
+    `torch.zeros` would touch all of it at once, which takes seconds for a KV cache.
+    """
+    return _mapped(num_bytes, huge=True)
+
+
+def zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """Return zeros for a KV cache: of a CUDA device, or of the host in huge pages."""
+    return huge_pages(num_bytes) if device.type == "cpu" else on_device(num_bytes, device).zero_()
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an undefined tensor of the host for copies from and to `device`: pinned if that is CUDA.
+
+    Pinned memory is torch's, which rounds sizes up to powers of two and keeps what is freed for later.
+    """
+    return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda" and 0 not in shape)
+
+
+def page_locked(num_bytes: int) -> Tensor:
+    """Return pinned zeros of exactly this size, for gigabytes; call `unlock` before they are freed."""
+    raw = pageable(num_bytes)
+    if num_bytes:
+        raw.zero_()  # faults the pages in now, instead of under the driver's lock
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(cudart.cudaHostRegister(raw.data_ptr(), num_bytes, 0))
+    return raw
+
+
+def unlock(locked: Tensor) -> None:
+    """Make the memory of `page_locked` pageable, so that it can be freed."""
+    if locked.numel():
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(cudart.cudaHostUnregister(locked.data_ptr()))
+
+
+def on_device(num_bytes: int, device: torch.device) -> Tensor:
+    """Return undefined bytes of a CUDA device, from torch's allocator, on the current stream."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def registered(num_bytes: int, pool: torch.cuda.MemPool) -> Tensor:
+    """Return undefined bytes of the current CUDA device from `pool`, whose memory NCCL can register."""
+    with torch.cuda.use_mem_pool(pool):
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     """Return the array as a tensor: on a CPU in the same memory, on CUDA as an asynchronous copy."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _mapped(num_bytes: int, *, huge: bool = False) -> Tensor:
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    # Private: kernels rarely give huge pages to shared memory, and a fork must not write to it.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # the kernel may have been built without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

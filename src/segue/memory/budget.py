@@ -1,10 +1,9 @@
-"""The number of KV pages: free memory, the page-count formula, and the ranks' agreement on one number."""
+"""The number of KV pages: the page-count formula, and the ranks' agreement on free memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import astuple, dataclass, replace
 
 from segue.errors import MemoryImbalanceError, OutOfMemoryError
 from segue.sizes import ceil_div
@@ -32,8 +31,7 @@ class Reserve:
     @property
     def total(self) -> int:
         """The sum, in bytes."""
-        parts = (self.batch_state, self.derived, self.activations, self.sampling, self.graphs, self.staging)
-        return sum(parts)
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +61,7 @@ class Budget:
 
     num_pages: int
     max_seq_len: int  # tokens of the longest possible request
-    pool_bytes: int  # per rank, the scratch page included
     limited_by: str  # what limited num_pages, for the log
-
-
-def page_bytes(
-    *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, itemsize: int, tp_size: int
-) -> int:
-    """Return the bytes of one page of `page_size` tokens on one of `tp_size` ranks, all layers together.
-
-    `num_kv_heads` is the whole model's. With more ranks than KV heads, each rank holds one head.
-    """
-    return 2 * head_dim * max(1, num_kv_heads // tp_size) * page_size * itemsize * num_layers
 
 
 def formula_pages(demand: Demand) -> int:
@@ -102,13 +89,18 @@ def plan_pages(demand: Demand, num_kv_tokens: int | None = None) -> Budget:
         num_pages, limited_by = _automatic_pages(demand)
     else:
         num_pages, limited_by = ceil_div(num_kv_tokens, demand.page_size), "--num-kv-tokens"
-        _check_explicit(demand, num_pages, num_kv_tokens)
+        needed = _explicit_bytes(demand, num_pages)
+        if needed > demand.free_before:
+            raise OutOfMemoryError(
+                f"num_kv_tokens={num_kv_tokens} needs {gib(needed)}, with weights and buffers, but only "
+                f"{gib(demand.free_before)} is free; lower --num-kv-tokens",
+                param="num_kv_tokens",
+            )
     if num_pages < MIN_PAGES:
         raise _too_few(demand, num_pages, explicit=num_kv_tokens is not None)
     return Budget(
         num_pages=num_pages,
         max_seq_len=min(demand.max_len, num_pages * demand.page_size),
-        pool_bytes=(num_pages + 1) * demand.page_bytes,
         limited_by=limited_by,
     )
 
@@ -131,16 +123,6 @@ def _automatic_pages(demand: Demand) -> tuple[int, str]:
         limit = demand.pool_limit // demand.page_bytes - 1
         limits.append((limit, f"the limit of {gib(demand.pool_limit)} on CPU"))
     return min(limits)
-
-
-def _check_explicit(demand: Demand, num_pages: int, num_kv_tokens: int) -> None:
-    needed = _explicit_bytes(demand, num_pages)
-    if needed > demand.free_before:
-        raise OutOfMemoryError(
-            f"num_kv_tokens={num_kv_tokens} needs {gib(needed)}, with weights and buffers, but only "
-            f"{gib(demand.free_before)} is free; lower --num-kv-tokens",
-            param="num_kv_tokens",
-        )
 
 
 def _explicit_bytes(demand: Demand, num_pages: int) -> int:
@@ -188,73 +170,6 @@ def agree_on_free(free: Sequence[int], *, separate: bool) -> int:
             f"memory would stay unused: end other processes on the device of rank {low}"
         )
     return least
-
-
-def free_cpu_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that this process can still use: the machine's, or its cgroups' if those are fewer.
-
-    Args:
-        root: directory that contains `proc` and `sys`.
-    """
-    free = [_free_on_machine(root)]
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2: one hierarchy for everything
-            base = root / "sys/fs/cgroup"
-            names = ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        free += _free_in_cgroups(base, path, *names)
-    return max(0, min(free))
-
-
-def _free_on_machine(root: Path) -> int:
-    for line in _lines(root / "proc/meminfo"):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise OutOfMemoryError(
-        "free memory is unknown: /proc/meminfo has no MemAvailable; set --num-kv-tokens on a Linux system "
-        "that mounts /proc"
-    )
-
-
-def _free_in_cgroups(base: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
-    # The path is as the host sees it. In a container, the container's own group is often mounted at the base.
-    # So every ancestor that exists counts, and the base always does.
-    group = base / path.lstrip("/")
-    found = []
-    while True:
-        limit, usage = _number(group / limit_name), _number(group / usage_name)
-        if limit is not None and usage is not None:
-            # The kernel counts clean file cache as used, but frees it on demand.
-            found.append(limit - usage + _statistic(group / "memory.stat", cache_name))
-        if group == base:
-            return found
-        group = group.parent
-
-
-def _statistic(file: Path, name: str) -> int:
-    for line in _lines(file):
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
-
-
-def _number(file: Path) -> int | None:
-    lines = _lines(file)
-    return int(lines[0]) if lines and lines[0].isdecimal() else None  # "max": no limit
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def gib(num_bytes: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from segue.memory import backing
 from segue.sizes import round_up
 
 GRANULARITY = 512 << 20  # bytes: the most that NCCL rounds up to, for devices that multicast to each other
@@ -42,11 +43,11 @@ class RegisteredBuffers:
             self._pool = torch.cuda.MemPool(nccl.mem_allocator)
             size = round_up(num_bytes, _ALIGNMENT)
             try:
-                whole = self._allocate(size * count)
+                whole = backing.registered(size * count, self._pool)
             except RuntimeError:  # the memory comes from the driver only, and torch's cache may hold it
                 torch.cuda.empty_cache()
                 try:
-                    whole = self._allocate(size * count)
+                    whole = backing.registered(size * count, self._pool)
                 except RuntimeError as error:
                     raise torch.OutOfMemoryError(
                         f"{size * count} bytes of device memory for {count} buckets are not free: send "
@@ -59,10 +60,6 @@ class RegisteredBuffers:
         if not self._is_registered:
             self._nccl.register_mem_pool(self._pool)
             self._is_registered = True
-
-    def _allocate(self, num_bytes: int) -> Tensor:
-        with torch.cuda.use_mem_pool(self._pool):
-            return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
 
 def can_register(nccl: Any, device: torch.device) -> bool:

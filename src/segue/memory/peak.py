@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from segue.host import read_number
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc_pid_clear_refs(5): resets the high-water mark to the resident size
@@ -48,13 +50,5 @@ def _resident_peak() -> int:
     return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _status(name: str) -> int | None:
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * 1024
-    return None
+def _status(name: str) -> int:
+    return 1024 * (read_number(_STATUS, name) or 0)

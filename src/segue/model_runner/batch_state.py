@@ -11,15 +11,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segue.kvcache.page_table import PageTable, TokenPool
+from segue.kvcache.page_table import PageTable
 from segue.memory.backing import to_device
 from segue.messages.requests import SamplingParams
 from segue.messages.steps import NewSlot, StepPlan
-from segue.model_runner.device_writes import make_writer
+from segue.model_runner.device_writes import CUDAWriter, DeviceWriter
+from segue.model_runner.inputs import PlanArrays
 
 # Below the lowest temperature a draw is the argmax unless two logits are equal; above the highest all tokens
 # are equally likely. In between, finite logits stay finite in float32, and masked tokens stay impossible.
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-5, 1e20
+
+
+# A finite bias: a request may mask the whole vocabulary, and that must not look like a fault of the model.
+_MASKED = -1e30
 
 
 class PlanError(RuntimeError):
@@ -55,9 +60,9 @@ _FLOATS = tuple(field.name for field in fields(SamplingColumns) if field.name no
 class SlotExtras:
     """The sampling parameters of one slot that few requests have."""
 
-    bias_ids: NDArray[np.int64]
-    bias_values: NDArray[np.float32]
-    stop_ids: NDArray[np.int64]  # masked until min_len
+    ids: NDArray[np.int64]
+    values: NDArray[np.float32]  # added to the logits of `ids`
+    num_always: int  # the first ones are the bias; the others mask stop tokens until min_len
 
 
 class BatchState:
@@ -77,10 +82,12 @@ class BatchState:
     ) -> None:
         num_slots = max_running_requests + 1
         self.device = device
-        self.writer = make_writer(device)
+        self.writer = DeviceWriter() if device.type == "cpu" else CUDAWriter(device)
         self.step = 0  # the number of the last plan applied
         self.page_table = page_table
-        self.token_pool = TokenPool(max_running=max_running_requests, max_seq_len=max_seq_len, device=device)
+        # The tokens of each slot: the prompt, then the sampled tokens, which the next step reads. A request
+        # of full length still has room for the token that it samples last.
+        self.token_pool = torch.zeros((num_slots, max_seq_len + 1), dtype=torch.int32, device=device)
         self.lengths = np.zeros(num_slots, dtype=np.int64)  # tokens whose KV is computed or being computed
         # The host reads its columns to decide what to launch, and kernels read those of the device; on a CPU
         # both are the same memory.
@@ -107,8 +114,10 @@ class BatchState:
         columns = 4 * len(_FLOATS) + 8 * len(_INTEGERS)
         return (max_running_requests + 1) * (table + tokens + columns)
 
-    def apply(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan) -> PlanArrays:
         """Apply the changes of a plan: new slots, page table entries, lengths after this step.
+
+        Returns the plan's columns as arrays.
 
         On a CUDA device the writes are launched when `writer` is flushed.
 
@@ -122,7 +131,9 @@ class BatchState:
             self._add_slots(plan.new_slots)
         if plan.pages:
             self._put_pages(plan.pages)
-        self._advance(plan)
+        arrays = PlanArrays(plan)
+        self._advance(arrays)
+        return arrays
 
     def write_tokens(self, slots: NDArray[np.int64], positions: NDArray[np.int64], tokens: Tensor) -> None:
         """Write `tokens` (int64, on the device) at `positions` of `slots`, where the next step reads them.
@@ -130,12 +141,12 @@ class BatchState:
         `NON_FINITE` is written as 0, because a step that was planned ahead must read a valid id.
         """
         where = to_device(np.stack([slots, positions]), self.device)
-        self.token_pool.data[where[0], where[1]] = tokens.clamp(min=0).to(torch.int32)
+        self.token_pool[where[0], where[1]] = tokens.clamp(min=0).to(torch.int32)
 
     def _add_slots(self, new_slots: Sequence[NewSlot]) -> None:
         for new in new_slots:
             tokens = np.frombuffer(new.tokens, dtype=np.int32)
-            pool = self.token_pool.data
+            pool = self.token_pool
             self.writer.write(pool, new.slot * pool.shape[1] + np.arange(len(tokens)), tokens)
             if self.device.type == "cpu":  # attention on a CPU reads whole blocks of pages
                 self.page_table.data[new.slot] = self.page_table.scratch_page
@@ -169,33 +180,27 @@ class BatchState:
         if not masks_stops and not params.logit_bias:
             self.extras.pop(slot, None)
             return
+        stops = params.stop_token_ids if masks_stops else ()
         self.extras[slot] = SlotExtras(
-            bias_ids=np.fromiter(params.logit_bias, dtype=np.int64),
-            bias_values=np.fromiter(params.logit_bias.values(), dtype=np.float32),
-            stop_ids=np.array(params.stop_token_ids if masks_stops else (), dtype=np.int64),
+            ids=np.array([*params.logit_bias, *stops], dtype=np.int64),
+            values=np.array([*params.logit_bias.values(), *[_MASKED] * len(stops)], dtype=np.float32),
+            num_always=len(params.logit_bias),
         )
 
     def _put_pages(self, pages: Sequence[tuple[int, int, list[int]]]) -> None:
-        slots: list[int] = []
-        columns: list[int] = []
-        values: list[int] = []
-        for slot, first, ids in pages:
-            slots += [slot] * len(ids)
-            columns += range(first, first + len(ids))
-            values += ids
-        table = self.page_table.data
-        index = np.array(slots, dtype=np.int64) * table.shape[1] + np.array(columns, dtype=np.int64)
-        self.writer.write(table, index, np.array(values, dtype=np.int32))
+        table, columns = self.page_table.data, self.page_table.data.shape[1]
+        index = [slot * columns + first + i for slot, first, ids in pages for i in range(len(ids))]
+        values = [page for _, _, ids in pages for page in ids]
+        self.writer.write(table, np.array(index, dtype=np.int64), np.array(values, dtype=np.int32))
 
-    def _advance(self, plan: StepPlan) -> None:
-        slots = np.array(plan.slots, dtype=np.int64)
-        starts = np.array(plan.starts, dtype=np.int64)
+    def _advance(self, arrays: PlanArrays) -> None:
+        slots, starts = arrays.slots, arrays.starts
         known = self.lengths[slots]
         wrong = (known != starts) & (known >= 0)
         if wrong.any():
             index = int(wrong.argmax())
             raise PlanError(
-                f"step {plan.step} starts slot {slots[index]} at {starts[index]}, but {known[index]} of its "
+                f"step {self.step} starts slot {slots[index]} at {starts[index]}, but {known[index]} of its "
                 f"tokens are computed"
             )
-        self.lengths[slots] = starts + np.array(plan.lens, dtype=np.int64)
+        self.lengths[slots] = arrays.kv_lens

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from segue.attention.base import PagedBackend
-from segue.distributed.collectives import Collectives
 from segue.kernels.triton.all_reduce import OneShotAllReduce
 from segue.kernels.triton.sampling import VocabShard, sample_plain
-from segue.kvcache.pool import KVPool
+from segue.memory import backing
 from segue.messages.requests import SamplingMode
 from segue.messages.steps import StepPlan
-from segue.model_runner.batch_state import BatchState
-from segue.model_runner.executor import prompt_logprobs, step_outputs
+from segue.model_runner.executor import StepExecutor
 from segue.model_runner.graphs import (
     CaptureSizes,
     Graphs,
     Route,
+    Size,
     choose_route,
     find_bucket,
     max_forward_graph_tokens,
@@ -33,93 +32,101 @@ from segue.model_runner.graphs import (
     row_sizes,
     token_sizes,
 )
-from segue.model_runner.inputs import prompt_runs
-from segue.model_runner.sampler import Sampled, Sampler
+from segue.model_runner.inputs import PlanArrays, PromptRun
+from segue.model_runner.sampler import Sampled
 from segue.model_runner.static_inputs import RING, DeviceInputs, StepShape
 from segue.model_runner.step_result import DeviceStepResult
 from segue.model_runner.stream import free_garbage
-from segue.models.decoder import Decoder
 from segue.sampling.logprobs import Logprobs
 
-_LOGITS_BYTES = 64 << 20  # float32 logits of prompt tokens held at a time
 
-
-class CUDAExecutor:
+@dataclass(kw_only=True, eq=False, repr=False)
+class CUDAExecutor(StepExecutor):
     """Runs step plans on the current stream of one rank."""
 
-    def __init__(
-        self,
-        *,
-        model: Decoder,
-        state: BatchState,
-        kv: KVPool,
-        backend: PagedBackend,
-        sampler: Sampler,
-        collectives: Collectives,
-        max_rows: int,
-        chunk: int,
-        row_buckets: Sequence[int] | None = None,
-        token_buckets: Sequence[int] | None = None,
-        self_check: bool = False,
-    ) -> None:
-        """Allocate the static inputs; `capture` makes the graphs.
+    backend: PagedBackend
+    max_rows: int
+    chunk: int
+    row_buckets: Sequence[int] | None = None  # these two replace the default capture sizes
+    token_buckets: Sequence[int] | None = None
+    self_check: bool = False  # compare the outputs of every replay with those of the same step run eagerly
 
-        With `self_check`, the outputs of every replay are compared with those of the same step run eagerly.
-        `row_buckets` and `token_buckets` replace the default capture sizes.
-        """
-        self._model = model
-        self._collectives = collectives
+    logits_bytes: ClassVar[int] = 64 << 20
+
+    def __post_init__(self) -> None:
+        """Allocate the static inputs; `capture` makes the graphs."""
+        model, state, collectives, max_rows = self.model, self.state, self.collectives, self.max_rows
         self._vocab_shard: VocabShard | None = None
+        self._captured_modes: Sequence[SamplingMode] = ("plain", "filtered")
         if isinstance(collectives.fused_all_reduce, OneShotAllReduce):
             self._vocab_shard = VocabShard(
                 collectives.fused_all_reduce, model.shard.vocab_start, model.config.vocab_size
             )
-        self._state = state
-        self._backend = backend
-        self._sampler = sampler
-        self._inputs = DeviceInputs(state, kv, backend, max_tokens=chunk + max_rows, max_slots=max_rows)
-        hidden = model.config.hidden_size
+            self._captured_modes = ("plain",)
+        elif collectives.tp.size > 1:  # no rank has the candidates of the others: rank 0 samples
+            self._captured_modes = ()
+        self._inputs = DeviceInputs(
+            state, self.kv, self.backend, max_tokens=self.chunk + max_rows, max_slots=max_rows
+        )
         weight = model.embed.weight
         # The hidden states of the tokens that sample.
-        self._sampled_hidden = torch.zeros((max_rows, hidden), dtype=weight.dtype, device=weight.device)
-        self._ring = torch.zeros((RING, max_rows), dtype=torch.int32).pin_memory()
-        self._logprob_ring = torch.zeros((RING, max_rows)).pin_memory()
-        self._max_rows, self._max_tokens = max_rows, chunk + max_rows
-        self._row_buckets, self._token_buckets = row_buckets, token_buckets
+        self._sampled_hidden = torch.zeros(
+            (max_rows, model.config.hidden_size), dtype=weight.dtype, device=weight.device
+        )
+        self._ring = backing.pinned((RING, max_rows), torch.int32, state.device).zero_()
+        self._logprob_ring = backing.pinned((RING, max_rows), torch.float32, state.device).zero_()
+        self._max_tokens = self.chunk + max_rows
         self._max_captured = max_forward_graph_tokens(model.config.num_layers, model.weights_per_token())
         self._checked_logits = None
-        if self_check:
+        if self.self_check:
             self._checked_logits = torch.zeros((max_rows, model.shard.vocab_size), device=weight.device)
-        checked_hidden = self._sampled_hidden if self_check else None
-        pool = torch.cuda.graph_pool_handle()
-        self._decode_graphs = Graphs[int]("decode", pool, self._run_decode, self._checked_logits)
-        self._sampling_graphs = Graphs[int]("sampling", pool, self._run_sampling, self._checked_logits)
-        self._forward_graphs = Graphs[int](
-            "forward", pool, lambda size: self._run_forward(self._shape(size)), checked_hidden
-        )
-        self._prefill_graphs = Graphs[int](
-            "prefill", pool, lambda size: self._run_forward(self._prefill_shape(size)), checked_hidden
-        )
-        self._grid_graphs = Graphs[tuple[int, int]](
-            "grid", pool, lambda size: self._run_forward(_grid_shape(size)), checked_hidden
-        )
-        self._captured_modes: Sequence[SamplingMode] = (
-            ("plain",) if self._vocab_shard else ("plain", "filtered")
-        )
+        self._checked_hidden = self._sampled_hidden if self.self_check else None
+        self._pool = torch.cuda.graph_pool_handle()
         self._capture_sizes = CaptureSizes(sampling_modes=self._captured_modes)
-        self._sampling_sizes = list[int]()
+        self._graphs: dict[str, Graphs[Any]] = {}
+        self._shapes: dict[str, Callable[[Any], StepShape]] = {}  # of the kinds up to hidden states
+        self._choosers: dict[str, Callable[[Sequence[Any], StepPlan], Route | None]] = {}
+        rows = row_sizes(max_rows, self.row_buckets)
+        for name, run in (("decode", self._run_decode), ("sampling", self._run_sampling)):
+            self._graphs[name] = Graphs(name, rows, run, pool=self._pool, checked=self._checked_logits)
+        tokens = token_sizes(self._max_tokens, self._max_captured, self.token_buckets)
+        self.register("forward", tokens, self._shape)
+        self.register("prefill", prefill_sizes(tokens), self._prefill_shape)
+
+    def register(
+        self,
+        name: str,
+        sizes: Sequence[Size],
+        shape: Callable[[Size], StepShape],
+        choose: Callable[[Sequence[Size], StepPlan], Route | None] | None = None,
+        warm_ups: int = 1,
+    ) -> None:
+        """Add a kind of graphs up to the hidden states of the tokens that sample.
+
+        Args:
+            name: the name of the kind, and of its routes.
+            sizes: what to capture.
+            shape: returns the shape of a step of one size.
+            choose: for a kind that goes before `forward` in steps of prompts alone: returns the route to the
+                captured size that fits a plan, from the plan alone, or None.
+            warm_ups: eager runs before each capture.
+        """
+        self._shapes[name] = shape
+        self._graphs[name] = Graphs(
+            name,
+            sizes,
+            lambda size: self._run_forward(shape(size)),
+            pool=self._pool,
+            checked=self._checked_hidden,
+            warm_ups=warm_ups,
+        )
+        if choose is not None:
+            self._choosers[name] = choose
 
     @property
     def num_graphs(self) -> int:
         """The number of captured graphs."""
-        kinds = (
-            self._decode_graphs,
-            self._sampling_graphs,
-            self._forward_graphs,
-            self._prefill_graphs,
-            self._grid_graphs,
-        )
-        return sum(len(kind.sizes) for kind in kinds)
+        return sum(len(graphs.sizes) for graphs in self._graphs.values())
 
     @torch.inference_mode()
     def warm_up(self) -> int:
@@ -130,40 +137,30 @@ class CUDAExecutor:
         for tokens in {min(2 * self._max_captured, self._max_tokens), self._max_tokens}:
             self._run_forward(self._shape(tokens))
         free_garbage()
-        return torch.cuda.mem_get_info(self._state.device)[0]
+        return torch.cuda.mem_get_info(self.state.device)[0]
 
     @torch.inference_mode()
-    def capture(self, grid: Sequence[tuple[int, int]], has_room: Callable[[], bool]) -> list[str]:
+    def capture(self, has_room: Callable[[], bool]) -> list[str]:
         """Capture all graphs; call `warm_up` first.
 
         There is no request yet, and the static inputs are zeros, so keys and values go to the scratch page.
 
         Args:
-            grid: the sizes of the grid, see `grid_sizes`; the backend must support them.
             has_room: called before every capture; it must return the same on every rank.
 
         Returns:
             The sizes that are not captured because there is no room, one text per kind.
         """
-        rows = row_sizes(self._max_rows, self._row_buckets)
-        tokens = token_sizes(self._max_tokens, self._max_captured, self._token_buckets)
-        left_out: dict[str, list[Any]] = {
-            "decode": self._decode_graphs.capture(rows, has_room),
-            "sampling": self._sampling_graphs.capture(rows, has_room),
-            "forward": self._forward_graphs.capture(tokens, has_room),
-            "prefill": self._prefill_graphs.capture(prefill_sizes(tokens), has_room),
-        }
-        if grid:
-            self._backend.init_batch_prefill_cuda_graph_state(*map(max, zip(*grid, strict=True)))
-            left_out["grid"] = self._grid_graphs.capture(grid, has_room, warm_ups=2)
+        left_out = {name: graphs.capture(has_room) for name, graphs in self._graphs.items()}
+        captured = {name: graphs.sizes for name, graphs in self._graphs.items()}
         self._capture_sizes = CaptureSizes(
             sampling_modes=self._captured_modes,
-            decode=self._decode_graphs.sizes,
-            forward=self._forward_graphs.sizes,
-            prefill=self._prefill_graphs.sizes,
-            grid=self._grid_graphs.sizes,
+            decode=captured["decode"],
+            forward=captured["forward"],
+            prefill=captured["prefill"],
+            sampling=captured["sampling"],
+            registered=[partial(choose, captured[name]) for name, choose in self._choosers.items()],
         )
-        self._sampling_sizes = self._sampling_graphs.sizes
         return [f"{kind} {', '.join(map(str, sizes))}" for kind, sizes in left_out.items() if sizes]
 
     @torch.inference_mode()
@@ -173,86 +170,70 @@ class CUDAExecutor:
         At most `RING - 1` steps may be in flight: their inputs and tokens are in ring buffers on the host.
         """
         started = time.monotonic()
-        self._state.apply(plan)
+        arrays = self.state.apply(plan)
         ring_index, count = plan.step % RING, sum(plan.samples)
         route = choose_route(plan, self._capture_sizes)
-        runs, hidden = [], self._sampled_hidden
+        runs: list[PromptRun] = []
+        hidden = self._sampled_hidden
         if route.kind == "eager":
-            runs = prompt_runs(plan)
-            hidden = self._run_eagerly(plan, ring_index, needs_all_hidden=bool(runs))
+            runs = arrays.prompt_runs()
+            hidden = self._run_eagerly(arrays, ring_index, needs_all_hidden=bool(runs))
         else:
-            self._replay(plan, ring_index, route)
-        if plan.sampling_mode not in self._captured_modes:
-            sampled = self._sample_full(plan, count)
+            self._replay(arrays, ring_index, route)
+        if count and plan.sampling_mode not in self._captured_modes:
+            sampled = self._sample(arrays, self._sampled_hidden[:count])
         else:
             if route.kind != "decode" and count:
                 self._sample_after_forward(count)
-            sampled = self._from_ring(plan, ring_index)
-        prompt_parts = {
-            run.slot: prompt_logprobs(self._model, self._state, hidden, run, _LOGITS_BYTES) for run in runs
-        }
-        return step_outputs(
-            plan.step,
-            started,
-            sampled,
-            prompt_parts,
-            self._state.device,
-            eager=route.reason,
-            padded_tokens=route.tokens - plan.num_tokens,
-        )
+            sampled = self._from_ring(arrays, ring_index)
+        padded = route.tokens - plan.num_tokens
+        return self._result(arrays, started, sampled, hidden, runs, eager=route.reason, padded_tokens=padded)
 
-    def _replay(self, plan: StepPlan, ring_index: int, route: Route) -> None:
+    def _replay(self, arrays: PlanArrays, ring_index: int, route: Route) -> None:
         """Load the inputs of a step and replay its graph."""
         if route.kind == "decode":
-            self._inputs.load_decode(plan, route.tokens, ring_index)
-            self._state.writer.flush()
-            self._decode_graphs.replay(route.tokens, len(plan.slots))
-            return
-        # In a step where no sequence samples, the first token's hidden states are copied all the same.
-        tokens, count = route.tokens, max(1, sum(plan.samples))
-        if route.kind == "grid":
-            size = (route.prompts, tokens // route.prompts)
-            shape, replay = _grid_shape(size), partial(self._grid_graphs.replay, size, count)
-        elif route.kind == "prefill":
-            shape, replay = self._prefill_shape(tokens), partial(self._prefill_graphs.replay, tokens, count)
+            self._inputs.load_decode(arrays, route.tokens, ring_index)
+            rows = len(arrays.slots)
         else:
-            shape, replay = self._shape(tokens), partial(self._forward_graphs.replay, tokens, count)
-        self._inputs.load(plan, shape, ring_index)
-        self._state.writer.flush()
-        replay()
+            self._inputs.load(arrays, self._shapes[route.kind](route.size), ring_index)
+            # In a step where no sequence samples, the first token's hidden states are copied all the same.
+            rows = max(1, len(arrays.sample_slots))
+        self.state.writer.flush()
+        self._graphs[route.kind].replay(route.size, rows)
 
-    def _run_eagerly(self, plan: StepPlan, ring_index: int, *, needs_all_hidden: bool) -> Tensor:
+    def _run_eagerly(self, arrays: PlanArrays, ring_index: int, *, needs_all_hidden: bool) -> Tensor:
+        plan, logits = arrays.plan, len(arrays.sample_slots)
         shape = StepShape(
             tokens=plan.num_tokens,
             decode=plan.num_decode,
             sequences=len(plan.slots),
             blocks=self._inputs.num_blocks(plan),
-            logits=sum(plan.samples),
-            sampled_only=not needs_all_hidden and any(plan.samples),
+            logits=logits,
+            sampled_only=not needs_all_hidden and logits > 0,
         )
-        self._inputs.load(plan, shape, ring_index)
-        self._state.writer.flush()
+        self._inputs.load(arrays, shape, ring_index)
+        self.state.writer.flush()
         return self._run_forward(shape)
 
     def _sample_after_forward(self, count: int) -> None:
-        bucket = find_bucket(self._sampling_sizes, count)
+        bucket = find_bucket(self._capture_sizes.sampling, count)
         if bucket is None:
             self._run_sampling(count)
         else:
-            self._sampling_graphs.replay(bucket, count)
+            self._graphs["sampling"].replay(bucket, count)
 
     def _shape(self, tokens: int) -> StepShape:
-        rows = min(tokens, self._max_rows)
-        blocks = self._inputs.max_blocks(tokens, min(max_prompts(tokens), self._max_rows))
+        rows = min(tokens, self.max_rows)
+        blocks = self._inputs.max_blocks(tokens, min(max_prompts(tokens), self.max_rows))
         return StepShape(tokens=tokens, decode=rows, sequences=rows, blocks=blocks, logits=rows)
 
     def _prefill_shape(self, tokens: int) -> StepShape:
-        rows = min(tokens, self._max_rows, max_prefill_prompts(tokens))
+        rows = min(tokens, self.max_rows, max_prefill_prompts(tokens))
         blocks = self._inputs.max_blocks(tokens, rows)
         return StepShape(tokens=tokens, decode=0, sequences=rows, blocks=blocks, logits=rows)
 
     def _run_forward(self, shape: StepShape) -> Tensor:
-        hidden: Tensor = self._model(self._inputs.context(shape))
+        hidden: Tensor = self.model(self._inputs.context(shape))
         if shape.sampled_only:
             self._sampled_hidden[: shape.logits].copy_(hidden)
         elif shape.logits:
@@ -261,7 +242,7 @@ class CUDAExecutor:
         return hidden
 
     def _run_decode(self, size: int) -> None:
-        hidden = self._model(self._inputs.decode_context(size))
+        hidden = self.model(self._inputs.decode_context(size))
         self._sample_plain(hidden, *self._inputs.decode_slots(size))
 
     def _run_sampling(self, size: int) -> None:
@@ -269,10 +250,10 @@ class CUDAExecutor:
         self._sample_plain(self._sampled_hidden[:size], slots, positions)
 
     def _sample_plain(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> None:
-        logits = self._model.local_logits(hidden)
+        logits = self.model.local_logits(hidden)
         if self._checked_logits is not None:
             self._checked_logits[: len(logits)].copy_(logits)
-        columns = self._state.on_device
+        columns = self.state.on_device
         sample_plain(
             logits,
             slots,
@@ -281,7 +262,7 @@ class CUDAExecutor:
             inverse_temperatures=columns.inverse_temperature,
             seeds=columns.seed,
             num_top=columns.num_top,
-            token_pool=self._state.token_pool.data,
+            token_pool=self.state.token_pool,
             ring=self._ring,
             logprob_ring=self._logprob_ring,
             ring_index=self._inputs.ring_index,
@@ -289,25 +270,9 @@ class CUDAExecutor:
             part=self._vocab_shard,
         )
 
-    def _sample_full(self, plan: StepPlan, count: int) -> Sampled:
-        if count == 0:
-            return self._from_ring(plan, 0)
-        samples = np.array(plan.samples, dtype=np.bool_)
-        slots = np.array(plan.slots)[samples]
-        positions = (np.array(plan.starts) + np.array(plan.lens))[samples]
-        logits = self._model.logits(self._sampled_hidden[:count])
-        if logits is None:
-            sampled = Sampled(
-                tokens=torch.empty(count, dtype=torch.int64, device=self._sampled_hidden.device)
-            )
-        else:
-            sampled = self._sampler.sample(logits, slots, positions, plan.sampling_mode)
-        self._state.write_tokens(slots, positions, self._collectives.broadcast(sampled.tokens))
-        return sampled
-
-    def _from_ring(self, plan: StepPlan, ring_index: int) -> Sampled:
+    def _from_ring(self, arrays: PlanArrays, ring_index: int) -> Sampled:
         """Return views of the ring, which plain sampling fills when the step has run."""
-        num_top = self._state.host.num_top[np.array(plan.slots)[np.array(plan.samples, dtype=np.bool_)]]
+        num_top = self.state.host.num_top[arrays.sample_slots]
         count = len(num_top)
         tokens = self._ring[ring_index, :count]
         if not (num_top >= 0).any():
@@ -321,10 +286,3 @@ class CUDAExecutor:
             num_top=num_top.tolist(),
         )
         return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=range(count))
-
-
-def _grid_shape(size: tuple[int, int]) -> StepShape:
-    count, prompt_len = size
-    return StepShape(
-        tokens=count * prompt_len, decode=0, sequences=count, blocks=0, logits=count, prompt_len=prompt_len
-    )

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segue.memory import backing
 
-class Writer(Protocol):
-    """Writes single elements of contiguous tensors of 4- or 8-byte elements."""
+
+class DeviceWriter:
+    """Writes single elements of contiguous tensors of 4- or 8-byte elements; this class writes on the CPU."""
 
     def write(self, tensor: Tensor, index: NDArray[np.int64], values: NDArray[Any]) -> None:
         """Set the elements `index` of the flattened tensor to `values`, which have the tensor's dtype.
 
         An element must not be written twice between two flushes.
         """
-
-    def flush(self) -> None:
-        """Launch all writes since the last flush."""
-
-
-class HostWriter:
-    """The writer for tensors on the CPU: it writes at once."""
-
-    def write(self, tensor: Tensor, index: NDArray[np.int64], values: NDArray[Any]) -> None:
-        """See `Writer.write`."""
         tensor.view(-1).numpy()[index] = values
 
     def flush(self) -> None:
-        """Do nothing: the writes are done."""
+        """Launch all writes since the last flush; on a CPU they are done."""
 
 
-class CUDAWriter:
+class CUDAWriter(DeviceWriter):
     """Stages writes in a ring of pinned buffers; a buffer is used again when its copy is done."""
 
     _RING = 4
@@ -42,17 +34,15 @@ class CUDAWriter:
     def __init__(self, device: torch.device, capacity: int = 1 << 15) -> None:
         """Allocate the ring. `capacity` counts the 4-byte words of one copy; more words take several."""
         self._capacity = capacity
-        self._staged = [torch.empty(3 * capacity, dtype=torch.int32).pin_memory() for _ in range(self._RING)]
-        self._received = [
-            torch.empty(3 * capacity, dtype=torch.int32, device=device) for _ in range(self._RING)
-        ]
+        size = (self._RING, 3 * capacity)
+        self._staged = backing.pinned(size, torch.int32, device)
+        self._received = torch.empty(size, dtype=torch.int32, device=device)
         self._copied = [torch.Event(device) for _ in range(self._RING)]
         self._next = 0
         self._addresses: list[NDArray[np.int64]] = []
         self._values: list[NDArray[np.int32]] = []
 
     def write(self, tensor: Tensor, index: NDArray[np.int64], values: NDArray[Any]) -> None:
-        """See `Writer.write`."""
         size = tensor.element_size()
         addresses = tensor.data_ptr() + index * size
         words = np.ascontiguousarray(values).view(np.int32)
@@ -62,7 +52,6 @@ class CUDAWriter:
         self._values.append(words)
 
     def flush(self) -> None:
-        """See `Writer.flush`."""
         from segue.kernels.triton.scatter import scatter
 
         if not self._addresses:
@@ -80,8 +69,3 @@ class CUDAWriter:
             received[: 3 * count].copy_(staged[: 3 * count], non_blocking=True)
             self._copied[ring_index].record()
             scatter(received[: 2 * count].view(torch.int64), received[2 * count :], count)
-
-
-def make_writer(device: torch.device) -> Writer:
-    """The writer for tensors on `device`."""
-    return HostWriter() if device.type == "cpu" else CUDAWriter(device)

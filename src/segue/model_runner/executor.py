@@ -1,117 +1,135 @@
-"""One eager step on the device: the forward pass up to the logits, then sampling."""
+"""One step: the forward pass up to the logits, then sampling. This executor is for a CPU."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from segue.attention.base import AttentionBackend
+from segue.attention.context import Context
 from segue.distributed.collectives import Collectives
+from segue.kvcache.pool import KVPool
 from segue.messages.steps import EagerReason, StepPlan
 from segue.model_runner.batch_state import BatchState
-from segue.model_runner.inputs import InputBuilder, PromptRun, StepInputs
+from segue.model_runner.inputs import PlanArrays, PromptRun
 from segue.model_runner.sampler import Sampled, Sampler
 from segue.model_runner.step_result import DeviceStepResult
 from segue.models.decoder import Decoder
 from segue.sampling.logprobs import Logprobs, logprobs_of
 
-_LOGITS_BYTES = 16 << 20  # float32 logits of prompt tokens held at a time
 
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class StepExecutor:
     """Runs step plans one after the other, on the calling thread and its current stream."""
 
-    def __init__(
-        self,
-        *,
-        model: Decoder,
-        state: BatchState,
-        inputs: InputBuilder,
-        sampler: Sampler,
-        collectives: Collectives,
-    ) -> None:
-        self._model = model
-        self._state = state
-        self._inputs = inputs
-        self._sampler = sampler
-        self._collectives = collectives
+    model: Decoder
+    state: BatchState
+    kv: KVPool
+    backend: AttentionBackend
+    sampler: Sampler
+    collectives: Collectives
+
+    logits_bytes: ClassVar[int] = 16 << 20  # float32 logits of prompt tokens held at a time
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> DeviceStepResult:
         """Apply the plan, run the model, sample, and write the tokens where the next step reads them."""
         started = time.monotonic()
-        self._state.apply(plan)
-        self._state.writer.flush()
-        inputs = self._inputs.build(plan)
-        hidden = self._model(inputs.context)
-        sampled = self._sample(hidden, inputs, plan)
-        prompt_parts = {
-            run.slot: prompt_logprobs(self._model, self._state, hidden, run, _LOGITS_BYTES)
-            for run in inputs.prompt_runs
-        }
-        return step_outputs(plan.step, started, sampled, prompt_parts, self._state.device)
+        arrays = self.state.apply(plan)
+        runs = arrays.prompt_runs()
+        context = context_of(arrays, self.state, self.kv, self.backend, all_hidden=bool(runs))
+        hidden = sampled_hidden = self.model(context)
+        if len(hidden) != len(arrays.sample_slots):
+            sampled_hidden = hidden[torch.from_numpy(arrays.last_tokens)]
+        return self._result(arrays, started, self._sample(arrays, sampled_hidden), hidden, runs)
 
-    def _sample(self, hidden: Tensor, inputs: StepInputs, plan: StepPlan) -> Sampled:
-        count = len(inputs.slots)
-        if count == 0:
-            return Sampled(tokens=torch.empty(0, dtype=torch.int64, device=hidden.device))
-        if len(hidden) != count:  # the model has returned the hidden states of all tokens
-            hidden = hidden[inputs.sampling]
-        logits = self._model.logits(hidden)
+    def _sample(self, arrays: PlanArrays, hidden: Tensor) -> Sampled:
+        """Sample from the hidden states of the sequences that sample; the order is that of the plan."""
+        slots, positions = arrays.sample_slots, arrays.sample_positions
+        logits = self.model.logits(hidden) if len(slots) else None
         if logits is not None:
-            sampled = self._sampler.sample(logits, inputs.slots, inputs.positions, plan.sampling_mode)
+            sampled = self.sampler.sample(logits, slots, positions, arrays.plan.sampling_mode)
         else:
-            sampled = Sampled(tokens=torch.empty(count, dtype=torch.int64, device=hidden.device))
-        tokens = self._collectives.broadcast(sampled.tokens)
-        self._state.write_tokens(inputs.slots, inputs.positions, tokens)
+            sampled = Sampled(tokens=torch.empty(len(slots), dtype=torch.int64, device=hidden.device))
+        if len(slots):
+            self.state.write_tokens(slots, positions, self.collectives.broadcast(sampled.tokens))
         return sampled
 
+    def _result(
+        self,
+        arrays: PlanArrays,
+        started: float,
+        sampled: Sampled,
+        hidden: Tensor,
+        runs: list[PromptRun],
+        *,
+        eager: EagerReason | None = "disabled",
+        padded_tokens: int = 0,
+    ) -> DeviceStepResult:
+        """Return the step's results, and start their copies to the host; `hidden` are those of all tokens."""
+        prompt_parts = {run.slot: self._prompt_logprobs(hidden, run) for run in runs}
+        device, on_cpu = self.state.device, self.state.device.type == "cpu"
+        result = DeviceStepResult(
+            step=arrays.plan.step,
+            started=started,
+            next_tokens_host=sampled.tokens.to("cpu", non_blocking=True),
+            logprobs=sampled.logprobs.to_host() if sampled.logprobs else None,
+            logprob_indices=sampled.logprob_indices,
+            prompt_logprobs={
+                slot: [part.to_host() for part in parts] for slot, parts in prompt_parts.items()
+            },
+            copy_done=None if on_cpu else torch.Event(device),
+            finished=time.monotonic() if on_cpu else 0.0,
+            eager=eager,
+            padded_tokens=padded_tokens,
+        )
+        if result.copy_done is not None:
+            result.copy_done.record()
+        return result
 
-def prompt_logprobs(
-    model: Decoder, state: BatchState, hidden: Tensor, run: PromptRun, max_bytes: int
-) -> list[Logprobs]:
-    """Return the log-probabilities of a run of prompt tokens, in parts.
+    def _prompt_logprobs(self, hidden: Tensor, run: PromptRun) -> list[Logprobs]:
+        """Return the log-probabilities of a run of prompt tokens, in parts; on ranks other than 0 none."""
+        # All logits of a chunk at once would be hundreds of MB.
+        size = max(1, self.logits_bytes // (4 * self.model.config.vocab_size))
+        known = self.state.token_pool[run.slot, run.position : run.position + run.count].to(torch.int64)
+        num_top = max(0, int(self.state.host.num_top[run.slot]))
+        parts = []
+        for start in range(0, run.count, size):
+            end = min(start + size, run.count)
+            logits = self.model.logits(hidden[run.hidden_start + start : run.hidden_start + end])
+            if logits is not None:
+                parts.append(logprobs_of(logits, known[start:end], [num_top] * (end - start)))
+        return parts
 
-    A part has at most `max_bytes` bytes of logits. Only rank 0 gets parts; on other ranks the list is empty.
+
+def context_of(
+    arrays: PlanArrays, state: BatchState, kv: KVPool, backend: AttentionBackend, *, all_hidden: bool = False
+) -> Context:
+    """Return the context of a step on a CPU: the plan's arrays as tensors, and the host lists.
+
+    With `all_hidden` the model returns the hidden states of all tokens, else those of the tokens that sample
+    if there are any.
     """
-    # All logits of a chunk at once would be hundreds of MB.
-    size = max(1, max_bytes // (4 * model.config.vocab_size))
-    known = state.token_pool.data[run.slot, run.position : run.position + run.count].to(torch.int64)
-    num_top = max(0, int(state.host.num_top[run.slot]))
-    parts = []
-    for start in range(0, run.count, size):
-        end = min(start + size, run.count)
-        logits = model.logits(hidden[run.hidden_start + start : run.hidden_start + end])
-        if logits is not None:
-            parts.append(logprobs_of(logits, known[start:end], [num_top] * (end - start)))
-    return parts
-
-
-def step_outputs(
-    step: int,
-    started: float,
-    sampled: Sampled,
-    prompt_logprobs: dict[int, list[Logprobs]],
-    device: torch.device,
-    *,
-    eager: EagerReason | None = "disabled",
-    padded_tokens: int = 0,
-) -> DeviceStepResult:
-    """Return the results of a step on `device`, and start their copies to the host."""
-    on_cpu = device.type == "cpu"
-    outputs = DeviceStepResult(
-        step=step,
-        started=started,
-        next_tokens_host=sampled.tokens.to("cpu", non_blocking=True),
-        logprobs=sampled.logprobs.to_host() if sampled.logprobs else None,
-        logprob_indices=sampled.logprob_indices,
-        prompt_logprobs={slot: [part.to_host() for part in parts] for slot, parts in prompt_logprobs.items()},
-        copy_done=None if on_cpu else torch.Event(device),
-        finished=time.monotonic() if on_cpu else 0.0,
-        eager=eager,
-        padded_tokens=padded_tokens,
+    slots, positions = torch.from_numpy(arrays.token_slots), torch.from_numpy(arrays.positions)
+    returns_all = all_hidden or len(arrays.last_tokens) in (0, len(positions))
+    return Context(
+        input_ids=state.token_pool[slots, positions].to(torch.int64),
+        positions=positions,
+        slot_mapping=kv.token_rows(state.page_table.kv_slots(slots, positions)),
+        logits_indices=None if returns_all else torch.from_numpy(arrays.last_tokens),
+        slots=arrays.plan.slots,
+        q_lens=arrays.plan.lens,
+        kv_lens=arrays.kv_lens.tolist(),
+        slots_device=torch.from_numpy(arrays.slots),
+        kv_lens_device=torch.from_numpy(arrays.kv_lens.astype(np.int32)),
+        cu_seqlens_q_device=torch.from_numpy(np.append(0, arrays.ends).astype(np.int32)),
+        num_decode=arrays.plan.num_decode,
+        page_table=state.page_table,
+        kv=kv,
+        backend=backend,
     )
-    if outputs.copy_done is not None:
-        outputs.copy_done.record()
-    return outputs

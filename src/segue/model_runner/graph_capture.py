@@ -6,16 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from segue.attention.base import AttentionBackend
 from segue.attention.registry import Selection
 from segue.config import EngineConfig
 from segue.distributed.groups import TPGroups
 from segue.layers.moe_backend import MoEEntry
 from segue.logs import logger
 from segue.memory.budget import GRAPH_RESERVE, Demand, afford_graphs, gib
-from segue.model_runner.graphs import grid_sizes
-from segue.model_runner.resolved_config import ResolvedConfig
-from segue.options import parse_sizes
 
 if TYPE_CHECKING:
     from segue.model_runner.cuda_executor import CUDAExecutor
@@ -57,59 +53,7 @@ def reserve_for_graphs(
     return demand.without_graphs()
 
 
-def resolve_grid(
-    config: EngineConfig,
-    resolved: ResolvedConfig,
-    backend: AttentionBackend,
-    name: str,
-    moe: bool,
-    *,
-    captures: bool,
-) -> list[tuple[int, int]]:
-    """Return the sizes of the grid of prefill graphs.
-
-    There are none if the option is off, or if the grid cannot be used; in the second case a warning says why.
-    """
-    if not config.enable_batch_prefill_cuda_graph:
-        return []
-    if moe:
-        logger.warning(
-            "--enable-batch-prefill-cuda-graph is ignored: a mixture of experts needs all padding behind the "
-            "last token, and here every prompt is padded at its front; leave the option out"
-        )
-        return []
-    if not backend.supports_batch_prefill_cuda_graph():
-        logger.warning(
-            "--enable-batch-prefill-cuda-graph is ignored: attention backend %r does not support it; choose "
-            "one that does with --attention-backend, or leave the option out",
-            name,
-        )
-        return []
-    if not captures:
-        logger.warning("--enable-batch-prefill-cuda-graph is ignored: no CUDA graphs are captured")
-        return []
-    sizes = grid_sizes(
-        parse_sizes(config.batch_prefill_batch_sizes, "batch_prefill_batch_sizes"),
-        parse_sizes(config.batch_prefill_seq_lengths, "batch_prefill_seq_lengths"),
-        max_len=config.batch_prefill_max_seq_len,
-        rows=resolved.max_running_requests,
-        tokens=resolved.max_running_requests + resolved.chunked_prefill_size,
-    )
-    if not sizes:
-        logger.warning(
-            "--enable-batch-prefill-cuda-graph is ignored: no size of --batch-prefill-batch-sizes and "
-            "--batch-prefill-seq-lengths fits %d requests, %d prompt tokens per step and "
-            "--batch-prefill-max-seq-len %d",
-            resolved.max_running_requests,
-            resolved.chunked_prefill_size,
-            config.batch_prefill_max_seq_len,
-        )
-    return sizes
-
-
-def capture(
-    executor: CUDAExecutor, grid: list[tuple[int, int]], groups: TPGroups, device: torch.device
-) -> int:
+def capture(executor: CUDAExecutor, groups: TPGroups, device: torch.device) -> int:
     """Capture the graphs and return the bytes that they take, on the rank where they take most.
 
     The graphs may take `GRAPH_RESERVE` bytes, because KV pages and activations have the rest. Sizes that do
@@ -121,7 +65,7 @@ def capture(
         used = free - torch.cuda.mem_get_info(device)[0]
         return max(values[0] for values in groups.all_gather([used]))
 
-    left_out = executor.capture(grid, lambda: taken() < GRAPH_RESERVE)
+    left_out = executor.capture(lambda: taken() < GRAPH_RESERVE)
     used = taken()
     if left_out:
         logger.warning(

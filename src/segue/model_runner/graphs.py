@@ -1,23 +1,22 @@
 """Captured steps: one CUDA graph per bucket, replayed with new values at the same addresses.
 
-Five kinds of graphs share one memory pool:
+The kinds of graphs share one memory pool:
 
 - `decode`: a step of decode rows only, from token ids to sampled tokens; one graph per number of rows.
 - `forward`: a step of any kind, up to the hidden states of the tokens that sample; one graph per number of
   tokens.
 - `prefill`: a forward graph without room for decode rows.
-- `grid`: a prefill graph in which every prompt is padded to one length; one graph per number of prompts and
-  length.
-- `sampling`: logits and plain sampling, replayed after one of the three kinds above; one graph per number of
-  rows.
+- `sampling`: logits and plain sampling, replayed after any kind but `decode`; one graph per number of rows.
+
+Further kinds, for steps of prompts alone, register themselves, as the grid does (`grid.py`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,45 +47,37 @@ class GraphMismatchError(RuntimeError):
     """A replay gave other bits than the same step run eagerly. Fatal: its results cannot be trusted."""
 
 
+@dataclass(eq=False)
 class Graphs(Generic[Size]):
-    """Captured graphs of one kind, by size."""
+    """Captured graphs of one kind, by size; `capture` makes them."""
 
-    def __init__(self, name: str, pool: Any, run: Callable[[Size], object], checked: Tensor | None) -> None:
-        """Prepare to capture; `capture` makes the graphs.
+    name: str  # of the kind, for messages
+    to_capture: Sequence[Size]
+    run: Callable[[Size], object]  # computes a step of one size; running it twice must change nothing
+    pool: Any  # a `torch.cuda.graph_pool_handle`, the memory pool that all kinds share
+    # What `run` writes, with one line per row, to be compared after every replay; None: nothing is compared.
+    checked: Tensor | None
+    warm_ups: int = 1  # eager runs before each capture
+    _graphs: dict[Size, torch.cuda.CUDAGraph] = field(default_factory=dict, init=False)
 
-        Args:
-            name: the name of the kind, for messages.
-            pool: a `torch.cuda.graph_pool_handle`, the memory pool that all kinds share.
-            run: computes a step of one size from the static inputs. Running it twice must change nothing.
-            checked: the tensor that `run` writes, with one line per row, to be compared after every replay.
-                None: replays are not checked.
-        """
-        self._name = name
-        self._pool = pool
-        self._run: Callable[[Size], object] = run
-        self._checked = checked
-        self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
-
-    def capture(
-        self, sizes: Iterable[Size], has_room: Callable[[], bool], *, warm_ups: int = 1
-    ) -> list[Size]:
-        """Capture every size, each after `warm_ups` eager runs.
+    def capture(self, has_room: Callable[[], bool]) -> list[Size]:
+        """Capture every size.
 
         The largest size is captured first, because the others fit into its memory. The others follow in
         ascending order, because small steps lose most when they run eagerly.
 
         Returns the sizes that are not captured because `has_room` returned False.
         """
-        left = sorted(sizes)
+        left = sorted(self.to_capture)
         left = left[-1:] + left[:-1]
         while left and has_room():
             size = left.pop(0)
-            for _ in range(warm_ups):
-                self._run(size)
+            for _ in range(self.warm_ups):
+                self.run(size)
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            self._run(size)
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            self.run(size)
             graph.capture_end()
             self._graphs[size] = graph
         return left
@@ -103,18 +94,18 @@ class Graphs(Generic[Size]):
             GraphMismatchError: replays are checked, and the outputs differ from those of an eager run.
         """
         self._graphs[size].replay()
-        if self._checked is not None:
-            self._check(size, self._checked[:rows])
+        if self.checked is not None:
+            self._check(size, self.checked[:rows])
 
     def _check(self, size: Size, output: Tensor) -> None:
         replayed = output.clone()
         output.fill_(float("nan"))
-        self._run(size)
+        self.run(size)
         if not torch.equal(replayed.view(torch.uint8), output.view(torch.uint8)):
             errors = (replayed.float() - output.float()).abs()
             count, max_error = int((errors != 0).sum()), float(errors.nan_to_num(float("inf")).max())
             raise GraphMismatchError(
-                f"the {self._name} graph of size {size} is wrong: {count} of {errors.numel()} values differ "
+                f"the {self.name} graph of size {size} is wrong: {count} of {errors.numel()} values differ "
                 f"from those of the same step run eagerly, by at most {max_error:.3g}; serve with "
                 f"--disable-cuda-graph, and report this"
             )
@@ -126,18 +117,25 @@ class CaptureSizes:
 
     sampling_modes: Sequence[SamplingMode] = ("plain", "filtered")  # the modes that graphs can sample in
     decode: Sequence[int] = ()  # rows
+    sampling: Sequence[int] = ()  # rows
     forward: Sequence[int] = ()  # tokens
     prefill: Sequence[int] = ()  # tokens
-    grid: Sequence[tuple[int, int]] = ()  # prompts, tokens per prompt
+    # Of the kinds that have registered themselves: chooses a graph for a step of prompts alone, if one fits.
+    registered: Sequence[Callable[[StepPlan], Route | None]] = ()
 
 
 class Route(NamedTuple):
     """How a step runs: the kind and the bucket of its graph, or eagerly."""
 
-    kind: Literal["decode", "forward", "prefill", "grid", "eager"]
+    kind: str
     tokens: int  # tokens computed, padding included
     prompts: int = 0  # kind "grid": the number of prompts, each padded to `tokens // prompts`
     reason: EagerReason | None = None  # kind "eager": why no graph is used
+
+    @property
+    def size(self) -> int | tuple[int, int]:
+        """The size of the graph."""
+        return (self.prompts, self.tokens // self.prompts) if self.prompts else self.tokens
 
 
 def choose_route(plan: StepPlan, capture_sizes: CaptureSizes) -> Route:
@@ -154,10 +152,10 @@ def choose_route(plan: StepPlan, capture_sizes: CaptureSizes) -> Route:
             return Route("decode", rows)
     if sum(plan.num_logits) > sum(plan.samples):
         return Route("eager", count, reason="prompt_logprobs")
-    if plan.num_decode == 0:
-        size = find_grid_bucket(capture_sizes.grid, sequences, max(plan.lens), count)
-        if size is not None:
-            return Route("grid", size[0] * size[1], prompts=size[0])
+    for choose in capture_sizes.registered if plan.num_decode == 0 else ():
+        route = choose(plan)
+        if route is not None:
+            return route
     tokens = find_bucket(capture_sizes.forward, count)
     prefill = find_bucket(capture_sizes.prefill, count) if plan.num_decode == 0 else None
     if prefill is not None and sequences <= max_prefill_prompts(prefill) and prefill <= (tokens or prefill):
@@ -175,27 +173,13 @@ def find_bucket(sizes: Sequence[int], size: int) -> int | None:
     Returns None if no bucket is large enough, or if the step would be mostly padding.
     """
     index = bisect_left(sizes, size)
-    if index == len(sizes) or sizes[index] > _max_padded_tokens(size):
+    if index == len(sizes) or sizes[index] > max_padded_tokens(size):
         return None
     return sizes[index]
 
 
-def find_grid_bucket(
-    sizes: Sequence[tuple[int, int]], sequences: int, max_len: int, tokens: int
-) -> tuple[int, int] | None:
-    """Find the smallest of `sizes`, `(prompts, tokens per prompt)`, that holds a prefill step.
-
-    The step has `sequences` prompts of up to `max_len` tokens each, and `tokens` tokens in all. Returns None
-    as `find_bucket` does.
-    """
-    fitting = [size for size in sizes if size[0] >= sequences and size[1] >= max_len]
-    best = min(fitting, key=lambda size: size[0] * size[1], default=None)
-    if best is None or best[0] * best[1] > _max_padded_tokens(tokens):
-        return None
-    return best
-
-
-def _max_padded_tokens(tokens: int) -> int:
+def max_padded_tokens(tokens: int) -> int:
+    """Return the tokens that a step of `tokens` tokens may be padded to."""
     return max(MAX_PADDING * tokens, _MIN_BUCKET)
 
 
@@ -256,25 +240,3 @@ def max_forward_graph_tokens(num_layers: int, weights: int) -> int:
     `weights` counts the weights of all layers that one token goes through.
     """
     return max(_MIN_FORWARD_GRAPH_TOKENS, int(num_layers * _LAYER_S * _OPERATIONS_PER_S / (2 * weights)))
-
-
-def grid_sizes(
-    prompts: Sequence[int], lengths: Sequence[int], *, max_len: int, rows: int, tokens: int
-) -> list[tuple[int, int]]:
-    """Return the buckets of the grid, `(prompts, tokens per prompt)`, that a step of a runner can have.
-
-    Args:
-        prompts: the numbers of prompts to capture.
-        lengths: the tokens per prompt to capture.
-        max_len: the largest of `lengths` to capture.
-        rows: the number of sequences that can run.
-        tokens: the number of tokens that a step can have, padding included.
-    """
-    return sorted(
-        {
-            (n, length)
-            for n in prompts
-            for length in lengths
-            if length <= max_len and n <= rows and n * length <= tokens
-        }
-    )

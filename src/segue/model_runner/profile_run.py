@@ -5,7 +5,11 @@ Sizes that cannot fit are refused before anything is computed, and a long profil
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from segue.attention.base import AttentionShape
 from segue.attention.context import Context
@@ -14,6 +18,7 @@ from segue.errors import OutOfMemoryError
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
 from segue.logs import logger
+from segue.memory import backing
 from segue.memory.budget import Demand, gib
 from segue.memory.peak import PeakMeter
 from segue.model_runner.resolved_config import ResolvedConfig
@@ -93,7 +98,8 @@ def _announce(model: Decoder, resolved: ResolvedConfig) -> None:
 def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, shape: AttentionShape) -> int:
     q_lens = _split(resolved.max_step_tokens, resolved.max_len)
     pages_each = ceil_div(max(q_lens), resolved.page_size)
-    kv = make_pool(model, resolved, num_pages=pages_each * len(q_lens))
+    take = partial(backing.zeros, device=resolved.device)
+    kv = make_pool(model, resolved, pages_each * len(q_lens), take)
     table = PageTable(
         max_running=len(q_lens),
         max_seq_len=max(q_lens),
@@ -121,17 +127,12 @@ def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, sha
         return meter.stop()
 
 
-def make_pool(model: Decoder, resolved: ResolvedConfig, *, num_pages: int) -> KVPool:
-    """Allocate a KV pool for the heads of this rank."""
-    return KVPool(
-        num_pages=num_pages,
-        num_layers=model.config.num_layers,
-        page_size=resolved.page_size,
-        num_kv_heads=model.shard.num_kv_heads,
-        head_dim=model.config.head_dim,
-        dtype=resolved.dtype,
-        device=resolved.device,
-    )
+def make_pool(
+    model: Decoder, resolved: ResolvedConfig, num_pages: int, take: Callable[[int], Tensor]
+) -> KVPool:
+    """Return a KV pool for the heads of this rank; `take` gives it so many zeroed bytes."""
+    shape = resolved.kv_shape(model.config, model.shard, num_pages)
+    return KVPool(shape, take(shape.num_bytes))
 
 
 def _split(total: int, max_len: int) -> list[int]:

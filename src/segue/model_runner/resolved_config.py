@@ -10,7 +10,10 @@ from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, TensorParallelError
+from segue.kvcache.pool import KVShape
 from segue.logs import logger
+from segue.models.config import ModelConfig
+from segue.models.sharding import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,17 @@ class ResolvedConfig:
     def max_step_tokens(self) -> int:
         """The tokens that every buffer must hold: a whole chunk, or one per request if that is more."""
         return max(self.chunked_prefill_size, self.max_running_requests)
+
+    def kv_shape(self, model: ModelConfig, shard: Shard, num_pages: int) -> KVShape:
+        """Return the sizes of a KV pool of one rank."""
+        return KVShape(
+            num_pages=num_pages,
+            num_layers=model.num_layers,
+            page_size=self.page_size,
+            num_kv_heads=shard.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=self.dtype,
+        )
 
 
 def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> ResolvedConfig:
@@ -114,8 +128,8 @@ def _check_deterministic(source: ModelSource, tp: TPInfo, device: torch.device, 
 
 def _dtype(config: EngineConfig, source: ModelSource) -> torch.dtype:
     if config.dtype != "auto":
-        chosen: torch.dtype = getattr(torch, config.dtype)
-        return chosen
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return dtype
     # bfloat16 is precise enough for quantised values and for float32 checkpoints.
     is_half = source.config.dtype == "float16" and source.gguf is None
     return torch.float16 if is_half else torch.bfloat16

@@ -19,8 +19,6 @@ from segue.sampling.penalties import penalise
 from segue.sampling.top_k_top_p import candidates
 
 Indices = NDArray[np.int64]
-# A finite bias: a request may mask the whole vocabulary, and that must not look like a fault of the model.
-_MASKED = -1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +66,11 @@ class Sampler:
         num_top = self._state.host.num_top[slots]
         requested = (num_top >= 0).nonzero()[0]
         raw, filtered = logits, None if sampling_mode == "plain" else self._filtered(slots)
+        if 0 < len(requested) < len(slots) or (sampling_mode == "full" and len(requested)):
+            raw = logits[self._index(requested)]
         if sampling_mode == "full":
-            raw = logits[self._index(requested)] if len(requested) else logits
             self._penalise(logits, slots, positions)
             self._bias(logits, slots, positions)
-        elif len(requested):
-            raw = logits if len(requested) == len(slots) else logits[self._index(requested)]
         tokens = self._choose(logits, slots, positions, filtered=filtered)
         if not len(requested):
             return Sampled(tokens=tokens)
@@ -155,7 +152,7 @@ class Sampler:
         max_len = int(positions[penalised].max())
         logits[index] = penalise(
             logits[index],
-            self._state.token_pool.data[at, :max_len].to(torch.int64),
+            self._state.token_pool[at, :max_len].to(torch.int64),
             prompt_lens=columns.prompt_len[at],
             lengths=self._index(positions[penalised]),
             repetition=columns.repetition_penalty[at],
@@ -170,15 +167,11 @@ class Sampler:
         too_early = positions < self._state.host.min_len[slots]
         for i, slot in enumerate(slots.tolist()):
             extras = self._state.extras.get(slot)
-            if extras is None:
-                continue
-            rows += [i] * len(extras.bias_ids)
-            ids.append(extras.bias_ids)
-            values.append(extras.bias_values)
-            if too_early[i]:
-                rows += [i] * len(extras.stop_ids)
-                ids.append(extras.stop_ids)
-                values.append(np.full(len(extras.stop_ids), _MASKED, dtype=np.float32))
+            if extras is not None:
+                count = len(extras.ids) if too_early[i] else extras.num_always
+                rows += [i] * count
+                ids.append(extras.ids[:count])
+                values.append(extras.values[:count])
         if rows:
             where = (self._index(rows), self._index(np.concatenate(ids)))
             change = to_device(np.concatenate(values), logits.device)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segue.attention.base import PagedBackend, block_table
+from segue.attention.base import GridMetadata, PagedBackend, block_table
 from segue.attention.context import Context
 from segue.kvcache.pool import KVPool
+from segue.memory import backing
 from segue.messages.steps import StepPlan
 from segue.model_runner.batch_state import BatchState
+from segue.model_runner.inputs import PlanArrays
 from segue.sizes import round_up
 
 Buffer = TypeVar("Buffer", Tensor, NDArray[np.int32])
@@ -36,17 +38,16 @@ class StepShape:
     prompt_len: int = 0  # each prompt is padded at its front to this length; 0: prompts are not padded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StepViews:
-    """The int32 views of the device buffer for one shape."""
+class _Views(NamedTuple, Generic[Buffer]):
+    """The int32 views of a buffer for one shape, of the device or of the host."""
 
-    token_slots: Tensor
-    positions: Tensor
-    slots: Tensor
-    kv_lens: Tensor
-    cu_seqlens_q: Tensor
-    num_decode: Tensor
-    blocks: Tensor | None
+    token_slots: Buffer
+    positions: Buffer
+    slots: Buffer
+    kv_lens: Buffer
+    cu_seqlens_q: Buffer
+    num_decode: Buffer
+    blocks: Buffer
 
 
 class DeviceInputs:
@@ -73,13 +74,12 @@ class DeviceInputs:
         )
         size = self._header_size + max(sum(map(_aligned, _sizes(largest))), 3 * _aligned(max_slots))
         self._buffer = torch.zeros(size, dtype=torch.int32, device=state.device)
-        on_cuda = state.device.type == "cuda"
-        self._staged = torch.zeros((RING, size), dtype=torch.int32, pin_memory=on_cuda)
+        self._staged = backing.pinned((RING, size), torch.int32, state.device).zero_()
         header = _split(self._buffer, self._header_sizes)
         counts, self.sample_slots, self.sample_positions, self.logits_indices = header
         self.ring_index, self._num_tokens, self._num_sampled = counts[:1], counts[1:2], counts[2:]
         self.sample_slots.fill_(self._dummy)
-        self._grid_views: dict[StepShape, _StepViews] = {}  # the views of captured grid sizes
+        self._grid: dict[StepShape, tuple[Tensor, Tensor, GridMetadata]] = {}  # of captured grid sizes
 
     def max_blocks(self, tokens: int, sequences: int) -> int:
         """Return the most query blocks that `tokens` tokens of `sequences` sequences take.
@@ -93,132 +93,112 @@ class DeviceInputs:
         per_block = self._backend.queries_per_block(plan.num_tokens)
         return len(block_table(plan.lens, plan.num_decode, per_block))
 
-    def load_decode(self, plan: StepPlan, size: int, ring_index: int) -> None:
+    def load_decode(self, arrays: PlanArrays, size: int, ring_index: int) -> None:
         """Copy the inputs of a decode step to the device, padded to `size` slots."""
-        count, host = len(plan.slots), self._staged[ring_index].numpy()
+        count, host = len(arrays.slots), self._staged[ring_index].numpy()
         host[:3] = ring_index, count, count
-        end = self._header_size + 3 * _aligned(size)
-        step = host[self._header_size : end].reshape(3, -1)[:, :size]
-        step[0, count:], step[1, count:], step[2, count:] = self._dummy, 0, 1
-        step[0, :count] = plan.slots
-        step[1, :count] = plan.starts
-        np.add(step[1, :count], 1, out=step[2, :count])
-        self._copy(ring_index, end)
-
-    def load(self, plan: StepPlan, shape: StepShape, ring_index: int) -> None:
-        """Copy the inputs of any step to the device, padded to `shape`."""
-        host = self._staged[ring_index].numpy()
-        lens, starts = np.array(plan.lens), np.array(plan.starts)
-        kv_lens, ends = starts + lens, lens.cumsum()
-        count, slots = int(ends[-1]), np.array(plan.slots)
-        samples = np.array(plan.samples, dtype=np.bool_)
-        token_indices, of_sequence = np.arange(count), np.arange(len(lens)).repeat(lens)
-        positions = token_indices + (kv_lens - ends)[of_sequence]
-        if shape.prompt_len:
-            grid_ends = np.arange(1, len(lens) + 1) * shape.prompt_len
-            token_indices, ends = token_indices + (grid_ends - ends)[of_sequence], grid_ends
-        counts, sample_slots, sample_positions, logits_indices = _split(host, self._header_sizes)
-        counts[:] = ring_index, count, samples.sum()
-        # Always filled to the end: the sampling graph may be padded to more slots than the forward graph.
-        _fill(sample_slots, slots[samples], self._dummy)
-        _fill(sample_positions, kv_lens[samples], 1)
-        _fill(logits_indices, (ends - 1)[samples], 0)
-        views = dict(zip(_VIEW_NAMES, _split(host[self._header_size :], _sizes(shape)), strict=True))
-        for name, values, filler in (
-            ("token_slots", slots[of_sequence], self._dummy),
-            ("positions", positions, 0),
+        step = self._rows(host, size)
+        for row, values, filler in zip(
+            step, (arrays.slots, arrays.starts, arrays.kv_lens), (self._dummy, 0, 1), strict=True
         ):
-            views[name].fill(filler)
-            views[name][token_indices] = values
-        _fill(views["slots"], slots, self._dummy)
-        _fill(views["kv_lens"], kv_lens, 1)
-        views["num_decode"][0] = plan.num_decode
+            _fill(row, values, filler)
+        self._copy(ring_index, self._header_size + 3 * _aligned(size))
+
+    def load(self, arrays: PlanArrays, shape: StepShape, ring_index: int) -> None:
+        """Copy the inputs of any step to the device, padded to `shape`."""
+        plan, host, ends = arrays.plan, self._staged[ring_index].numpy(), arrays.ends
+        count = int(ends[-1])
+        token_indices: Any = slice(count)
+        if shape.prompt_len:
+            grid_ends = np.arange(1, len(ends) + 1) * shape.prompt_len
+            token_indices = np.arange(count) + (grid_ends - ends).repeat(arrays.lens)
+            ends = grid_ends
+        counts, sample_slots, sample_positions, logits_indices = _split(host, self._header_sizes)
+        counts[:] = ring_index, count, len(arrays.sample_slots)
+        # Always filled to the end: the sampling graph may be padded to more slots than the forward graph.
+        _fill(sample_slots, arrays.sample_slots, self._dummy)
+        _fill(sample_positions, arrays.sample_positions, 1)
+        _fill(logits_indices, (ends - 1)[arrays.samples], 0)
+        views = _Views(*_split(host[self._header_size :], _sizes(shape)))
+        views.token_slots.fill(self._dummy)
+        views.token_slots[token_indices] = arrays.token_slots
+        views.positions.fill(0)
+        views.positions[token_indices] = arrays.positions
+        _fill(views.slots, arrays.slots, self._dummy)
+        _fill(views.kv_lens, arrays.kv_lens, 1)
+        views.num_decode[0] = plan.num_decode
         if not shape.prompt_len:  # for the grid, both were set at capture
-            views["cu_seqlens_q"][0] = 0
-            _fill(views["cu_seqlens_q"][1:], ends, shape.tokens)
+            views.cu_seqlens_q[0] = 0
+            _fill(views.cu_seqlens_q[1:], ends, shape.tokens)
             per_block = self._backend.queries_per_block(shape.tokens)
             blocks = block_table([*plan.lens, shape.tokens - count], plan.num_decode, per_block)
-            _fill(views["blocks"], blocks.ravel(), -1)
+            _fill(views.blocks, blocks.ravel(), -1)
         self._copy(ring_index, self._header_size + sum(map(_aligned, _sizes(shape))))
         if shape.prompt_len:
-            fixed = self._grid_views[shape]
+            slots, kv_lens, _ = self._grid[shape]
             self._backend.init_forward_metadata_replay_batch_prefill_cuda_graph(
-                shape.sequences, shape.prompt_len, fixed.slots, fixed.kv_lens
+                shape.sequences, shape.prompt_len, slots, kv_lens
             )
 
     def decode_slots(self, size: int) -> tuple[Tensor, Tensor]:
         """Return the slots of a decode step and the positions of the tokens that they sample."""
-        slots, _, kv_lens = _split(self._buffer[self._header_size :], [size] * 3)
+        slots, _, kv_lens = self._rows(self._buffer, size)
         return slots, kv_lens
 
     def decode_context(self, size: int) -> Context:
         """Return the context of a decode step of `size` slots."""
-        slots, positions, kv_lens = _split(self._buffer[self._header_size :], [size] * 3)
+        slots, positions, kv_lens = self._rows(self._buffer, size)
         return self._context(
             slots,
             positions,
-            slots=slots,
-            kv_lens=kv_lens,
-            cu_seqlens_q=self._buffer[:0],
+            slots_device=slots,
+            kv_lens_device=kv_lens,
+            cu_seqlens_q_device=self._buffer[:0],
             num_decode=size,
             num_tokens=self._num_tokens,
         )
 
     def context(self, shape: StepShape) -> Context:
-        """Return the context of any step of `shape`."""
-        views = self._views(shape)
+        """Return the context of any step of `shape`.
+
+        Where prompts are padded to one length (the grid), the attention backend gives `cu_seqlens_q` and
+        `blocks`, which are the same at every replay.
+        """
+        views = _Views(*_split(self._buffer[self._header_size :], _sizes(shape)))
+        slots, kv_lens = views.slots, views.kv_lens
+        cu_seqlens_q, blocks = views.cu_seqlens_q, views.blocks.view(-1, 2) if shape.blocks else None
+        if shape.prompt_len:
+            slots, kv_lens, fixed = self._grid_metadata(shape, slots, kv_lens)
+            cu_seqlens_q, blocks = fixed.cu_seqlens_q, fixed.blocks
         return self._context(
             views.token_slots,
             views.positions,
-            slots=views.slots,
-            kv_lens=views.kv_lens,
-            cu_seqlens_q=views.cu_seqlens_q,
+            slots_device=slots,
+            kv_lens_device=kv_lens,
+            cu_seqlens_q_device=cu_seqlens_q,
             num_decode=shape.decode,
             num_decode_device=views.num_decode,
-            blocks=views.blocks,
+            blocks=blocks,
             logits_indices=self.logits_indices[: shape.logits] if shape.sampled_only else None,
             # In the grid the padding is not at the end, so no number of tokens describes it.
             num_tokens=None if shape.prompt_len else self._num_tokens,
         )
 
-    def _views(self, shape: StepShape) -> _StepViews:
-        """The parts of the buffer for a step of this shape.
-
-        Where prompts are padded to one length (the grid), the attention backend gives `cu_seqlens_q` and
-        `blocks`, which are the same at every replay.
-        """
-        if shape in self._grid_views:
-            return self._grid_views[shape]
-        views: dict[str, Any] = dict(
-            zip(_VIEW_NAMES, _split(self._buffer[self._header_size :], _sizes(shape)), strict=True)
-        )
-        views["blocks"] = views["blocks"].view(-1, 2) if shape.blocks else None
-        if shape.prompt_len:
+    def _grid_metadata(
+        self, shape: StepShape, slots: Tensor, kv_lens: Tensor
+    ) -> tuple[Tensor, Tensor, GridMetadata]:
+        """Return the slots and lengths of the prompts alone, and what the backend made at the first call."""
+        if shape not in self._grid:
             count = shape.sequences
-            views["slots"], views["kv_lens"] = slots, kv_lens = (
-                views["slots"][:count],
-                views["kv_lens"][:count],
-            )
+            slots, kv_lens = slots[:count], kv_lens[:count]
             fixed = self._backend.init_forward_metadata_capture_batch_prefill_cuda_graph(
                 count, shape.prompt_len, slots, kv_lens
             )
-            views["cu_seqlens_q"], views["blocks"] = fixed.cu_seqlens_q, fixed.blocks
-            self._grid_views[shape] = _StepViews(**views)
-        return _StepViews(**views)
+            self._grid[shape] = slots, kv_lens, fixed
+        return self._grid[shape]
 
     def _context(
-        self,
-        token_slots: Tensor,
-        positions: Tensor,
-        *,
-        slots: Tensor,
-        kv_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        num_tokens: Tensor | None,
-        num_decode: int = 0,
-        num_decode_device: Tensor | None = None,
-        blocks: Tensor | None = None,
-        logits_indices: Tensor | None = None,
+        self, token_slots: Tensor, positions: Tensor, *, logits_indices: Tensor | None = None, **fields: Any
     ) -> Context:
         ids, slot_mapping = self._gather_inputs(token_slots, positions)
         return Context(
@@ -226,21 +206,16 @@ class DeviceInputs:
             positions=positions,
             slot_mapping=slot_mapping,
             logits_indices=logits_indices,
-            slots=(),
-            q_lens=(),
-            kv_lens=(),
-            slots_device=slots,
-            kv_lens_device=kv_lens,
-            cu_seqlens_q_device=cu_seqlens_q,
-            num_decode=num_decode,
             page_table=self._state.page_table,
             kv=self._kv,
             backend=self._backend,
-            num_decode_device=num_decode_device,
-            blocks=blocks,
-            num_tokens=num_tokens,
             num_logits_indices=self._num_sampled,
+            **fields,
         )
+
+    def _rows(self, buffer: Buffer, size: int) -> list[Buffer]:
+        """Return the slots, positions and lengths of a decode step of `size` slots."""
+        return _split(buffer[self._header_size :], [size] * 3)
 
     def _gather_inputs(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         from segue.kernels.triton.gather_inputs import gather_inputs
@@ -249,7 +224,7 @@ class DeviceInputs:
         return gather_inputs(
             token_slots,
             positions,
-            state.token_pool.data,
+            state.token_pool,
             state.page_table.data,
             page_size=self._kv.page_size,
             page_rows=self._kv.page_rows,
@@ -259,11 +234,8 @@ class DeviceInputs:
         self._buffer[:size].copy_(self._staged[ring_index, :size], non_blocking=True)
 
 
-_VIEW_NAMES = ("token_slots", "positions", "slots", "kv_lens", "cu_seqlens_q", "num_decode", "blocks")
-
-
 def _sizes(shape: StepShape) -> list[int]:
-    """Return the sizes of the views by `_VIEW_NAMES`; the dummy request is one more sequence."""
+    """Return the sizes of `_Views`; the dummy request is one more sequence."""
     slots = shape.sequences + 1
     return [shape.tokens, shape.tokens, slots, slots, slots + 1, 1, 2 * shape.blocks]
 

@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 Result = TypeVar("Result")
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_KEEP_BYTES = 1 << 30
 
-
-class ComputeStream(Protocol):
-    """Runs submitted work in order."""
-
-    def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Queue `work`; the future is done when `work` has run, or on CUDA when it has been launched."""
-        ...
-
-    def close(self) -> None:
-        """Finish all submitted work; no more may be submitted afterwards."""
-        ...
-
-
-class CPUStream:
-    """Runs work on one thread.
+class ComputeStream(ABC):
+    """Runs submitted work in order.
 
     After one piece of work has failed, all later work fails with the same error: its input is missing.
     """
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="segue-stream")
-        self._failure: BaseException | None = None
+    _failure: BaseException | None = None
 
+    @abstractmethod
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Queue `work` for the thread."""
-        return self._executor.submit(self._run, work)
+        """Queue `work`; the future is done when `work` has run, or on CUDA when it has been launched."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Finish all submitted work, then end the thread."""
-        self._executor.shutdown(wait=True)
+        """Finish all submitted work; no more may be submitted afterwards."""
 
     def _run(self, work: Callable[[], Result]) -> Result:
         if self._failure is not None:
@@ -57,53 +40,44 @@ class CPUStream:
             raise
 
 
-class CUDAStream:
-    """A compute stream of one device; work is launched on the thread that submits it.
+class CPUStream(ComputeStream):
+    """Runs work on one thread."""
 
-    After one piece of work has failed, all later work fails with the same error.
-    """
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="segue-stream")
+
+    def submit(self, work: Callable[[], Result]) -> Future[Result]:
+        return self._executor.submit(self._run, work)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True)
+
+
+class CUDAStream(ComputeStream):
+    """A compute stream of one device; work is launched on the thread that submits it."""
 
     def __init__(self, device: torch.device) -> None:
         # High priority, because its kernels go first, and because torch reuses streams: code that asks for a
         # stream of the default priority never gets this one.
         self._stream = torch.Stream(device, priority=-1)
         self._lock = threading.Lock()
-        self._failure: Exception | None = None
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Launch `work` now."""
         done: Future[Result] = Future()
         with self._lock, self._stream:
             try:
-                if self._failure is not None:
-                    raise self._failure
-                done.set_result(work())
+                done.set_result(self._run(work))
             except Exception as failure:
-                self._failure = failure
                 done.set_exception(failure)
         return done
 
     def close(self) -> None:
-        """Wait until the device is done."""
         self._stream.synchronize()
 
 
 def make_stream(device: torch.device) -> ComputeStream:
     """Return the stream for steps on `device`."""
     return CPUStream() if device.type == "cpu" else CUDAStream(device)
-
-
-def keep_freed_memory() -> None:
-    """Let malloc keep freed memory instead of returning it to the kernel; does nothing without glibc.
-
-    A step frees its temporaries and the next step allocates them again. By default a temporary of a few MB is
-    unmapped and mapped again, and the page faults cost several times as much as the computation (measured:
-    2.9 ms instead of 0.6 ms to sample 16 rows).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
-        mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
 
 
 def free_garbage() -> None:

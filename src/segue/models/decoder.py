@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from segue.attention.context import Context
-from segue.distributed.collectives import Collectives, SingleRank
+from segue.distributed.collectives import Collectives
 from segue.errors import UnsupportedModelError
 from segue.layers.attention import Angles, Attention
 from segue.layers.blocks import MLP, Layer, Linear, ParallelHead, RMSNorm, VocabParallelEmbedding
@@ -204,4 +204,4 @@ def build_model(
             f"{', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     with torch.device("meta"):
-        return Decoder(config, collectives or SingleRank(), moe_backend, deterministic).to(dtype)
+        return Decoder(config, collectives or Collectives(), moe_backend, deterministic).to(dtype)

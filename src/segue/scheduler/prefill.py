@@ -16,6 +16,7 @@ from segue.messages.steps import NewSlot
 from segue.scheduler.queue import WaitingQueue
 from segue.scheduler.request import PREFILL, WAITING, Request
 from segue.scheduler.step import Step
+from segue.sizes import ceil_div
 
 if TYPE_CHECKING:
     from segue.scheduler.scheduler import Scheduler

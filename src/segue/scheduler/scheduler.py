@@ -37,7 +37,6 @@ from segue.scheduler.queue import NewTokenRatio, WaitingQueue, choose_victim
 from segue.scheduler.request import DECODE, FINISHED, PREFILL, WAITING, Request, RequestPhase
 from segue.scheduler.resources import Resources
 from segue.scheduler.step import Step
-from segue.sizes import ceil_div
 
 
 class SchedulerLimits(EngineLimits, frozen=True, kw_only=True):

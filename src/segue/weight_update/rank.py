@@ -95,7 +95,7 @@ class WeightUpdater:
         self._send = send
         self._groups = Groups(served.device, served.master_allow)
         self._memory = StagingMemory(
-            served.device, served.specs, reserved=served.reserved, headroom=served.headroom
+            served.memory, served.specs, reserved=served.reserved, headroom=served.headroom
         )
         if served.device.type == "cuda":
             served.submit(partial(warm_up, served.device, served.dtype)).result()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena, TensorSpec
+from segue.memory.rank_memory import RankMemory
 from segue.models.config import ModelConfig
 from segue.models.weight_map import Box, WeightMap
 
@@ -34,7 +35,7 @@ class ServedWeights:
     weight_map: WeightMap
     config: ModelConfig
     tp: TPInfo
-    device: torch.device
+    memory: RankMemory
     dtype: torch.dtype
     submit: Submit
     rebuild: Callable[[Collection[str]], object]  # rebuilds everything derived from these parameters
@@ -43,6 +44,11 @@ class ServedWeights:
     master_allow: tuple[str, ...] = ()  # hosts and networks where groups may be joined; empty: any
     reserved: int = 0  # bytes of device memory kept free for staging
     headroom: int = 0  # bytes of free device memory that the steps may still take
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.memory.device
 
     @property
     def specs(self) -> list[TensorSpec]:

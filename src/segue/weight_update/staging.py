@@ -110,6 +110,8 @@ class StagedWeights:
     ) -> None:
         staging = self.memory.take(specs, place, receive_buffer)
         self._stagings.append(staging)
+        with self.memory.on_stream():
+            staging.arena.zero_gaps()
         if specs is None:
             self._whole = staging.arena
         self.note = staging.note or self.note

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
-from torch import Tensor
 
 from segue.errors import OutOfMemoryError
+from segue.host import free_cpu_memory
 from segue.logs import logger
-from segue.memory.arena import ALIGNMENT, Arena, TensorSpec
-from segue.memory.budget import free_cpu_memory, gib
+from segue.memory.arena import ALIGNMENT, Arena, Layout, TensorSpec
+from segue.memory.budget import gib
+from segue.memory.rank_memory import Place, RankMemory
 from segue.messages.weight_operations import StagingPlace
-from segue.sizes import round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +22,7 @@ class StagingArena:
     """An arena and the place of its memory; on a CPU that is "device"."""
 
     arena: Arena
-    place: Literal["device", "host"]
+    place: Place
     note: str = ""  # why it is on the host and not on the device
 
 
@@ -37,26 +35,27 @@ class StagingMemory:
     """
 
     def __init__(
-        self, device: torch.device, specs: Sequence[TensorSpec], *, reserved: int = 0, headroom: int = 0
+        self, memory: RankMemory, specs: Sequence[TensorSpec], *, reserved: int = 0, headroom: int = 0
     ) -> None:
         """Allocate the device arena, if enough memory is reserved for it.
 
         Args:
-            device: of the served weights.
+            memory: of this rank.
             specs: of all weights, in the order of their arena.
             reserved: bytes of device memory that nothing else will ever use.
             headroom: bytes of free device memory that must be left to the steps.
         """
-        self.device = device
-        self._specs = list(specs)
+        self.device = device = memory.device
+        self._memory = memory
+        self._layout = Layout.of(specs)
         self._headroom = headroom
         # A stream of its own: no other stream uses the memory that is allocated on it.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._kept: dict[str, StagingArena] = {}  # by place
         self._lost: list[Arena] = []  # still in use when they were given back: never unmapped or reused
-        needed = _total(self._specs)
+        needed = self._layout.num_bytes
         if device.type == "cuda" and reserved >= needed:
-            self._kept["device"] = StagingArena(arena=self._on_device(self._specs), place="device")
+            self._kept["device"] = StagingArena(arena=self._on_device(self._layout), place="device")
         elif device.type == "cuda" and reserved:
             logger.warning(
                 "--weight-staging-gb %.2f keeps less device memory free than the weights of this rank take: "
@@ -87,21 +86,21 @@ class StagingMemory:
         Raises:
             OutOfMemoryError: there is too little memory; the message says how many bytes are missing.
         """
-        wanted = self._specs if specs is None else specs
+        wanted = self._layout if specs is None else Layout.of(specs, align=ALIGNMENT)
         if self.device.type == "cpu":
-            check_host(_total(wanted) + receive_buffer)
-            return StagingArena(arena=Arena.allocate(wanted, "cpu", empty=_mapped), place="device")
+            check_host(wanted.num_bytes + receive_buffer)
+            return StagingArena(arena=self._memory.stage(wanted, "device"), place="device")
         reason = ""
         if place != "host":
             kept = self._find("device", wanted)
             if kept is not None:
                 return kept
-            missing = _total(wanted) + receive_buffer + self._headroom - _free(self.device)
+            missing = wanted.num_bytes + receive_buffer + self._headroom - _free(self.device)
             if missing <= 0:
                 try:
                     return StagingArena(arena=self._on_device(wanted), place="device")
                 except torch.OutOfMemoryError:  # the free memory is fragmented
-                    missing = _total(wanted)
+                    missing = wanted.num_bytes
             reason = f"{missing} bytes of device memory are missing for staging there"
             if place == "device":
                 raise OutOfMemoryError(
@@ -110,10 +109,8 @@ class StagingMemory:
         kept = self._find("host", wanted)
         if kept is not None:
             return replace(kept, note=reason)
-        check_host(_total(wanted))
-        with torch.cuda.device(self.device):  # a new thread uses device 0
-            arena = Arena.allocate(wanted, "cpu", empty=_pinned)
-        staging = StagingArena(arena=arena, place="host", note=reason)
+        check_host(wanted.num_bytes)
+        staging = StagingArena(arena=self._memory.stage(wanted, "host"), place="host", note=reason)
         if specs is None:
             self._kept["host"] = replace(staging, note="")
         return staging
@@ -138,30 +135,23 @@ class StagingMemory:
                 del self._kept[staging.place]
         elif kept is not None and kept.arena is staging.arena:
             return
-        elif self.device.type == "cuda" and staging.place == "host":
-            self._unpin(staging.arena)
+        else:
+            self._memory.release(staging.arena, staging.place)
 
     def close(self) -> None:
         """Free the arenas that are kept for the next session."""
         host = self._kept.get("host")
         if host is not None:
-            self._unpin(host.arena)
+            self._memory.release(host.arena, "host")
         self._kept.clear()
 
-    def _unpin(self, arena: Arena) -> None:
-        with torch.cuda.device(self.device):
-            for slab in arena.slabs:
-                if slab.numel():
-                    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-                    torch.cuda.check_error(cudart.cudaHostUnregister(slab.data_ptr()))
-
-    def _find(self, place: str, specs: Sequence[TensorSpec]) -> StagingArena | None:
+    def _find(self, place: str, wanted: Layout) -> StagingArena | None:
         kept = self._kept.get(place)
-        return kept if kept and all(spec.name in kept.arena.table for spec in specs) else None
+        return kept if kept and wanted.table.keys() <= kept.arena.table.keys() else None
 
-    def _on_device(self, specs: Sequence[TensorSpec]) -> Arena:
+    def _on_device(self, layout: Layout) -> Arena:
         with self.on_stream():
-            arena = Arena.allocate(specs, self.device)
+            arena = self._memory.stage(layout, "device")
         self.synchronize()
         return arena
 
@@ -172,10 +162,6 @@ def _free(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def _total(specs: Sequence[TensorSpec]) -> int:
-    return sum(round_up(spec.num_bytes, ALIGNMENT) for spec in specs)
-
-
 def check_host(num_bytes: int) -> None:
     """Raise `OutOfMemoryError`, with the missing bytes, unless the host has so much free memory."""
     missing = num_bytes - free_cpu_memory()
@@ -184,21 +170,3 @@ def check_host(num_bytes: int) -> None:
             f"staging needs {num_bytes} bytes ({gib(num_bytes)}) of host memory, and {missing} are missing; "
             "free memory, lower --num-kv-tokens, or send the weights in several parts"
         )
-
-
-def _mapped(num_bytes: int) -> Tensor:
-    """Returns page-aligned zeros; their memory goes back to the system with the tensor, unlike malloc's."""
-    if not num_bytes:
-        return torch.empty(0, dtype=torch.uint8)
-    raw = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(raw, dtype=torch.uint8)
-
-
-def _pinned(num_bytes: int) -> Tensor:
-    """Returns the same in pinned memory; torch's own pinned memory has sizes of powers of two."""
-    raw = _mapped(num_bytes)
-    if num_bytes:
-        raw.zero_()  # faults the pages in now, instead of under the driver's lock
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(cudart.cudaHostRegister(raw.data_ptr(), num_bytes, 0))
-    return raw

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from segue.memory import backing
 from segue.messages.weight_operations import Bucket, Manifest
 
 
@@ -121,7 +122,9 @@ def allocate_buffers(
     """
 
     def allocate(size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned and size > 0)
+        if device.type == "cuda":
+            return backing.on_device(size, device)
+        return backing.pinned((size,), torch.uint8, torch.device("cuda" if pinned else "cpu"))
 
     size = receive_buffer_size(broadcasts) + slack
     misaligned = max((p.num_bytes for b in broadcasts for p in b.pieces if p.is_misaligned), default=0)

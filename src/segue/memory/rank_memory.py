@@ -1,0 +1,78 @@
+"""Where the large memory of a rank comes from: served weights, the KV cache, staged weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from segue.memory import backing
+from segue.memory.arena import Arena, Layout
+
+Place = Literal["device", "host"]
+
+
+class RankMemory(Protocol):
+    """Gives a rank its large memory, and takes back what was staged."""
+
+    device: torch.device
+
+    def load(self, layout: Layout, fill: Callable[[Callable[[], Arena]], None]) -> Arena:
+        """Return the arena of the served weights, filled.
+
+        `fill` first checks where the weights come from. Then it calls its argument, which returns the arena,
+        the same one at every call, and writes all of it, gaps and padding too. Memory that has these weights
+        already need not call `fill`.
+        """
+        ...
+
+    def take_kv(self, num_bytes: int) -> Tensor:
+        """Return zeroed bytes for the KV cache."""
+        ...
+
+    def stage(self, layout: Layout, place: Place) -> Arena:
+        """Return an arena for staged weights, with undefined contents.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little memory.
+        """
+        ...
+
+    def release(self, arena: Arena, place: Place) -> None:
+        """Take back an arena of `stage`, which nothing uses any more."""
+        ...
+
+
+class PrivateMemory:
+    """Memory of this process alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._take = backing.pageable if device.type == "cpu" else partial(backing.on_device, device=device)
+
+    def load(self, layout: Layout, fill: Callable[[Callable[[], Arena]], None]) -> Arena:
+        """See `RankMemory.load`."""
+        arena = cache(partial(Arena.take, layout, self._take))
+        fill(arena)
+        return arena()
+
+    def take_kv(self, num_bytes: int) -> Tensor:
+        """See `RankMemory.take_kv`."""
+        return backing.zeros(num_bytes, self.device)
+
+    def stage(self, layout: Layout, place: Place) -> Arena:
+        """See `RankMemory.stage`; memory of the host is pinned where the device is CUDA."""
+        if self.device.type == "cpu" or place == "device":
+            return Arena.take(layout, self._take)
+        with torch.cuda.device(self.device):  # a new thread uses device 0
+            return Arena.take(layout, backing.page_locked)
+
+    def release(self, arena: Arena, place: Place) -> None:
+        """See `RankMemory.release`."""
+        if self.device.type == "cuda" and place == "host":
+            with torch.cuda.device(self.device):
+                for slab in arena.slabs:
+                    backing.unlock(slab)

@@ -1,0 +1,308 @@
+"""The initialisation of a runner: steps, each of which makes what later ones need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from segue.attention import registry as attention
+from segue.attention.base import AttentionShape, PagedBackend
+from segue.checkpoint.load import load_weights
+from segue.checkpoint.source import ModelSource
+from segue.config import EngineConfig
+from segue.distributed.collectives import GroupCollectives
+from segue.distributed.groups import connect
+from segue.distributed.info import TPInfo
+from segue.distributed.symmetric import all_devices_have_peer_access
+from segue.host import free_cpu_memory, keep_freed_memory
+from segue.kvcache.page_table import PageTable
+from segue.layers import moe_backend
+from segue.logs import logger
+from segue.memory.budget import (
+    CPU_POOL_LIMIT,
+    GRAPH_RESERVE,
+    Demand,
+    Reserve,
+    agree_on_free,
+    gib,
+    plan_pages,
+)
+from segue.memory.rank_memory import PrivateMemory, RankMemory
+from segue.messages.control import EngineLimits
+from segue.model_runner import grid
+from segue.model_runner.batch_state import BatchState
+from segue.model_runner.executor import StepExecutor
+from segue.model_runner.graph_capture import capture, reserve_for_graphs
+from segue.model_runner.profile_run import check_sizes, make_pool, measure_activations, min_activations
+from segue.model_runner.resolved_config import resolve_config
+from segue.model_runner.sampler import Sampler
+from segue.model_runner.stream import free_garbage
+from segue.models.decoder import build_model
+from segue.models.sharding import shard
+from segue.options import parse_sizes
+
+_EAGER = "none: steps run eagerly"
+
+Made = tuple[int, str]  # the bytes that a step has allocated, and what it says about itself
+
+
+class Startup:
+    """Makes the parts of a runner. Every rank takes the same steps, some of them together."""
+
+    def __init__(self, config: EngineConfig, source: ModelSource, tp: TPInfo, run_dir: Path) -> None:
+        self.config = config
+        self.source = source
+        self.tp = tp
+        self._run_dir = run_dir
+
+    def steps(self) -> list[tuple[str, Callable[[], Made]]]:
+        """Return the steps by name, in order. The first one waits for no other rank and uses no stream."""
+        return [
+            ("device", self._choose),
+            ("communication", self._connect),
+            ("free memory", self._measure_memory),
+            ("weights", self._load_weights),
+            ("page count", self._count_pages),
+            ("KV pool", self._make_pool),
+            ("page table", self._make_state),
+            ("attention backend", self._make_backend),
+            ("MoE backend", self._name_experts),
+            ("sampler", self._make_sampler),
+            ("CUDA graphs", self._make_executor),
+        ]
+
+    def _choose(self) -> Made:
+        config, model, tp = self.config, self.source.config, self.tp
+        sizes = shard(model, tp)  # fails before any rank waits for another one
+        self.resolved = resolved = resolve_config(config, self.source, tp)
+        self.memory: RankMemory = PrivateMemory(resolved.device)
+        self._shape = AttentionShape(
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=model.head_dim,
+            scale=model.head_dim**-0.5,
+        )
+        setting = attention.Setting(
+            shape=self._shape,
+            device=resolved.device,
+            dtype=resolved.dtype,
+            page_size=resolved.page_size,
+            deterministic=resolved.deterministic,
+        )
+        self.selection = attention.select(config.attention_backend, setting)
+        self._experts = moe_backend.select(
+            "auto", resolved.device, deterministic=resolved.deterministic and model.moe is not None
+        )
+        self._page_bytes = resolved.kv_shape(model, sizes, 0).page_bytes
+        self._on_cpu = resolved.device.type == "cpu"
+        return 0, f"{resolved.device}, {resolved.dtype}, rank {tp.rank} of {tp.size}"
+
+    def _connect(self) -> Made:
+        tp, device = self.tp, self.resolved.device
+        self._groups = connect(tp, rendezvous=self._run_dir / "rendezvous", device=device)
+        num_bytes = 0 if self._on_cpu or tp.size == 1 else self._add_one_shot()
+        self._can_capture_collectives = tp.size == 1 or self._groups.collectives.fused_all_reduce is not None
+        return num_bytes, "none: one rank" if tp.size == 1 else f"{tp.size} ranks"
+
+    def _add_one_shot(self) -> int:
+        """Add the one-shot all-reduce to the collectives if devices have peer access; returns its bytes."""
+        from segue.kernels.triton.all_reduce import OneShotAllReduce
+
+        collectives = self._groups.collectives
+        assert isinstance(collectives, GroupCollectives)
+        if not all_devices_have_peer_access(self.tp.size):
+            logger.warning(
+                "the CUDA devices cannot address each other's memory: all-reduces use NCCL, and steps run "
+                "eagerly"
+            )
+            return 0
+        collectives.fused_all_reduce = fused_all_reduce = OneShotAllReduce(
+            self._groups,
+            self.resolved.device,
+            self.source.config.hidden_size,
+            self.resolved.max_running_requests,
+        )
+        return fused_all_reduce.num_bytes
+
+    def _measure_memory(self) -> Made:
+        if self._on_cpu:
+            free = free_cpu_memory()
+        else:
+            free_garbage()
+            free = torch.cuda.mem_get_info(self.resolved.device)[0]
+        gathered = [values[0] for values in self._groups.all_gather([free])]
+        self._free_before = agree_on_free(gathered, separate=not self._on_cpu)
+        demand = self._demand(activations=min_activations(self.source.config, self.resolved))
+        check_sizes(demand.without_graphs(), self.resolved)
+        return self._free_before, ""
+
+    def _load_weights(self) -> Made:
+        config, source, resolved = self.config, self.source, self.resolved
+        self.model = build_model(
+            source.config,
+            dtype=resolved.dtype,
+            collectives=self._groups.collectives,
+            moe_backend=self._experts.run,
+            deterministic=resolved.deterministic,
+        )
+        self.arena = load_weights(
+            self.model, source.config, source, self.tp, self.memory, resolved.dtype, seed=config.seed
+        )
+        self._derived = self.model.build_derived()
+        if self._on_cpu:
+            keep_freed_memory()
+        return self.arena.num_bytes, f"and {gib(self._derived)} of packed copies" if self._derived else ""
+
+    def _count_pages(self) -> Made:
+        resolved, model = self.resolved, self.source.config
+        activations = measure_activations(self.model, resolved, self.selection, self._shape)
+        self.headroom = activations + Sampler.num_bytes(resolved.max_running_requests, model.vocab_size)
+        demand = reserve_for_graphs(
+            self._demand(arena_bytes=self.arena.num_bytes, derived=self._derived, activations=activations),
+            self.config,
+            self.selection,
+            self._experts if model.moe else None,
+            can_capture_collectives=self._can_capture_collectives,
+        )
+        self._captures = demand.reserve.graphs > 0
+        budget = plan_pages(demand, self.config.num_kv_tokens)
+        self.limits = EngineLimits(
+            num_pages=budget.num_pages,
+            page_size=resolved.page_size,
+            max_seq_len=budget.max_seq_len,
+            max_running_requests=resolved.max_running_requests,
+            chunked_prefill_size=resolved.chunked_prefill_size,
+        )
+        return 0, (
+            f"{budget.num_pages} pages of {resolved.page_size} tokens, set by {budget.limited_by}; "
+            f"longest sequence {budget.max_seq_len} tokens; a step takes {gib(activations)}"
+        )
+
+    def _make_pool(self) -> Made:
+        self.kv = make_pool(self.model, self.resolved, self.limits.num_pages, self.memory.take_kv)
+        return self.kv.data.nbytes, ""
+
+    def _make_state(self) -> Made:
+        limits, device = self.limits, self.resolved.device
+        page_table = PageTable(
+            max_running=limits.max_running_requests,
+            max_seq_len=limits.max_seq_len,
+            page_size=limits.page_size,
+            scratch_page=self.kv.scratch_page,
+            device=device,
+        )
+        self._state = BatchState(
+            max_running_requests=limits.max_running_requests,
+            max_seq_len=limits.max_seq_len,
+            page_table=page_table,
+            device=device,
+        )
+        return page_table.data.nbytes + self._state.token_pool.nbytes, ""
+
+    def _make_backend(self) -> Made:
+        self._backend = self.selection.make(self._shape, self.kv)
+        return 0, self.selection.name
+
+    def _name_experts(self) -> Made:
+        return 0, self._experts.name if self.source.config.moe else "none: a dense model"
+
+    def _make_sampler(self) -> Made:
+        self._sampler = Sampler(self._state)
+        return 0, ""
+
+    def _make_executor(self) -> Made:
+        config = self.config
+        sizes = grid.resolve_grid(
+            config,
+            self.resolved,
+            self._backend,
+            self.selection.name,
+            self.source.config.moe is not None,
+            captures=self._captures,
+        )
+        if not self._on_cpu:
+            return self._make_cuda_executor(sizes)
+        self._warn_without_graphs()
+        self.executor = StepExecutor(
+            model=self.model,
+            state=self._state,
+            kv=self.kv,
+            backend=self._backend,
+            sampler=self._sampler,
+            collectives=self._groups.collectives,
+        )
+        return 0, _EAGER
+
+    def _make_cuda_executor(self, sizes: list[grid.GridSize]) -> Made:
+        from segue.model_runner.cuda_executor import CUDAExecutor
+
+        config = self.config
+        self.executor = executor = CUDAExecutor(
+            model=self.model,
+            state=self._state,
+            kv=self.kv,
+            backend=cast(PagedBackend, self._backend),
+            sampler=self._sampler,
+            collectives=self._groups.collectives,
+            max_rows=self.limits.max_running_requests,
+            chunk=self.limits.chunked_prefill_size,
+            row_buckets=_sizes(config.precompile_bs_paddings, "precompile_bs_paddings"),
+            token_buckets=_sizes(config.precompile_token_paddings, "precompile_token_paddings"),
+            self_check=config.graph_self_check,
+        )
+        num_bytes = 0
+        if self._captures:
+            grid.register(executor, self._backend, sizes)
+            num_bytes = capture(executor, self._groups, self.resolved.device)
+        if executor.num_graphs:
+            return num_bytes, f"{executor.num_graphs} graphs"
+        self._warn_without_graphs()
+        return num_bytes, "0 graphs" if self._captures else _EAGER
+
+    def _warn_without_graphs(self) -> None:
+        config = self.config
+        if config.graph_self_check:
+            logger.warning("--graph-self-check is ignored: there are no CUDA graphs to check")
+        if config.precompile_bs_paddings or config.precompile_token_paddings:
+            logger.warning(
+                "--precompile-bs-paddings and --precompile-token-paddings are ignored: no CUDA graphs are "
+                "captured"
+            )
+
+    def _demand(self, *, arena_bytes: int = 0, derived: int = 0, activations: int) -> Demand:
+        """Return the sizes that the page count depends on; the same on all ranks."""
+        config, resolved = self.config, self.resolved
+        # The maximum over the ranks, so that all ranks compute the same number of pages, or raise the same
+        # error.
+        gathered = self._groups.all_gather([arena_bytes, derived, activations])
+        arena_bytes, derived, activations = (max(values) for values in zip(*gathered, strict=True))
+        return Demand(
+            free_before=self._free_before,
+            memory_ratio=config.memory_ratio,
+            arena_bytes=arena_bytes,
+            reserve=Reserve(
+                batch_state=BatchState.num_bytes(
+                    max_running_requests=resolved.max_running_requests,
+                    max_seq_len=resolved.max_len,
+                    page_size=resolved.page_size,
+                ),
+                derived=derived,
+                activations=activations,
+                sampling=Sampler.num_bytes(resolved.max_running_requests, self.source.config.vocab_size),
+                graphs=0 if self._on_cpu or config.disable_cuda_graph else GRAPH_RESERVE,
+                staging=int(config.weight_staging_gb * 1e9),
+            ),
+            page_bytes=self._page_bytes,
+            page_size=resolved.page_size,
+            max_len=resolved.max_len,
+            max_running_requests=resolved.max_running_requests,
+            local_ranks=self.tp.size if self._on_cpu else 1,
+            pool_limit=CPU_POOL_LIMIT if self._on_cpu else None,
+        )
+
+
+def _sizes(text: str | None, name: str) -> list[int] | None:
+    return None if text is None else parse_sizes(text, name)
