@@ -62,7 +62,7 @@ class Scheduler:
         self.limits = limits
         self.weight_version = FIRST_WEIGHT_VERSION
         self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
-        self.refuses: str | None = None  # why every new request is rejected; None: requests are accepted
+        self.poisoned: str | None = None  # why the weights are, and every new request is rejected
         self.resources = Resources(
             num_slots=limits.max_running_requests, num_pages=limits.num_pages, page_size=limits.page_size
         )
@@ -86,8 +86,9 @@ class Scheduler:
         prompt_len = len(message.prompt) // 4
         if message.rid in self.requests:
             return _rejected(message, InvalidRequestError, f"rid {message.rid!r} is in flight; use another")
-        if self.refuses is not None:
-            return _rejected(message, PoisonedError, self.refuses)
+        if self.poisoned is not None:
+            text = f"the weights are poisoned ({self.poisoned}); update all of them, or start again"
+            return _rejected(message, PoisonedError, text)
         if not 1 <= prompt_len < self.limits.max_seq_len:
             rule = f"must have 1 to {self.limits.max_seq_len - 1}, so that one more token fits the context"
             return _rejected(message, ContextLengthError, f"the prompt has {prompt_len} tokens, but {rule}")

@@ -30,7 +30,7 @@ class Inspector:
         self._owned_slices: dict[str, tuple[Slice, ...]] | None = None
 
     def answer(self, request: GetWeights | CheckWeights) -> dict[str, Any]:
-        """Returns the fields of this rank's reply; `merge_replies` merges those of all ranks.
+        """Returns the fields of this rank's reply; `control.replies.merge` merges those of all ranks.
 
         Raises:
             InvalidRequestError: there is no such tensor, or no snapshot to compare with.

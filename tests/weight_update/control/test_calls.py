@@ -130,7 +130,7 @@ class Engine:
             self.receive(rank, 2, done=True)
 
     def receive(self, rank: int, count: int, *, done: bool = False, error: str | None = None) -> None:
-        session = self.weights._num_sessions
+        session = self.weights.machine.num_sessions
         event = Received(
             rank=rank, session=session, num_buckets=count, num_bytes=8 * count, done=done, error=error
         )
@@ -146,7 +146,7 @@ class Engine:
 
     @property
     def state(self) -> str:
-        return self.weights.state
+        return self.weights.machine.state
 
     def kinds(self) -> list[str]:
         """Returns the kinds of rank 0's commands since the last call, and forgets them."""
@@ -255,7 +255,7 @@ def test_a_group_that_only_some_ranks_could_join_is_left(engine: Engine) -> None
     answer = engine.reply(join(structs.replace(GROUP, name="h")))
     assert not answer.success
     assert engine.kinds() == ["Join", "Leave"]
-    assert "h" not in engine.weights.groups
+    assert "h" not in engine.weights.groups.joined
     engine.broken = {}
     assert engine.reply(join(structs.replace(GROUP, name="h"))).success
 
@@ -274,7 +274,7 @@ def test_groups_that_the_ranks_found_dead_are_forgotten(engine: Engine) -> None:
     engine.reply(prepare())
     engine.dropped = ["g"]
     assert engine.reply(join(structs.replace(GROUP, name="h"))).success
-    assert list(engine.weights.groups) == ["h"]
+    assert list(engine.weights.groups.joined) == ["h"]
     assert "lost its trainer" in engine.reply(Complete()).message
 
 
@@ -657,7 +657,7 @@ def test_calls_between_begin_and_end_are_committed_together(engine: Engine) -> N
     assert len({c.session for c in engine.done if isinstance(c, Stage | Take)}) == 1
     assert engine.reply(EndUpdate()).success
     assert engine.scheduler.weight_version == "5"
-    assert engine.weights.num_committed == 1
+    assert engine.weights.machine.num_committed == 1
 
 
 def test_begin_and_end_without_calls_in_between_change_nothing(engine: Engine) -> None:
@@ -819,7 +819,7 @@ def test_calls_for_the_same_group_share_one_join(engine: Engine) -> None:
     engine.silent.clear()
     engine.tick(0.0)
     assert all(engine.answer(call).success for call in calls)
-    assert "h" in engine.weights.groups
+    assert "h" in engine.weights.groups.joined
 
 
 def test_the_number_of_joins_in_progress_is_limited(engine: Engine) -> None:
@@ -855,7 +855,7 @@ def test_a_join_that_no_call_waits_for_is_stopped(engine: Engine) -> None:
     give_up(engine)
     assert not engine.answer(again).success
     assert first not in engine.answers and second not in engine.answers
-    assert "h" not in engine.weights.groups
+    assert "h" not in engine.weights.groups.joined
 
 
 def test_a_join_call_ends_at_its_own_deadline(engine: Engine) -> None:
@@ -878,5 +878,5 @@ def test_a_group_that_was_joined_although_its_client_has_gone_is_kept(engine: En
     engine.tick(0.0)
     engine.silent.clear()
     engine.tick(0.0)
-    assert "h" in engine.weights.groups
+    assert "h" in engine.weights.groups.joined
     assert engine.reply(other("h")).success
