@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from segue.messages.weight_operations import CheckWeights, GetWeights, Group, Manifest, WeightOperation
+from segue.messages import weight_operations as operations
 
 
 class _Tagged(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
@@ -21,7 +21,7 @@ class WeightCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """An operation that a client asks for."""
 
     call: int
-    operation: WeightOperation
+    operation: operations.WeightOperation
     sent: float  # when, by the host's monotonic clock
     roots: list[str] | None = None  # directories that a checkpoint may be read from; None: any
     from_hub: bool = True  # whether a checkpoint may be named by its hub id
@@ -71,14 +71,14 @@ class Join(_Command, frozen=True, kw_only=True):
     A living group of this name that was joined with the same parameters is kept; a dead one is replaced.
     """
 
-    group: Group
+    group: operations.Group
     timeout_s: float
 
 
 class StopJoin(_Command, frozen=True, kw_only=True):
     """Stop joining a group for the reason ``why``; the reply to its :class:`Join` is then an error."""
 
-    group: Group
+    group: operations.Group
     why: str
 
 
@@ -95,7 +95,7 @@ class Stage(_SessionCommand, frozen=True, kw_only=True):
     :class:`Load` and :class:`Take`.
     """
 
-    manifest: Manifest
+    manifest: operations.Manifest
 
 
 class Receive(_SessionCommand, frozen=True, kw_only=True):
@@ -108,10 +108,9 @@ class Receive(_SessionCommand, frozen=True, kw_only=True):
 
 
 class Load(_SessionCommand, frozen=True, kw_only=True):
-    """Read a whole checkpoint into staging memory; see :class:`UpdateFromDisk`."""
+    """Read a whole checkpoint into staging memory; :class:`WeightCall` explains the other fields."""
 
-    model_path: str
-    load_format: str | None
+    request: operations.UpdateFromDisk
     roots: list[str] | None = None
     from_hub: bool = True
 
@@ -138,7 +137,7 @@ class Discard(_SessionCommand, frozen=True, kw_only=True):
 class Inspect(_Command, frozen=True, kw_only=True):
     """Read the served weights between two steps."""
 
-    request: GetWeights | CheckWeights
+    request: operations.GetWeights | operations.CheckWeights
 
 
 SessionCommand = Stage | Receive | Load | Take | Commit | Discard

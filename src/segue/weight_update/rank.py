@@ -7,18 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from segue.memory.tensor_ops import warm_up
-from segue.messages.weight_update import (
-    Discard,
-    Inspect,
-    Join,
-    Leave,
-    Load,
-    SessionCommand,
-    Stage,
-    StopJoin,
-    Take,
-    WeightCommand,
-)
+from segue.messages import weight_update as messages
 from segue.weight_update.inspect import Inspector
 from segue.weight_update.rank_session import Fields, RankSession, Replies, Send, Work, errors_of
 from segue.weight_update.served import ServedWeights
@@ -51,17 +40,17 @@ class WeightUpdater:
         self._sessions: dict[int, RankSession] = {}
         self._threads: set[threading.Thread] = set()  # of joins, leaves and inspections
 
-    def handle(self, command: WeightCommand) -> None:
+    def handle(self, command: messages.WeightCommand) -> None:
         """Begin to execute `command` and return at once; a commit is queued behind the submitted steps."""
         match command:
-            case Join():
+            case messages.Join():
                 self._join(command)
-            case StopJoin():
+            case messages.StopJoin():
                 self._groups.stop(command.group, command.why)
                 self._replies.send(command.call)
-            case Leave():
+            case messages.Leave():
                 self._spawn(command.call, lambda fields: self._groups.leave(command.name))
-            case Inspect():
+            case messages.Inspect():
                 self._inspect(command)
             case _:
                 self._pass_on(command)
@@ -77,21 +66,21 @@ class WeightUpdater:
             thread.join(timeout=10)
         self._memory.close()
 
-    def _pass_on(self, command: SessionCommand) -> None:
+    def _pass_on(self, command: messages.SessionCommand) -> None:
         """Give a command to its session; the first command of a session opens it."""
         self._sessions = {number: each for number, each in self._sessions.items() if not each.has_ended}
         session, others = self._sessions.get(command.session), list(self._sessions.values())
-        if session is None and isinstance(command, Stage | Load | Take):
+        if session is None and isinstance(command, messages.Stage | messages.Load | messages.Take):
             session = RankSession(command.session, self._served, self._memory, self._groups, self._replies)
             self._sessions[command.session] = session
         if session is not None:
             session.handle(command, others)
-        elif isinstance(command, Discard):
+        elif isinstance(command, messages.Discard):
             self._replies.send(command.call)
         else:
             self._replies.send(command.call, [f"there is no session {command.session}"])
 
-    def _join(self, command: Join) -> None:
+    def _join(self, command: messages.Join) -> None:
         """Begin to join in this thread, so that a later `StopJoin` finds the attempt.
 
         The reply's fields say what became of groups. `is_new`: this command joined the group. `dropped`: the
@@ -115,7 +104,7 @@ class WeightUpdater:
 
         self._spawn(command.call, wait)
 
-    def _inspect(self, command: Inspect) -> None:
+    def _inspect(self, command: messages.Inspect) -> None:
         """Read the weights between two steps; raises nothing there, since later steps would fail with it."""
         found: Fields = {}
         read = partial(errors_of, lambda: found.update(self._inspector.answer(command.request)))

@@ -233,7 +233,7 @@ class RankSession:
 
     def _on_progress(self, num_buckets: int, num_bytes: int) -> None:
         self._progress = num_buckets, num_bytes
-        self._replies.report(self._number, *self._progress)
+        self._replies.report(self._number, self._progress)
 
     def _on_done(self, error: str | None) -> None:
         if error is None:
@@ -248,7 +248,7 @@ class RankSession:
     def _end_receive(self, errors: list[str]) -> None:
         self._errors, self._is_receiving = self._errors or errors, False
         self._on_ready(errors)
-        self._replies.report(self._number, *self._progress, done=True, error="; ".join(errors) or None)
+        self._replies.report(self._number, self._progress, done=True, error="; ".join(errors) or None)
 
     # --- the commit ---
 
@@ -345,20 +345,10 @@ class Replies:
         """Send the reply to a command."""
         self._send(RankReply(rank=self._rank, call=call, errors=list(errors), fields=fields or {}))
 
-    def report(
-        self, session: int, num_buckets: int, num_bytes: int, *, done: bool = False, error: str | None = None
-    ) -> None:
-        """Send the progress of a receive."""
-        self._send(
-            Received(
-                rank=self._rank,
-                session=session,
-                num_buckets=num_buckets,
-                num_bytes=num_bytes,
-                done=done,
-                error=error,
-            )
-        )
+    def report(self, session: int, progress: tuple[int, int], **end: Any) -> None:
+        """Send the progress of a receive, in buckets and bytes; ``end``: further fields of the report."""
+        count, size = progress
+        self._send(Received(rank=self._rank, session=session, num_buckets=count, num_bytes=size, **end))
 
 
 def errors_of(work: Callable[[], object]) -> list[str]:

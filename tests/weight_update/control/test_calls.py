@@ -752,7 +752,7 @@ def test_generation_goes_on_while_a_checkpoint_is_read(engine: Engine) -> None:
         engine.carry_out(rank, command)
     engine.go()
     assert engine.answer(call).success
-    notice = engine.weights.notice()
+    notice = engine.weights.machine.notice()
     assert (notice.model_path, notice.version) == ("new", "1")
 
 
@@ -771,7 +771,7 @@ def test_a_bad_checkpoint_changes_nothing(engine: Engine) -> None:
     engine.broken[0, Load] = engine.broken[1, Load] = ["no such directory"]
     answer = engine.reply(UpdateFromDisk(model_path="new"))
     assert not answer.success and answer.message == "no such directory"
-    assert engine.weights.notice().model_path is None
+    assert engine.weights.machine.notice().model_path is None
 
 
 def test_each_rank_gets_its_payload_or_the_common_one(engine: Engine) -> None:

@@ -10,32 +10,14 @@ from typing import Any
 
 from msgspec import structs
 
+from segue.messages import weight_operations as operations
 from segue.messages.control import SchedulerMessage
-from segue.messages.weight_operations import (
-    AbortSession,
-    BeginUpdate,
-    CheckWeights,
-    CommitSession,
-    Complete,
-    EndUpdate,
-    GetUpdateStatus,
-    GetWeights,
-    JoinGroup,
-    LeaveGroup,
-    Manifest,
-    Prepare,
-    SetVersion,
-    UpdateFromDisk,
-    UpdateFromDistributed,
-    UpdateFromTensor,
-)
 from segue.messages.weight_update import (
     Inspect,
     RankReply,
     Received,
     WeightCall,
     WeightCommand,
-    WeightNotice,
 )
 from segue.weight_update.control.groups import TrainerGroups
 from segue.weight_update.control.outbox import Outbox, Refusal
@@ -95,41 +77,37 @@ class WeightControl:
         """Returns the body of ``GET /weights_update_status``."""
         return self.machine.status(now) | {"groups": sorted(self.groups.joined)}
 
-    def notice(self) -> WeightNotice:
-        """Returns the present state, as the frontend shows it without asking."""
-        return self.machine.notice()
-
     def _handle(self, message: WeightCall, now: float) -> None:
         call, request = message.call, message.operation
         match request:
-            case JoinGroup():
+            case operations.JoinGroup():
                 self.groups.join(call, request, now)
-            case LeaveGroup():
+            case operations.LeaveGroup():
                 self.groups.leave(call, request.group_name, now)
-            case Prepare():
+            case operations.Prepare():
                 self._prepare(call, request, now)
-            case Complete():
+            case operations.Complete():
                 self._complete(call, request, now)
-            case CommitSession():
+            case operations.CommitSession():
                 self._commit_session(call, request, now)
-            case AbortSession():
+            case operations.AbortSession():
                 self._abort_session(call, request, now)
-            case GetUpdateStatus():
+            case operations.GetUpdateStatus():
                 self._outbox.answer([call], True, **self.status(now))
-            case UpdateFromDistributed() | UpdateFromDisk() | UpdateFromTensor():
+            case operations.SingleUpdate():
                 self._single(message, request, now)
-            case BeginUpdate():
+            case operations.BeginUpdate():
                 self._begin(call, now)
-            case EndUpdate():
+            case operations.EndUpdate():
                 self._end_group(call, now)
-            case SetVersion():
+            case operations.SetVersion():
                 self._set_version(call, request)
-            case GetWeights() | CheckWeights():
+            case operations.GetWeights() | operations.CheckWeights():
                 self._inspect(call, request)
 
     # --- a session in two phases ---
 
-    def _prepare(self, call: int, request: Prepare, now: float) -> None:
+    def _prepare(self, call: int, request: operations.Prepare, now: float) -> None:
         manifest, session = request.manifest, self.machine.session
         if session is not None and session.kind == "session" and session.manifest == manifest:
             nothing_came = session.phase in (*BEFORE_PREPARED, UpdatePhase.PREPARED)
@@ -138,7 +116,8 @@ class WeightControl:
                 self.machine.answer_prepared(session)
                 return
         self.machine.last_ended = None
-        self._check_idle(is_partial=manifest.partial, manifest=manifest)
+        if refusal := self._refusal(manifest, is_partial=manifest.partial):
+            raise Refusal(refusal)
         if request.num_buckets not in (None, len(manifest.buckets)):
             raise Refusal(
                 f"num_buckets={request.num_buckets}, but buckets has {len(manifest.buckets)} entries"
@@ -149,7 +128,7 @@ class WeightControl:
         session.preparing.append(call)
         self.machine.stage(session, manifest, now)
 
-    def _complete(self, call: int, request: Complete, now: float) -> None:
+    def _complete(self, call: int, request: operations.Complete, now: float) -> None:
         session = self._find(call, request.session_id, request.group_name)
         if session is None:
             return
@@ -164,7 +143,7 @@ class WeightControl:
         else:
             session.answer_by = now + session.timeout_s
 
-    def _commit_session(self, call: int, request: CommitSession, now: float) -> None:
+    def _commit_session(self, call: int, request: operations.CommitSession, now: float) -> None:
         session = self._find(call, request.session_id, None)
         if session is None:
             return
@@ -175,7 +154,7 @@ class WeightControl:
             session.flush_cache = session.flush_cache or request.flush_cache
             self.machine.commit(session, now)
 
-    def _abort_session(self, call: int, request: AbortSession, now: float) -> None:
+    def _abort_session(self, call: int, request: operations.AbortSession, now: float) -> None:
         session, text = self.machine.session, "The update was ended; the weights are as they were."
         if session is not None and request.session_id in (None, session.id):
             if session.phase is UpdatePhase.COMMITTING:
@@ -212,59 +191,38 @@ class WeightControl:
 
     # --- single calls ---
 
-    def _single(
-        self,
-        message: WeightCall,
-        request: UpdateFromDistributed | UpdateFromDisk | UpdateFromTensor,
-        now: float,
-    ) -> None:
-        manifest = request.manifest if isinstance(request, UpdateFromDistributed) else None
+    def _single(self, asked: WeightCall, request: operations.SingleUpdate, now: float) -> None:
+        manifest = request.manifest if isinstance(request, operations.UpdateFromDistributed) else None
         session = self.machine.session
         if session is not None and session.kind == "group of calls" and session.phase is UpdatePhase.RECEIVED:
-            if manifest is not None:
-                self._check_receive(manifest)
+            if manifest is not None and (refusal := self._receive_refusal(manifest)):
+                raise Refusal(refusal)
             session.then = "answer"
         else:
-            try:
-                self._check_idle(is_partial=not isinstance(request, UpdateFromDisk), manifest=manifest)
-            except Refusal as refusal:
-                self._drop(message.call, manifest, refusal, now)
-                return
+            refusal = self._refusal(manifest, is_partial=not isinstance(request, operations.UpdateFromDisk))
+            if refusal and (manifest is None or session is not None or self._receive_refusal(manifest)):
+                raise Refusal(refusal)
             session = self.machine.open("call", now)
-            session.then = "commit"
+            session.then, session.refusal = "refuse" if refusal else "commit", refusal or ""
             if manifest is not None:
-                session.arm_timeout_s = RECEIVE_S  # the client broadcasts at once
-        session.ending.append(message.call)
+                # The client broadcasts at once. If it is refused, its tensors are received and dropped first,
+                # so that it does not hang.
+                session.arm_timeout_s = RECEIVE_S
+                manifest = structs.replace(manifest, discard=refusal is not None)
+        session.ending.append(asked.call)
         session.weight_version = request.weight_version or session.weight_version
         session.flush_cache = session.flush_cache or request.flush_cache
         session.abort_all = session.abort_all or request.abort_all_requests
-        match request:
-            case UpdateFromDistributed():
-                self.machine.stage(session, request.manifest, now)
-            case UpdateFromDisk():
-                self.machine.load(session, message, request, now)
-            case UpdateFromTensor():
-                self.machine.take(session, request, now)
-
-    def _drop(self, call: int, manifest: Manifest | None, refusal: Refusal, now: float) -> None:
-        """Refuse a single call.
-
-        Its client may be broadcasting already. If possible the ranks receive and drop the tensors first, so
-        that the client does not hang.
-        """
-        if manifest is None or self.machine.session is not None:
-            raise refusal
-        try:
-            self._check_receive(manifest)
-        except Refusal:
-            raise refusal from None
-        session = self.machine.open("call", now)
-        session.arm_timeout_s, session.then, session.refusal = RECEIVE_S, "refuse", str(refusal)
-        session.ending.append(call)
-        self.machine.stage(session, structs.replace(manifest, discard=True), now)
+        if manifest is not None:
+            self.machine.stage(session, manifest, now)
+        elif isinstance(request, operations.UpdateFromDisk):
+            self.machine.load(session, asked, request, now)
+        elif isinstance(request, operations.UpdateFromTensor):
+            self.machine.take(session, request, now)
 
     def _begin(self, call: int, now: float) -> None:
-        self._check_idle(is_partial=True)
+        if refusal := self._refusal(None, is_partial=True):
+            raise Refusal(refusal)
         session = self.machine.open("group of calls", now)
         self.machine.enter(
             session, UpdatePhase.RECEIVED, now
@@ -291,41 +249,38 @@ class WeightControl:
 
     # --- whether an update may begin ---
 
-    def _check_idle(self, *, is_partial: bool, manifest: Manifest | None = None) -> None:
-        """Make sure that an update may begin now.
-
-        Raises:
-            Refusal: it may not.
-        """
+    def _refusal(self, manifest: operations.Manifest | None, *, is_partial: bool) -> str | None:
+        """Why an update cannot begin now; None: it can."""
         session, error, poisoned = self.machine.session, self.machine.group_error, self._port.poisoned
         if session is not None:
             way = "end it" if session.kind == "group of calls" else "complete or abort it"
-            raise Refusal(f"session {session.id!r} is open ({self.machine.state}); {way} first")
+            return f"session {session.id!r} is open ({self.machine.state}); {way} first"
         if error is not None:
-            raise Refusal(f"the begun update has failed ({error}); end it with /end_weight_update")
-        if manifest is not None:
-            self._check_receive(manifest)
+            return f"the begun update has failed ({error}); end it with /end_weight_update"
+        if manifest is not None and (refusal := self._receive_refusal(manifest)):
+            return refusal
         if poisoned is not None and is_partial:
-            raise Refusal(f"the weights are poisoned ({poisoned}); send all of them")
+            return f"the weights are poisoned ({poisoned}); send all of them"
+        return None
 
-    def _check_receive(self, manifest: Manifest) -> None:
-        """Make sure that weights may be received from the manifest's group; raises as :meth:`_check_idle`."""
-        self.groups.check(manifest.group_name)
+    def _receive_refusal(self, manifest: operations.Manifest) -> str | None:
+        if manifest.group_name not in self.groups.joined:
+            return self.groups.unknown(manifest.group_name)
         if self._port.receive_requires_pause and not self._port.stands_still:
-            text = "generation runs, and --weight-recv-requires-pause is set; POST /pause_generation first"
-            raise Refusal(text)
+            return "generation runs, and --weight-recv-requires-pause is set; POST /pause_generation first"
+        return None
 
     # --- versions and inspection ---
 
-    def _set_version(self, call: int, request: SetVersion) -> None:
+    def _set_version(self, call: int, request: operations.SetVersion) -> None:
         version = request.new_version
         if request.abort_all_requests:
             self._outbox.send(self._port.abort_all())
         self._port.rename(version)
-        self._outbox.send(self.notice())  # before the answer: its client may then ask the frontend for it
+        self._outbox.send(self.machine.notice())  # before the answer: its client may then ask
         self._outbox.answer([call], True, f"Weight version is {version!r}.", new_version=version)
 
-    def _inspect(self, call: int, request: GetWeights | CheckWeights) -> None:
+    def _inspect(self, call: int, request: operations.GetWeights | operations.CheckWeights) -> None:
         def inspected(replies: list[RankReply], now: float) -> None:
             if wrong := problems(replies):
                 self._outbox.answer([call], False, wrong)

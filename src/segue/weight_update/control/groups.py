@@ -8,7 +8,6 @@ from segue.messages.weight_operations import Group, JoinGroup
 from segue.messages.weight_update import Join, Leave, RankReply, StopJoin
 from segue.weight_update.control.outbox import Outbox, Refusal
 from segue.weight_update.control.replies import problems
-from segue.weight_update.control.session import UpdatePhase
 from segue.weight_update.control.state_machine import WeightMachine
 
 MAX_JOINS = 4
@@ -70,8 +69,7 @@ class TrainerGroups:
         name, wrong = joining.group.name, problems(replies)
         for lost in {lost for reply in replies for lost in reply.fields.get("dropped", ())} - {name}:
             self.joined.pop(lost, None)
-            if self._machine.phase is not UpdatePhase.RECEIVED:
-                self._machine.abort_session_of(lost, "has lost its trainer", now)
+            self._machine.abort_session_of(lost, "has lost its trainer", now, if_received=False)
         is_new = any(reply.fields.get("is_new") for reply in replies)
         if is_new:
             self._machine.abort_session_of(name, "was joined anew", now)
@@ -83,8 +81,13 @@ class TrainerGroups:
         self._outbox.answer(list(joining.waiting), not wrong, wrong or f"Joined group {name!r}.")
 
     def leave(self, call: int, name: str, now: float) -> None:
-        """Have every rank leave a group; raises as :meth:`check`."""
-        self.check(name)
+        """Have every rank leave a group.
+
+        Raises:
+            Refusal: there is no group of this name.
+        """
+        if name not in self.joined:
+            raise Refusal(self.unknown(name))
         self._machine.abort_session_of(name, "was destroyed", now)
         self._machine.last_ended = None
         del self.joined[name]
@@ -95,17 +98,11 @@ class TrainerGroups:
 
         self._outbox.command(Leave(name=name), then=left)
 
-    def check(self, name: str) -> None:
-        """Make sure that every rank has joined the group.
-
-        Raises:
-            Refusal: there is no group of this name.
-        """
-        if name not in self.joined:
-            known = (
-                f"known: {', '.join(map(repr, sorted(self.joined)))}" if self.joined else "no group is known"
-            )
-            raise Refusal(f"unknown group {name!r} ({known}); join it with /init_weights_update_group first")
+    def unknown(self, name: str) -> str:
+        """The refusal of a call that names a group that is not joined."""
+        names = ", ".join(map(repr, sorted(self.joined)))
+        known = f"known: {names}" if names else "no group is known"
+        return f"unknown group {name!r} ({known}); join it with /init_weights_update_group first"
 
     def withdraw(self, call: int) -> None:
         """Note that a call's client has gone."""

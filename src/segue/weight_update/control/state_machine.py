@@ -88,11 +88,6 @@ class WeightMachine:
         self.last_ended: tuple[str, str | None, WeightAnswer] | None = None
 
     @property
-    def phase(self) -> UpdatePhase | None:
-        """The open session's phase; None without a session."""
-        return None if self.session is None else self.session.phase
-
-    @property
     def state(self) -> str:
         """The open session's phase in lower case; without a session ``idle`` or ``poisoned``."""
         if self.session is not None:
@@ -196,13 +191,8 @@ class WeightMachine:
         """Have the ranks read a checkpoint."""
         session.model_path, session.is_partial, session.is_empty = request.model_path, False, False
         self.enter(session, UpdatePhase.POSTING, now)
-        command = Load(
-            session=session.number,
-            model_path=request.model_path,
-            load_format=request.load_format,
-            roots=asked.roots,
-            from_hub=asked.from_hub,
-        )
+        roots, from_hub = asked.roots, asked.from_hub
+        command = Load(session=session.number, request=request, roots=roots, from_hub=from_hub)
         self._command(session, command, then=self._on_loaded)
 
     def take(self, session: UpdateSession, request: UpdateFromTensor, now: float) -> None:
@@ -337,10 +327,11 @@ class WeightMachine:
         self._outbox.answer(session.preparing, False, why, session_id=session.id)
         self._finish(session, False, why)
 
-    def abort_session_of(self, name: str, why: str, now: float) -> None:
-        """Abort the open session if it receives from group ``name``, unless it is being committed."""
+    def abort_session_of(self, name: str, why: str, now: float, *, if_received: bool = True) -> None:
+        """Abort the open session if group ``name`` is its own, unless it is committed, or was received."""
+        spared = (UpdatePhase.COMMITTING, *(() if if_received else (UpdatePhase.RECEIVED,)))
         session = self.session
-        if session is not None and session.group_name == name and session.phase is not UpdatePhase.COMMITTING:
+        if session is not None and session.group_name == name and session.phase not in spared:
             self.abort(session, f"group {name!r} {why}", now)
 
     def close(self, session: UpdateSession) -> None:
