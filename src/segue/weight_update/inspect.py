@@ -107,14 +107,15 @@ class Inspector:
         return total
 
     def _differing(self) -> list[str]:
-        if self._snapshot is None:
+        snapshot = self._snapshot
+        if snapshot is None:
             raise InvalidRequestError(
                 "there is no snapshot to compare with: take one first (action 'snapshot')"
             )
         table, arena = self._served.weight_map, self._served.arena
         changed = {
             name
-            for name, values in self._snapshot.items()
+            for name, values in snapshot.items()
             if not equal(arena.view(name), values, self._served.dtype)
         }
         return [
@@ -122,17 +123,17 @@ class Inspector:
             for name in table.names
             if any(
                 part.parameter in changed
-                and not equal(self._view(part), self._snapshot_values(part), self._served.dtype)
+                and not equal(self._view(part), _box(snapshot[part.parameter], part), self._served.dtype)
                 for part in table.slices[name]
             )
         ]
 
-    def _snapshot_values(self, part: Slice) -> Tensor:
-        assert self._snapshot is not None
-        return box_of(self._snapshot[part.parameter], part.destination, len(part.source))
-
     def _view(self, part: Slice) -> Tensor:
-        return box_of(self._served.arena.view(part.parameter), part.destination, len(part.source))
+        return _box(self._served.arena.view(part.parameter), part)
+
+
+def _box(parameter: Tensor, part: Slice) -> Tensor:
+    return box_of(parameter, part.destination, len(part.source))
 
 
 def _owned_slices(served: ServedWeights) -> dict[str, tuple[Slice, ...]]:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,6 @@ from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena, TensorSpec
 from segue.models.config import ModelConfig
 from segue.models.weight_map import Box, WeightMap
-
-
-class Submit(Protocol):
-    """Queues work on the compute stream, behind the steps submitted before."""
-
-    def __call__(self, work: Callable[[], Any], /) -> Future[Any]:
-        """Returns a future that is done when `work` has run, or on CUDA when it was launched."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +28,9 @@ class ServedWeights:
     tp: TPInfo
     device: torch.device
     dtype: torch.dtype
-    submit: Submit
+    # Queues work on the compute stream, behind the steps submitted before. The future is done when the work
+    # has run, or on CUDA when it was launched.
+    submit: Callable[[Callable[[], Any]], Future[Any]]
     rebuild: Callable[[Collection[str]], object]  # rebuilds everything derived from these parameters
     cache_dir: Path = Path("/nonexistent")  # for GGUF files
     seed: int = 0  # of dummy weights

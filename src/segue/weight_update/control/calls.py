@@ -12,13 +12,7 @@ from msgspec import structs
 
 from segue.messages import weight_operations as operations
 from segue.messages.control import SchedulerMessage
-from segue.messages.weight_update import (
-    Inspect,
-    RankReply,
-    Received,
-    WeightCall,
-    WeightCommand,
-)
+from segue.messages.weight_update import Inspect, RankReply, Received, WeightCall, WeightCommand
 from segue.weight_update.control.groups import TrainerGroups
 from segue.weight_update.control.outbox import Outbox, Refusal
 from segue.weight_update.control.replies import merge, problems
@@ -119,9 +113,8 @@ class WeightControl:
         if refusal := self._refusal(manifest, is_partial=manifest.partial):
             raise Refusal(refusal)
         if request.num_buckets not in (None, len(manifest.buckets)):
-            raise Refusal(
-                f"num_buckets={request.num_buckets}, but buckets has {len(manifest.buckets)} entries"
-            )
+            text = f"num_buckets={request.num_buckets}, but buckets has {len(manifest.buckets)} entries"
+            raise Refusal(text)
         session = self.machine.open("session", now, request.session_id)
         session.weight_version = request.weight_version
         session.timeout_s, session.arm_timeout_s = request.timeout_s, request.arm_timeout_s
@@ -203,7 +196,7 @@ class WeightControl:
             if refusal and (manifest is None or session is not None or self._receive_refusal(manifest)):
                 raise Refusal(refusal)
             session = self.machine.open("call", now)
-            session.then, session.refusal = "refuse" if refusal else "commit", refusal or ""
+            session.then, session.refusal = "commit", refusal
             if manifest is not None:
                 # The client broadcasts at once. If it is refused, its tensors are received and dropped first,
                 # so that it does not hang.
@@ -224,9 +217,7 @@ class WeightControl:
         if refusal := self._refusal(None, is_partial=True):
             raise Refusal(refusal)
         session = self.machine.open("group of calls", now)
-        self.machine.enter(
-            session, UpdatePhase.RECEIVED, now
-        )  # nothing was announced yet: nothing is missing
+        self.machine.enter(session, UpdatePhase.RECEIVED, now)  # nothing was announced: nothing is missing
         text = "The calls that follow take effect together, at /end_weight_update."
         self._outbox.answer([call], True, text)
 

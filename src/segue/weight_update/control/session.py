@@ -37,7 +37,7 @@ BEFORE_PREPARED = (UpdatePhase.STAGING, UpdatePhase.POSTING)
 
 
 Kind = Literal["session", "call", "group of calls"]
-Then = Literal["wait", "answer", "commit", "refuse"]  # what follows RECEIVED
+Then = Literal["wait", "answer", "commit"]  # what follows RECEIVED
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class UpdateSession:
     ending: list[int] = field(default_factory=list)  # calls to answer at the end ("answer": at RECEIVED)
     answer_by: float | None = None  # the deadline of the calls in ``ending``
     then: Then = "wait"
-    refusal: str = ""  # with "refuse": the error, sent once everything was received and dropped
+    refusal: str | None = None  # the error that ends the session once everything was received and dropped
     flush_cache: bool = False
     abort_all: bool = False
     is_partial: bool = True

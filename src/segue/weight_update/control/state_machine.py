@@ -171,7 +171,7 @@ class WeightMachine:
         if session.kind == "session" or manifest.discard:
             self.abort(session, session.refusal or wrong, now)
         else:
-            session.refusal, session.then = wrong, "refuse"
+            session.refusal = wrong
             self.stage(session, structs.replace(manifest, discard=True), now)
 
     def _on_posted(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
@@ -255,17 +255,14 @@ class WeightMachine:
 
     def go_on(self, session: UpdateSession, now: float) -> None:
         """Do with a session that is RECEIVED what its calls have asked for so far."""
-        match session.then:
-            case "wait":
-                pass
-            case "answer":  # the calls to complete without a commit; another call commits the session
-                text = "Everything was received; commit the session, or complete it again."
-                self._outbox.answer(session.ending, True, text, **self._figures(session))
-                session.ending, session.answer_by, session.then = [], None, "wait"
-            case "commit":
-                self.commit(session, now)
-            case "refuse":
-                self.abort(session, session.refusal, now)
+        if session.refusal is not None:
+            self.abort(session, session.refusal, now)
+        elif session.then == "commit":
+            self.commit(session, now)
+        elif session.then == "answer":  # the calls to complete without a commit; another call commits it
+            text = "Everything was received; commit the session, or complete it again."
+            self._outbox.answer(session.ending, True, text, **self._figures(session))
+            session.ending, session.answer_by, session.then = [], None, "wait"
 
     # --- the commit ---
 
