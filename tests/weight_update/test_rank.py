@@ -353,6 +353,13 @@ def test_a_tied_head_sent_alone_must_equal_the_served_embedding(copy: bool, tied
         assert bool(errors) == (session == 1)
 
 
+def test_each_payload_counts_its_own_bytes(rank: Rank) -> None:
+    tensor = torch.ones(rank.served.weight_map.shapes[NORM])
+    for _ in range(2):
+        fields = rank.do(Take, session=1, payload=save({NORM: tensor}), load_format=None, copy=True)
+        assert fields["num_bytes"] == tensor.nbytes
+
+
 def test_without_a_copy_a_session_has_one_payload(rank: Rank) -> None:
     payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
     rank.do(Take, session=1, payload=payload, load_format=None, copy=False)

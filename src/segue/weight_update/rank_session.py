@@ -66,7 +66,7 @@ class RankSession:
         self._replies = replies
         self._staged = StagedWeights(served, memory)
         self._zero_copy: ZeroCopyTensors | None = None
-        self._num_bytes = 0  # that `Load` and `Take` have brought to this rank
+        self._num_bytes = 0  # that the last `Load` or `Take` has brought to this rank
         self._errors: list[str] = []  # if there are any, the session can only be discarded
         self._manifest: Manifest | None = None  # of a `Stage` whose `Receive` has not begun
         self._sink: Incoming | None = None  # for the last manifest; None if it is to be discarded
@@ -193,7 +193,7 @@ class RankSession:
         problems = check(manifest, served.weight_map)
         if problems:
             return problems
-        self._num_bytes += bucket_bytes(bucket)
+        self._num_bytes = bucket_bytes(bucket)
         if command.copy or self._staged.parameters or any(t.device != served.device for _, t in tensors):
             sink = Incoming(self._staged, manifest, served.device, receive_buffer=0)
             for name, tensor in tensors:

@@ -121,6 +121,8 @@ class Engine:
         fields: dict[str, Any] = {}
         if isinstance(command, Commit):
             fields = {"touched": rank in self.touched}
+        if isinstance(command, Take):
+            fields = {"num_bytes": 5}
         if isinstance(command, Join):
             fields = {"is_new": True, "dropped": self.dropped}
         if isinstance(command, Inspect):
@@ -708,6 +710,14 @@ def test_the_figures_of_a_group_of_calls_cover_all_its_calls(engine: Engine) -> 
     figures = engine.reply(EndUpdate()).fields
     assert (figures["num_buckets_received"], figures["num_bytes"]) == (4, 32)
     assert figures["timings"]["receive_s"] == 0
+
+
+def test_the_figures_of_a_group_of_calls_cover_payloads_too(engine: Engine) -> None:
+    engine.reply(BeginUpdate())
+    for request in (single(PART), UpdateFromTensor(serialized_named_tensors=["x"]), single(PART)):
+        engine.reply(request)
+    assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"])).fields["num_bytes"] == 42
+    assert engine.reply(EndUpdate()).fields["num_bytes"] == 16 + 5 + 16 + 5
 
 
 def test_a_version_that_is_a_long_number_is_incremented(engine: Engine) -> None:

@@ -84,11 +84,11 @@ class UpdateSession:
         self.times.setdefault(phase.name, now)
         return is_new
 
-    def announce(self, manifest: Manifest) -> None:
-        """Note the tensors that come next; what the calls before them have brought is kept."""
-        self.manifest = manifest
-        self.is_empty = self.is_empty and not manifest.buckets
-        self.is_partial = self.is_partial and manifest.partial
+    def begin_call(self, manifest: Manifest | None = None) -> None:
+        """Note that one more call brings tensors, by broadcasts if it has a manifest."""
+        self.is_empty = self.is_empty and manifest is not None and not manifest.buckets
+        if manifest is not None:
+            self.manifest, self.is_partial = manifest, self.is_partial and manifest.partial
         self.bytes_before += self.slowest(self.bytes)
         self.buckets_before += self.slowest(self.buckets)
         self.buckets, self.bytes, self.done = {}, {}, set()

@@ -150,7 +150,7 @@ class WeightMachine:
 
     def stage(self, session: UpdateSession, manifest: Manifest, now: float) -> None:
         """Have the ranks check a manifest and, once all of them accept it, receive its tensors."""
-        session.announce(manifest)
+        session.begin_call(manifest)
         self.enter(session, UpdatePhase.STAGING, now)
         command = Stage(session=session.number, manifest=manifest)
         self._command(session, command, then=self._on_staged, failed=self._on_stage_failed)
@@ -189,7 +189,8 @@ class WeightMachine:
 
     def load(self, session: UpdateSession, asked: WeightCall, request: UpdateFromDisk, now: float) -> None:
         """Have the ranks read a checkpoint."""
-        session.model_path, session.is_partial, session.is_empty = request.model_path, False, False
+        session.begin_call()
+        session.model_path, session.is_partial = request.model_path, False
         self.enter(session, UpdatePhase.POSTING, now)
         roots, from_hub = asked.roots, asked.from_hub
         command = Load(session=session.number, request=request, roots=roots, from_hub=from_hub)
@@ -205,7 +206,7 @@ class WeightMachine:
             )
             self.abort(session, text, now)
             return
-        session.is_empty = False
+        session.begin_call()
         self.enter(session, UpdatePhase.POSTING, now)
         copy = session.kind == "group of calls"
         commands = [
