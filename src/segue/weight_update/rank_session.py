@@ -78,7 +78,7 @@ class RankSession:
         self._cancelled = threading.Event()
         self._freed = threading.Event()  # not set while memory is about to be given back
         self._freed.set()
-        self._work = SimpleQueue[Callable[[], object]]()
+        self._work = SimpleQueue[Callable[[], None]]()
         self._thread = threading.Thread(target=self._run, name="segue-weights", daemon=True)
         self._thread.start()
 
@@ -108,6 +108,8 @@ class RankSession:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
+        if self._served.device.type == "cuda":
+            torch.cuda.set_device(self._served.device)
         while not self.has_ended:
             self._work.get()()
 
@@ -282,7 +284,12 @@ class RankSession:
         """
         assert self._changes is not None
         copies, parameters = self._changes
-        errors = errors_of(copies.write) or errors_of(partial(self._served.rebuild, parameters))
+
+        def write() -> None:
+            copies.write()
+            self._served.rebuild(parameters)
+
+        errors = errors_of(write)
         event = torch.Event(self._served.device) if self._served.device.type == "cuda" else None
         if event is not None:
             event.record()
@@ -295,21 +302,23 @@ class RankSession:
 
         A session whose commit failed is kept until its `Discard`.
         """
+        fields = {"touched": True}  # unless it is known that nothing was written
 
-        def wait(fields: Fields) -> list[str]:
-            fields["touched"] = True  # unless it is known that nothing was written
+        def wait() -> list[str]:
             errors, fields["touched"], event = written.result()
             if event is not None:
                 event.synchronize()
             return errors
 
-        try:
-            if not self._replies.answer(command.call, wait):
+        errors = errors_of(wait)
+        if errors:
+            self._freed.set()  # before the reply, which a `Discard` follows
+        self._replies.send(command.call, errors, fields)
+        if not errors:
+            try:
                 self._end()
-        except Exception:
-            logger.exception("the memory of a committed weight update could not be given back")
-        finally:
-            self._freed.set()
+            except Exception:
+                logger.exception("the memory of a committed weight update could not be given back")
 
     # --- the end ---
 
@@ -334,12 +343,10 @@ class Replies:
         self._send = send
         self._rank = rank
 
-    def answer(self, call: int, work: Work) -> list[str]:
-        """Do `work` and send the reply to a command; returns its errors."""
+    def answer(self, call: int, work: Work) -> None:
+        """Do `work`, and send the reply to a command."""
         fields: Fields = {}
-        errors = errors_of(partial(work, fields))
-        self.send(call, errors, fields)
-        return errors
+        self.send(call, errors_of(partial(work, fields)), fields)
 
     def send(self, call: int, errors: Sequence[str] = (), fields: Fields | None = None) -> None:
         """Send the reply to a command."""
@@ -351,17 +358,16 @@ class Replies:
         self._send(Received(rank=self._rank, session=session, num_buckets=count, num_bytes=size, **end))
 
 
-def errors_of(work: Callable[[], object]) -> list[str]:
-    """Returns the errors that `work` returns as a list or raises, in a form that can be sent."""
-    errors: object
+def errors_of(work: Callable[[], list[str] | None]) -> list[str]:
+    """Returns the errors that `work` returns or raises, in a form that can be sent."""
     try:
-        errors = work()
+        errors = work() or []
     except SegueError as error:
         errors = [error.message]
     except Exception as error:
         logger.exception("a weight update failed")
         errors = [f"{type(error).__name__}: {error}"]
-    return [_sendable(error) for error in errors] if isinstance(errors, list) else []
+    return [_sendable(error) for error in errors]
 
 
 def _sendable(error: str) -> str:

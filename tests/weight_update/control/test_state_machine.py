@@ -354,7 +354,7 @@ _on_reply, _on_received, _abort = Outbox.on_reply, WeightMachine.on_received, We
 
 def waits_for_one_reply_only(self: Outbox, reply: RankReply, now: float) -> None:
     if reply.call in self._pending:
-        self._pending[reply.call].missing = {reply.rank}
+        self._pending[reply.call][1].update(dict.fromkeys(range(RANKS), reply))
     _on_reply(self, reply, now)
 
 

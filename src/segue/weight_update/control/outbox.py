@@ -6,7 +6,6 @@ The caller does the I/O.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import structs
@@ -21,22 +20,14 @@ class Refusal(Exception):
     """A call of the frontend cannot be done; the text says why, and becomes the answer."""
 
 
-@dataclass(slots=True)
-class _PendingCommand:
-    """A command that not every rank has replied to."""
-
-    missing: set[int]  # ranks
-    then: Then
-    replies: list[RankReply] = field(default_factory=list)
-
-
 class Outbox:
     """Collects messages and commands in the order of sending, and calls back when every rank has replied."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._num_commands = 0
-        self._pending: dict[int, _PendingCommand] = {}  # by the number of the command
+        # By the number of a command: what follows, and the replies by rank, as long as some are missing.
+        self._pending: dict[int, tuple[Then, dict[int, RankReply]]] = {}
         self._commands: list[Sequence[WeightCommand]] = []
         self._messages: list[SchedulerMessage] = []
 
@@ -53,18 +44,17 @@ class Outbox:
         self._num_commands += 1
         numbered = [structs.replace(each, call=self._num_commands) for each in commands]
         self._commands.append(numbered if len(numbered) > 1 else numbered * self.num_ranks)
-        self._pending[self._num_commands] = _PendingCommand(set(range(self.num_ranks)), then)
+        self._pending[self._num_commands] = then, {}
 
     def on_reply(self, reply: RankReply, now: float) -> None:
         """Take a rank's reply, and call back if it is the last; an unknown or repeated reply is ignored."""
-        pending = self._pending.get(reply.call)
-        if pending is None or reply.rank not in pending.missing:
+        if reply.call not in self._pending:
             return
-        pending.missing.remove(reply.rank)
-        pending.replies.append(reply)
-        if not pending.missing:
+        then, replies = self._pending[reply.call]
+        replies.setdefault(reply.rank, reply)
+        if len(replies) == self.num_ranks:
             del self._pending[reply.call]
-            pending.then(sorted(pending.replies, key=lambda reply: reply.rank), now)
+            then([replies[rank] for rank in range(self.num_ranks)], now)
 
     def take(self) -> tuple[list[SchedulerMessage], list[Sequence[WeightCommand]]]:
         """Return what was queued, and empty the queues; each entry of commands has one per rank, in order."""
