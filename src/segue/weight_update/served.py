@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena, TensorSpec
 from segue.models.config import ModelConfig
-from segue.models.weight_map import Box, WeightMap
+from segue.models.weight_map import WeightMap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +53,3 @@ class ServedWeights:
             for part in self.weight_map.slices[name]:
                 found[part.parameter].add(name)
         return {parameter: frozenset(names) for parameter, names in found.items()}
-
-
-def box_of(parameter: Tensor, box: Box, dims: int) -> Tensor:
-    """Returns the view `parameter[box]` with `dims` dimensions: one expert's matrix loses its leading 1."""
-    view = parameter[box]
-    return view[0] if view.dim() > dims else view

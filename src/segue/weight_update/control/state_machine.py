@@ -109,16 +109,9 @@ class WeightMachine:
     def status(self, now: float) -> dict[str, Any]:
         """Returns the body of ``GET /weights_update_status``, apart from the groups."""
         session = self.session
-        state: dict[str, Any] = {
-            "state": self.state,
-            "weight_version": self._port.weight_version,
-            "generating": self._port.has_work,
-            "num_committed": self.num_committed,
-            "num_failed": self.num_failed,
-            "last": self.last,
-        }
-        if self._port.poisoned is not None:
-            state["poisoned"] = self._port.poisoned
+        shown = structs.asdict(self.notice()) | {"generating": self._port.has_work}
+        state = {name: value for name, value in shown.items() if value is not None}
+        state["weight_version"] = state.pop("version")
         if session is not None:
             state |= {
                 "session_id": session.id,
