@@ -140,7 +140,8 @@ class Inspect(_Command, frozen=True, kw_only=True):
     request: operations.GetWeights | operations.CheckWeights
 
 
-SessionCommand = Stage | Receive | Load | Take | Commit | Discard
+AddCommand = Stage | Load | Take  # the commands that open a session, or add tensors to it
+SessionCommand = AddCommand | Receive | Commit | Discard
 WeightCommand = Join | StopJoin | Leave | SessionCommand | Inspect
 
 

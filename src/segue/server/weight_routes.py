@@ -33,7 +33,8 @@ from segue.server.sse import unless_gone
 def _failure(path: str, error: SegueError) -> dict[str, Any]:
     """The body of a refusal, in the form of the route's replies."""
     content: dict[str, Any] = {"success": False, "message": error.message}
-    return content | ({"status": "error"} if "prepare" in path else {})
+    kind = OPERATIONS.get(path[1:])
+    return content | {"status": "error"} if kind and "status" in kind.reply else content
 
 
 routes = Routes(Access.ADMIN, "Control", _failure)

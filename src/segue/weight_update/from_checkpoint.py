@@ -38,8 +38,7 @@ def _load(staged: StagedWeights, request: UpdateFromDisk) -> list[str]:
     served, table = staged.served, staged.served.weight_map
     if request.load_format not in (None, *get_args(LoadFormat)):
         raise InvalidRequestError(
-            f"load_format is {request.load_format!r}; use null or one of {', '.join(get_args(LoadFormat))}",
-            param="load_format",
+            f"load_format is {request.load_format!r}; use null or one of {', '.join(get_args(LoadFormat))}"
         )
     load_format = cast(LoadFormat, request.load_format or "auto")
     source = resolve(request.model_path, load_format, served.cache_dir)
@@ -47,8 +46,7 @@ def _load(staged: StagedWeights, request: UpdateFromDisk) -> list[str]:
     if differences:
         raise InvalidRequestError(
             f"the model at {model_files.shown(request.model_path)} is not the one served: "
-            f"{'; '.join(differences)}. Start an engine with it instead",
-            param="model_path",
+            f"{'; '.join(differences)}. Start an engine with it instead"
         )
     widest = max(shape[-1] for shape in table.shapes.values())
     size = max(_STAGING_BYTES, 8 * widest) if served.device.type == "cpu" else STAGING_BYTES

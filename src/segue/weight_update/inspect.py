@@ -50,23 +50,18 @@ class Inspector:
         table = self._served.weight_map
         meaning = table.aliases.get(name, name)
         if meaning not in table.slices:
-            raise InvalidRequestError(
-                f"{name!r} is not a tensor of this model: use a name of its checkpoint", param="name"
-            )
+            raise InvalidRequestError(f"{name!r} is not a tensor of this model: use a name of its checkpoint")
         shape = table.shapes[meaning]
         if len(shape) > 2:
-            raise InvalidRequestError(
-                f"{name!r} holds many experts; ask for one: {table.stacked[name][0]}", param="name"
-            )
+            raise InvalidRequestError(f"{name!r} holds many experts; ask for one: {table.stacked[name][0]}")
         if size < 0:
-            raise InvalidRequestError(f"truncate_size is {size}; give 0 or more", param="truncate_size")
+            raise InvalidRequestError(f"truncate_size is {size}; give 0 or more")
         columns = shape[1] if len(shape) == 2 else 1
         most = max(_DEFAULT_ROWS, _MAX_VALUES // columns)
         if min(size, shape[0]) > most:
             raise InvalidRequestError(
                 f"truncate_size is {size}: that many rows of {name!r}, {columns} values per row, have more "
-                f"than {_MAX_VALUES} values; ask for {most} at most",
-                param="truncate_size",
+                f"than {_MAX_VALUES} values; ask for {most} at most"
             )
         parts = []
         for part in table.slices[meaning]:

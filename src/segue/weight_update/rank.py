@@ -58,10 +58,8 @@ class WeightUpdater:
     def close(self) -> None:
         """End all sessions and joins and give all memory back; no command may be handled any more."""
         for session in self._sessions.values():
-            session.cancel()
-        self._groups.close()
-        for session in self._sessions.values():
             session.close()
+        self._groups.close()
         for thread in list(self._threads):
             thread.join(timeout=10)
         self._memory.close()
@@ -70,7 +68,7 @@ class WeightUpdater:
         """Give a command to its session; the first command of a session opens it."""
         self._sessions = {number: each for number, each in self._sessions.items() if not each.has_ended}
         session, others = self._sessions.get(command.session), list(self._sessions.values())
-        if session is None and isinstance(command, messages.Stage | messages.Load | messages.Take):
+        if session is None and isinstance(command, messages.AddCommand):
             session = RankSession(command.session, self._served, self._memory, self._groups, self._replies)
             self._sessions[command.session] = session
         if session is not None:

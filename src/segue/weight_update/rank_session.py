@@ -17,6 +17,7 @@ from segue.logs import logger
 from segue.memory.tensor_ops import Copies
 from segue.messages.weight_operations import Bucket, Manifest
 from segue.messages.weight_update import (
+    AddCommand,
     Commit,
     Discard,
     Load,
@@ -40,6 +41,7 @@ from segue.weight_update.transport.receiver import Callbacks, Receiver
 
 Fields = dict[str, Any]
 Send = Callable[[RankReply | Received], None]
+Written = tuple[list[str], bool, torch.Event | None]  # errors; whether it may have written; CUDA: the end
 Work = Callable[[Fields], list[str] | None]  # sets fields of a reply, and returns or raises its errors
 
 _FREED_S, _FREED_POLL_S = 30.0, 0.2
@@ -85,25 +87,22 @@ class RankSession:
     def handle(self, command: SessionCommand, others: Iterable[RankSession]) -> None:
         """Begin to execute a command and return at once; `others` may have memory that they give back."""
         match command:
-            case Stage() | Load() | Take():
-                freed = [each._freed for each in others if not each._freed.is_set()]
-                add = partial(self._add, command, freed)
-                self._work.put(partial(self._replies.answer, command.call, add))
             case Receive():
                 self._work.put(partial(self._receive, command))
             case Commit():
-                self._begin_commit(command)
+                self._begin_commit(command.call)
             case Discard():
                 self._cancelled.set()
                 self._freed.clear()
                 self._work.put(partial(self._replies.answer, command.call, lambda fields: self._end()))
-
-    def cancel(self) -> None:
-        """End the reading of files, and the wait for memory."""
-        self._cancelled.set()
+            case _:
+                freed = [each._freed for each in others if not each._freed.is_set()]
+                add = partial(self._add, command, freed)
+                self._work.put(partial(self._replies.answer, command.call, add))
 
     def close(self) -> None:
         """Give the memory back and end the thread, unless it is stuck."""
+        self._cancelled.set()
         self._work.put(self._end)
         self._thread.join(_CLOSE_S)
 
@@ -115,9 +114,7 @@ class RankSession:
 
     # --- weights are announced, or brought by a checkpoint or a payload ---
 
-    def _add(
-        self, command: Stage | Load | Take, freed: Sequence[threading.Event], fields: Fields
-    ) -> list[str]:
+    def _add(self, command: AddCommand, freed: Sequence[threading.Event], fields: Fields) -> list[str]:
         late = self._wait_freed(freed)
         drops = isinstance(command, Stage) and command.manifest.discard
         if self._cancelled.is_set():
@@ -169,13 +166,9 @@ class RankSession:
     def _group(self, manifest: Manifest) -> JoinedGroup:
         group, name = self._groups.get(manifest.group_name), manifest.group_name
         if group is None:
-            raise WeightSyncError(
-                f"There is no group {name!r}: join it first (init_weights_update_group).", param="group_name"
-            )
+            raise WeightSyncError(f"There is no group {name!r}: join it first (init_weights_update_group).")
         if not group.alive:
-            raise WeightSyncError(
-                f"The group {name!r} is dead: {group.reason}. Join it again.", param="group_name"
-            )
+            raise WeightSyncError(f"The group {name!r} is dead: {group.reason}. Join it again.")
         return group
 
     def _bring(self, command: Load | Take) -> list[str]:
@@ -264,7 +257,7 @@ class RankSession:
             self._changes = Copies(pairs), parameters
         self._memory.synchronize()
 
-    def _begin_commit(self, command: Commit) -> None:
+    def _begin_commit(self, call: int) -> None:
         """Queue the commit behind the submitted steps; called by the thread that submits them."""
         errors = self._errors
         if self._is_receiving:
@@ -272,16 +265,13 @@ class RankSession:
         elif self._changes is None and not errors:
             errors = ["the session has no weights to commit: receive or load some first"]
         if errors:
-            self._replies.send(command.call, errors, {"touched": False})
+            self._replies.send(call, errors, {"touched": False})
             return
         self._freed.clear()
-        self._work.put(partial(self._finish_commit, command, self._served.submit(self._write)))
+        self._work.put(partial(self._finish_commit, call, self._served.submit(self._write)))
 
-    def _write(self) -> tuple[list[str], bool, torch.Event | None]:
-        """Write the served weights: runs between two steps, and raises nothing, since these would fail too.
-
-        Returns the errors, whether weights may have been written, and on CUDA an event behind the work.
-        """
+    def _write(self) -> Written:
+        """Write the served weights between two steps; raises nothing, since later steps would fail too."""
         assert self._changes is not None
         copies, parameters = self._changes
 
@@ -295,9 +285,7 @@ class RankSession:
             event.record()
         return errors, bool(parameters), event
 
-    def _finish_commit(
-        self, command: Commit, written: Future[tuple[list[str], bool, torch.Event | None]]
-    ) -> None:
+    def _finish_commit(self, call: int, written: Future[Written]) -> None:
         """Reply, and then give the memory back, so that no pause waits for it.
 
         A session whose commit failed is kept until its `Discard`.
@@ -313,7 +301,7 @@ class RankSession:
         errors = errors_of(wait)
         if errors:
             self._freed.set()  # before the reply, which a `Discard` follows
-        self._replies.send(command.call, errors, fields)
+        self._replies.send(call, errors, fields)
         if not errors:
             try:
                 self._end()
