@@ -22,7 +22,6 @@ class WeightCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     call: int
     operation: operations.WeightOperation
-    sent: float  # when, by the host's monotonic clock
     roots: list[str] | None = None  # directories that a checkpoint may be read from; None: any
     from_hub: bool = True  # whether a checkpoint may be named by its hub id
 

@@ -84,20 +84,21 @@ class WeightUpdater:
         The reply's fields say what became of groups. `is_new`: this command joined the group. `dropped`: the
         names of groups that were found dead.
         """
-        dropped, attempts = self._groups.drop_dead(), list[JoinAttempt | None]()
-        refusal = errors_of(
-            lambda: attempts.append(
-                self._groups.start(command.group, self._served.tp.rank, command.timeout_s)
-            )
-        )
+        dropped = self._groups.drop_dead()
+        attempt: JoinAttempt | None = None
+
+        def start() -> None:
+            nonlocal attempt
+            attempt = self._groups.start(command.group, self._served.tp.rank, command.timeout_s)
+
+        refusal = errors_of(start)
 
         def wait(fields: Fields) -> list[str]:
-            errors, is_new = refusal, False
-            for attempt in filter(None, attempts):
+            errors = refusal
+            if attempt is not None:
                 errors = errors_of(partial(self._groups.wait, attempt, command.timeout_s))
-                is_new = not errors
-            left = [name for name in dropped if self._groups.get(name) is None]
-            fields |= {"is_new": is_new, "dropped": left}
+            fields["is_new"] = attempt is not None and not errors
+            fields["dropped"] = [name for name in dropped if self._groups.get(name) is None]
             return errors
 
         self._spawn(command.call, wait)

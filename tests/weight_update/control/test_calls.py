@@ -81,7 +81,7 @@ class Engine:
 
     def ask(self, request: WeightOperation) -> int:
         self.calls += 1
-        self.weights.request(WeightCall(self.calls, request, self.now), self.now)
+        self.weights.request(WeightCall(self.calls, request), self.now)
         self.go()
         return self.calls
 

@@ -98,7 +98,7 @@ class Updates(RuleBasedStateMachine):
     def ask(self, request: WeightOperation) -> None:
         self.calls += 1
         self.owed.add(self.calls)
-        self.control.request(WeightCall(self.calls, request, self.now), self.now)
+        self.control.request(WeightCall(self.calls, request), self.now)
         self.go()
 
     def go(self) -> None:
