@@ -18,7 +18,7 @@ from segue.messages.weight_update import Commit, Discard, Join, Receive, Stage, 
 from segue.models.decoder import Decoder
 from segue.weight_update import incoming, staging_memory
 from segue.weight_update.checksum import checksum
-from segue.weight_update.rank_session import RankSession
+from segue.weight_update.rank_session import RankSession, Replies
 from segue.weight_update.staging import StagedWeights
 from tests.checkpoint import tiny
 from tests.weight_update.updating import Rank, State, Trainer, manifest_of, rank_of, transfer
@@ -395,6 +395,24 @@ def test_a_failed_commit_reports_whether_it_has_written(tmp_path: Path) -> None:
         assert reply.errors == ["RuntimeError: no memory"] and reply.fields["touched"] is True
         rank.do(Discard, session=1)
         assert rank.stream.submit(lambda: "goes on").result() == "goes on"
+
+
+def test_a_failed_commit_holds_up_no_other_session_once_it_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, _ = checkpoint("llama", tmp_path / "old", 0)
+    send, seen = Replies.send, []
+
+    def observed(self: Replies, call: int, errors: Any = (), fields: Any = None) -> None:
+        seen.append((bool(errors), rank.updater._sessions[1]._freed.is_set()))
+        send(self, call, errors, fields)
+
+    with rank_of(old, rebuild=lambda changed: 1 / 0) as rank:
+        payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
+        rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
+        monkeypatch.setattr(Replies, "send", observed)
+        assert rank.ask(Commit, session=1).errors == ["ZeroDivisionError: division by zero"]
+        assert seen == [(True, True)], "a discard that follows the reply is the next to give memory back"
 
 
 def test_a_commit_whose_result_is_unknown_counts_as_written(

@@ -319,8 +319,8 @@ class WeightMachine:
         self._finish(session, False, why)
 
     def abort_session_of(self, name: str, why: str, now: float, *, if_received: bool = True) -> None:
-        """Abort the open session if group ``name`` is its own, unless it is committed, or was received."""
-        spared = (UpdatePhase.COMMITTING, *(() if if_received else (UpdatePhase.RECEIVED,)))
+        """Abort the open session if it is of group ``name``; one that is being committed goes on."""
+        spared = [UpdatePhase.COMMITTING] if if_received else [UpdatePhase.COMMITTING, UpdatePhase.RECEIVED]
         session = self.session
         if session is not None and session.group_name == name and session.phase not in spared:
             self.abort(session, f"group {name!r} {why}", now)
