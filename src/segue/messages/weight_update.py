@@ -45,7 +45,7 @@ class WeightNotice(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_on
     """The state of the weights that the frontend shows without asking; it is sent with every change."""
 
     version: str
-    state: str = "idle"  # that of `WeightControl`
+    state: str = "idle"  # that of `WeightMachine`
     poisoned: str | None = None  # why the weights are poisoned and nothing is generated; None: they are not
     model_path: str | None = None  # the last checkpoint that was committed; None: none since the start
     num_committed: int = 0
