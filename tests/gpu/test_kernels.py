@@ -320,7 +320,7 @@ def test_scattered_values_of_32_and_64_bits() -> None:
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])  # bytes by which addresses miss a multiple of 16
 def test_many_copies_in_one_launch(offset) -> None:
-    from segue.weight_update.commit import Copies
+    from segue.memory.tensor_ops import Copies
 
     sizes = [0, 16, 1 << 20, (3 << 20) + 48, 5 << 10] if offset == 0 else [0, 8, 24, (1 << 20) + 8, 40]
     sizes = [size + (size > 0) * offset for size in sizes]

@@ -13,7 +13,7 @@ from segue.memory.arena import TensorSpec
 from segue.memory.rank_memory import PrivateMemory
 from segue.messages.weight_operations import CheckWeights
 from segue.messages.weight_update import Commit, Discard, Inspect, Stage, Take
-from segue.weight_update import rank as updater
+from segue.weight_update import rank_session
 from segue.weight_update.checksum import checksum
 from segue.weight_update.staging_memory import StagingMemory
 from tests.checkpoint import tiny
@@ -96,7 +96,7 @@ def test_tensors_on_the_device_are_committed(
     def decode(payload: bytes, *_: object, **__: object) -> list[tuple[str, Tensor]]:
         return [(name, tensor.to(DEVICE)) for name, tensor in sent.items()]
 
-    monkeypatch.setattr(updater, "decode", decode)
+    monkeypatch.setattr(rank_session, "decode", decode)
     old, _ = checkpoint("llama-tied", tmp_path / "old", 0)
     new, state = checkpoint("llama-tied", tmp_path / "new", 1)
     sent: State = {name: tensor.bfloat16() if "mlp" in name else tensor for name, tensor in state.items()}

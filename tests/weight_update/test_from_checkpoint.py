@@ -16,8 +16,7 @@ from segue.checkpoint import hub
 from segue.checkpoint.source import resolve
 from segue.distributed.info import TPInfo
 from segue.messages.weight_update import Commit, Discard, Load
-from segue.weight_update import from_checkpoint
-from segue.weight_update import rank as updater
+from segue.weight_update import from_checkpoint, rank_session
 from tests.checkpoint import tiny, tiny_gguf
 from tests.conftest import WaitUntil
 from tests.weight_update.test_rank import assert_same, checkpoint
@@ -223,7 +222,7 @@ def test_an_update_waits_for_the_previous_ones_memory_for_a_limited_time(
 
     load = from_checkpoint.load
     monkeypatch.setattr(from_checkpoint, "load", hang)
-    monkeypatch.setattr(updater, "_FREED_S", 0.5)
+    monkeypatch.setattr(rank_session, "_FREED_S", 0.5)
     hanging = rank.send(Load, session=1, model_path=str(new), load_format=None)
     assert reached.wait(20)
     discard = rank.send(Discard, session=1)

@@ -10,7 +10,7 @@ from segue.distributed.info import TPInfo
 from segue.messages.weight_operations import CheckWeights, GetWeights
 from segue.messages.weight_update import Commit, Inspect, Take
 from segue.weight_update import inspect
-from segue.weight_update.control.merge_replies import merge
+from segue.weight_update.control.replies import merge
 from tests.checkpoint import tiny
 from tests.weight_update.test_rank import checkpoint
 from tests.weight_update.updating import Rank, State, rank_of
@@ -19,7 +19,7 @@ SIZES = {"llama-tied": 2, "qwen3": 4, "qwen3-moe": 8}
 
 
 def inspect_ranks(ranks: list[Rank], request: GetWeights | CheckWeights) -> Any:
-    found = merge(request, [rank.do(Inspect, request=request) for rank in ranks])
+    found = merge(request, [rank.ask(Inspect, request=request) for rank in ranks])
     found.pop("ranks", None)
     return found.get("values", found)
 

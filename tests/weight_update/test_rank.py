@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from segue.messages.weight_update import Commit, Discard, Join, Receive, Stage, 
 from segue.models.decoder import Decoder
 from segue.weight_update import incoming, staging_memory
 from segue.weight_update.checksum import checksum
-from segue.weight_update.rank import WeightUpdater
+from segue.weight_update.rank_session import RankSession, Replies
 from segue.weight_update.staging import StagedWeights
 from tests.checkpoint import tiny
 from tests.weight_update.updating import Rank, State, Trainer, manifest_of, rank_of, transfer
@@ -231,8 +230,9 @@ def test_a_join_reports_new_kept_and_dropped_groups(
     rank: Rank, new_trainer: Callable[[], Any], new_group: Callable[..., Group]
 ) -> None:
     def join(group: Group, timeout_s: float = 20.0) -> tuple[bool, bool, list[str]]:
-        fields = rank.ask(Join, group=group, timeout_s=timeout_s).fields
-        return fields["is_new"], fields["kept"], fields["dropped"]
+        reply = rank.ask(Join, group=group, timeout_s=timeout_s)
+        kept = not reply.errors or "is joined already" in reply.errors[0]
+        return reply.fields["is_new"], kept and not reply.fields["is_new"], reply.fields["dropped"]
 
     group, trainer = new_group("a"), new_trainer()
     assert join(group, 0.2) == (False, False, [])  # no trainer listens
@@ -353,6 +353,13 @@ def test_a_tied_head_sent_alone_must_equal_the_served_embedding(copy: bool, tied
         assert bool(errors) == (session == 1)
 
 
+def test_each_payload_counts_its_own_bytes(rank: Rank) -> None:
+    tensor = torch.ones(rank.served.weight_map.shapes[NORM])
+    for _ in range(2):
+        fields = rank.do(Take, session=1, payload=save({NORM: tensor}), load_format=None, copy=True)
+        assert fields["num_bytes"] == tensor.nbytes
+
+
 def test_without_a_copy_a_session_has_one_payload(rank: Rank) -> None:
     payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
     rank.do(Take, session=1, payload=payload, load_format=None, copy=False)
@@ -390,22 +397,40 @@ def test_a_failed_commit_reports_whether_it_has_written(tmp_path: Path) -> None:
         assert rank.stream.submit(lambda: "goes on").result() == "goes on"
 
 
+def test_a_failed_commit_holds_up_no_other_session_once_it_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, _ = checkpoint("llama", tmp_path / "old", 0)
+    send, seen = Replies.send, []
+
+    def observed(self: Replies, call: int, errors: Any = (), fields: Any = None) -> None:
+        seen.append((bool(errors), rank.updater._sessions[1]._freed.is_set()))
+        send(self, call, errors, fields)
+
+    with rank_of(old, rebuild=lambda changed: 1 / 0) as rank:
+        payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
+        rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
+        monkeypatch.setattr(Replies, "send", observed)
+        assert rank.ask(Commit, session=1).errors == ["ZeroDivisionError: division by zero"]
+        assert seen == [(True, True)], "a discard that follows the reply is the next to give memory back"
+
+
 def test_a_commit_whose_result_is_unknown_counts_as_written(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_stream, raises = WeightUpdater._on_stream, ["where steps run", "behind"]
+    write, raises = RankSession._write, ["where steps run", "behind"]
 
     class Event:
         def synchronize(self) -> None:
             raise RuntimeError(raises.pop())
 
-    def failing(self: WeightUpdater, work: Any) -> Any:
-        done = on_stream(self, work)
+    def failing(self: RankSession) -> Any:
+        errors, touched, _ = write(self)
         if len(raises) == 1:
             raise RuntimeError(raises.pop())
-        return replace(done, events=[Event(), Event()])  # type: ignore[list-item]
+        return errors, touched, Event()
 
-    monkeypatch.setattr(WeightUpdater, "_on_stream", failing)
+    monkeypatch.setattr(RankSession, "_write", failing)
     payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
     for session, where in ((1, "behind"), (2, "where steps run")):
         rank.do(Take, session=session, payload=payload, load_format=None, copy=True)

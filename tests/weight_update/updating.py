@@ -21,8 +21,8 @@ from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import resolve
 from segue.distributed.info import TPInfo
 from segue.memory.rank_memory import PrivateMemory
-from segue.messages.weight_operations import Bucket, Group, Manifest
-from segue.messages.weight_update import Join, RankReply, Receive, Received, Stage
+from segue.messages.weight_operations import Bucket, Group, Manifest, UpdateFromDisk
+from segue.messages.weight_update import Join, Load, RankReply, Receive, Received, Stage
 from segue.model_runner.stream import ComputeStream, make_stream
 from segue.models import weight_map
 from segue.models.decoder import Decoder, build_model
@@ -50,6 +50,9 @@ class Rank:
         self.calls += 1
         if isinstance(fields.get("payload"), bytes):
             fields["payload"] = base64.b64encode(fields["payload"]).decode()
+        if kind is Load:
+            names = ("model_path", "load_format")
+            fields["request"] = UpdateFromDisk(**{name: fields.pop(name) for name in names})
         self.updater.handle(kind(call=self.calls, **fields))
         return self.calls
 

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -52,33 +52,30 @@ def with_weight_operations(engine: Class) -> Class:
     wrong type or range, and EngineDeadError if the engine's worker died or the engine was shut down.
     """
     for name, kind in OPERATIONS.items():
-        signature = _signature(kind)
-        for method in (_blocking(kind, signature), _awaited(kind, signature)):
-            method.__name__ = name if not inspect.iscoroutinefunction(method) else f"async_{name}"
+        for prefix, method in _methods(kind).items():
+            method.__name__ = f"{prefix}{name}"
             method.__qualname__ = f"{engine.__qualname__}.{method.__name__}"
             method.__module__ = engine.__module__
             method.__doc__ = kind.__doc__
-            method.__signature__ = signature  # type: ignore[attr-defined]
+            method.__signature__ = _signature(kind)  # type: ignore[attr-defined]
             setattr(engine, method.__name__, method)
     return engine
 
 
-def _blocking(kind: type[WeightOperation], signature: inspect.Signature) -> Callable[..., Any]:
-    def method(self: Any, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        fields = _fields(signature.bind(self, *args, **kwargs))
-        reply: dict[str, Any] = self._running.call(_perform(self, kind, fields))
-        return reply
+def _methods(kind: type[WeightOperation]) -> dict[str, Callable[..., Any]]:
+    """The methods that perform an operation, by what stands before its name."""
+    signature = _signature(kind)
 
-    return method
+    def begin(engine: Any, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, dict[str, Any]]:
+        return _perform(engine, kind, _fields(signature.bind(engine, *args, **kwargs)))
 
+    def blocking(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self._running.call(begin(self, *args, **kwargs))
 
-def _awaited(kind: type[WeightOperation], signature: inspect.Signature) -> Callable[..., Any]:
-    async def method(self: Any, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        fields = _fields(signature.bind(self, *args, **kwargs))
-        reply: dict[str, Any] = await self._running.call_async(_perform(self, kind, fields))
-        return reply
+    async def awaited(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return await self._running.call_async(begin(self, *args, **kwargs))
 
-    return method
+    return {"": blocking, "async_": awaited}
 
 
 def _fields(given: inspect.BoundArguments) -> dict[str, Any]:

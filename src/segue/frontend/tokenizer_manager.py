@@ -260,8 +260,7 @@ class TokenizerManager:
         self, operation: WeightOperation, roots: list[str] | None = None, from_hub: bool = True
     ) -> WeightAnswer:
         """Have an operation on the weights performed; :class:`WeightCall` describes the arguments."""
-        sent = time.monotonic()
-        return await self._ask(lambda call: WeightCall(call, operation, sent, roots, from_hub), WeightAnswer)
+        return await self._ask(lambda call: WeightCall(call, operation, roots, from_hub), WeightAnswer)
 
     @property
     def weight_version(self) -> str:

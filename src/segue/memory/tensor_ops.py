@@ -6,7 +6,7 @@ On a CPU they work in blocks so small that torch uses one thread. The other thre
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,12 @@ from torch import Tensor
 
 BLOCK = 1 << 15  # elements per block
 BLOCK_CUDA = 1 << 22
+
+
+def box_of(parameter: Tensor, box: tuple[slice, ...], dims: int) -> Tensor:
+    """Return the view `parameter[box]` with `dims` dimensions: one expert's matrix loses its leading 1."""
+    view = parameter[box]
+    return view[0] if view.dim() > dims else view
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
@@ -75,6 +81,42 @@ def _are_finite_on_cuda(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[b
     found = iter(grouped_copy.are_finite(searched, dtype).tolist() if searched else ())
     others = iter(torch.isfinite(torch.stack(rest)).all(1).tolist() if rest else ())
     return [next(found if supported else others) for supported in by_kernel]
+
+
+class Copies:
+    """Prepared copies and casts of tensors onto others; preparing them makes the pause for a commit short."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], *, in_background: bool = False) -> None:
+        """Prepare to copy each pair's second tensor onto its first; on CUDA on the current stream.
+
+        On CUDA one kernel copies all pairs that are on the device, contiguous, aligned and of one dtype.
+        ``in_background``: the kernel is slower and leaves most of the device to the steps.
+        """
+        grouped: list[tuple[Tensor, Tensor]] = []
+        self._rest: list[tuple[Tensor, Tensor]] = []
+        for to, source in pairs:
+            (grouped if is_groupable(to, source) else self._rest).append((to, source))
+        self._grouped: Callable[[], None] | None = None
+        if grouped:
+            from segue.kernels.triton.grouped_copy import GroupedCopy  # needs Triton, and so CUDA
+
+            self._grouped = GroupedCopy(grouped, in_background=in_background)
+
+    def write(self) -> None:
+        """Copy; on CUDA as the current stream's next work. No address changes."""
+        if self._grouped is not None:
+            self._grouped()
+        for to, source in self._rest:
+            to.copy_(source, non_blocking=True)
+
+
+def is_groupable(to: Tensor, source: Tensor) -> bool:
+    """Whether the grouped kernel can do this copy."""
+    if not (to.is_cuda and source.device == to.device and to.dtype == source.dtype):
+        return False
+    from segue.kernels.triton.grouped_copy import is_aligned
+
+    return is_aligned(to) and is_aligned(source)
 
 
 def equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:

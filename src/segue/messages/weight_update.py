@@ -10,14 +10,10 @@ from typing import Any
 
 import msgspec
 
-from segue.messages.weight_operations import CheckWeights, GetWeights, Group, Manifest, WeightOperation
+from segue.messages import weight_operations as operations
 
 
-class _Struct(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    pass
-
-
-class _Tagged(_Struct, frozen=True, tag=True):
+class _Tagged(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     pass
 
 
@@ -25,8 +21,7 @@ class WeightCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """An operation that a client asks for."""
 
     call: int
-    operation: WeightOperation
-    sent: float  # when, by the host's monotonic clock
+    operation: operations.WeightOperation
     roots: list[str] | None = None  # directories that a checkpoint may be read from; None: any
     from_hub: bool = True  # whether a checkpoint may be named by its hub id
 
@@ -50,7 +45,7 @@ class WeightNotice(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_on
     """The state of the weights that the frontend shows without asking; it is sent with every change."""
 
     version: str
-    state: str = "idle"  # that of `WeightControl`
+    state: str = "idle"  # that of `WeightMachine`
     poisoned: str | None = None  # why the weights are poisoned and nothing is generated; None: they are not
     model_path: str | None = None  # the last checkpoint that was committed; None: none since the start
     num_committed: int = 0
@@ -61,101 +56,92 @@ class WeightNotice(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_on
 # --- rank 0 -> every rank; each is answered by a `RankReply` with its `call` ---
 
 
-class Join(_Tagged, frozen=True):
+class _Command(_Tagged, frozen=True, kw_only=True):
+    call: int = 0  # its number, which the sender sets
+
+
+class _SessionCommand(_Command, frozen=True, kw_only=True):
+    session: int
+
+
+class Join(_Command, frozen=True, kw_only=True):
     """Join a group, as rank ``group.rank_offset`` + the tensor-parallel rank.
 
     A living group of this name that was joined with the same parameters is kept; a dead one is replaced.
     """
 
-    call: int
-    group: Group
+    group: operations.Group
     timeout_s: float
 
 
-class StopJoin(_Tagged, frozen=True):
+class StopJoin(_Command, frozen=True, kw_only=True):
     """Stop joining a group for the reason ``why``; the reply to its :class:`Join` is then an error."""
 
-    call: int
-    group: Group
+    group: operations.Group
     why: str
 
 
-class Leave(_Tagged, frozen=True):
+class Leave(_Command, frozen=True, kw_only=True):
     """Leave a group."""
 
-    call: int
     name: str
 
 
-class Stage(_Tagged, frozen=True):
+class Stage(_SessionCommand, frozen=True, kw_only=True):
     """Check a manifest and take memory for its tensors; no collective operation runs.
 
     The reply lists the problems. If the session exists, the tensors are added to it; the same goes for
     :class:`Load` and :class:`Take`.
     """
 
-    call: int
-    session: int
-    manifest: Manifest
+    manifest: operations.Manifest
 
 
-class Receive(_Tagged, frozen=True):
+class Receive(_SessionCommand, frozen=True, kw_only=True):
     """Receive the tensors of the last :class:`Stage`; the reply comes once the first broadcast is entered.
 
     ``gloo_timeout_s``: a receive that cannot be cancelled any more ends by itself after this time.
     """
 
-    call: int
-    session: int
     gloo_timeout_s: float | None = None
 
 
-class Load(_Tagged, frozen=True):
-    """Read a whole checkpoint into staging memory; see :class:`UpdateFromDisk`."""
+class Load(_SessionCommand, frozen=True, kw_only=True):
+    """Read a whole checkpoint into staging memory; :class:`WeightCall` explains the other fields."""
 
-    call: int
-    session: int
-    model_path: str
-    load_format: str | None
+    request: operations.UpdateFromDisk
     roots: list[str] | None = None
     from_hub: bool = True
 
 
-class Take(_Tagged, frozen=True):
+class Take(_SessionCommand, frozen=True, kw_only=True):
     """Take the tensors of a payload; with ``copy`` the client may overwrite them after the reply."""
 
-    call: int
-    session: int
     payload: str  # this rank's, in base64
     load_format: str | None
     copy: bool
 
 
-class Commit(_Tagged, frozen=True):
+class Commit(_SessionCommand, frozen=True, kw_only=True):
     """After the steps sent before, copy all tensors of the session onto the served weights.
 
     The reply's ``fields`` have ``touched``: whether served weights were written, even if the commit failed.
     """
 
-    call: int
-    session: int
 
-
-class Discard(_Tagged, frozen=True):
+class Discard(_SessionCommand, frozen=True, kw_only=True):
     """Drop a session and stop receiving; its group is dead if a broadcast was entered but has not ended."""
 
-    call: int
-    session: int
 
-
-class Inspect(_Tagged, frozen=True):
+class Inspect(_Command, frozen=True, kw_only=True):
     """Read the served weights between two steps."""
 
-    call: int
-    request: GetWeights | CheckWeights
+    request: operations.GetWeights | operations.CheckWeights
 
 
-WeightCommand = Join | StopJoin | Leave | Stage | Receive | Load | Take | Commit | Discard | Inspect
+AddCommand = Stage | Load | Take  # the commands that open a session, or add tensors to it
+SessionCommand = AddCommand | Receive | Commit | Discard
+WeightCommand = Join | StopJoin | Leave | SessionCommand | Inspect
 
 
 class RankReply(_Tagged, frozen=True):

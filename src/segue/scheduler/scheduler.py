@@ -56,7 +56,7 @@ class Scheduler:
         self.wake_at: float | None = None  # when `plan` may give a step although nothing arrives; None: never
         self.weight_version = FIRST_WEIGHT_VERSION
         self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
-        self.refuses: str | None = None  # why every new request is rejected; None: requests are accepted
+        self.poisoned: str | None = None  # why the weights are, and every new request is rejected
         self.resources = Resources(
             num_slots=limits.max_running_requests, num_pages=limits.num_pages, page_size=limits.page_size
         )
@@ -108,8 +108,10 @@ class Scheduler:
         """Raise the reason why a request cannot be queued, if there is one."""
         if message.rid in self.requests:
             raise errors.InvalidRequestError(f"rid {message.rid!r} is in flight; use another")
-        if self.refuses is not None:
-            raise errors.PoisonedError(self.refuses)
+        if self.poisoned is not None:
+            raise errors.PoisonedError(
+                f"the weights are poisoned ({self.poisoned}); update all of them, or start again"
+            )
         if not 1 <= prompt_len < self.limits.max_seq_len:
             rule = f"must have 1 to {self.limits.max_seq_len - 1}, so that one more token fits the context"
             raise errors.ContextLengthError(f"the prompt has {prompt_len} tokens, but {rule}")

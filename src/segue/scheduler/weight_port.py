@@ -20,16 +20,20 @@ class SchedulerPort:
         self._scheduler = scheduler
 
     @property
+    def poisoned(self) -> str | None:
+        return self._scheduler.poisoned
+
+    @poisoned.setter
+    def poisoned(self, why: str | None) -> None:
+        self._scheduler.poisoned = why
+
+    @property
     def weight_version(self) -> str:
         return self._scheduler.weight_version
 
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
-
-    @property
-    def num_running(self) -> int:
-        return len(self._scheduler.running)
 
     @property
     def stands_still(self) -> bool:
@@ -39,8 +43,9 @@ class SchedulerPort:
     def receive_requires_pause(self) -> bool:
         return self._scheduler.limits.receive_requires_pause
 
-    def hold(self, mode: PauseMode) -> None:
+    def hold(self, mode: PauseMode) -> int:
         self._scheduler.control.hold(HOLDER, mode)
+        return len(self._scheduler.running)
 
     def release(self) -> None:
         self._scheduler.control.release(HOLDER)
@@ -53,9 +58,6 @@ class SchedulerPort:
 
     def rename(self, version: str) -> None:
         self._scheduler.weight_version = version  # cached KV stays valid
-
-    def refuse(self, reason: str | None) -> None:
-        self._scheduler.refuses = reason
 
     def abort_all(self, message: str | None = None) -> SchedulerOutput:
         return self._scheduler.output(finished=self._scheduler.abort_all(message))

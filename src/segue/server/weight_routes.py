@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -11,21 +12,30 @@ from starlette.responses import Response
 from segue.api.schema import body_schema, query_schema, reply_schema
 from segue.api.validation import parse
 from segue.api.weights import check_base64, reply_of
-from segue.errors import SegueError
-from segue.messages.weight_operations import OPERATIONS, GetWeights, JoinGroup, WeightOperation
+from segue.config import EngineConfig
+from segue.errors import InvalidRequestError, SegueError
+from segue.http_guard import is_loopback
+from segue.messages.weight_operations import (
+    OPERATIONS,
+    GetWeights,
+    JoinGroup,
+    UpdateFromDisk,
+    WeightOperation,
+)
+from segue.options import parse_list
 from segue.server.access import Access, Endpoint, Routes
 from segue.server.body import read_json
 from segue.server.large_body import control
 from segue.server.responses import error_response, json_response
 from segue.server.service import service_of
 from segue.server.sse import unless_gone
-from segue.server.weight_access import limits
 
 
 def _failure(path: str, error: SegueError) -> dict[str, Any]:
     """The body of a refusal, in the form of the route's replies."""
     content: dict[str, Any] = {"success": False, "message": error.message}
-    return content | ({"status": "error"} if "prepare" in path else {})
+    kind = OPERATIONS.get(path[1:])
+    return content | {"status": "error"} if kind and "status" in kind.reply else content
 
 
 routes = Routes(Access.ADMIN, "Control", _failure)
@@ -49,6 +59,26 @@ def _endpoint(kind: type[WeightOperation]) -> Endpoint:
         return json_response(reply, 200 if answer.success else kind.failure_status)
 
     return endpoint
+
+
+def limits(config: EngineConfig, operation: WeightOperation) -> dict[str, Any]:
+    """The limits of ``TokenizerManager.ask_weights`` that the server's options set; the ranks keep them.
+
+    Raises:
+        InvalidRequestError: whoever reaches the server could have it read any file.
+    """
+    if not isinstance(operation, UpdateFromDisk):
+        return {}
+    roots = None
+    if config.weights_root is not None:
+        roots = parse_list(config.weights_root, os.pathsep, "weights_root")
+    elif not (config.admin_api_key or is_loopback(config.host)):
+        raise InvalidRequestError(
+            f"this server listens on {config.host} without an admin key, so clients may not choose what it "
+            "reads: start it with --weights-root and the directories of the checkpoints, or --admin-api-key",
+            param="model_path",
+        )
+    return {"roots": roots, "from_hub": config.weights_from_hub}
 
 
 def _checked(kind: type[WeightOperation], query: dict[str, str], body: Any) -> WeightOperation:

@@ -13,6 +13,7 @@ from segue.checkpoint.source import resolve
 from segue.config import LoadFormat
 from segue.errors import InvalidRequestError
 from segue.memory.arena import Arena
+from segue.messages.weight_operations import UpdateFromDisk
 from segue.messages.weight_update import Load
 from segue.models.config import ModelConfig
 from segue.weight_update.manifest import first
@@ -30,42 +31,36 @@ def load(staged: StagedWeights, command: Load, is_cancelled: Callable[[], bool])
     """
     own = [staged.served.cache_dir, *([hub.cache_directory()] if command.from_hub else [])]
     with model_files.reading(command.roots, own, hub=command.from_hub, is_cancelled=is_cancelled):
-        return _load(staged, command.model_path, command.load_format)
+        return _load(staged, command.request)
 
 
-def _load(staged: StagedWeights, model_path: str, load_format: str | None) -> list[str]:
-    served = staged.served
-    if load_format is not None and load_format not in get_args(LoadFormat):
+def _load(staged: StagedWeights, request: UpdateFromDisk) -> list[str]:
+    served, table = staged.served, staged.served.weight_map
+    if request.load_format not in (None, *get_args(LoadFormat)):
         raise InvalidRequestError(
-            f"load_format is {load_format!r}; use null or one of {', '.join(get_args(LoadFormat))}",
-            param="load_format",
+            f"load_format is {request.load_format!r}; use null or one of {', '.join(get_args(LoadFormat))}"
         )
-    source = resolve(model_path, cast(LoadFormat, load_format or "auto"), served.cache_dir)
+    load_format = cast(LoadFormat, request.load_format or "auto")
+    source = resolve(request.model_path, load_format, served.cache_dir)
     differences = _differences(served.config, source.config)
     if differences:
         raise InvalidRequestError(
-            f"the model at {model_files.short_path(model_path)} is not the one served: "
-            f"{'; '.join(differences)}. Start an engine with it instead",
-            param="model_path",
+            f"the model at {model_files.short_path(request.model_path)} is not the one served: "
+            f"{'; '.join(differences)}. Start an engine with it instead"
         )
-    names = served.weight_map.names
-
-    on_cpu = served.device.type == "cpu"
-    widest = max(shape[-1] for shape in served.weight_map.shapes.values())
-    buffer_bytes = max(_BUFFER_BYTES, 8 * widest) if on_cpu else BOUNCE_BYTES
+    widest = max(shape[-1] for shape in table.shapes.values())
+    size = max(_BUFFER_BYTES, 8 * widest) if served.device.type == "cpu" else BOUNCE_BYTES
 
     def make() -> Arena:
         staged.release()  # weights staged before in this session: the checkpoint replaces all of them
-        staged.add(names)
+        staged.add(table.names)
         return staged.whole
 
     with staged.memory.on_stream():
-        for _ in read_weights(
-            source, served.weight_map, make, served.dtype, seed=served.seed, buffer_bytes=buffer_bytes
-        ):
+        for _ in read_weights(source, table, make, served.dtype, seed=served.seed, buffer_bytes=size):
             model_files.raise_if_cancelled()
     staged.memory.synchronize()
-    return first(staged.problems(names))
+    return first(staged.problems(table.names))
 
 
 def _differences(served: ModelConfig, other: ModelConfig) -> list[str]:

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from segue.memory.checksum import MASK, digest
-from segue.memory.tensor_ops import are_finite, as_sent, copy_into, equal
+from segue.memory.tensor_ops import Copies, are_finite, as_sent, box_of, copy_into, equal, is_groupable
 from segue.messages.weight_operations import Manifest
 from segue.models.weight_map import Slice
-from segue.weight_update.commit import Copies, is_groupable
 from segue.weight_update.manifest import first, receive_buffer_bytes, tensors
-from segue.weight_update.served import ServedWeights, box_of
+from segue.weight_update.served import ServedWeights
 from segue.weight_update.staging import StagedWeights, not_finite, untied
 from segue.weight_update.staging_memory import StagingMemory, check_host
 

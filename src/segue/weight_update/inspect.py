@@ -11,11 +11,11 @@ from torch import Tensor
 from segue.distributed.info import TPInfo
 from segue.errors import InvalidRequestError
 from segue.memory.checksum import MASK, scramble
-from segue.memory.tensor_ops import BLOCK, BLOCK_CUDA, equal
+from segue.memory.tensor_ops import BLOCK, BLOCK_CUDA, box_of, equal
 from segue.messages.weight_operations import CheckWeights, GetWeights
 from segue.models import weight_map
 from segue.models.weight_map import Slice
-from segue.weight_update.served import ServedWeights, box_of
+from segue.weight_update.served import ServedWeights
 
 _MAX_VALUES = 1 << 20  # in an answer: one process turns them into lists while generation waits
 _DEFAULT_ROWS = 100  # `truncate_size`'s default: allowed even if these rows have more values than that
@@ -30,7 +30,7 @@ class Inspector:
         self._owned_slices: dict[str, tuple[Slice, ...]] | None = None
 
     def answer(self, request: GetWeights | CheckWeights) -> dict[str, Any]:
-        """Returns the fields of this rank's reply; `merge_replies` merges those of all ranks.
+        """Returns the fields of this rank's reply; `control.replies.merge` merges those of all ranks.
 
         Raises:
             InvalidRequestError: there is no such tensor, or no snapshot to compare with.
@@ -50,23 +50,18 @@ class Inspector:
         table = self._served.weight_map
         meaning = table.aliases.get(name, name)
         if meaning not in table.slices:
-            raise InvalidRequestError(
-                f"{name!r} is not a tensor of this model: use a name of its checkpoint", param="name"
-            )
+            raise InvalidRequestError(f"{name!r} is not a tensor of this model: use a name of its checkpoint")
         shape = table.shapes[meaning]
         if len(shape) > 2:
-            raise InvalidRequestError(
-                f"{name!r} holds many experts; ask for one: {table.stacked[name][0]}", param="name"
-            )
+            raise InvalidRequestError(f"{name!r} holds many experts; ask for one: {table.stacked[name][0]}")
         if size < 0:
-            raise InvalidRequestError(f"truncate_size is {size}; give 0 or more", param="truncate_size")
+            raise InvalidRequestError(f"truncate_size is {size}; give 0 or more")
         columns = shape[1] if len(shape) == 2 else 1
         most = max(_DEFAULT_ROWS, _MAX_VALUES // columns)
         if min(size, shape[0]) > most:
             raise InvalidRequestError(
                 f"truncate_size is {size}: that many rows of {name!r}, {columns} values per row, have more "
-                f"than {_MAX_VALUES} values; ask for {most} at most",
-                param="truncate_size",
+                f"than {_MAX_VALUES} values; ask for {most} at most"
             )
         parts = []
         for part in table.slices[meaning]:
@@ -107,14 +102,15 @@ class Inspector:
         return total
 
     def _differing(self) -> list[str]:
-        if self._snapshot is None:
+        snapshot = self._snapshot
+        if snapshot is None:
             raise InvalidRequestError(
                 "there is no snapshot to compare with: take one first (action 'snapshot')"
             )
         table, arena = self._served.weight_map, self._served.arena
         changed = {
             name
-            for name, values in self._snapshot.items()
+            for name, values in snapshot.items()
             if not equal(arena.view(name), values, self._served.dtype)
         }
         return [
@@ -122,17 +118,17 @@ class Inspector:
             for name in table.names
             if any(
                 part.parameter in changed
-                and not equal(self._view(part), self._snapshot_values(part), self._served.dtype)
+                and not equal(self._view(part), _box(snapshot[part.parameter], part), self._served.dtype)
                 for part in table.slices[name]
             )
         ]
 
-    def _snapshot_values(self, part: Slice) -> Tensor:
-        assert self._snapshot is not None
-        return box_of(self._snapshot[part.parameter], part.destination, len(part.source))
-
     def _view(self, part: Slice) -> Tensor:
-        return box_of(self._served.arena.view(part.parameter), part.destination, len(part.source))
+        return _box(self._served.arena.view(part.parameter), part)
+
+
+def _box(parameter: Tensor, part: Slice) -> Tensor:
+    return box_of(parameter, part.destination, len(part.source))
 
 
 def _owned_slices(served: ServedWeights) -> dict[str, tuple[Slice, ...]]:

@@ -7,24 +7,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena, TensorSpec
 from segue.memory.rank_memory import RankMemory
 from segue.models.config import ModelConfig
-from segue.models.weight_map import Box, WeightMap
-
-
-class Submit(Protocol):
-    """Queues work on the compute stream, behind the steps submitted before."""
-
-    def __call__(self, work: Callable[[], Any], /) -> Future[Any]:
-        """Returns a future that is done when `work` has run, or on CUDA when it was launched."""
-        ...
+from segue.models.weight_map import WeightMap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +28,9 @@ class ServedWeights:
     tp: TPInfo
     memory: RankMemory
     dtype: torch.dtype
-    submit: Submit
+    # Queues work on the compute stream, behind the steps submitted before. The future is done when the work
+    # has run, or on CUDA when it was launched.
+    submit: Callable[[Callable[[], Any]], Future[Any]]
     rebuild: Callable[[Collection[str]], object]  # rebuilds everything derived from these parameters
     cache_dir: Path = Path("/nonexistent")  # for GGUF files
     seed: int = 0  # of dummy weights
@@ -66,9 +59,3 @@ class ServedWeights:
             for part in self.weight_map.slices[name]:
                 found[part.parameter].add(name)
         return {parameter: frozenset(names) for parameter, names in found.items()}
-
-
-def box_of(parameter: Tensor, box: Box, dims: int) -> Tensor:
-    """Returns the view `parameter[box]` with `dims` dimensions: one expert's matrix loses its leading 1."""
-    view = parameter[box]
-    return view[0] if view.dim() > dims else view

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from segue.memory.arena import Arena, TensorSpec
-from segue.memory.tensor_ops import are_finite, copy_into, equal
+from segue.memory.tensor_ops import are_finite, box_of, copy_into, equal
 from segue.messages.weight_operations import StagingPlace
 from segue.models.weight_map import Box
-from segue.weight_update.served import ServedWeights, box_of
+from segue.weight_update.served import ServedWeights
 from segue.weight_update.staging_memory import StagingArena, StagingMemory
 
 

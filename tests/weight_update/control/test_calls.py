@@ -82,7 +82,7 @@ class Engine:
 
     def ask(self, request: WeightOperation) -> int:
         self.calls += 1
-        self.weights.request(WeightCall(self.calls, request, self.now), self.now)
+        self.weights.request(WeightCall(self.calls, request), self.now)
         self.go()
         return self.calls
 
@@ -122,6 +122,8 @@ class Engine:
         fields: dict[str, Any] = {}
         if isinstance(command, Commit):
             fields = {"touched": rank in self.touched}
+        if isinstance(command, Take):
+            fields = {"num_bytes": 5}
         if isinstance(command, Join):
             fields = {"is_new": True, "dropped": self.dropped}
         if isinstance(command, Inspect):
@@ -131,7 +133,7 @@ class Engine:
             self.receive(rank, 2, done=True)
 
     def receive(self, rank: int, count: int, *, done: bool = False, error: str | None = None) -> None:
-        session = self.weights._num_sessions
+        session = self.weights.machine.num_sessions
         event = Received(
             rank=rank, session=session, num_buckets=count, num_bytes=8 * count, done=done, error=error
         )
@@ -147,7 +149,7 @@ class Engine:
 
     @property
     def state(self) -> str:
-        return self.weights.state
+        return self.weights.machine.state
 
     def kinds(self) -> list[str]:
         """Returns the kinds of rank 0's commands since the last call, and forgets them."""
@@ -256,7 +258,7 @@ def test_a_group_that_only_some_ranks_could_join_is_left(engine: Engine) -> None
     answer = engine.reply(join(structs.replace(GROUP, name="h")))
     assert not answer.success
     assert engine.kinds() == ["Join", "Leave"]
-    assert "h" not in engine.weights.groups
+    assert "h" not in engine.weights.groups.joined
     engine.broken = {}
     assert engine.reply(join(structs.replace(GROUP, name="h"))).success
 
@@ -275,7 +277,7 @@ def test_groups_that_the_ranks_found_dead_are_forgotten(engine: Engine) -> None:
     engine.reply(prepare())
     engine.dropped = ["g"]
     assert engine.reply(join(structs.replace(GROUP, name="h"))).success
-    assert list(engine.weights.groups) == ["h"]
+    assert list(engine.weights.groups.joined) == ["h"]
     assert "lost its trainer" in engine.reply(Complete()).message
 
 
@@ -662,7 +664,7 @@ def test_calls_between_begin_and_end_are_committed_together(engine: Engine) -> N
     assert len({c.session for c in engine.done if isinstance(c, Stage | Take)}) == 1
     assert engine.reply(EndUpdate()).success
     assert engine.scheduler.weight_version == "5"
-    assert engine.weights.num_committed == 1
+    assert engine.weights.machine.num_committed == 1
 
 
 def test_begin_and_end_without_calls_in_between_change_nothing(engine: Engine) -> None:
@@ -715,6 +717,14 @@ def test_the_figures_of_a_group_of_calls_cover_all_its_calls(engine: Engine) -> 
     assert figures["timings"]["receive_s"] == 0
 
 
+def test_the_figures_of_a_group_of_calls_cover_payloads_too(engine: Engine) -> None:
+    engine.reply(BeginUpdate())
+    for request in (single(PART), UpdateFromTensor(serialized_named_tensors=["x"]), single(PART)):
+        engine.reply(request)
+    assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"])).fields["num_bytes"] == 42
+    assert engine.reply(EndUpdate()).fields["num_bytes"] == 16 + 5 + 16 + 5
+
+
 def test_a_version_that_is_a_long_number_is_incremented(engine: Engine) -> None:
     engine.reply(SetVersion(new_version="9" * 200))
     assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"])).success
@@ -757,7 +767,7 @@ def test_generation_goes_on_while_a_checkpoint_is_read(engine: Engine) -> None:
         engine.carry_out(rank, command)
     engine.go()
     assert engine.answer(call).success
-    notice = engine.weights.notice()
+    notice = engine.weights.machine.notice()
     assert (notice.model_path, notice.version) == ("new", "1")
 
 
@@ -776,7 +786,7 @@ def test_a_bad_checkpoint_changes_nothing(engine: Engine) -> None:
     engine.broken[0, Load] = engine.broken[1, Load] = ["no such directory"]
     answer = engine.reply(UpdateFromDisk(model_path="new"))
     assert not answer.success and answer.message == "no such directory"
-    assert engine.weights.notice().model_path is None
+    assert engine.weights.machine.notice().model_path is None
 
 
 def test_each_rank_gets_its_payload_or_the_common_one(engine: Engine) -> None:
@@ -824,7 +834,7 @@ def test_calls_for_the_same_group_share_one_join(engine: Engine) -> None:
     engine.silent.clear()
     engine.tick(0.0)
     assert all(engine.answer(call).success for call in calls)
-    assert "h" in engine.weights.groups
+    assert "h" in engine.weights.groups.joined
 
 
 def test_the_number_of_joins_in_progress_is_limited(engine: Engine) -> None:
@@ -860,7 +870,7 @@ def test_a_join_that_no_call_waits_for_is_stopped(engine: Engine) -> None:
     give_up(engine)
     assert not engine.answer(again).success
     assert first not in engine.answers and second not in engine.answers
-    assert "h" not in engine.weights.groups
+    assert "h" not in engine.weights.groups.joined
 
 
 def test_a_join_call_ends_at_its_own_deadline(engine: Engine) -> None:
@@ -883,5 +893,5 @@ def test_a_group_that_was_joined_although_its_client_has_gone_is_kept(engine: En
     engine.tick(0.0)
     engine.silent.clear()
     engine.tick(0.0)
-    assert "h" in engine.weights.groups
+    assert "h" in engine.weights.groups.joined
     assert engine.reply(other("h")).success

@@ -37,7 +37,7 @@ BEFORE_PREPARED = (UpdatePhase.STAGING, UpdatePhase.POSTING)
 
 
 Kind = Literal["session", "call", "group of calls"]
-Then = Literal["wait", "answer", "commit", "refuse"]  # what follows RECEIVED
+Then = Literal["wait", "answer", "commit"]  # what follows RECEIVED
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,9 +47,10 @@ class UpdateSession:
     number: int
     id: str
     kind: Kind
-    phase: UpdatePhase
+    num_ranks: int
     began: float  # in seconds, as all times
     progress_at: float  # the time of the last phase change or progress report
+    phase: UpdatePhase = UpdatePhase.STAGING
     manifest: Manifest | None = None
     weight_version: str | None = None
     timeout_s: float = RECEIVE_S
@@ -58,7 +59,7 @@ class UpdateSession:
     ending: list[int] = field(default_factory=list)  # calls to answer at the end ("answer": at RECEIVED)
     answer_by: float | None = None  # the deadline of the calls in ``ending``
     then: Then = "wait"
-    refusal: str = ""  # with "refuse": the error, sent once everything was received and dropped
+    refusal: str | None = None  # the error that ends the session once everything was received and dropped
     flush_cache: bool = False
     abort_all: bool = False
     is_partial: bool = True
@@ -83,10 +84,24 @@ class UpdateSession:
         self.times.setdefault(phase.name, now)
         return is_new
 
+    def begin_call(self, manifest: Manifest | None = None) -> None:
+        """Note that one more call brings tensors, by broadcasts if it has a manifest."""
+        self.is_empty = self.is_empty and manifest is not None and not manifest.buckets
+        if manifest is not None:
+            self.manifest, self.is_partial = manifest, self.is_partial and manifest.partial
+        self.bytes_before += self.slowest(self.bytes)
+        self.buckets_before += self.slowest(self.buckets)
+        self.buckets, self.bytes, self.done = {}, {}, set()
+
     @property
     def group_name(self) -> str | None:
         """The group whose broadcasts the session receives; None if it receives none."""
         return None if self.manifest is None else self.manifest.group_name
+
+    @property
+    def num_buckets(self) -> int:
+        """The number of buckets that were announced."""
+        return 0 if self.manifest is None else len(self.manifest.buckets)
 
     @property
     def deadline(self) -> float | None:
@@ -113,16 +128,16 @@ class UpdateSession:
         what = "no commit came" if self.phase is UpdatePhase.RECEIVED else "nothing was received"
         return f"{what} within {silent:.0f} s, the limit set by arm_timeout_s={self.arm_timeout_s:g}"
 
-    def slowest(self, counts: dict[int, int], num_ranks: int) -> int:
+    def slowest(self, counts: dict[int, int]) -> int:
         """The count of the rank that has received the least."""
-        return min(counts.get(rank, 0) for rank in range(num_ranks))
+        return min(counts.get(rank, 0) for rank in range(self.num_ranks))
 
-    def figures(self, num_ranks: int) -> dict[str, Any]:
-        """The figures for the answers to the calls of the session, and for its status; timings in seconds."""
-        num_bytes, receive = self.bytes_before + self.slowest(self.bytes, num_ranks), self.receive_s
+    def figures(self) -> dict[str, Any]:
+        """The figures for the answers to the calls of the session; timings in seconds."""
+        num_bytes, receive = self.bytes_before + self.slowest(self.bytes), self.receive_s
         return {
             "session_id": self.id,
-            "num_buckets_received": self.buckets_before + self.slowest(self.buckets, num_ranks),
+            "num_buckets_received": self.buckets_before + self.slowest(self.buckets),
             "num_bytes": num_bytes,
             "gb_per_s": num_bytes / receive / 1e9 if receive else 0.0,
             "num_paused_requests": self.num_paused,

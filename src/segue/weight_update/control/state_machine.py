@@ -1,4 +1,4 @@
-"""Weight updates: the session's phases, from the manifest to the commit.
+"""The life of a weight update on rank 0, from the manifest to the commit.
 
     IDLE -> STAGING -> POSTING -> PREPARED -> RECEIVING -> RECEIVED -> COMMITTING -> IDLE
 
@@ -10,13 +10,13 @@ all of them have been replaced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from msgspec import structs
 
 from segue.messages.control import PauseMode, SchedulerMessage
-from segue.messages.weight_operations import Group, Manifest, UpdateFromDisk, UpdateFromTensor
+from segue.messages.weight_operations import Manifest, UpdateFromDisk, UpdateFromTensor
 from segue.messages.weight_update import (
     Commit,
     Discard,
@@ -25,20 +25,21 @@ from segue.messages.weight_update import (
     Receive,
     Received,
     Stage,
-    StopJoin,
     Take,
     WeightAnswer,
     WeightCall,
     WeightCommand,
     WeightNotice,
 )
-from segue.weight_update.control.fan_out import FanOut, problems, staging
-from segue.weight_update.control.group_joins import GroupJoins
+from segue.weight_update.control.outbox import Outbox
+from segue.weight_update.control.replies import problems, staging
 from segue.weight_update.control.session import BEFORE_PREPARED, Kind, UpdatePhase, UpdateSession
 
 
 class Port(Protocol):
     """The part of the scheduler that a weight update may read and change."""
+
+    poisoned: str | None  # why the weights are poisoned and every new request is refused; None: they are not
 
     @property
     def weight_version(self) -> str:
@@ -49,10 +50,6 @@ class Port(Protocol):
         """Whether steps are being planned: a request runs or waits, and no pause stops it."""
 
     @property
-    def num_running(self) -> int:
-        """The number of running requests."""
-
-    @property
     def stands_still(self) -> bool:
         """Whether a hold has taken effect: no step is in flight, and none is planned."""
 
@@ -60,8 +57,8 @@ class Port(Protocol):
     def receive_requires_pause(self) -> bool:
         """Whether weights may be received only while generation is paused."""
 
-    def hold(self, mode: PauseMode) -> None:
-        """Stop the planning of steps until :meth:`release`."""
+    def hold(self, mode: PauseMode) -> int:
+        """Stop the planning of steps until :meth:`release`; returns the number of running requests."""
 
     def release(self) -> None:
         """End the hold."""
@@ -72,254 +69,160 @@ class Port(Protocol):
     def rename(self, version: str) -> None:
         """Give the served weights another name."""
 
-    def refuse(self, reason: str | None) -> None:
-        """Refuse every new request for this reason; None accepts requests again."""
-
     def abort_all(self, message: str | None = None) -> SchedulerMessage:
         """End every request; returns the message for the frontend."""
 
 
 class WeightMachine:
-    """The state machine of one engine; its subclass :class:`.calls.WeightControl` handles the calls.
+    """Leads the open session through its phases; its methods stand in the order of a session's life."""
 
-    ``session`` is None in the states ``idle`` and ``poisoned``; otherwise its :class:`.session.UpdatePhase`
-    is the state.
-    """
-
-    def __init__(self, port: Port, num_ranks: int) -> None:
+    def __init__(self, port: Port, outbox: Outbox) -> None:
         self._port = port
-        self._num_ranks = num_ranks
+        self._outbox = outbox
         self.session: UpdateSession | None = None
-        self.poisoned: str | None = None  # why the weights are poisoned; None: they are not
-        self.groups: dict[str, Group] = {}  # by name, those that every rank has joined
-        self.num_committed = self.num_failed = 0
+        self.num_sessions = self.num_committed = self.num_failed = 0
         self.model_path: str | None = None  # the last checkpoint that was committed
         self.last: dict[str, Any] = {}  # figures of the last committed update
-        self._group_error: str | None = None  # why a group of calls failed that its client has not ended yet
+        self.group_error: str | None = None  # why a group of calls failed that its client has not ended yet
         # The session that ended last: (id, group, last answer). A repeated call gets the answer again.
-        self._last_ended: tuple[str, str | None, WeightAnswer] | None = None
-        self._num_sessions = 0
-        self._fan_out = FanOut(num_ranks)
-        self._joins = GroupJoins()
-        self._answers: list[SchedulerMessage] = []
-
-    def on_rank(self, event: RankReply | Received, now: float) -> None:
-        """Take a rank's reply or progress report."""
-        if isinstance(event, Received):
-            self._on_received(event, now)
-        else:
-            self._fan_out.on_reply(event, now)
-
-    @property
-    def next_deadline(self) -> float | None:
-        """When :meth:`advance` must be called even if nothing else happens; None: never."""
-        deadlines = (self._joins.next_deadline, None if self.session is None else self.session.deadline)
-        return min((each for each in deadlines if each is not None), default=None)
-
-    def advance(self, now: float) -> tuple[list[SchedulerMessage], list[Sequence[WeightCommand]]]:
-        """Check deadlines and begin a commit that can begin.
-
-        Call it after ``PauseControl.advance``, because a commit begins when its hold has taken effect.
-
-        Returns:
-            The messages for the frontend, and the commands for the ranks, one per rank in each entry; both
-            are in the order of sending.
-        """
-        self._advance_joins(now)
-        session = self.session
-        deadline = None if session is None else session.deadline
-        if session is not None and deadline is not None and now >= deadline:
-            self._abort(session, session.lateness(now), now)
-        elif session is not None and session.phase is UpdatePhase.COMMITTING:
-            self._write(session, now)
-        answers, self._answers = self._answers, []
-        return answers, self._fan_out.take()
-
-    def _advance_joins(self, now: float) -> None:
-        for call, text in self._joins.expire(now):
-            self._answer([call], False, text)
-        for group in self._joins.stop_unwanted():
-            self._stop_join(group)
-
-    def _stop_join(self, group: Group) -> None:
-        self._fan_out.send(
-            lambda _, call: StopJoin(call=call, group=group, why="no client waits for it any more")
-        )
-
-    def status(self, now: float) -> dict[str, Any]:
-        """Returns the body of ``GET /weights_update_status``."""
-        session = self.session
-        state: dict[str, Any] = {
-            "state": self.state,
-            "weight_version": self._port.weight_version,
-            "groups": sorted(self.groups),
-            "generating": self._port.has_work,
-            "num_committed": self.num_committed,
-            "num_failed": self.num_failed,
-            "last": self.last,
-        }
-        if self.poisoned is not None:
-            state["poisoned"] = self.poisoned
-        if session is not None:
-            state |= {
-                "session_id": session.id,
-                "kind": session.kind,
-                "group_name": session.group_name,
-                "num_buckets": 0 if session.manifest is None else len(session.manifest.buckets),
-                "num_buckets_received": session.slowest(session.buckets, self._num_ranks),
-                "num_bytes_received": session.slowest(session.bytes, self._num_ranks),
-                "seconds": now - session.began,
-                "staging": session.staging,
-            }
-        return state
+        self.last_ended: tuple[str, str | None, WeightAnswer] | None = None
 
     @property
     def state(self) -> str:
         """The open session's phase in lower case; without a session ``idle`` or ``poisoned``."""
         if self.session is not None:
             return self.session.phase.name.lower()
-        return "idle" if self.poisoned is None else "poisoned"
+        return "idle" if self._port.poisoned is None else "poisoned"
 
     def notice(self) -> WeightNotice:
         """Returns the present state, as the frontend shows it without asking."""
         return WeightNotice(
             version=self._port.weight_version,
             state=self.state,
-            poisoned=self.poisoned,
+            poisoned=self._port.poisoned,
             model_path=self.model_path,
             num_committed=self.num_committed,
             num_failed=self.num_failed,
             last=self.last,
         )
 
-    # --- staging and receiving ---
+    def status(self, now: float) -> dict[str, Any]:
+        """Returns the body of ``GET /weights_update_status``, apart from the groups."""
+        session = self.session
+        shown = structs.asdict(self.notice()) | {"generating": self._port.has_work}
+        state = {name: value for name, value in shown.items() if value is not None}
+        state["weight_version"] = state.pop("version")
+        if session is not None:
+            state |= {
+                "session_id": session.id,
+                "kind": session.kind,
+                "group_name": session.group_name,
+                "num_buckets": session.num_buckets,
+                "num_buckets_received": session.slowest(session.buckets),
+                "num_bytes_received": session.slowest(session.bytes),
+                "seconds": now - session.began,
+                "staging": session.staging,
+            }
+        return state
 
-    def _open(self, kind: Kind, now: float, name: str | None = None) -> UpdateSession:
-        self._num_sessions += 1
-        self.session = session = UpdateSession(
-            number=self._num_sessions,
-            id=name or f"session-{self._num_sessions}",
+    # --- the beginning: the ranks check what is announced, take memory, and begin to receive or to read ---
+
+    def open(self, kind: Kind, now: float, name: str | None = None) -> UpdateSession:
+        """Open a session; none may be open."""
+        assert self.session is None
+        self.num_sessions += 1
+        self.session = UpdateSession(
+            number=self.num_sessions,
+            id=name or f"session-{self.num_sessions}",
             kind=kind,
-            phase=UpdatePhase.STAGING,
+            num_ranks=self._outbox.num_ranks,
             began=now,
             progress_at=now,
         )
-        return session
+        return self.session
 
-    def _stage(self, session: UpdateSession, manifest: Manifest, now: float) -> None:
-        session.manifest = manifest
-        session.is_empty = session.is_empty and not manifest.buckets
-        session.is_partial = session.is_partial and manifest.partial
-        session.bytes_before += session.slowest(session.bytes, self._num_ranks)
-        session.buckets_before += session.slowest(session.buckets, self._num_ranks)
-        session.buckets, session.bytes, session.done = {}, {}, set()
-        self._enter(session, UpdatePhase.STAGING, now)
+    def stage(self, session: UpdateSession, manifest: Manifest, now: float) -> None:
+        """Have the ranks check a manifest and, once all of them accept it, receive its tensors."""
+        session.begin_call(manifest)
+        self.enter(session, UpdatePhase.STAGING, now)
+        command = Stage(session=session.number, manifest=manifest)
+        self._command(session, command, then=self._on_staged, failed=self._on_stage_failed)
 
-        gloo_timeout_s = session.gloo_timeout_s
+    def _on_staged(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
+        session.staging = staging(replies)
+        self.enter(session, UpdatePhase.POSTING, now)
+        command = Receive(session=session.number, gloo_timeout_s=session.gloo_timeout_s)
+        self._command(session, command, then=self._on_posted)
 
-        def staged(replies: list[RankReply], now: float) -> None:
-            if self.session is not session:
-                return
-            if wrong := problems(replies):
-                self._on_stage_failed(session, manifest, wrong, now)
-                return
-            session.staging = staging(replies)
-            self._enter(session, UpdatePhase.POSTING, now)
-            self._fan_out.send(
-                lambda _, call: Receive(call=call, session=session.number, gloo_timeout_s=gloo_timeout_s),
-                posted,
-            )
-
-        def posted(replies: list[RankReply], now: float) -> None:
-            if self.session is not session:
-                return
-            if wrong := problems(replies):
-                self._abort(session, wrong, now)
-                return
-            self._enter(session, UpdatePhase.PREPARED, now)
-            self._answer_prepared(session)
-            self._update_receiving(session, now)
-
-        self._fan_out.send(
-            lambda _, call: Stage(call=call, session=session.number, manifest=manifest), staged
-        )
-
-    def _on_stage_failed(self, session: UpdateSession, manifest: Manifest, wrong: str, now: float) -> None:
+    def _on_stage_failed(self, session: UpdateSession, wrong: str, now: float) -> None:
         """Abort a session whose manifest the ranks refuse.
 
         The client of a single call may be broadcasting already: its tensors are received and dropped first.
         """
+        manifest = session.manifest
+        assert manifest is not None
         if session.kind == "session" or manifest.discard:
-            self._abort(session, session.refusal or wrong, now)
-            return
-        session.refusal, session.then = wrong, "refuse"
-        self._stage(session, structs.replace(manifest, discard=True), now)
+            self.abort(session, session.refusal or wrong, now)
+        else:
+            session.refusal = wrong
+            self.stage(session, structs.replace(manifest, discard=True), now)
 
-    def _answer_prepared(self, session: UpdateSession) -> None:
-        if session.phase in BEFORE_PREPARED:
-            return
-        text = f"Every rank receives {len(session.manifest.buckets) if session.manifest else 0} buckets."
-        fields = {"staging": session.staging, "generating": self._port.has_work}
-        self._answer(session.preparing, True, text, session_id=session.id, **fields)
-        session.preparing = []
+    def _on_posted(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
+        self.enter(session, UpdatePhase.PREPARED, now)
+        self.answer_prepared(session)
+        self._update_receiving(session, now)
 
-    def _load(self, session: UpdateSession, asked: WeightCall, request: UpdateFromDisk, now: float) -> None:
-        session.model_path, session.is_partial, session.is_empty = request.model_path, False, False
-        self._enter(session, UpdatePhase.POSTING, now)
-        self._fan_out.send(
-            lambda _, call: Load(
-                call=call,
-                session=session.number,
-                model_path=request.model_path,
-                load_format=request.load_format,
-                roots=asked.roots,
-                from_hub=asked.from_hub,
-            ),
-            lambda replies, now: self._on_loaded(session, replies, now),
-        )
+    def answer_prepared(self, session: UpdateSession) -> None:
+        """Answer the calls to prepare, if every rank receives."""
+        if session.phase not in BEFORE_PREPARED:
+            text = f"Every rank receives {session.num_buckets} buckets."
+            fields = {"staging": session.staging, "generating": self._port.has_work}
+            self._outbox.answer(session.preparing, True, text, session_id=session.id, **fields)
+            session.preparing = []
 
-    def _take(self, session: UpdateSession, request: UpdateFromTensor, now: float) -> None:
-        payloads = request.serialized_named_tensors
-        if len(payloads) not in (1, self._num_ranks):
+    def load(self, session: UpdateSession, asked: WeightCall, request: UpdateFromDisk, now: float) -> None:
+        """Have the ranks read a checkpoint."""
+        session.begin_call()
+        session.model_path, session.is_partial = request.model_path, False
+        self.enter(session, UpdatePhase.POSTING, now)
+        roots, from_hub = asked.roots, asked.from_hub
+        command = Load(session=session.number, request=request, roots=roots, from_hub=from_hub)
+        self._command(session, command, then=self._on_loaded)
+
+    def take(self, session: UpdateSession, request: UpdateFromTensor, now: float) -> None:
+        """Have each rank take its payload, or all ranks the only one."""
+        payloads, num_ranks = request.serialized_named_tensors, self._outbox.num_ranks
+        if len(payloads) not in (1, num_ranks):
             text = (
                 f"serialized_named_tensors has {len(payloads)} entries; give one for all ranks, or one for "
-                f"each of the {self._num_ranks}"
+                f"each of the {num_ranks}"
             )
-            self._abort(session, text, now)
+            self.abort(session, text, now)
             return
-        session.is_empty = False
-        self._enter(session, UpdatePhase.POSTING, now)
-        self._fan_out.send(
-            lambda rank, call: Take(
-                call=call,
-                session=session.number,
-                payload=request.serialized_named_tensors[
-                    rank if len(request.serialized_named_tensors) > 1 else 0
-                ],
-                load_format=request.load_format,
-                copy=session.kind == "group of calls",
-            ),
-            lambda replies, now: self._on_loaded(session, replies, now),
-        )
+        session.begin_call()
+        self.enter(session, UpdatePhase.POSTING, now)
+        copy = session.kind == "group of calls"
+        commands = [
+            Take(session=session.number, payload=payload, load_format=request.load_format, copy=copy)
+            for payload in payloads
+        ]
+        self._command(session, *commands, then=self._on_loaded)
 
     def _on_loaded(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
-        """Take the replies to ``Load`` and ``Take``: a checkpoint or payload was read, or that failed."""
-        if self.session is not session:
-            return
-        if wrong := problems(replies):
-            self._abort(session, wrong, now)
-            return
+        """Take the replies to ``Load`` and ``Take``."""
         session.staging = staging(replies)
         session.bytes = {reply.rank: reply.fields.get("num_bytes", 0) for reply in replies}
-        self._enter(session, UpdatePhase.RECEIVED, now)
-        self._on_all_received(session, now)
+        self._receive_ended(session, now)
 
-    def _on_received(self, event: Received, now: float) -> None:
+    # --- receiving ---
+
+    def on_received(self, event: Received, now: float) -> None:
+        """Take a rank's progress report."""
         session = self.session
         if session is None or event.session != session.number or session.phase is UpdatePhase.COMMITTING:
             return
         if event.error is not None:
-            self._abort(session, f"rank {event.rank}: {event.error}", now)
+            self.abort(session, f"rank {event.rank}: {event.error}", now)
             return
         session.buckets[event.rank], session.bytes[event.rank] = event.num_buckets, event.num_bytes
         if event.done:
@@ -335,43 +238,49 @@ class WeightMachine:
             return
         if session.phase is not UpdatePhase.RECEIVING:
             session.receiving_at = now
-        self._enter(session, UpdatePhase.RECEIVING, now)
-        if len(session.done) == self._num_ranks:
+        self.enter(session, UpdatePhase.RECEIVING, now)
+        if len(session.done) == session.num_ranks:
             session.receive_s += now - session.receiving_at
-            self._enter(session, UpdatePhase.RECEIVED, now)
-            self._on_all_received(session, now)
+            self._receive_ended(session, now)
 
-    def _on_all_received(self, session: UpdateSession, now: float) -> None:
-        match session.then:
-            case "wait":
-                pass
-            case "answer":
-                self._answer_received(session)
-            case "commit":
-                self._hold(session, now)
-            case "refuse":
-                self._abort(session, session.refusal, now)
+    def _receive_ended(self, session: UpdateSession, now: float) -> None:
+        self.enter(session, UpdatePhase.RECEIVED, now)
+        self.go_on(session, now)
 
-    def _answer_received(self, session: UpdateSession) -> None:
-        """Answer the calls to complete without a commit; another call commits the session."""
-        text = "Everything was received; commit the session, or complete it again."
-        self._answer(session.ending, True, text, **self._figures(session))
-        session.ending, session.answer_by, session.then = [], None, "wait"
+    def go_on(self, session: UpdateSession, now: float) -> None:
+        """Do with a session that is RECEIVED what its calls have asked for so far."""
+        if session.refusal is not None:
+            self.abort(session, session.refusal, now)
+        elif session.then == "commit":
+            self.commit(session, now)
+        elif session.then == "answer":  # the calls to complete without a commit; another call commits it
+            text = "Everything was received; commit the session, or complete it again."
+            self._outbox.answer(session.ending, True, text, **self._figures(session))
+            session.ending, session.answer_by, session.then = [], None, "wait"
 
     # --- the commit ---
 
-    def _hold(self, session: UpdateSession, now: float) -> None:
-        self._enter(session, UpdatePhase.COMMITTING, now)
+    def commit(self, session: UpdateSession, now: float) -> None:
+        """Hold generation; the commit goes on in :meth:`advance` when the hold has taken effect."""
+        self.enter(session, UpdatePhase.COMMITTING, now)
         session.answer_by = None
-        session.num_paused = self._port.num_running
         mode: PauseMode = "retract" if session.flush_cache else "in_place"
-        self._port.hold("abort" if session.abort_all else mode)
+        session.num_paused = self._port.hold("abort" if session.abort_all else mode)
+
+    def advance(self, now: float) -> None:
+        """Give up a session that is late, or send the commit to the ranks, once, when nothing runs."""
+        session = self.session
+        if session is None:
+            return
+        if session.deadline is not None and now >= session.deadline:
+            self.abort(session, session.lateness(now), now)
+        elif session.phase is UpdatePhase.COMMITTING:
+            self._write(session, now)
 
     def _write(self, session: UpdateSession, now: float) -> None:
-        """Send the commit to the ranks, once, when the hold has taken effect."""
         if "WRITING" not in session.times and self._port.stands_still:
             session.times["WRITING"] = now
-            self._fan_out.send(lambda _, call: Commit(call=call, session=session.number), self._on_committed)
+            self._outbox.command(Commit(session=session.number), then=self._on_committed)
 
     def _on_committed(self, replies: list[RankReply], now: float) -> None:
         session = self.session
@@ -379,61 +288,83 @@ class WeightMachine:
         if wrong := problems(replies):
             if any(reply.fields.get("touched") or not reply.errors for reply in replies):
                 self._poison(wrong)
-            self._abort(session, wrong, now)
+            self.abort(session, wrong, now)
             self._port.release()
             return
         self._port.commit(session.weight_version, flush_cache=session.flush_cache)
         if not session.is_partial:
-            self.poisoned = None
-            self._port.refuse(None)
+            self._port.poisoned = None
         self.num_committed += 1
         session.times["SERVED"] = now
         self.last = self._figures(session) | {"kind": session.kind}
         self.model_path = session.model_path or self.model_path
         self._port.release()
-        self._close(session)
+        self.close(session)
         self._finish(session, True, "The new weights are served.")
 
     def _poison(self, why: str) -> None:
-        self.poisoned = why
-        self._port.refuse(f"the weights are poisoned ({why}); update all of them, or start again")
-        self._answers.append(self._port.abort_all("the weights are poisoned"))
+        self._port.poisoned = why
+        self._outbox.send(self._port.abort_all("the weights are poisoned"))
 
-    # --- ends ---
+    # --- the end ---
 
-    def _abort(self, session: UpdateSession, why: str, now: float) -> None:
+    def abort(self, session: UpdateSession, why: str, now: float) -> None:
         """End a session without a commit; every failed session ends here."""
         self.num_failed += 1
         if session.kind == "group of calls":
-            self._group_error = why
-        self._close(session)
-        self._fan_out.send(lambda _, call: Discard(call=call, session=session.number))
-        self._answer(session.preparing, False, why, session_id=session.id)
+            self.group_error = why
+        self.close(session)
+        self._outbox.command(Discard(session=session.number))
+        self._outbox.answer(session.preparing, False, why, session_id=session.id)
         self._finish(session, False, why)
 
-    def _enter(self, session: UpdateSession, phase: UpdatePhase, now: float) -> None:
-        """Enter a phase, or note progress in the present one."""
-        if session.enter(phase, now):
-            self._notify()
+    def abort_session_of(self, name: str, why: str, now: float, *, if_received: bool = True) -> None:
+        """Abort the open session if it is of group ``name``; one that is being committed goes on."""
+        spared = [UpdatePhase.COMMITTING] if if_received else [UpdatePhase.COMMITTING, UpdatePhase.RECEIVED]
+        session = self.session
+        if session is not None and session.group_name == name and session.phase not in spared:
+            self.abort(session, f"group {name!r} {why}", now)
 
-    def _close(self, session: UpdateSession) -> None:
+    def close(self, session: UpdateSession) -> None:
+        """Close the open session."""
         assert self.session is session
         self.session = None
-        self._notify()
+        self._outbox.send(self.notice())
 
     def _finish(self, session: UpdateSession, success: bool, message: str) -> None:
         figures = self._figures(session)
-        self._answer(session.ending, success, message, **figures)
+        self._outbox.answer(session.ending, success, message, **figures)
         if session.kind == "session":
-            self._last_ended = (session.id, session.group_name, WeightAnswer(0, success, message, figures))
+            self.last_ended = (session.id, session.group_name, WeightAnswer(0, success, message, figures))
+
+    # --- what all phases use ---
+
+    def enter(self, session: UpdateSession, phase: UpdatePhase, now: float) -> None:
+        """Enter a phase, or note progress in the present one."""
+        if session.enter(phase, now):
+            self._outbox.send(self.notice())
+
+    def _command(
+        self,
+        session: UpdateSession,
+        *commands: WeightCommand,
+        then: Callable[[UpdateSession, list[RankReply], float], None],
+        failed: Callable[[UpdateSession, str, float], None] | None = None,
+    ) -> None:
+        """Command the ranks; if one fails, ``failed`` is called, or the session aborted.
+
+        Replies that come after the session has ended are ignored.
+        """
+
+        def on_replies(replies: list[RankReply], now: float) -> None:
+            if self.session is not session:
+                return
+            if wrong := problems(replies):
+                (failed or self.abort)(session, wrong, now)
+            else:
+                then(session, replies, now)
+
+        self._outbox.command(*commands, then=on_replies)
 
     def _figures(self, session: UpdateSession) -> dict[str, Any]:
-        return session.figures(self._num_ranks) | {"weight_version": self._port.weight_version}
-
-    # --- sending ---
-
-    def _answer(self, calls: Sequence[int], success: bool, message: str = "", **fields: Any) -> None:
-        self._answers += [WeightAnswer(call, success, message, fields) for call in calls]
-
-    def _notify(self) -> None:
-        self._answers.append(self.notice())
+        return session.figures() | {"weight_version": self._port.weight_version}

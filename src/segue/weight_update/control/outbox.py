@@ -1,0 +1,63 @@
+"""What the control of weight updates sends: messages to the frontend, and commands to the ranks.
+
+The caller does the I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import structs
+
+from segue.messages.control import SchedulerMessage
+from segue.messages.weight_update import RankReply, WeightAnswer, WeightCommand
+
+Then = Callable[[list[RankReply], float], None]  # called after the last reply: (replies by rank, time)
+
+
+class Refusal(Exception):
+    """A call of the frontend cannot be done; the text says why, and becomes the answer."""
+
+
+class Outbox:
+    """Collects messages and commands in the order of sending, and calls back when every rank has replied."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._num_commands = 0
+        # By the number of a command: what follows, and the replies by rank, as long as some are missing.
+        self._pending: dict[int, tuple[Then, dict[int, RankReply]]] = {}
+        self._commands: list[Sequence[WeightCommand]] = []
+        self._messages: list[SchedulerMessage] = []
+
+    def send(self, message: SchedulerMessage) -> None:
+        """Queue a message for the frontend."""
+        self._messages.append(message)
+
+    def answer(self, calls: Sequence[int], success: bool, message: str = "", **fields: Any) -> None:
+        """Queue the same answer to each of these calls of the frontend."""
+        self._messages += [WeightAnswer(call, success, message, fields) for call in calls]
+
+    def command(self, *commands: WeightCommand, then: Then = lambda replies, now: None) -> None:
+        """Queue one command for all ranks, or one for each rank; ``then`` is called after the last reply."""
+        self._num_commands += 1
+        numbered = [structs.replace(each, call=self._num_commands) for each in commands]
+        self._commands.append(numbered if len(numbered) > 1 else numbered * self.num_ranks)
+        self._pending[self._num_commands] = then, {}
+
+    def on_reply(self, reply: RankReply, now: float) -> None:
+        """Take a rank's reply, and call back if it is the last; an unknown or repeated reply is ignored."""
+        if reply.call not in self._pending:
+            return
+        then, replies = self._pending[reply.call]
+        replies.setdefault(reply.rank, reply)
+        if len(replies) == self.num_ranks:
+            del self._pending[reply.call]
+            then([replies[rank] for rank in range(self.num_ranks)], now)
+
+    def take(self) -> tuple[list[SchedulerMessage], list[Sequence[WeightCommand]]]:
+        """Return what was queued, and empty the queues; each entry of commands has one per rank, in order."""
+        queued = self._messages, self._commands
+        self._messages, self._commands = [], []
+        return queued

@@ -1,0 +1,364 @@
+"""One weight update on one rank: its weights, and the thread that executes its commands one after another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from segue.errors import SegueError, WeightSyncError
+from segue.logs import logger
+from segue.memory.tensor_ops import Copies
+from segue.messages.weight_operations import Bucket, Manifest
+from segue.messages.weight_update import (
+    AddCommand,
+    Commit,
+    Discard,
+    Load,
+    RankReply,
+    Receive,
+    Received,
+    SessionCommand,
+    Stage,
+    Take,
+)
+from segue.weight_update import from_checkpoint
+from segue.weight_update.incoming import Incoming, ZeroCopyTensors
+from segue.weight_update.manifest import bucket_bytes, check, normalised, receive_buffer_bytes
+from segue.weight_update.payload.decode import decode, from_base64
+from segue.weight_update.served import ServedWeights
+from segue.weight_update.staging import StagedWeights
+from segue.weight_update.staging_memory import StagingMemory
+from segue.weight_update.transport.group import JoinedGroup
+from segue.weight_update.transport.joining import Groups
+from segue.weight_update.transport.receiver import Callbacks, Receiver
+
+Fields = dict[str, Any]
+Send = Callable[[RankReply | Received], None]
+Written = tuple[list[str], bool, torch.Event | None]  # errors; whether it may have written; CUDA: the end
+Work = Callable[[Fields], list[str] | None]  # sets fields of a reply, and returns or raises its errors
+
+_FREED_S, _FREED_POLL_S = 30.0, 0.2
+_CLOSE_S = 10.0
+_MAX_ERROR = 4096  # characters of one error in a reply
+_IDLE_S = 10.0  # that a cancelled receive may take until it touches no memory any more
+
+
+class RankSession:
+    """One session on this rank.
+
+    Its thread takes piece after piece of work from a queue: the commands of rank 0, and the end of a receive,
+    which has threads of its own. So nothing here needs a lock. A commit runs where the steps run.
+    """
+
+    def __init__(
+        self, number: int, served: ServedWeights, memory: StagingMemory, groups: Groups, replies: Replies
+    ) -> None:
+        self.has_ended = False  # committed or discarded
+        self._number = number
+        self._served = served
+        self._memory = memory
+        self._groups = groups
+        self._replies = replies
+        self._staged = StagedWeights(served, memory)
+        self._zero_copy: ZeroCopyTensors | None = None
+        self._num_bytes = 0  # that the last `Load` or `Take` has brought to this rank
+        self._errors: list[str] = []  # if there are any, the session can only be discarded
+        self._manifest: Manifest | None = None  # of a `Stage` whose `Receive` has not begun
+        self._sink: Incoming | None = None  # for the last manifest; None if it is to be discarded
+        self._receiver: Receiver | None = None
+        self._unanswered: int | None = None  # the call of a `Receive` that has not got its reply
+        self._progress = (0, 0)  # buckets and bytes received
+        self._is_receiving = False
+        self._changes: tuple[Copies, set[str]] | None = None  # the prepared commit; the parameters it writes
+        self._cancelled = threading.Event()
+        self._freed = threading.Event()  # not set while memory is about to be given back
+        self._freed.set()
+        self._work = SimpleQueue[Callable[[], None]]()
+        self._thread = threading.Thread(target=self._run, name="segue-weights", daemon=True)
+        self._thread.start()
+
+    def handle(self, command: SessionCommand, others: Iterable[RankSession]) -> None:
+        """Begin to execute a command and return at once; `others` may have memory that they give back."""
+        match command:
+            case Receive():
+                self._work.put(partial(self._receive, command))
+            case Commit():
+                self._begin_commit(command.call)
+            case Discard():
+                self._cancelled.set()
+                self._freed.clear()
+                self._work.put(partial(self._replies.answer, command.call, lambda fields: self._end()))
+            case _:
+                freed = [each._freed for each in others if not each._freed.is_set()]
+                add = partial(self._add, command, freed)
+                self._work.put(partial(self._replies.answer, command.call, add))
+
+    def close(self) -> None:
+        """Give the memory back and end the thread, unless it is stuck."""
+        self._cancelled.set()
+        self._work.put(self._end)
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        if self._served.device.type == "cuda":
+            torch.cuda.set_device(self._served.device)
+        while not self.has_ended:
+            self._work.get()()
+
+    # --- weights are announced, or brought by a checkpoint or a payload ---
+
+    def _add(self, command: AddCommand, freed: Sequence[threading.Event], fields: Fields) -> list[str]:
+        late = self._wait_freed(freed)
+        drops = isinstance(command, Stage) and command.manifest.discard
+        if self._cancelled.is_set():
+            return ["the session was discarded"]
+        if late or (self._errors and not drops):
+            return late or self._errors
+        if self._zero_copy is not None:
+            return ["the session has tensors that were not copied, and accepts no more: commit it first"]
+        self._changes = None
+        if isinstance(command, Stage):
+            errors = self._stage(command.manifest)
+        else:
+            bring = partial(self._bring, command)
+            errors = self._errors = errors_of(bring) or errors_of(self._prepare)
+        staged = self._staged
+        fields |= {"num_bytes": self._num_bytes, "staging_bytes": staged.num_bytes}
+        fields |= {"place": staged.place, "note": staged.note}
+        return errors
+
+    def _wait_freed(self, freed: Sequence[threading.Event]) -> list[str]:
+        """Wait until earlier sessions have given their memory back, since this session may get it."""
+        deadline = time.monotonic() + _FREED_S
+        for event in freed:
+            while not (event.wait(_FREED_POLL_S) or self._cancelled.is_set()):
+                if time.monotonic() >= deadline:
+                    return [
+                        "the previous update has ended, but has not given its memory back for "
+                        f"{_FREED_S:g} s: a file or a peer that it waits for does not answer; retry later"
+                    ]
+        return []
+
+    def _stage(self, manifest: Manifest) -> list[str]:
+        group = self._group(manifest)
+        problems = check(manifest, self._served.weight_map)
+        if problems:
+            return problems
+        manifest = normalised(manifest)
+        self._sink = None  # it may be of a `Stage` that another rank refused
+        if not manifest.discard:
+            self._errors = ["memory could not be allocated for all weights of the session: discard it"]
+            receive_buffer = receive_buffer_bytes(manifest)
+            if manifest.flattened:
+                receive_buffer = group.receive_buffer_cost(receive_buffer)
+            self._sink = Incoming(self._staged, manifest, group.device, receive_buffer=receive_buffer)
+            self._errors = []
+        self._manifest = manifest
+        return []
+
+    def _group(self, manifest: Manifest) -> JoinedGroup:
+        group, name = self._groups.get(manifest.group_name), manifest.group_name
+        if group is None:
+            raise WeightSyncError(f"There is no group {name!r}: join it first (init_weights_update_group).")
+        if not group.alive:
+            raise WeightSyncError(f"The group {name!r} is dead: {group.reason}. Join it again.")
+        return group
+
+    def _bring(self, command: Load | Take) -> list[str]:
+        served = self._served
+        if isinstance(command, Load):
+            errors = from_checkpoint.load(self._staged, command, self._cancelled.is_set)
+            self._num_bytes = self._staged.num_bytes
+            return errors
+        payload = from_base64(command.payload)
+        tensors = decode(payload, command.load_format, served.device, rank=served.tp.rank)
+        bucket = Bucket(
+            names=[name for name, _ in tensors],
+            dtypes=[str(tensor.dtype) for _, tensor in tensors],
+            shapes=[list(tensor.shape) for _, tensor in tensors],
+        )
+        manifest = Manifest(group_name="", buckets=[bucket], partial=True)
+        problems = check(manifest, served.weight_map)
+        if problems:
+            return problems
+        self._num_bytes = bucket_bytes(bucket)
+        if command.copy or self._staged.parameters or any(t.device != served.device for _, t in tensors):
+            sink = Incoming(self._staged, manifest, served.device, receive_buffer=0)
+            for name, tensor in tensors:
+                sink.store(name, tensor)
+            return sink.finish()
+        self._zero_copy = ZeroCopyTensors(served, self._memory, dict(tensors))
+        return self._zero_copy.problems()
+
+    # --- weights are received ---
+
+    def _receive(self, command: Receive) -> None:
+        """Begin to receive; the reply comes once the trainer may broadcast, or if the receive ends before."""
+        errors = errors_of(partial(self._start_receiver, command))
+        if errors:
+            self._replies.send(command.call, errors)
+
+    def _start_receiver(self, command: Receive) -> None:
+        manifest, self._manifest = self._manifest, None
+        if self._cancelled.is_set():
+            raise WeightSyncError("the session was discarded")
+        if manifest is None:
+            raise WeightSyncError(f"session {self._number} has no staged manifest: stage one first")
+        group = self._group(manifest)
+        self._unanswered, self._progress, self._is_receiving = command.call, (0, 0), True
+        self._receiver = Receiver(
+            group,
+            manifest,
+            self._sink,
+            Callbacks(self._on_ready, self._on_progress, self._on_done),
+            gloo_timeout_s=command.gloo_timeout_s,
+        )
+
+    def _on_ready(self, errors: Sequence[str] = ()) -> None:
+        call, self._unanswered = self._unanswered, None
+        if call is not None:
+            self._replies.send(call, errors)
+
+    def _on_progress(self, num_buckets: int, num_bytes: int) -> None:
+        self._progress = num_buckets, num_bytes
+        self._replies.report(self._number, self._progress)
+
+    def _on_done(self, error: str | None) -> None:
+        if error is None:
+            self._work.put(self._check_received)
+        else:
+            self._end_receive([error])
+
+    def _check_received(self) -> None:
+        errors = [] if self._sink is None else errors_of(self._sink.finish)
+        self._end_receive(errors or errors_of(self._prepare))
+
+    def _end_receive(self, errors: list[str]) -> None:
+        self._errors, self._is_receiving = self._errors or errors, False
+        self._on_ready(errors)
+        self._replies.report(self._number, self._progress, done=True, error="; ".join(errors) or None)
+
+    # --- the commit ---
+
+    def _prepare(self) -> None:
+        """Prepare the commit's copies, so that the commit itself is short."""
+        pairs, parameters = self._staged.pairs(), set(self._staged.parameters)
+        if self._zero_copy is not None:
+            pairs += self._zero_copy.pairs()
+            parameters |= self._zero_copy.parameters
+        with self._memory.on_stream():
+            self._changes = Copies(pairs), parameters
+        self._memory.synchronize()
+
+    def _begin_commit(self, call: int) -> None:
+        """Queue the commit behind the submitted steps; called by the thread that submits them."""
+        errors = self._errors
+        if self._is_receiving:
+            errors = ["the session is still being received: commit it once all ranks have received it"]
+        elif self._changes is None and not errors:
+            errors = ["the session has no weights to commit: receive or load some first"]
+        if errors:
+            self._replies.send(call, errors, {"touched": False})
+            return
+        self._freed.clear()
+        self._work.put(partial(self._finish_commit, call, self._served.submit(self._write)))
+
+    def _write(self) -> Written:
+        """Write the served weights between two steps; raises nothing, since later steps would fail too."""
+        assert self._changes is not None
+        copies, parameters = self._changes
+
+        def write() -> None:
+            copies.write()
+            self._served.rebuild(parameters)
+
+        errors = errors_of(write)
+        event = torch.Event(self._served.device) if self._served.device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        return errors, bool(parameters), event
+
+    def _finish_commit(self, call: int, written: Future[Written]) -> None:
+        """Reply, and then give the memory back, so that no pause waits for it.
+
+        A session whose commit failed is kept until its `Discard`.
+        """
+        fields = {"touched": True}  # unless it is known that nothing was written
+
+        def wait() -> list[str]:
+            errors, fields["touched"], event = written.result()
+            if event is not None:
+                event.synchronize()
+            return errors
+
+        errors = errors_of(wait)
+        if errors:
+            self._freed.set()  # before the reply, which a `Discard` follows
+        self._replies.send(call, errors, fields)
+        if not errors:
+            try:
+                self._end()
+            except Exception:
+                logger.exception("the memory of a committed weight update could not be given back")
+
+    # --- the end ---
+
+    def _end(self) -> None:
+        """Stop receiving, give the memory back, and end the thread."""
+        try:
+            idle = True
+            if self._receiver is not None:
+                self._receiver.cancel("discarded")
+                idle = self._receiver.idle.wait(_IDLE_S)
+            self._receiver = self._sink = self._zero_copy = self._changes = None
+            self._staged.release(in_use=not idle)
+        finally:
+            self.has_ended = True
+            self._freed.set()
+
+
+class Replies:
+    """Sends what a rank reports to rank 0; any thread may call it."""
+
+    def __init__(self, send: Send, rank: int) -> None:
+        self._send = send
+        self._rank = rank
+
+    def answer(self, call: int, work: Work) -> None:
+        """Do `work`, and send the reply to a command."""
+        fields: Fields = {}
+        self.send(call, errors_of(partial(work, fields)), fields)
+
+    def send(self, call: int, errors: Sequence[str] = (), fields: Fields | None = None) -> None:
+        """Send the reply to a command."""
+        self._send(RankReply(rank=self._rank, call=call, errors=list(errors), fields=fields or {}))
+
+    def report(self, session: int, progress: tuple[int, int], **end: Any) -> None:
+        """Send the progress of a receive, in buckets and bytes; ``end``: further fields of the report."""
+        count, size = progress
+        self._send(Received(rank=self._rank, session=session, num_buckets=count, num_bytes=size, **end))
+
+
+def errors_of(work: Callable[[], list[str] | None]) -> list[str]:
+    """Returns the errors that `work` returns or raises, in a form that can be sent."""
+    try:
+        errors = work() or []
+    except SegueError as error:
+        errors = [error.message]
+    except Exception as error:
+        logger.exception("a weight update failed")
+        errors = [f"{type(error).__name__}: {error}"]
+    return [_sendable(error) for error in errors]
+
+
+def _sendable(error: str) -> str:
+    """Returns an error as valid, short text: names in it may be long, and a file's name need not be text."""
+    text = error.encode(errors="backslashreplace").decode()
+    return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}… ({len(text)} characters in all)"
