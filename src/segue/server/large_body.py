@@ -19,7 +19,7 @@ from msgspec import UNSET, Raw, UnsetType
 from segue.api.native import bodies as native
 from segue.api.openai import bodies as openai
 from segue.api.validation import MAX_NAME_CHARS, Decoded, misfit, unknown_field
-from segue.errors import InvalidRequestError, SegueError, shown
+from segue.errors import InvalidRequestError, SegueError, short_repr
 from segue.frontend.sampling_options import (
     MAX_STOPS,
     RequestLimits,
@@ -171,7 +171,7 @@ def _members(data: bytes, kind: type[msgspec.Struct]) -> dict[str, bytes]:
             raise MisfitError
         if not member[2]:  # longer than any that is known
             if strict:
-                raise unknown_field(shown(member[1].decode("utf-8", "replace")))
+                raise unknown_field(short_repr(member[1].decode("utf-8", "replace")))
             continue
         name, colon = _plain.decode(member[1] + member[2]), _COLON.match(data, member.end(), end)
         if colon is None:
@@ -361,7 +361,7 @@ def _check_count(param: str, most: int, count: int) -> None:
 
 
 def _too_many(param: str, count: int, most: int, what: str) -> InvalidRequestError:
-    text = f"{param} has {shown(count)} {what} or more; at most {most} are allowed in one call"
+    text = f"{param} has {short_repr(count)} {what} or more; at most {most} are allowed in one call"
     return InvalidRequestError(text, param=param)
 
 
