@@ -9,7 +9,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the value's ``repr``, shortened for an error message."""
     return _SHORT.repr(value)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from segue.errors import InvalidRequestError, shown
+from segue.errors import InvalidRequestError, short_repr
 
 
 def plain(value: Any, name: str = "") -> Any:
@@ -38,7 +38,7 @@ def plain(value: Any, name: str = "") -> Any:
         case Mapping():
             return {plain(key): plain(item, str(key)) for key, item in value.items()}
         case set() | frozenset():
-            text = f"{name}={shown(value)}: must be a list, for a set has no order"
+            text = f"{name}={short_repr(value)}: must be a list, for a set has no order"
             raise InvalidRequestError(text, param=name)
         case Iterable() if not isinstance(value, (bytes, bytearray, memoryview)):
             return [plain(item, name) for item in value]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 from msgspec import structs
 
-from segue.errors import InvalidRequestError, UnsupportedFieldError, shown
+from segue.errors import InvalidRequestError, UnsupportedFieldError, short_repr
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -65,7 +65,7 @@ def parse(
     """
     if not isinstance(body, Mapping):
         raise InvalidRequestError(
-            f"expected a JSON object{f' for {prefix}' if prefix else ''}, got {shown(body)}"
+            f"expected a JSON object{f' for {prefix}' if prefix else ''}, got {short_repr(body)}"
         )
     decoded = {name: value.value for name, value in body.items() if isinstance(value, Decoded)}
     tag = kind.__struct_config__.tag_field
@@ -135,7 +135,7 @@ def misfit(
         return InvalidRequestError(f"a value in {where} {message}", param=where)
     if not where:
         return InvalidRequestError(message)
-    given = "" if value is _UNSHOWN else f"={shown(value)}"
+    given = "" if value is _UNSHOWN else f"={short_repr(value)}"
     return InvalidRequestError(f"{where}{given}: {message}", param=where)
 
 

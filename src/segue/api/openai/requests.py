@@ -15,7 +15,7 @@ from segue.api.openai.bodies import (
     too_many_biases,
 )
 from segue.api.validation import check_one_kind
-from segue.errors import InvalidRequestError, ModelNotFoundError, shown
+from segue.errors import InvalidRequestError, ModelNotFoundError, short_repr
 from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
@@ -74,7 +74,8 @@ def check_model(name: str, runtime: Runtime) -> None:
     """Raise ModelNotFoundError unless this server serves ``name``."""
     if name not in (runtime.name, runtime.config.model):
         raise ModelNotFoundError(
-            f"The model {shown(name)} does not exist; this server serves {runtime.name!r}.", param="model"
+            f"The model {short_repr(name)} does not exist; this server serves {runtime.name!r}.",
+            param="model",
         )
 
 
@@ -133,7 +134,7 @@ def _options(
 def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     new, old = body.max_completion_tokens, body.max_tokens
     if new is not None and old is not None and new != old:
-        both = f"max_completion_tokens={shown(new)} and max_tokens={shown(old)}"
+        both = f"max_completion_tokens={short_repr(new)} and max_tokens={short_repr(old)}"
         raise InvalidRequestError(f"{both} contradict each other; give one", param="max_tokens")
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 

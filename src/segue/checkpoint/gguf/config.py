@@ -176,11 +176,8 @@ def _llama3(file: GGUFFile, theta: float) -> dict[str, Any]:
 
 
 def _factors(file: GGUFFile, tensor: GGUFTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    if (
-        tensor.type is not GGMLQuantizationType.F32
-        or len(tensor.shape) != 1
-        or tensor.shape[0] > _MAX_FACTORS
-    ):
+    is_vector = tensor.type is GGMLQuantizationType.F32 and len(tensor.shape) == 1
+    if not is_vector or tensor.shape[0] > _MAX_FACTORS:
         raise ModelFileError(
             f"model file {file.path}: tensor {tensor.name!r} has type {tensor.type.name} and shape "
             f"{list(tensor.shape)}; it must be a vector of at most {_MAX_FACTORS} F32 values. Convert "
