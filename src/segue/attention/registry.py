@@ -99,16 +99,6 @@ class Setting:
     deterministic: bool = False
 
 
-# In order of preference where there is no measured ranking.
-_BACKENDS: dict[str, BackendEntry] = {}
-
-
-def register(entry: BackendEntry) -> None:
-    """Register a backend; its name must be new."""
-    assert entry.name not in _BACKENDS, entry.name
-    _BACKENDS[entry.name] = entry
-
-
 def names() -> list[str]:
     """Returns the names of all backends, in order of preference."""
     return list(_BACKENDS)
@@ -230,11 +220,14 @@ _FA3 = Capabilities(
     package=("flash_attn_3._C", "fa3"),
     graphs=True,
 )
-for _name, _capabilities, _backend in (
-    ("triton", _TRITON, "triton:TritonAttention"),
-    ("fa3", _FA3, "fa3:FA3Attention"),
-    ("triton-invariant", _TRITON_INVARIANT, "triton:TritonInvariantAttention"),
-    ("cpu", _CPU, "cpu:CPUAttention"),
-    ("cpu-invariant", replace(_CPU, deterministic=True), "cpu_invariant:InvariantCPUAttention"),
-):
-    register(BackendEntry(name=_name, capabilities=_capabilities, backend=f"segue.attention.{_backend}"))
+# In order of preference where there is no measured ranking.
+_BACKENDS = {
+    name: BackendEntry(name=name, capabilities=capabilities, backend=f"segue.attention.{backend}")
+    for name, capabilities, backend in (
+        ("triton", _TRITON, "triton:TritonAttention"),
+        ("fa3", _FA3, "fa3:FA3Attention"),
+        ("triton-invariant", _TRITON_INVARIANT, "triton:TritonInvariantAttention"),
+        ("cpu", _CPU, "cpu:CPUAttention"),
+        ("cpu-invariant", replace(_CPU, deterministic=True), "cpu_invariant:InvariantCPUAttention"),
+    )
+}

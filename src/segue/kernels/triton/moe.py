@@ -9,11 +9,9 @@ device even for one token, and a successor that starts early and waits on the sa
 (measured: 32 against 24 µs).
 """
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -21,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.kernels.triton import moe_gemm
-from segue.kernels.triton.launch import launch_options
+from segue.kernels.triton.launch import launch_options, measured_plans
 from segue.kernels.triton.moe_routing import sort
 
 TABLE = Path(__file__).parent / "moe.json"
@@ -184,7 +182,7 @@ def choose(
 ) -> MoEPlan:
     """Returns the stored plan for a shape; where none was measured, one that runs on any device."""
     key = f"{num_experts}x{per_token}x{size}x{hidden}"
-    measured = _table().get(torch.cuda.get_device_name(), {}).get(key, {})
+    measured = measured_plans(TABLE).get(key, {})
     if dtype == torch.bfloat16:
         for max_tokens, plan in measured.items():
             if num_tokens <= int(max_tokens) or max_tokens == list(measured)[-1]:
@@ -196,9 +194,3 @@ def choose(
         config = TileConfig(32, 32, 2, 4) if wide else TileConfig(64, 64, 3, 4)
         return MoEPlan(16, config, config)
     return MoEPlan(64, TileConfig(64, 64, 3, 4), TileConfig(128, 64, 3, 4))
-
-
-@cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    return table
