@@ -36,6 +36,11 @@ class TileConfig:
     tma: bool = False  # whether TMA loads the tiles, not threads
     halves: bool = False  # whether a tile that is at most half full runs with half of block_m
 
+    def options(self) -> dict[str, int | bool]:
+        """Returns the arguments and launch options that all of the GEMMs' kernels take."""
+        tile = {"BN": self.block_n, "BK": self.block_k, "STAGES": self.stages}
+        return tile | launch_options(self.warps, None)
+
 
 @dataclass(frozen=True, slots=True)
 class MoEPlan:
@@ -81,10 +86,7 @@ def gate_up_by_pair(
         size=size,
         num_experts=num_experts,
         K=experts.shape[1],
-        BN=config.block_n,
-        BK=config.block_k,
-        STAGES=config.stages,
-        **launch_options(config.warps, None),
+        **config.options(),
     )
     return inner
 
@@ -102,10 +104,7 @@ def down_by_token(config: TileConfig, inner: Tensor, weight: Tensor, experts: Te
         hidden=hidden,
         num_experts=num_experts,
         K=per_token,
-        BN=config.block_n,
-        BK=config.block_k,
-        STAGES=config.stages,
-        **launch_options(config.warps, None),
+        **config.options(),
     )
     return out
 
@@ -148,14 +147,11 @@ def gemm_by_tile(
         size=size,
         K=len(order) // len(x),
         BM=block_m,
-        BN=config.block_n,
-        BK=config.block_k,
-        STAGES=config.stages,
         HALVES=config.halves,
         TMA=config.tma,
         EVEN=gated and depth % config.block_k == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        **launch_options(config.warps, None),
+        **config.options(),
     )
     return out
 
