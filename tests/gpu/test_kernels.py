@@ -54,7 +54,7 @@ def test_embed(rows, size, start, dtype) -> None:
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize(("rows", "size"), [(1, 24), (5, 1536), (33, 3072)])
 def test_silu_mul(rows, size, splits, dtype) -> None:
-    from segue.kernels.triton.activation import silu_mul
+    from segue.kernels.triton.gate_up_silu import silu_mul
 
     x = normal(splits, rows, 2 * size) if splits else normal(rows, 2 * size, dtype=dtype)
     x[..., 0, :4] = torch.tensor([-300.0, 300.0, -20.0, 0.0]) / max(1, splits)

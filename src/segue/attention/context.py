@@ -65,7 +65,6 @@ class Context:
         """Make the context of an eager step: computes positions, slot mapping and device tensors."""
         device = kv.data.device
         slots_device = torch.tensor(slots, dtype=torch.int64, device=device)
-        kv_lens_device = torch.tensor(kv_lens, dtype=torch.int32, device=device)
         ends = list(accumulate(q_lens))
         positions = torch.cat([torch.arange(kv - q, kv) for q, kv in zip(q_lens, kv_lens, strict=True)]).to(
             device
@@ -84,7 +83,7 @@ class Context:
             q_lens=q_lens,
             kv_lens=kv_lens,
             slots_device=slots_device.to(index),
-            kv_lens_device=kv_lens_device,
+            kv_lens_device=torch.tensor(kv_lens, dtype=torch.int32, device=device),
             cu_seqlens_q_device=torch.tensor([0, *ends], dtype=torch.int32, device=device),
             num_decode=num_decode,
             page_table=page_table,

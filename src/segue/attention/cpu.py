@@ -53,22 +53,38 @@ class _Prefill:
     mask: Tensor | None  # [q_len, kv_len], 0 or -inf, of a short sequence with kv_len != q_len
 
 
-class CPUAttention(AttentionBackend):
-    """Packed GEMMs over gathered keys; `prepare` lays out the indices and masks once per step."""
+class GatheringAttention(AttentionBackend):
+    """The pool as rows of one head each, from which the CPU's backends gather keys and values."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         """Make the backend of a model of `shape` whose cache is `pool`."""
         self._shape = shape
         self._pool = pool
         self._group = shape.num_heads // shape.num_kv_heads
-        heads, size = shape.num_kv_heads, pool.page_size
         self._keys = [rows.view(-1, shape.head_dim) for rows in pool.key_rows]
         self._values = [rows.view(-1, shape.head_dim) for rows in pool.value_rows]
-        by_page = pool.data.view(-1, size * heads * shape.head_dim)
-        self._key_pages = [by_page[2 * layer :] for layer in range(pool.num_layers)]
         num_rows = pool.data.numel() // shape.head_dim
         self._index_dtype = torch.int32 if num_rows < 2**31 else torch.int64
-        dtype = pool.data.dtype
+
+    @staticmethod
+    def _prompts(ctx: Context) -> Iterator[tuple[int, int, int, int]]:
+        """Yields each sequence after the decode rows: slot, first token in the step, `q_len` and `kv_len`."""
+        start = sum(ctx.q_lens[: ctx.num_decode])
+        columns = (ctx.slots, ctx.q_lens, ctx.kv_lens)
+        for slot, q_len, kv_len in zip(*(each[ctx.num_decode :] for each in columns), strict=True):
+            yield slot, start, q_len, kv_len
+            start += q_len
+
+
+class CPUAttention(GatheringAttention):
+    """Packed GEMMs over gathered keys; `prepare` lays out the indices and masks once per step."""
+
+    def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
+        """Make the backend of a model of `shape` whose cache is `pool`."""
+        super().__init__(shape, pool)
+        heads, size, dtype = shape.num_kv_heads, pool.page_size, pool.data.dtype
+        by_page = pool.data.view(-1, size * heads * shape.head_dim)
+        self._key_pages = [by_page[2 * layer :] for layer in range(pool.num_layers)]
         own_head = torch.arange(shape.num_heads)[:, None] // self._group == torch.arange(heads)
         self._own_head = own_head.to(dtype)[:, :, None]  # [N, H, 1]
         self._zero = torch.zeros(1, dtype=dtype)
@@ -182,33 +198,27 @@ class CPUAttention(AttentionBackend):
         )
 
     def _plan_prefills(self, ctx: Context) -> Iterator[_Prefill]:
-        start = ctx.num_decode
-        for slot, q_len, kv_len in zip(
-            ctx.slots[ctx.num_decode :],
-            ctx.q_lens[ctx.num_decode :],
-            ctx.kv_lens[ctx.num_decode :],
-            strict=True,
-        ):
+        for slot, start, q_len, kv_len in self._prompts(ctx):
             num_seeing = min(q_len, kv_len)
-            if num_seeing:
-                index, mask = None, None
-                if kv_len != q_len:
-                    heads = torch.arange(self._shape.num_kv_heads)[:, None]
-                    rows = self._token_rows(ctx, [slot], kv_len) * self._shape.num_kv_heads + heads
-                    index = rows.to(self._index_dtype).view(-1)
-                if kv_len != num_seeing and kv_len <= _SHORT_KEYS:
-                    mask = torch.zeros(num_seeing, kv_len, dtype=self._pool.data.dtype)
-                    queries = torch.arange(num_seeing)[:, None]
-                    mask.masked_fill_(torch.arange(kv_len) > queries + kv_len - num_seeing, float("-inf"))
-                yield _Prefill(
-                    start=start + q_len - num_seeing, q_len=num_seeing, kv_len=kv_len, index=index, mask=mask
-                )
-            start += q_len
+            if not num_seeing:
+                continue
+            index, mask = None, None
+            if kv_len != q_len:
+                heads = torch.arange(self._shape.num_kv_heads)[:, None]
+                rows = self._token_rows(ctx, slot, kv_len) * self._shape.num_kv_heads + heads
+                index = rows.to(self._index_dtype).view(-1)
+            if kv_len != num_seeing and kv_len <= _SHORT_KEYS:
+                mask = torch.zeros(num_seeing, kv_len, dtype=self._pool.data.dtype)
+                queries = torch.arange(num_seeing)[:, None]
+                mask.masked_fill_(torch.arange(kv_len) > queries + kv_len - num_seeing, float("-inf"))
+            yield _Prefill(
+                start=start + q_len - num_seeing, q_len=num_seeing, kv_len=kv_len, index=index, mask=mask
+            )
 
-    def _token_rows(self, ctx: Context, slots: Sequence[int], length: int) -> Tensor:
-        """Returns the pool's token rows of the slots' first `length` tokens, int64 `[len(slots), length]`."""
+    def _token_rows(self, ctx: Context, slot: int, length: int) -> Tensor:
+        """Returns the pool's token rows of the slot's first `length` tokens, int64 `[1, length]`."""
         size = self._pool.page_size
-        pages = ctx.page_table.data[list(slots), : ceil_div(length, size)].long()
+        pages = ctx.page_table.data[[slot], : ceil_div(length, size)].long()
         return (pages[:, :, None] * self._pool.page_rows + torch.arange(size)).flatten(1)[:, :length]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from segue.attention import cpu
-from segue.attention.base import AttentionBackend, AttentionShape
+from segue.attention.base import AttentionShape
 from segue.attention.context import Context
 from segue.errors import ConfigError
 from segue.kernels.batch_invariant import cancelling_inputs
@@ -44,7 +44,7 @@ class _QueryTile:
     hidden: Tensor  # bool [B, 1, 1 or R, S - common], true for keys that a query does not attend to
 
 
-class InvariantCPUAttention(AttentionBackend):
+class InvariantCPUAttention(cpu.GatheringAttention):
     """GEMMs of few shapes over gathered keys; `prepare` lays out the indices and masks once per step."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
@@ -53,14 +53,8 @@ class InvariantCPUAttention(AttentionBackend):
         Raises:
             ConfigError: on this CPU the bits of such GEMMs depend on their number or their length.
         """
-        self._shape = shape
-        self._pool = pool
-        self._group = shape.num_heads // shape.num_kv_heads
+        super().__init__(shape, pool)
         self._rows = _agreeing_rows(self._group, shape.head_dim, pool.data.dtype)
-        self._keys = [rows.view(-1, shape.head_dim) for rows in pool.key_rows]
-        self._values = [rows.view(-1, shape.head_dim) for rows in pool.value_rows]
-        num_rows = pool.data.numel() // shape.head_dim
-        self._index_dtype = torch.int32 if num_rows < 2**31 else torch.int64
         self._tiles: list[_QueryTile] = []
 
     def prepare(self, ctx: Context) -> None:
@@ -110,13 +104,7 @@ class InvariantCPUAttention(AttentionBackend):
                 )
 
     def _plan_prefills(self, ctx: Context) -> Iterator[_QueryTile]:
-        start = sum(ctx.q_lens[: ctx.num_decode])
-        for slot, q_len, kv_len in zip(
-            ctx.slots[ctx.num_decode :],
-            ctx.q_lens[ctx.num_decode :],
-            ctx.kv_lens[ctx.num_decode :],
-            strict=True,
-        ):
+        for slot, start, q_len, kv_len in self._prompts(ctx):
             fitting = [rows for rows in self._rows if rows <= self._max_rows(kv_len)]
             per_tile = max(fitting, default=self._rows[0]) // self._group
             end = start + q_len
@@ -129,7 +117,6 @@ class InvariantCPUAttention(AttentionBackend):
                     [num_visible, num_visible.new_full((rows - len(num_visible),), last)]
                 )[None]
                 yield self._tile(ctx, torch.arange(first, first + count), [slot], [last], rows, num_visible)
-            start = end
 
     def _tile(
         self,

@@ -7,6 +7,7 @@ import json
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from segue.kvcache.pool import KVPool
 # prefill by tokens per step. bench/attention.py writes them. Devices of one compute capability have the same
 # instructions, so all of them use the ranking of the device that was measured.
 TABLE = Path(__file__).parent / "measured.json"
+_refusal = partial(ConfigError, param="attention_backend")
 _NO_RANKING: dict[str, Any] = {"prefill": {1 << 30: []}, "decode": []}  # for steps of any size
 
 
@@ -99,16 +101,6 @@ class Setting:
     deterministic: bool = False
 
 
-# In order of preference where there is no measured ranking.
-_BACKENDS: dict[str, BackendEntry] = {}
-
-
-def register(entry: BackendEntry) -> None:
-    """Register a backend; its name must be new."""
-    assert entry.name not in _BACKENDS, entry.name
-    _BACKENDS[entry.name] = entry
-
-
 def names() -> list[str]:
     """Returns the names of all backends, in order of preference."""
     return list(_BACKENDS)
@@ -129,10 +121,7 @@ def select(name: str, setting: Setting) -> Selection:
     """
     halves = [half.strip() for half in name.split(",")]
     if len(halves) > 2:
-        raise ConfigError(
-            f"attention backend {name!r}: name one backend, or two as 'prefill,decode'",
-            param="attention_backend",
-        )
+        raise _refusal(f"attention backend {name!r}: name one backend, or two as 'prefill,decode'")
     measured = _measured(setting) if "auto" in halves else _NO_RANKING
     prefill: list[tuple[int, BackendEntry]] = []
     for max_tokens, ranking in measured["prefill"].items():
@@ -148,21 +137,17 @@ def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry
         for candidate in [*ranking, *names()]:
             if candidate in _BACKENDS and not unsupported_reasons(_BACKENDS[candidate].capabilities, setting):
                 return _BACKENDS[candidate]
-        raise ConfigError(
+        raise _refusal(
             f"no attention backend runs on {setting.device.type} with {setting.dtype}, page size "
-            f"{setting.page_size} and {setting.shape}; backends: {', '.join(names())}; use --device cpu",
-            param="attention_backend",
+            f"{setting.page_size} and {setting.shape}; backends: {', '.join(names())}; use --device cpu"
         )
     if name not in _BACKENDS:
-        raise ConfigError(
-            f"attention backend {name!r} does not exist; choose auto or one of {', '.join(names())}",
-            param="attention_backend",
+        raise _refusal(
+            f"attention backend {name!r} does not exist; choose auto or one of {', '.join(names())}"
         )
     found = unsupported_reasons(_BACKENDS[name].capabilities, setting)
     if found:
-        raise ConfigError(
-            f"attention backend {name!r} cannot be used: {'; '.join(found)}", param="attention_backend"
-        )
+        raise _refusal(f"attention backend {name!r} cannot be used: {'; '.join(found)}")
     return _BACKENDS[name]
 
 
@@ -230,11 +215,14 @@ _FA3 = Capabilities(
     package=("flash_attn_3._C", "fa3"),
     graphs=True,
 )
-for _name, _capabilities, _backend in (
-    ("triton", _TRITON, "triton:TritonAttention"),
-    ("fa3", _FA3, "fa3:FA3Attention"),
-    ("triton-invariant", _TRITON_INVARIANT, "triton:TritonInvariantAttention"),
-    ("cpu", _CPU, "cpu:CPUAttention"),
-    ("cpu-invariant", replace(_CPU, deterministic=True), "cpu_invariant:InvariantCPUAttention"),
-):
-    register(BackendEntry(name=_name, capabilities=_capabilities, backend=f"segue.attention.{_backend}"))
+# In order of preference where there is no measured ranking.
+_BACKENDS = {
+    name: BackendEntry(name=name, capabilities=capabilities, backend=f"segue.attention.{backend}")
+    for name, capabilities, backend in (
+        ("triton", _TRITON, "triton:TritonAttention"),
+        ("fa3", _FA3, "fa3:FA3Attention"),
+        ("triton-invariant", _TRITON_INVARIANT, "triton:TritonInvariantAttention"),
+        ("cpu", _CPU, "cpu:CPUAttention"),
+        ("cpu-invariant", replace(_CPU, deterministic=True), "cpu_invariant:InvariantCPUAttention"),
+    )
+}

@@ -122,11 +122,9 @@ def _pack_cpu(weight: Tensor) -> Gemm:
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
-    if not torch._C._has_mkldnn:
-        return False
-    if dtype == torch.float32:
-        return True
-    return dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.bfloat16:
+        return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch._C._has_mkldnn and dtype == torch.float32
 
 
 def linear(
@@ -181,7 +179,7 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     May overwrite `gate_up`. On CUDA `gate_up` may be split-K partials, float32 `[S, T, 2 * I]`.
     """
     if gate_up.is_cuda:
-        from segue.kernels.triton.activation import silu_mul as fused
+        from segue.kernels.triton.gate_up_silu import silu_mul as fused
 
         return fused(gate_up, dtype)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -118,6 +118,7 @@ class ModelConfig:
             )
         trained_context = _size(config, "max_position_embeddings")
         rope = _rope(config, trained_context)
+        dtype = config.get("dtype") or config.get("torch_dtype")
         return cls(
             architecture=architecture,
             vocab_size=_size(config, "vocab_size"),
@@ -135,7 +136,7 @@ class ModelConfig:
             o_bias=attention_bias,
             mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
             qk_norm=is_qwen3,
-            dtype=_dtype(config),
+            dtype=None if dtype is None else str(dtype).removeprefix("torch."),
             moe=_moe(config) if architecture == "Qwen3MoeForCausalLM" else None,
         )
 
@@ -163,11 +164,6 @@ def _positive(name: str, value: Any) -> float:
     if not 0.0 < number < math.inf:
         raise UnsupportedModelError(f"config.json: {name} is {value!r}; it must be a positive number")
     return number
-
-
-def _dtype(config: Mapping[str, Any]) -> str | None:
-    name = config.get("dtype") or config.get("torch_dtype")
-    return None if name is None else str(name).removeprefix("torch.")
 
 
 def _rope(config: Mapping[str, Any], trained_context: int) -> RopeConfig:

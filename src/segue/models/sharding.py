@@ -69,11 +69,9 @@ def _violations(config: ModelConfig, size: int) -> list[str]:
         found.append("num_attention_heads must be a multiple of the size")
     if config.num_kv_heads % size and size % config.num_kv_heads:
         found.append("num_key_value_heads must be a multiple or a divisor of the size")
-    sizes = []
+    sizes = [config.moe.expert_intermediate_size] if config.moe else []
     if not all(config.is_sparse(layer) for layer in range(config.num_layers)):
-        sizes.append(config.intermediate_size)
-    if config.moe is not None:
-        sizes.append(config.moe.expert_intermediate_size)
+        sizes.insert(0, config.intermediate_size)
     found.extend(
         f"the intermediate size {value} must be a multiple of the size" for value in sizes if value % size
     )

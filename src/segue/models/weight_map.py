@@ -37,11 +37,6 @@ class Coverage:
     missing: dict[str, int]  # parameter -> number of elements that are not written
     repeated: dict[str, int]  # parameter -> number of elements that are written more than once
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether every element is written exactly once."""
-        return not self.missing and not self.repeated
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMap:

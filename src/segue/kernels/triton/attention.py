@@ -57,17 +57,11 @@ def decode(
         top = tl.full((GP,), float("-inf"), tl.float32)
         total = tl.zeros((GP,), tl.float32)
         acc = tl.zeros((GP, DP), tl.float32)
-        for i in tl.range(
-            split * per_split,
-            tl.minimum(split * per_split + per_split, kv_len),
-            BLOCK,
-            num_stages=STAGES,
-        ):
+        table_row, first = page_table + slot * table_stride, split * per_split
+        for i in tl.range(first, tl.minimum(first + per_split, kv_len), BLOCK, num_stages=STAGES):
             position = i + j
             seen = position < kv_len
-            page = tl.load(page_table + slot * table_stride + position // PAGE, mask=seen, other=0).to(
-                tl.int64
-            )
+            page = tl.load(table_row + position // PAGE, mask=seen, other=0).to(tl.int64)
             at = (page * page_rows + position % PAGE) * (KV_HEADS * D) + h * D
             k = tl.load(keys + at[:, None] + d[None, :], mask=seen[:, None] & in_head, other=0.0)
             scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
@@ -86,7 +80,7 @@ def decode(
             tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=valid)
         else:
             split_at = ((b * KV_HEADS + h) * SPLITS + split) * G + g
-            if split * per_split < kv_len:
+            if first < kv_len:
                 tl.store(partial + split_at[:, None] * D + d[None, :], acc, mask=valid)
                 tl.store(maxima + split_at * 2, top, mask=g < G)
                 tl.store(maxima + split_at * 2 + 1, total, mask=g < G)
@@ -109,10 +103,8 @@ def decode(
                     share = tl.where(used, tl.exp2(tops - tl.where(kv_len > 0, highest, 0.0)), 0.0)
                     summed = tl.sum(totals * share, 0)
                     result = tl.sum(sums * share[:, None], 0) / tl.where(summed == 0.0, 1.0, summed)
-                    to = output + ((b * KV_HEADS + h) * G + i).to(tl.int64) * D
-                    tl.store(
-                        to + tl.arange(0, DP), result.to(output.dtype.element_ty), mask=tl.arange(0, DP) < D
-                    )
+                    to = output + ((b * KV_HEADS + h) * G + i).to(tl.int64) * D + d
+                    tl.store(to, result.to(output.dtype.element_ty), mask=d < D)
                 tl.store(counters + b * KV_HEADS + h, 0)
 
 

@@ -23,30 +23,22 @@ _GROUP_M = 8  # blocks of tokens whose tiles run at the same time, so that they 
 _SMALL_M = 64  # rows up to which the time is that of reading the weight
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """The tile and launch options of a GEMM."""
-
-    block_m: int  # tokens
-    block_n: int  # rows of the weight
-    block_k: int
-    stages: int
-    warps: int
-    swap: bool = False  # whether rows of the weight, not tokens, fill the tensor cores' 64 rows
-    cost: float = 0.0  # time of a program on a full device, relative to the largest tile's
+def _plan(block_m: int, block_n: int, block_k: int, stages: int, warps: int, swap: bool = False) -> GemmPlan:
+    return GemmPlan(True, block_m, block_n, block_k, 1, stages, warps, swap)
 
 
-LARGE_M_TILES = (  # from the largest to the smallest
-    Tile(128, 256, 64, 4, 8, cost=1.0),
-    Tile(128, 128, 64, 5, 8, cost=0.57),
-    Tile(64, 128, 128, 4, 4, cost=0.37),
-    Tile(64, 64, 128, 5, 4, cost=0.28),
-)
+# From the largest tile to the smallest: time of a program on a full device, relative to the largest tile's.
+LARGE_M_TILES = {
+    _plan(128, 256, 64, 4, 8): 1.0,
+    _plan(128, 128, 64, 5, 8): 0.57,
+    _plan(64, 128, 128, 4, 4): 0.37,
+    _plan(64, 64, 128, 5, 4): 0.28,
+}
 # For one program per SM, and for several programs per SM.
-SMALL_M_TILES = tuple(Tile(rows, 64, 128, 6, 4, swap=True) for rows in (16, 32, 64))
+SMALL_M_TILES = tuple(_plan(rows, 64, 128, 6, 4, swap=True) for rows in (16, 32, 64))
 SMALL_M_LARGE_N_TILES = (
-    *(Tile(rows, 64, 128, 4, 4, swap=True) for rows in (16, 32)),
-    Tile(64, 128, 128, 4, 4),
+    *(_plan(rows, 64, 128, 4, 4, swap=True) for rows in (16, 32)),
+    _plan(64, 128, 128, 4, 4),
 )
 
 
@@ -76,27 +68,24 @@ class TritonBatchInvariantGemm:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `x @ weight.T + bias`, `[M, K] -> [M, N]`."""
-        tile = choose(len(x), self.weight.shape[0], num_sms(x.device))
-        return run(tile, x, self.weight, bias, self.dtype)
+        plan = choose(len(x), self.weight.shape[0], num_sms(x.device))
+        return run(plan, x, self.weight, bias, self.dtype)
 
 
-def run(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns `x @ weight.T + bias`, computed with `tile`."""
-    plan = GemmPlan(True, tile.block_m, tile.block_n, tile.block_k, 1, tile.stages, tile.warps)
-    return gemm.run(plan, x, weight, bias, dtype, swap=tile.swap, group_m=_GROUP_M)
+def run(plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns `x @ weight.T + bias`, computed with `plan`."""
+    return gemm.run(plan, x, weight, bias, dtype, group_m=_GROUP_M)
 
 
 @cache
-def choose(num_rows: int, size: int, num_sms: int) -> Tile:
-    """Returns the fastest tile for a GEMM, according to measurements on an H200."""
+def choose(num_rows: int, size: int, num_sms: int) -> GemmPlan:
+    """Returns the fastest plan for a GEMM, according to measurements on an H200."""
     if num_rows <= _SMALL_M:
-        several = size > 64 * num_sms
-        return next(
-            tile for tile in (SMALL_M_LARGE_N_TILES if several else SMALL_M_TILES) if num_rows <= tile.block_m
-        )
+        tiles = SMALL_M_LARGE_N_TILES if size > 64 * num_sms else SMALL_M_TILES
+        return next(plan for plan in tiles if num_rows <= plan.block_m)
 
-    def cost(tile: Tile) -> float:
-        programs = ceil_div(num_rows, tile.block_m) * ceil_div(size, tile.block_n)
-        return tile.cost * ceil_div(programs, num_sms)
+    def cost(plan: GemmPlan) -> float:
+        programs = ceil_div(num_rows, plan.block_m) * ceil_div(size, plan.block_n)
+        return LARGE_M_TILES[plan] * ceil_div(programs, num_sms)
 
     return min(LARGE_M_TILES, key=cost)

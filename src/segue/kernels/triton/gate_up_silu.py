@@ -1,4 +1,4 @@
-"""The gate-up SiLU GEMM: gate and up projections and their activation in one kernel.
+"""SiLU-and-multiply, and the gate-up SiLU GEMM: both projections and their activation in one kernel.
 
 Few rows use the kernel of `gemm.py`. For many rows and a small K, writing 2 * I columns and reading them
 again for the activation takes a fifth of the time; here they never leave the registers. Two small programs
@@ -12,14 +12,43 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.kernels.triton import gemm
-from segue.kernels.triton.gemm import grouped_tile, silu_mul_tile
+from segue.kernels.triton.gemm import grouped_tile, load_split_k, silu_mul_tile
 from segue.kernels.triton.launch import is_hopper, launch_options, num_sms, pdl_launch_dependents, pdl_wait
 
+_COLUMNS = tl.constexpr(1024)  # per program of the activation
 _MAX_SMALL_M = 64
 _BM, _BN, _BK = tl.constexpr(128), tl.constexpr(64), tl.constexpr(64)
 _STAGES, _GROUP_M, _WARPS = tl.constexpr(3), tl.constexpr(16), 4
 _MIN_LARGE_M = 2048  # fewer rows give too few tiles for the programs that run at once
 _MAX_K = 1024  # with a larger K the time is that of the multiplications, which cuBLAS does faster
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _silu_mul(gate_up, output, num_rows, size, SPLITS: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)
+    inside = columns < size
+    pdl_wait(PDL)
+    at, stride = row * 2 * size + columns, num_rows.to(tl.int64) * 2 * size
+    gate = load_split_k(gate_up, at, stride, inside, SPLITS)
+    up = load_split_k(gate_up, at + size, stride, inside, SPLITS)
+    pdl_launch_dependents(PDL)
+    tl.store(output + row * size + columns, silu_mul_tile(gate, up), mask=inside)
+
+
+def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `segue.kernels.ops.silu_mul`; `gate_up` may be split-K partials, float32 `[S, T, 2 * I]`."""
+    num_rows, size = gate_up.shape[-2], gate_up.shape[-1] // 2
+    output = torch.empty((num_rows, size), dtype=dtype, device=gate_up.device)
+    _silu_mul[(num_rows, triton.cdiv(size, _COLUMNS.value))](
+        gate_up=gate_up,
+        output=output,
+        num_rows=num_rows,
+        size=size,
+        SPLITS=gate_up.shape[0] if gate_up.dim() == 3 else 1,
+        **launch_options(4, num_rows),
+    )
+    return output
 
 
 @triton.jit(do_not_specialize=["num_rows"])

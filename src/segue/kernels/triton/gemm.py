@@ -6,11 +6,9 @@ were measured for each shape (`bench/tune_gemm.py`) and are stored in `gemm.json
 there use cuBLAS.
 """
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
+from segue.kernels.triton.launch import launch_options, measured_plans, pdl_launch_dependents, pdl_wait
 
 TABLE = Path(__file__).parent / "gemm.json"
 MAX_ROWS = 256
@@ -36,6 +34,7 @@ class GemmPlan:
     splits: int  # splits of K; more than one gives split-K partials
     stages: int
     warps: int
+    swap: bool = True  # whether rows of the weight, not tokens, fill the tensor cores' 64 rows
 
 
 @triton.jit
@@ -157,7 +156,6 @@ def run(
     bias: Tensor | None,
     dtype: torch.dtype,
     *,
-    swap: bool = True,
     gated: bool = False,
     group_m: int = 0,
 ) -> Tensor:
@@ -169,7 +167,6 @@ def run(
         weight: `[N, K]`.
         bias: `[N]`.
         dtype: of the result, unless these are split-K partials.
-        swap: rows of the weight, not tokens, fill the tensor cores' 64 rows.
         gated: the weight is `[2 * I, K]`, gate rows first; the result is `silu(gate) * up`, `[M, I]`. Threads
             load the tiles, because half of a tile's rows are of the gate.
         group_m: the blocks of tokens whose tiles run at the same time; 0: all. The plan must use TMA.
@@ -194,7 +191,7 @@ def run(
         SPLITS=plan.splits,
         STAGES=plan.stages,
         TMA=tma,
-        SWAP=swap,
+        SWAP=plan.swap,
         GATED=gated,
         GROUP_M=group_m,
         **launch_options(plan.warps, None if group_m else num_rows),
@@ -207,15 +204,9 @@ def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, may_split: 
     """Returns the stored plan for a shape, or None to use cuBLAS."""
     if num_rows > MAX_ROWS or dtype != torch.bfloat16:
         return None
-    measured = _table().get(torch.cuda.get_device_name(), {}).get(f"{size}x{depth}", {})
+    measured = measured_plans(TABLE).get(f"{size}x{depth}", {})
     for max_rows, plans in measured.items():
         if num_rows <= int(max_rows):
             plan = plans["split" if may_split else "whole"]
             return GemmPlan(**plan) if plan else None
     return None
-
-
-@cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    return table

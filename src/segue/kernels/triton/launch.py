@@ -1,6 +1,9 @@
-"""Launch options, with programmatic dependent launch where the device has it (Hopper and later)."""
+"""Launch options, with programmatic dependent launch on Hopper and later, and tables of measured plans."""
 
+import json
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -51,3 +54,10 @@ def launch_options(num_warps: int, rows: int | None) -> dict[str, int | bool]:
     pdl = is_hopper()
     mode = OFF if not pdl else EARLY if rows is not None and rows <= _FEW_ROWS else LATE
     return {"PDL": mode.value, "launch_pdl": pdl, "num_warps": num_warps}
+
+
+@cache
+def measured_plans(table: Path) -> dict[str, Any]:
+    """Returns this device's plans in a table of measured plans, by shape."""
+    plans: dict[str, dict[str, Any]] = json.loads(table.read_text()) if table.exists() else {}
+    return plans.get(torch.cuda.get_device_name(), {})

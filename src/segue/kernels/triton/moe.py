@@ -9,11 +9,9 @@ device even for one token, and a successor that starts early and waits on the sa
 (measured: 32 against 24 µs).
 """
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -21,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.kernels.triton import moe_gemm
-from segue.kernels.triton.launch import launch_options
+from segue.kernels.triton.launch import launch_options, measured_plans
 from segue.kernels.triton.moe_routing import sort
 
 TABLE = Path(__file__).parent / "moe.json"
@@ -37,6 +35,11 @@ class TileConfig:
     warps: int
     tma: bool = False  # whether TMA loads the tiles, not threads
     halves: bool = False  # whether a tile that is at most half full runs with half of block_m
+
+    def options(self) -> dict[str, int | bool]:
+        """Returns the arguments and launch options that all of the GEMMs' kernels take."""
+        tile = {"BN": self.block_n, "BK": self.block_k, "STAGES": self.stages}
+        return tile | launch_options(self.warps, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +86,7 @@ def gate_up_by_pair(
         size=size,
         num_experts=num_experts,
         K=experts.shape[1],
-        BN=config.block_n,
-        BK=config.block_k,
-        STAGES=config.stages,
-        **launch_options(config.warps, None),
+        **config.options(),
     )
     return inner
 
@@ -104,10 +104,7 @@ def down_by_token(config: TileConfig, inner: Tensor, weight: Tensor, experts: Te
         hidden=hidden,
         num_experts=num_experts,
         K=per_token,
-        BN=config.block_n,
-        BK=config.block_k,
-        STAGES=config.stages,
-        **launch_options(config.warps, None),
+        **config.options(),
     )
     return out
 
@@ -150,14 +147,11 @@ def gemm_by_tile(
         size=size,
         K=len(order) // len(x),
         BM=block_m,
-        BN=config.block_n,
-        BK=config.block_k,
-        STAGES=config.stages,
         HALVES=config.halves,
         TMA=config.tma,
         EVEN=gated and depth % config.block_k == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        **launch_options(config.warps, None),
+        **config.options(),
     )
     return out
 
@@ -184,7 +178,7 @@ def choose(
 ) -> MoEPlan:
     """Returns the stored plan for a shape; where none was measured, one that runs on any device."""
     key = f"{num_experts}x{per_token}x{size}x{hidden}"
-    measured = _table().get(torch.cuda.get_device_name(), {}).get(key, {})
+    measured = measured_plans(TABLE).get(key, {})
     if dtype == torch.bfloat16:
         for max_tokens, plan in measured.items():
             if num_tokens <= int(max_tokens) or max_tokens == list(measured)[-1]:
@@ -196,9 +190,3 @@ def choose(
         config = TileConfig(32, 32, 2, 4) if wide else TileConfig(64, 64, 3, 4)
         return MoEPlan(16, config, config)
     return MoEPlan(64, TileConfig(64, 64, 3, 4), TileConfig(128, 64, 3, 4))
-
-
-@cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    return table
