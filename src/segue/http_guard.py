@@ -68,7 +68,9 @@ class HttpGuard:
             return
         found = _AUTHORITY.fullmatch(authority.decode("latin-1").lower())
         name = found[1].strip("[]").removesuffix(".") if found else ""
-        if not (name == "localhost" or name in self.hosts or _is_this_machine(name)):
+        address = _address(name)
+        is_local = name == "localhost" or name.endswith(".localhost") or (address and address.is_loopback)
+        if not (is_local or name in self.hosts):
             raise ForbiddenError(
                 f"this server does not answer for the host {_shown(authority)}; use localhost, or start the "
                 "server with --allowed-hosts and that name"
@@ -203,13 +205,6 @@ def is_loopback(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return ipaddress.ip_address(address).is_loopback
-
-
-def _is_this_machine(name: str) -> bool:
-    if name.endswith(".localhost"):
-        return True
-    address = _address(name)
-    return address is not None and address.is_loopback
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

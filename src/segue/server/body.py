@@ -41,11 +41,9 @@ RULES = {  # what fields that may be large are, in words
     "logit_bias": "an object of token ids and numbers",
     "stop_token_ids": "a list of token ids",
     "buckets": "a list of buckets",
-    "names": "a list of strings",
-    "dtypes": "a list of strings",
     "shapes": "a list of lists of sizes",
     "checksums": "an object of names and integers of 64 bits",
-    "serialized_named_tensors": "a list of strings",
+    **dict.fromkeys(("names", "dtypes", "serialized_named_tensors"), "a list of strings"),
 }
 _MEMBER = re.compile(rb'\s*("(?:[^"\\]|\\.){0,256}")\s*:\s*', re.DOTALL)
 _LONG_NAME = re.compile(rb'\s*("(?:[^"\\]|\\.){257})', re.DOTALL)  # longer than any that is known

@@ -245,32 +245,28 @@ class Connection(HttpToolsProtocol):
             self._check_unsent(now, unsent)
         else:
             self._unsent = None
-        if self.transport.is_closing():
-            return
+        late = None if self.transport.is_closing() else self._late_with(now)
+        if late:
+            self.refuse(RequestTimeoutError(late))
+        elif late is not None:
+            self.transport.close()
+
+    def _late_with(self, now: float) -> str | None:
+        """Returns what the client has not sent in time, for a 408; empty: a 408 would be misunderstood."""
+        limits, waited = self._limits, self.waited(now)
         if self._awaited is Awaited.BODY:
-            self._check_body(now)
+            if not self._owes_answer:
+                return "" if waited > limits.drain_s else None
+            if self.silence(now) > limits.body_silence_s:
+                return f"no byte of the body arrived for {limits.body_silence_s:g} s; send it without pauses"
+            if self._num_received < limits.body_rate * (waited - limits.body_grace_s):
+                return f"the body arrived at less than {limits.body_rate:g} bytes per second; send it faster"
         elif not self._owes_answer:
-            self._check_head(now)
-
-    def _check_head(self, now: float) -> None:
-        limits, waited = self._limits, self.waited(now)
-        if self._awaited is Awaited.HEAD and waited > limits.head_s:
-            text = f"the request's line and headers took more than {limits.head_s:g} s; send them at once"
-            self.refuse(RequestTimeoutError(text))
-        elif self._awaited is Awaited.IDLE and waited > (limits.idle_s if self.cycle else limits.head_s):
-            self.transport.close()  # a client would take a 408 for the answer to its next request
-
-    def _check_body(self, now: float) -> None:
-        limits, waited = self._limits, self.waited(now)
-        if not self._owes_answer:
-            if waited > limits.drain_s:
-                self.transport.close()
-        elif self.silence(now) > limits.body_silence_s:
-            text = f"no byte of the body arrived for {limits.body_silence_s:g} s; send it without pauses"
-            self.refuse(RequestTimeoutError(text))
-        elif self._num_received < limits.body_rate * (waited - limits.body_grace_s):
-            text = f"the body arrived at less than {limits.body_rate:g} bytes per second; send it faster"
-            self.refuse(RequestTimeoutError(text))
+            if self._awaited is Awaited.HEAD and waited > limits.head_s:
+                return f"the request's line and headers took more than {limits.head_s:g} s; send them at once"
+            if self._awaited is Awaited.IDLE and waited > (limits.idle_s if self.cycle else limits.head_s):
+                return ""  # a client would take a 408 for the answer to its next request
+        return None
 
     def _check_unsent(self, now: float, unsent: int) -> None:
         """Abort if the client reads its reply more slowly than ``reply_rate``."""

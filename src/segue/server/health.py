@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from segue.errors import SegueError
 from segue.server.access import Access, Routes
-from segue.server.responses import RETRY_AFTER_S, json_response, native_body
+from segue.server.responses import HEADERS, json_response, native_body
 from segue.server.service import Service, service_of
 
 routes = Routes(Access.OPEN, "Health")
@@ -66,6 +66,4 @@ def _condition(service: Service) -> dict[str, Any]:
 
 def _unable(error: SegueError) -> Response:
     status = STATUSES.get(error.code or "", "failing")
-    return json_response(
-        {"status": status} | native_body(error) | {"code": 503}, 503, {"retry-after": str(RETRY_AFTER_S)}
-    )
+    return json_response({"status": status} | native_body(error) | {"code": 503}, 503, HEADERS[503])

@@ -19,14 +19,13 @@ from segue.config import MIB
 from segue.errors import SegueError
 from segue.frontend.thread_pool import INLINE_ENTRIES, ThreadPool
 
-RETRY_AFTER_S = 1
 DRAINED_MIB = 64  # of a too large body, read and dropped so that the client reads the answer
 DRAIN_S = 3.0
 ITEMS = 256  # items of a list that are encoded in one call
 HEADERS = {  # of errors, by status
     401: {"www-authenticate": "Bearer"},
     413: {"connection": "close"},
-    503: {"retry-after": str(RETRY_AFTER_S)},
+    503: {"retry-after": "1"},
 }
 
 encode = msgspec.json.Encoder().encode
