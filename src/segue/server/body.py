@@ -188,7 +188,7 @@ def _members(data: bytes, shape: Shape) -> dict[str, bytes]:
 @lru_cache
 def _undecoded(model: type[msgspec.Struct], others: frozenset[str]) -> type[msgspec.Struct]:
     """Returns a struct with the fields of ``model`` and others, undecoded."""
-    names = dict.fromkeys([*model.__struct_fields__, *sorted(others)])
+    names = dict.fromkeys([*model.__struct_encode_fields__, *sorted(others)])
     fields = [(name, Raw | UnsetType, UNSET) for name in names]
     strict = model.__struct_config__.forbid_unknown_fields
     return msgspec.defstruct(model.__name__, fields, forbid_unknown_fields=strict)
