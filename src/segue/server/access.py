@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from segue.config import EngineConfig
 from segue.errors import AuthenticationError, SegueError
 from segue.http_guard import Headers, HttpGuard
-from segue.server.responses import error_response
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]  # what answers a request, a `Response` for example
 
@@ -87,20 +86,16 @@ class GuardedRoute(Route):
         self._refusal = group.refusal
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a request whose path this route matched, then answer it."""
-        try:
-            scope["app"].state.gate.check(scope, self.access)
-        except SegueError as error:
-            body = None if self._refusal is None else self._refusal(self.path, error)
-            await error_response(error, scope["path"], body)(scope, receive, send)
-            return
+        """Check a request that this route matched, then answer it; raises what :meth:`Gate.check` does."""
+        scope["refusal"] = self._refusal
+        scope["app"].state.gate.check(scope, self.access)
         await super().handle(scope, receive, send)
 
 
 class Routes(list[BaseRoute]):
     """The routes of one room, all of one level of access.
 
-    ``refusal`` makes the body of a failed check's answer; without it, the path decides the body's form.
+    ``refusal`` makes the body of every error's answer; without it, the path decides the body's form.
     """
 
     def __init__(self, access: Access, tag: str, refusal: Refusal | None = None) -> None:

@@ -47,7 +47,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
     path = request.url.path
     match error:
         case SegueError():
-            return error_response(error, path)
+            refusal = request.scope.get("refusal")
+            return error_response(error, path, refusal and refusal(path, error))
         case HTTPException():
             response = error_response(RouteError(error.status_code, request), path)
             response.headers.update(error.headers or {})

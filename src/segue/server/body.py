@@ -47,7 +47,6 @@ RULES = {  # what fields that may be large are, in words
 }
 _MEMBER = re.compile(rb'\s*("(?:[^"\\]|\\.){0,256}")\s*:\s*', re.DOTALL)
 _LONG_NAME = re.compile(rb'\s*("(?:[^"\\]|\\.){257})', re.DOTALL)  # longer than any that is known
-_plain = msgspec.json.Decoder()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,7 @@ async def read_json(request: Request, check: Callable[[Any], T], shape: Callable
     if len(data) > INLINE_BYTES:
         return await manager.thread_pool.run(lambda: check(decode(data, shape(bounds))))
     try:
-        body = _plain.decode(data or b"{}")
+        body = msgspec.json.decode(data or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _not_json(error) from None
     return check(body)
@@ -139,7 +138,7 @@ def decode_fields(data: bytes, shape: Shape) -> dict[str, Any]:
             raise InvalidRequestError(text, param=name)
         else:
             try:
-                fields[name] = _plain.decode(raw)
+                fields[name] = msgspec.json.decode(raw)
             except msgspec.DecodeError as error:
                 raise _not_json(error) from None
     return fields
@@ -174,7 +173,7 @@ def _members(data: bytes, shape: Shape) -> dict[str, bytes]:
     members: dict[str, bytes] = {}
     for start, end in cut(data, MAX_MEMBERS, "fields"):
         if member := _MEMBER.match(data, start, end):
-            name = _plain.decode(member[1])
+            name = msgspec.json.decode(member[1])
         elif member := _LONG_NAME.match(data, start, end):
             name = short_repr(member[1].decode("utf-8", "replace"))
         else:
@@ -189,7 +188,7 @@ def _members(data: bytes, shape: Shape) -> dict[str, bytes]:
 @lru_cache
 def _undecoded(model: type[msgspec.Struct], others: frozenset[str]) -> type[msgspec.Struct]:
     """Returns a struct with the fields of ``model`` and others, undecoded."""
-    names = dict.fromkeys([*model.__struct_fields__, *sorted(others)])
+    names = dict.fromkeys([*model.__struct_encode_fields__, *sorted(others)])
     fields = [(name, Raw | UnsetType, UNSET) for name in names]
     strict = model.__struct_config__.forbid_unknown_fields
     return msgspec.defstruct(model.__name__, fields, forbid_unknown_fields=strict)

@@ -180,9 +180,8 @@ class Connections:
             self._resume_held()
         self._stalled.clear()
         if len(self._all) >= limits.max_connections:
-            silent = [(connection.silence(now), connection) for connection in self._all]
-            late = [each for each in silent if each[0] >= limits.stalled_after_s]
-            self._stalled.extend(connection for _, connection in sorted(late, key=lambda each: -each[0]))
+            late = [each for each in self._all if each.silence(now) >= limits.stalled_after_s]
+            self._stalled.extend(sorted(late, key=lambda each: -each.silence(now)))
 
     # --- the bytes of bodies ---
 
@@ -220,9 +219,8 @@ class Connections:
         if self.num_bytes <= enough:
             return
         late = [each for each in self._all if each.waited(now) >= limits.crowded_grace_s]
-        rates = [(connection.rate(now), connection) for connection in late]
-        slow = sorted((each for each in rates if each[0] < limits.crowded_rate), key=lambda each: each[0])
-        for _, connection in slow:
+        slow = [each for each in late if each.rate(now) < limits.crowded_rate]
+        for connection in sorted(slow, key=lambda each: each.rate(now)):
             if self.num_bytes <= enough:
                 return
             connection.refuse(OverloadedError(CROWDED))

@@ -27,7 +27,6 @@ MAX_STRINGS = 1 << 18  # of a conversation, the names of its messages' fields in
 MAX_MESSAGES = MAX_STRINGS // 4
 MAX_BUCKETS = 1 << 15
 
-_plain = msgspec.json.Decoder()
 _messages = msgspec.json.Decoder(list[openai.ChatMessage])
 _biases = msgspec.json.Decoder(dict[str, int | float])
 _checksums = msgspec.json.Decoder(dict[str, int])
@@ -94,7 +93,7 @@ def _prompt(param: str, bounds: Bounds, data: bytes) -> Any:
     check_len = partial(check_prompt_len, limits=bounds.vocabulary, param=param)
     if param != "input_ids":
         if data.startswith(b'"'):
-            return _plain.decode(data)
+            return msgspec.json.decode(data)
         if json_pieces.first_byte(data) == b'"':
             return json_pieces.strings(data, check_count)
         if param == "text":
@@ -106,7 +105,7 @@ def _prompt(param: str, bounds: Bounds, data: bytes) -> Any:
 
 def _strings(param: str, most: int, data: bytes) -> Any:
     if data.startswith(b'"'):
-        return _plain.decode(data)
+        return msgspec.json.decode(data)
     return json_pieces.strings(data, partial(_check_count, param, most))
 
 
