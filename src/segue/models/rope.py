@@ -22,11 +22,10 @@ class Rotary:
         """Make CUDA's table of all positions; returns its bytes."""
         if device.type != "cuda":
             return 0
-        if self._table is not None:  # the table depends on no weight
-            return 2 * self._table[0].nbytes
-        positions = torch.arange(self.max_position, device=device)
-        radians = positions[:, None] * self.inverse_frequencies.to(device)
-        self._table = (radians.cos() * self.scale, radians.sin() * self.scale)
+        if self._table is None:  # the table depends on no weight
+            positions = torch.arange(self.max_position, device=device)
+            radians = positions[:, None] * self.inverse_frequencies.to(device)
+            self._table = (radians.cos() * self.scale, radians.sin() * self.scale)
         return 2 * self._table[0].nbytes
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
