@@ -57,9 +57,7 @@ class Scheduler:
         self.weight_version = FIRST_WEIGHT_VERSION
         self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
         self.refuses: str | None = None  # why every new request is rejected; None: requests are accepted
-        self.resources = Resources(
-            num_slots=limits.max_running_requests, num_pages=limits.num_pages, page_size=limits.page_size
-        )
+        self.resources = Resources(limits)
         self.new_token_ratio = NewTokenRatio()
         self.waiting = WaitingQueue()
         self.running: dict[str, Request] = {}  # in the order of admission
