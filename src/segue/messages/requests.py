@@ -78,16 +78,15 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only
 
     A request may go on from ``outputs``, tokens that an engine has generated for it before: their KV is
     computed again, and sampling, penalties and limits go on as if the request had never been interrupted.
-    Only the last of them may end it, and there may be at most ``max_new_tokens``. The replies carry only the
-    tokens that follow, but count all in ``num_tokens``. The frontend has checked that the vocabulary has all
-    ids.
+    The replies carry only the tokens behind ``outputs``, but count them in ``num_tokens``.
     """
 
     rid: str
     prompt: bytes  # int32 token ids
     params: SamplingParams
     priority: int = 0
-    outputs: bytes = b""  # int32 token ids
+    # int32 token ids, at most max_new_tokens; one that ends the request must be the last
+    outputs: bytes = b""
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True, array_like=True):
