@@ -39,7 +39,7 @@ class PrefillChoice:
 
     requests: Sequence[Request]  # in this order; the first that cannot be admitted ends the step
     budget: int  # tokens of all of them together
-    wake_at: float | None = None  # when to ask again although nothing has arrived; None: not before
+    wake_at: float | None = None  # when to ask again although nothing has arrived; None: never
 
 
 class PrefillPolicy(Protocol):
