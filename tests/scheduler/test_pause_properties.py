@@ -203,7 +203,7 @@ def test_pauses_flushes_and_aborts_in_any_order_for_long() -> None:
 # Bugs that the machine must catch: each test puts one of them into the scheduler.
 
 _settle, _retract, _forget_kv = Resources.settle, Scheduler._retract, Request.forget_kv
-_pause, _try_flush = PauseControl.pause, PauseControl._try_flush
+_post_init, _pause, _try_flush = Request.__post_init__, PauseControl.pause, PauseControl._try_flush
 
 
 def frees_what_a_step_in_flight_uses(self: Resources, oldest: int) -> None:
@@ -246,6 +246,17 @@ def ignores_the_time_to_live(self: PauseControl, message: Pause, now: float) -> 
     _pause(self, Pause(message.call, message.mode), now)
 
 
+def awaits_a_continued_request_that_came_during_the_pause(self: Request) -> None:
+    _post_init(self)
+    self.has_begun = self.num_outputs > 0
+
+
+def forgets_the_outputs_that_a_request_began_with(self: Request) -> None:
+    _post_init(self)
+    del self.tokens[self.prompt_len :]
+    self.outputs_launched = 0
+
+
 SEEDED: list[tuple[type, str, Callable[..., Any]]] = [
     (Resources, "settle", frees_what_a_step_in_flight_uses),
     (Scheduler, "_retract", drops_the_waiting_queue_at_a_retraction),
@@ -254,6 +265,8 @@ SEEDED: list[tuple[type, str, Callable[..., Any]]] = [
     (PauseControl, "_try_flush", flushes_the_kv_of_running_requests),
     (Request, "forget_kv", loses_a_token_at_a_retraction),
     (PauseControl, "pause", ignores_the_time_to_live),
+    (Request, "__post_init__", awaits_a_continued_request_that_came_during_the_pause),
+    (Request, "__post_init__", forgets_the_outputs_that_a_request_began_with),
 ]
 
 

@@ -40,7 +40,7 @@ class PrefillChoice:
 
     requests: Sequence[Request]  # in this order; the first that cannot be admitted ends the step
     budget: int  # tokens of all of them together
-    wake_at: float | None = None  # when to ask again although nothing has arrived; None: not before
+    wake_at: float | None = None  # when to ask again although nothing has arrived; None: never
 
 
 class PrefillPolicy(Protocol):
@@ -69,7 +69,9 @@ class PrefillPlanner:
     def fill(self, step: Step, now: float, *, admit: bool) -> float | None:
         """Add prefill chunks to a step; returns when to plan again if the policy holds work back.
 
-        With ``admit=False`` no waiting request is admitted.
+        With ``admit=False`` no waiting request is admitted. The full pages of a chunk are shared at once:
+        steps run in launch order, and each layer stores all KV of a step before it reads any. Later requests
+        of the same step can therefore read these pages, so equal prompts sent together are computed once.
         """
         s = self._scheduler
         view = PrefillView(
@@ -85,18 +87,9 @@ class PrefillPlanner:
         for request in choice.requests:
             if budget <= 0 or (request.phase is WAITING and not self._admit(request, step)):
                 break
-            budget -= self._prefill(request, step, budget)
+            budget -= step.prefill(request, budget)
+            s.insert_pages(request, request.launched)
         return choice.wake_at
-
-    def _prefill(self, request: Request, step: Step, budget: int) -> int:
-        """Add a chunk to the step, and share its full pages at once; returns its length.
-
-        Steps run in launch order, and each layer stores all KV of a step before it reads any. Later requests
-        of the same step can therefore read these pages, so equal prompts sent together are computed once.
-        """
-        count = step.prefill(request, budget)
-        self._scheduler.insert_pages(request, request.launched)
-        return count
 
     def _admit(self, request: Request, step: Step) -> bool:
         """Give a request a slot and pages for all its known tokens; False if the reserve would not stay free.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from segue.kvcache.allocator import PageAllocator
 from segue.kvcache.prefix_cache import Node, PrefixCache
+from segue.messages.control import EngineLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,10 @@ class Released:
 class Resources:
     """Tracks free, cached and pending free slots and pages; running requests hold the others."""
 
-    def __init__(self, *, num_slots: int, num_pages: int, page_size: int) -> None:
-        self.num_slots = num_slots
-        self.num_pages = num_pages
-        self.allocator = PageAllocator(num_pages)
-        self.prefix = PrefixCache(page_size)
-        self.free_slots = list(range(num_slots - 1, -1, -1))
+    def __init__(self, limits: EngineLimits) -> None:
+        self.allocator = PageAllocator(limits.num_pages)
+        self.prefix = PrefixCache(limits.page_size)
+        self.free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self.pending_free: deque[Released] = deque()
 
     @property

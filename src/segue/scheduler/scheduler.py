@@ -57,9 +57,7 @@ class Scheduler:
         self.weight_version = FIRST_WEIGHT_VERSION
         self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
         self.poisoned: str | None = None  # why the weights are, and every new request is rejected
-        self.resources = Resources(
-            num_slots=limits.max_running_requests, num_pages=limits.num_pages, page_size=limits.page_size
-        )
+        self.resources = Resources(limits)
         self.new_token_ratio = NewTokenRatio()
         self.waiting = WaitingQueue()
         self.running: dict[str, Request] = {}  # in the order of admission
@@ -176,35 +174,21 @@ class Scheduler:
             error=None if error is None else error.__name__,
         )
 
-    def _end_non_finite(self, step: Step, result: StepResult) -> list[Finished]:
-        """End the requests whose logits for an output token or a prompt token were not finite.
+    def _end_non_finite(self, request: Request, where: str) -> Finished:
+        """End a request whose logits for an output token or a prompt token were not finite.
 
         The KV that such a request computed is not shared any further, nor is the KV that it found in the
         prefix cache: the request that computed that KV may have ended before it sampled.
         """
-        non_finite = {
-            request: f"output token {request.num_outputs + 1}"
-            for request, token in zip(step.sampling, result.tokens, strict=True)
-            if token == NON_FINITE
-        } | {
-            request: "a prompt token"
-            for request, count in step.prompt_logprobs
-            if any(isnan(entry.logprob) for entry in result.prompt_logprobs[request.slot][:count])
-        }
-        finished = []
-        for request, where in non_finite.items():
-            if request.phase is FINISHED:
-                continue
-            assert request.node is not None
-            self.resources.prefix.hide(request.node)
-            self.totals.non_finite_logits += 1
-            text = (
-                f"the model's logits for {where} of request {request.rid} are not finite (NaN or infinite), "
-                "so there is no token to give. The weights, or the dtype they run in, do not suit this "
-                "prompt: see the server's log"
-            )
-            finished.append(self._end(request, "error", message=text, error=errors.NonFiniteLogitsError))
-        return finished
+        assert request.node is not None
+        self.resources.prefix.hide(request.node)
+        self.totals.non_finite_logits += 1
+        text = (
+            f"the model's logits for {where} of request {request.rid} are not finite (NaN or infinite), "
+            "so there is no token to give. The weights, or the dtype they run in, do not suit this "
+            "prompt: see the server's log"
+        )
+        return self._end(request, "error", message=text, error=errors.NonFiniteLogitsError)
 
     def retract_all(self) -> int:
         """Retract every running request and free its KV; returns their number. Nothing may be in flight."""
@@ -329,15 +313,20 @@ class Scheduler:
         tokens: list[int] = []
         finished: list[Finished] = []
         logprobs: dict[str, TokenLogprob] = {}
-        if step.prompt_logprobs or NON_FINITE in result.tokens:
-            finished += self._end_non_finite(step, result)
-        prompt_logprobs = {
-            request.rid: result.prompt_logprobs[request.slot][:count]
-            for request, count in step.prompt_logprobs
-            if request.phase is not FINISHED
-        }
+        prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+        for request, count in step.prompt_logprobs:
+            if request.phase is FINISHED:
+                continue
+            entries = result.prompt_logprobs[request.slot][:count]
+            if any(isnan(entry.logprob) for entry in entries):
+                finished.append(self._end_non_finite(request, "a prompt token"))
+            else:
+                prompt_logprobs[request.rid] = entries
         for index, (request, token) in enumerate(zip(step.sampling, result.tokens, strict=True)):
             if request.phase is FINISHED:
+                continue
+            if token == NON_FINITE:
+                finished.append(self._end_non_finite(request, f"output token {request.num_outputs + 1}"))
                 continue
             request.add_token(token, step.version)
             rids.append(request.rid)

@@ -32,7 +32,7 @@ class Step:
         for request in requests:
             request.launched += 1
             request.outputs_launched += 1
-            self._require(request.sampling_mode)
+        self._require(*{request.sampling_mode for request in requests})
 
     def prefill(self, request: Request, budget: int) -> int:
         """Add the next prefill chunk of a request, at most ``budget`` tokens; returns its length.
@@ -66,6 +66,5 @@ class Step:
             self._require(request.sampling_mode)
         return count
 
-    def _require(self, sampling_mode: SamplingMode) -> None:
-        if _SAMPLING_MODES.index(sampling_mode) > _SAMPLING_MODES.index(self.plan.sampling_mode):
-            self.plan.sampling_mode = sampling_mode
+    def _require(self, *modes: SamplingMode) -> None:
+        self.plan.sampling_mode = max([self.plan.sampling_mode, *modes], key=_SAMPLING_MODES.index)
