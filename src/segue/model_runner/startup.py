@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -49,14 +50,14 @@ _EAGER = "none: steps run eagerly"
 Made = tuple[int, str]  # the bytes that a step has allocated, and what it says about itself
 
 
+@dataclass(eq=False, repr=False)
 class Startup:
     """Makes the parts of a runner. Every rank takes the same steps, some of them together."""
 
-    def __init__(self, config: EngineConfig, source: ModelSource, tp: TPInfo, run_dir: Path) -> None:
-        self.config = config
-        self.source = source
-        self.tp = tp
-        self._run_dir = run_dir
+    config: EngineConfig
+    source: ModelSource
+    tp: TPInfo
+    run_dir: Path  # for the rendezvous of all ranks
 
     def steps(self) -> list[tuple[str, Callable[[], Made]]]:
         """Return the steps by name, in order. The first one waits for no other rank and uses no stream."""
@@ -102,7 +103,7 @@ class Startup:
 
     def _connect(self) -> Made:
         tp, device = self.tp, self.resolved.device
-        self._groups = connect(tp, rendezvous=self._run_dir / "rendezvous", device=device)
+        self._groups = connect(tp, rendezvous=self.run_dir / "rendezvous", device=device)
         num_bytes = 0 if self._on_cpu or tp.size == 1 else self._add_one_shot()
         self._can_capture_collectives = tp.size == 1 or self._groups.collectives.fused_all_reduce is not None
         return num_bytes, "none: one rank" if tp.size == 1 else f"{tp.size} ranks"

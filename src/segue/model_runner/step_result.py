@@ -58,16 +58,16 @@ class DeviceStepResult:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class ForwardOutput:
     """The handle of a submitted step."""
 
-    def __init__(self, pending: Future[DeviceStepResult]) -> None:
-        self._pending = pending
+    pending: Future[DeviceStepResult]
 
     def ready(self) -> bool:
         """Whether :meth:`result` would return at once."""
-        return self._pending.done() and self._pending.result().is_ready()
+        return self.pending.done() and self.pending.result().is_ready()
 
     def result(self) -> StepResult:
         """Wait for the step and return its result, or raise the error of the step."""
-        return self._pending.result().result()
+        return self.pending.result().result()

@@ -1,0 +1,204 @@
+"""What the executor for CUDA does on the host, without CUDA: routes, inputs, sampling, results.
+
+Kernels and graphs are replaced by plain torch: a replay runs the functions that were captured, on a CPU.
+"""
+
+import importlib
+import itertools
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import segue.model_runner
+from segue.attention.base import AttentionShape
+from segue.attention.context import Context
+from segue.attention.prefill_grid import GridPrefill
+from segue.distributed.collectives import Collectives
+from segue.distributed.info import TPInfo
+from segue.kvcache.pool import KVPool
+from segue.model_runner import graphs, grid, static_inputs
+from tests.model_runner import making, tiny
+from tests.model_runner.planner import Planner
+
+NAME = "segue.model_runner.cuda_executor"
+# For each step, the tokens of each of four sequences; 0: the sequence is not in the step.
+WORK = [(17, 0, 0, 0), (1, 30, 5, 0), (1, 1, 9, 40), (1, 1, 1, 1), (1, 1, 1, 1)]
+
+
+class Paged(GridPrefill):
+    """Attention that reads device tensors only, one sequence after the other."""
+
+    def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
+        self._shape, self._pool = shape, pool
+
+    def queries_per_block(self, tokens: int) -> int:
+        return 16
+
+    def prepare(self, ctx: Context) -> None:
+        assert not ctx.q_lens and not ctx.kv_lens and not ctx.slots
+
+    def forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
+    ) -> Tensor:
+        output, shape = torch.zeros_like(query), self._shape
+        starts = ctx.cu_seqlens_q_device.tolist() if ctx.has_prefill else list(range(ctx.num_decode + 1))
+        group = shape.num_heads // shape.num_kv_heads
+        for i, (start, end) in enumerate(itertools.pairwise(starts)):
+            if start == end:
+                continue
+            length, count = int(ctx.kv_lens_device[i]), end - start
+            slots = ctx.slots_device[i].long().expand(length)
+            rows = self._pool.token_rows(ctx.page_table.kv_slots(slots, torch.arange(length)))
+            keys, values = (
+                cached[layer][rows]
+                .view(length, shape.num_kv_heads, shape.head_dim)
+                .repeat_interleave(group, 1)
+                for cached in (self._pool.key_rows, self._pool.value_rows)
+            )
+            scores = torch.einsum("qhd,khd->hqk", query[start:end], keys) * shape.scale
+            hidden = torch.arange(length) > torch.arange(count)[:, None] + length - count
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num()
+            output[start:end] = torch.einsum("hqk,khd->qhd", weights, values)
+        return output
+
+
+def sample_plain(logits: Tensor, slots: Tensor, positions: Tensor, **state: Any) -> None:
+    tokens, ring_index = logits.argmax(-1), int(state["ring_index"])
+    state["token_pool"][slots.long(), positions.long()] = tokens.int()
+    state["ring"][ring_index, : len(tokens)] = tokens.int()
+    chosen = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    state["logprob_ring"][ring_index, : len(tokens)] = chosen
+
+
+def gather_inputs(inputs: Any, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    slots, table = token_slots.long(), inputs._state.page_table
+    rows = inputs._kv.token_rows(table.kv_slots(slots, positions.long()))
+    return inputs._state.token_pool[slots, positions.long()].long(), rows
+
+
+def replay(captured: Any, size: Any, rows: int) -> None:
+    assert size in captured.sizes
+    captured.run(size)
+
+
+@pytest.fixture
+def cuda_executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module, imported with stand-ins for the modules that need Triton."""
+    for name, members in (
+        ("sampling", {"VocabShard": type("VocabShard", (), {}), "sample_plain": sample_plain}),
+        ("all_reduce", {"OneShotAllReduce": type("OneShotAllReduce", (), {})}),
+    ):
+        module = ModuleType(f"segue.kernels.triton.{name}")
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    silent = SimpleNamespace(
+        capture_begin=lambda **options: None, capture_end=lambda: None, synchronize=lambda: None
+    )
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: silent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: silent)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graphs.Graphs, "replay", replay)
+    monkeypatch.setattr(static_inputs.DeviceInputs, "_gather_inputs", gather_inputs)
+    before = sys.modules.pop(NAME, None)
+    yield importlib.import_module(NAME)
+    del sys.modules[NAME], segue.model_runner.cuda_executor  # type: ignore[attr-defined]
+    if before is not None:
+        sys.modules[NAME] = segue.model_runner.cuda_executor = before  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("llama")
+    return directory, tiny.save_llama(directory)
+
+
+@pytest.fixture
+def make(llama: Any, cuda_executor: Any) -> Iterator[Any]:
+    made = []
+
+    def make(*, ranks: int = 1, captures: bool = True, has_grid: bool = False) -> Any:
+        runner = making.make_runner(llama[0], chunked_prefill_size=256, page_size=16, num_kv_tokens=4096)
+        made.append(runner)
+        parts = runner._startup
+        runner._executor = executor = cuda_executor.CUDAExecutor(
+            model=parts.model,
+            state=parts._state,
+            kv=runner.kv,
+            backend=Paged(parts._shape, runner.kv),
+            sampler=parts._sampler,
+            collectives=Collectives(TPInfo(0, ranks)),
+            max_rows=8,
+            chunk=256,
+        )
+        if has_grid:
+            sizes = grid.grid_sizes([1, 2, 4], [16, 32, 64], max_len=64, rows=8, tokens=264)
+            grid.register(executor, executor.backend, sizes)
+        if captures:
+            assert executor.capture(lambda: True) == [] and executor.num_graphs > 20
+        return runner
+
+    yield make
+    for runner in made:
+        runner.close()
+
+
+def drive(runner: Any, model: Any, **params: Any) -> tuple[list[Any], list[tuple[str | None, int]]]:
+    """Run `WORK` greedily; return the sequences, and `(eager, padded_tokens)` of each step."""
+    planner, steps = Planner(runner), []
+    sequences = [planner.add(making.prompt(n, seed=n), **params) for n in (17, 30, 14, 40)]
+    for work in WORK:
+        result = planner.run([(sequence, n) for sequence, n in zip(sequences, work, strict=True) if n])
+        steps.append((result.eager, result.padded_tokens))
+    for sequence in sequences:
+        prompt = sequence.tokens[: sequence.prompt_len]
+        assert sequence.output == tiny.reference(model, prompt, len(sequence.output))
+    return sequences, steps
+
+
+@pytest.mark.parametrize("has_grid", [False, True])
+def test_captured_steps_give_the_tokens_of_transformers(make: Any, llama: Any, has_grid: bool) -> None:
+    _, steps = drive(make(has_grid=has_grid), llama[1])
+    assert steps == [(None, 15), (None, 12), (None, 13), (None, 0), (None, 0)]
+
+
+def test_prompts_alone_take_the_grid_where_it_is_registered(make: Any) -> None:
+    runner = make(has_grid=True)
+    replayed, planner = [], Planner(runner)
+    kinds = runner._executor._graphs
+    run, kinds["grid"].run = kinds["grid"].run, lambda size: (replayed.append(size), run(size))
+    planner.run([(planner.add(making.prompt(n, seed=n)), n) for n in (60, 50)])
+    assert replayed == [(2, 64)]
+
+
+@pytest.mark.parametrize("options", [{"captures": False}, {"captures": False, "ranks": 2}], ids=str)
+def test_without_graphs_steps_run_eagerly_and_give_the_same_tokens(
+    make: Any, llama: Any, options: dict[str, Any]
+) -> None:
+    # Several ranks whose devices cannot address each other's memory: rank 0 samples from gathered logits.
+    _, steps = drive(make(**options), llama[1])
+    assert steps == [("disabled", 0)] * len(WORK)
+
+
+def test_prompt_logprobs_run_eagerly_and_alternatives_are_sampled_behind_a_graph(
+    make: Any, llama: Any
+) -> None:
+    sequences, steps = drive(make(), llama[1], logprobs=2, prompt_logprobs_start=0)
+    assert [eager for eager, _ in steps] == ["prompt_logprobs"] * 3 + [None] * 2
+    for sequence in sequences:
+        assert len(sequence.prompt_logprobs) == sequence.prompt_len - 1
+        assert all(entry.top[0] == (entry.token, entry.logprob) for entry in sequence.logprobs)
+
+
+def test_captured_sampling_has_the_logprob_of_the_chosen_token(make: Any, llama: Any) -> None:
+    sequences, steps = drive(make(), llama[1], logprobs=0)
+    assert [eager for eager, _ in steps] == [None] * 5
+    for sequence in sequences:
+        logits = llama[1](torch.tensor([sequence.tokens])).logits[0].log_softmax(-1)
+        for i, entry in enumerate(sequence.logprobs):
+            expected = logits[sequence.prompt_len - 1 + i, entry.token]
+            assert entry.logprob == pytest.approx(float(expected), abs=1e-4)
