@@ -75,12 +75,18 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """Adds a request. Requests with a larger ``priority`` run first."""
+    """Adds a request. Requests with a larger ``priority`` run first.
+
+    A request may go on from ``outputs``, tokens that an engine has generated for it before: their KV is
+    computed again, and sampling, penalties and limits go on as if the request had never been interrupted.
+    The replies carry only the tokens behind ``outputs``, but count them in ``num_tokens``.
+    """
 
     rid: str
     prompt: bytes  # int32 token ids
     params: SamplingParams
     priority: int = 0
+    outputs: bytes = b""  # int32 token ids, at most max_new_tokens; one that ends the request must be the last
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True, array_like=True):
