@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from segue.api.control import FlushQuery, PauseRequest
 from segue.api.generation import Generation
 from segue.api.loop_thread import AsyncStream, BlockingStream, LoopThread
-from segue.api.native.calls import NativeCall, NativeReplies, parse_call
+from segue.api.native import NativeCall, NativeReplies, parse_call
 from segue.api.python_values import plain
 from segue.api.validation import parse
 from segue.api.weights import with_weight_operations
@@ -71,7 +71,7 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer and chat template, if it has them."""
-        return self._runtime.manager.tokenizer
+        return self._runtime.manager.encoder.tokenizer
 
     def generate(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,14 +45,25 @@ class SamplingOptions:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int = -1  # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
     prompt_logprobs_start: int = -1  # first prompt position with logprobs; -1: none
     skip_special_tokens: bool = True  # whether special tokens are left out of the text
     keep_stop: bool = False  # whether a matched stop string or stop token stays in the text
     must_fit: bool = True  # whether a max_tokens that does not fit is an error; else it is clamped
+
+    @classmethod
+    def of(cls, body: object, **others: Any) -> SamplingOptions:
+        """Return the options that a client's body has as fields; None, or no field, is the default.
+
+        ``others`` replace what the body has.
+        """
+        given = {name: getattr(body, name, None) for name in cls.__dataclass_fields__} | others
+        if isinstance(given["stop"], str):
+            given["stop"] = (given["stop"],)
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,12 +53,11 @@ class EmbeddedScheduler:
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self, on_exit: Callable[[str], None]) -> None:
-        pair = (self.addresses.to_scheduler, self.addresses.to_frontend)
         reason = "the embedded scheduler ended"
         try:
             from segue.worker.main import run_scheduler  # torch
 
-            run_scheduler(self._config, self._run_dir, pair, self._context, embedded=True)
+            run_scheduler(self._config, self._run_dir, self.addresses, self._context, embedded=True)
         except Exception as error:
             logger.exception("the embedded scheduler failed")
             reason = f"the embedded scheduler failed: {type(error).__name__}: {error}"

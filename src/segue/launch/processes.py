@@ -42,11 +42,6 @@ def make_run_dir() -> Path:
     return Path(directory)
 
 
-def socket_addresses(run_dir: Path) -> Addresses:
-    """Return the addresses of the frontend's sockets in a run directory."""
-    return Addresses(f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
-
-
 def worker_environment(num_workers: int) -> dict[str, str]:
     """Return the environment of a worker, if ``num_workers`` share this host."""
     environment = dict(os.environ)
@@ -93,6 +88,7 @@ class WorkerProcesses:
         self._config = config
         self._run_dir = run_dir
         self._command = list(command)
+        self.addresses = Addresses.of(run_dir)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stopping = False
 

@@ -86,7 +86,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only
     prompt: bytes  # int32 token ids
     params: SamplingParams
     priority: int = 0
-    outputs: bytes = b""  # int32 token ids, at most max_new_tokens; one that ends the request must be the last
+    # int32 token ids, at most max_new_tokens; one that ends the request must be the last
+    outputs: bytes = b""
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from segue.api.native import bodies as native
-from segue.api.openai import bodies as openai
+from segue.api import native
+from segue.api.openai import requests as openai
 from segue.api.validation import MAX_NAME_CHARS, Decoded, misfit, unknown_field
 from segue.errors import InvalidRequestError, SegueError, shown
 from segue.frontend.sampling_options import (
@@ -113,7 +113,7 @@ def chat(bounds: Bounds) -> Shape:
     """``POST /v1/chat/completions``."""
     return Shape(
         kind=_CHAT,
-        large=_sampling(bounds, openai.MAX_BIASES) | {"messages": _conversation},
+        large=_sampling(openai.check_num_biases) | {"messages": _conversation},
         rules=openai.RULES | _RULES,
         skipped=openai.HARMLESS,
         refused=frozenset(openai.CHAT_NOT_YET),
@@ -124,7 +124,7 @@ def completion(bounds: Bounds) -> Shape:
     """``POST /v1/completions``."""
     return Shape(
         kind=_COMPLETION,
-        large=_sampling(bounds, openai.MAX_BIASES) | {"prompt": partial(_prompt, "prompt", bounds)},
+        large=_sampling(openai.check_num_biases) | {"prompt": partial(_prompt, "prompt", bounds)},
         rules=openai.RULES | _RULES,
         skipped=openai.HARMLESS,
         refused=frozenset(openai.COMPLETION_NOT_YET),
@@ -135,7 +135,7 @@ def generate(bounds: Bounds) -> Shape:
     """``POST /generate``."""
     params = Shape(
         kind=_PARAMS,
-        large=_sampling(bounds, None),
+        large=_sampling(check_num_entries),
         rules=native.RULES | _RULES,
         refused=frozenset(native.UNSUPPORTED_SAMPLING),
     )
@@ -221,14 +221,7 @@ def _value(raw: bytes, size: int, large: Decode | None, param: str) -> Any:
     return _plain.decode(raw)
 
 
-def _sampling(bounds: Bounds, most_biases: int | None) -> dict[str, Decode]:
-    def check_biases(count: int) -> None:
-        if most_biases is None:
-            check_num_entries(count)
-        elif count > most_biases:
-            text = f"logit_bias: {openai.too_many_biases(count)}"
-            raise InvalidRequestError(text, param="logit_bias")
-
+def _sampling(check_biases: Callable[[int], None]) -> dict[str, Decode]:
     return {
         "logit_bias": lambda data: json_pieces.members(data, _biases, check_biases),
         "stop_token_ids": lambda data: Decoded(json_pieces.token_ids(data, check_num_entries).tolist()),
@@ -369,7 +362,7 @@ def _kind(
     model: type[msgspec.Struct], others: Iterable[str] = (), *, strict: bool = False
 ) -> type[msgspec.Struct]:
     """The fields of a model and others, undecoded."""
-    names = dict.fromkeys([*model.__struct_fields__, *others])
+    names = dict.fromkeys([*model.__struct_encode_fields__, *others])
     fields = [(name, Raw | UnsetType, UNSET) for name in names]
     return msgspec.defstruct(model.__name__, fields, forbid_unknown_fields=strict)
 

@@ -111,7 +111,7 @@ async def _drain(
     seconds: float,
 ) -> None:
     """Refuse new requests; return when the running ones have ended, or must be aborted."""
-    runtime.manager.drain()
+    runtime.drain()
     for connection in list(server.server_state.connections):
         connection.shutdown()  # closes an idle connection now, others after their reply
     if runtime.manager.num_requests and seconds and not at_once.is_set():

@@ -9,8 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from segue.api.generation import Generation
-from segue.api.native.bodies import NativeGenerate
-from segue.api.native.calls import NativeCall, NativeReplies, parse_call
+from segue.api.native import NativeCall, NativeGenerate, NativeReplies, parse_call
 from segue.api.schema import body_schema
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.server import large_body

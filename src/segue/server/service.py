@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from segue.config import EngineConfig
 from segue.errors import EngineStartError
+from segue.frontend.life import STARTING
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.launch.probe import Probe
 from segue.launch.runtime import Runtime
@@ -32,7 +33,7 @@ class Service:
             EngineStartError: it is still starting.
         """
         if self.runtime is None:
-            raise EngineStartError("the engine is starting; retry in a moment")
+            raise EngineStartError(STARTING)
         return self.runtime
 
     @property

@@ -1,32 +1,100 @@
-"""The native API, for HTTP and for :class:`segue.Engine` alike: SGLang's names and shapes."""
+"""The native API, SGLang's ``/generate``, for HTTP and for :class:`segue.Engine`: its bodies and replies.
+
+Unknown fields are ignored: clients send extras.
+"""
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from msgspec import Struct
+
 from segue.api.generation import Generation
-from segue.api.native.bodies import (
-    NAMES,
-    RULES,
-    UNSUPPORTED_FIELDS,
-    UNSUPPORTED_SAMPLING,
-    NativeGenerate,
-    NativeSampling,
-    refuse_unsupported,
-)
-from segue.api.validation import check_one_kind, parse
+from segue.api.validation import TokenId, check_one_kind, parse
 from segue.errors import InvalidRequestError, UnsupportedFieldError, shown
-from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, End, GenerateRequest, Output
+from segue.frontend.request import (
+    LOWEST_LOGPROB,
+    MAX_PRIORITY,
+    End,
+    GenerateRequest,
+    Output,
+    RequestState,
+)
 from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
-from segue.frontend.stream import RequestStream
 from segue.frontend.thread_pool import turn
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.messages.requests import TokenLogprob
 
+RULES = {
+    "text": "a string or a list of strings",
+    "input_ids": "a list of token ids or a list of such lists",
+    "rid": "a string or a list of strings",
+    "stop": "a string or a list of strings",
+    "sampling_params": "an object or a list of objects",
+}
+# Known fields that would change the output and are not implemented: refused unless empty.
+UNSUPPORTED_FIELDS = (
+    "audio_data",
+    "custom_logit_processor",
+    "image_data",
+    "input_embeds",
+    "lora_path",
+    "return_hidden_states",
+    "session_params",
+    "token_ids_logprob",
+    "video_data",
+)
+UNSUPPORTED_SAMPLING = ("ebnf", "json_schema", "regex", "stop_regex", "structural_tag")
+# OpenAI's field names, which are those of SamplingOptions, to those of this API.
+NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "logprobs": "top_logprobs_num",
+    "keep_stop": "no_stop_trim",
+}
 MAX_RID_CHARS = 256
+
+
+class NativeSampling(Struct, frozen=True, kw_only=True, rename=NAMES):
+    """``sampling_params``; a field has the name of its option, and the API's in JSON."""
+
+    max_tokens: int | None = 128
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[TokenId, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    keep_stop: bool = False
+    n: int = 1
+
+
+class NativeGenerate(Struct, frozen=True, kw_only=True):
+    """``POST /generate``; lists are batches."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None  # all items of one type
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    return_text_in_logprobs: bool = False
+    rid: str | list[str] | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +115,7 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
         UnsupportedFieldError: a known field that is not implemented.
     """
     call = parse(NativeGenerate, body, rules=RULES)
-    refuse_unsupported(body, UNSUPPORTED_FIELDS)
+    _refuse_unsupported(body, UNSUPPORTED_FIELDS)
     if (call.text is None) == (call.input_ids is None):
         raise InvalidRequestError("give either text or input_ids, and not both", param="text")
     param = "text" if call.text is not None else "input_ids"
@@ -56,7 +124,7 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
     rids, batch_id = _rids(call.rid, len(prompts), batched)
     options = _all_options(call, len(prompts))
     for rid in rids:
-        check_rid(rid)
+        _check_rid(rid)
     if abs(call.priority) > MAX_PRIORITY:
         text = f"priority={shown(call.priority)}: must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
         raise InvalidRequestError(text, param="priority")
@@ -73,7 +141,7 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
     )
 
 
-def check_rid(rid: str) -> None:
+def _check_rid(rid: str) -> None:
     """Raise InvalidRequestError for a request id that is too long, or that cannot be sent."""
     if len(rid) > MAX_RID_CHARS:
         text = f"rid={shown(rid)} has {len(rid)} characters; at most {MAX_RID_CHARS} are allowed"
@@ -82,6 +150,13 @@ def check_rid(rid: str) -> None:
         rid.encode()
     except UnicodeEncodeError:
         raise InvalidRequestError(f"rid={shown(rid)}: must be valid Unicode", param="rid") from None
+
+
+def _refuse_unsupported(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Raise UnsupportedFieldError for a known field that is set, but not implemented."""
+    for name in names:
+        if body.get(name):
+            raise UnsupportedFieldError(f"{name} is not supported; leave it out", param=name)
 
 
 def _prompts(call: NativeGenerate) -> tuple[Sequence[str | list[int]], bool]:
@@ -127,7 +202,7 @@ def _all_options(call: NativeGenerate, count: int) -> list[SamplingOptions]:
 
 
 def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
-    refuse_unsupported(params, UNSUPPORTED_SAMPLING)
+    _refuse_unsupported(params, UNSUPPORTED_SAMPLING)
     sampling = parse(NativeSampling, params, rules=RULES)
     if sampling.n != 1:
         raise UnsupportedFieldError(f"n={shown(sampling.n)}: only 1 is supported", param="n")
@@ -136,26 +211,10 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
             f"top_logprobs_num={shown(call.top_logprobs_num)}: must be at least 0",
             param="top_logprobs_num",
         )
-    stop = sampling.stop
-    return SamplingOptions(
-        max_tokens=sampling.max_new_tokens,
-        min_tokens=sampling.min_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.sampling_seed,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=sampling.logit_bias or {},
-        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=tuple(sampling.stop_token_ids or ()),
-        ignore_eos=sampling.ignore_eos,
+    return SamplingOptions.of(
+        sampling,
         logprobs=call.top_logprobs_num if call.return_logprob else -1,
         prompt_logprobs_start=max(-1, call.logprob_start_len) if call.return_logprob else -1,
-        skip_special_tokens=sampling.skip_special_tokens,
-        keep_stop=sampling.no_stop_trim,
         must_fit=False,
     )
 
@@ -163,12 +222,9 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
 class NativeReply:
     """The reply to one request, as far as it has come; texts and ids are cumulative, as SGLang's are."""
 
-    def __init__(
-        self, manager: TokenizerManager, stream: RequestStream, *, logprobs: bool, text_in_logprobs: bool
-    ) -> None:
+    def __init__(self, manager: TokenizerManager, state: RequestState, *, text_in_logprobs: bool) -> None:
         self._manager = manager
-        self._stream = stream
-        self._logprobs = logprobs
+        self._state = state
         self._text_in_logprobs = text_in_logprobs
         self._text = ""
         self._ids: list[int] = []
@@ -185,8 +241,8 @@ class NativeReply:
     @property
     def num_entries(self) -> int:
         """How much it has: one for itself, each token, and each log-probability."""
-        prompt = self._stream.prompt_logprobs
-        return 1 + len(self._ids) + sum(1 + len(entry.top) for entry in (*self._entries, *prompt))
+        entries = (*self._entries, *self._state.prompt_logprobs)
+        return 1 + len(self._ids) + sum(1 + len(entry.top) for entry in entries)
 
     def body(self) -> dict[str, Any]:
         """As JSON."""
@@ -196,27 +252,27 @@ class NativeReply:
         end = self._end
         versions = end.versions if end is not None else []
         meta: dict[str, Any] = {
-            "id": self._stream.rid,
+            "id": self._state.rid,
             "finish_reason": None if end is None else finish_reason(end),
-            "prompt_tokens": len(self._stream.prompt_ids),
+            "prompt_tokens": len(self._state.prompt_ids),
             "completion_tokens": len(self._ids),
             "cached_tokens": 0 if end is None else end.cached_tokens,
             "weight_version": versions[-1][0] if versions else self._manager.weight_version,
             "weight_versions": [{"version": v, "start": start, "end": stop} for v, start, stop in versions],
         }
-        if self._logprobs:
+        if self._state.wants_logprobs:
             meta["output_token_logprobs"] = [self._entry(e.token, e.logprob) for e in self._entries]
             meta["output_top_logprobs"] = [[self._entry(t, p) for t, p in e.top] for e in self._entries]
             meta["input_token_logprobs"] = self._input_logprobs()
         if end is not None:
-            meta["e2e_latency"] = self._stream.age()
+            meta["e2e_latency"] = time.monotonic() - self._state.created
         return meta
 
     def _input_logprobs(self) -> list[list[Any]]:
-        stream = self._stream
-        entries = [self._entry(entry.token, entry.logprob) for entry in stream.prompt_logprobs]
-        if stream.prompt_logprobs_start == 0:  # nothing predicts the first token
-            entries.insert(0, self._entry(stream.prompt_ids[0], None))
+        state = self._state
+        entries = [self._entry(entry.token, entry.logprob) for entry in state.prompt_logprobs]
+        if state.params.prompt_logprobs_start == 0:  # nothing predicts the first token
+            entries.insert(0, self._entry(state.prompt_ids[0], None))
         return entries
 
     def _entry(self, token: int, logprob: float | None) -> list[Any]:
@@ -231,13 +287,8 @@ class NativeReplies:
         self._is_batch = call.batch_id is not None
         self._generation = generation
         self._replies = [
-            NativeReply(
-                generation.manager,
-                stream,
-                logprobs=request.options.logprobs >= 0,
-                text_in_logprobs=call.text_in_logprobs,
-            )
-            for stream, request in zip(generation.streams, call.requests, strict=True)
+            NativeReply(generation.manager, state, text_in_logprobs=call.text_in_logprobs)
+            for state in generation.states
         ]
 
     async def result(self) -> tuple[Any, int]:
@@ -252,6 +303,9 @@ class NativeReplies:
 
     async def updates(self) -> AsyncIterator[dict[str, Any]]:
         """The reply as it grows; in a batch each update has its prompt's ``index``."""
+        for reply, state in zip(self._replies, self._generation.states, strict=True):
+            if state.given is not None:
+                reply.add(state.given)
         async for index, output in self._generation.updates():
             self._replies[index].add(output)
             body = self._replies[index].body()
