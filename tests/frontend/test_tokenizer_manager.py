@@ -331,9 +331,9 @@ def test_tokens_that_arrive_before_a_read_are_one_output(bench: Bench) -> None:
         stream = await bench.manager.submit(request("r"))
         for token in (65, 66, 67):
             bench.step(("r", token))
-        reader = asyncio.create_task(stream.next())
+        reader = asyncio.create_task(anext(Generation(bench.manager, [stream]).updates()))
         bench.step(("r", 68), finished=(ended("r", 4),))
-        assert (await reader).token_ids == [65, 66, 67, 68]
+        assert (await reader)[1].token_ids == [65, 66, 67, 68]
 
     run(work())
 
@@ -343,7 +343,7 @@ def test_a_refused_request_gets_the_schedulers_error(bench: Bench) -> None:
         stream = await bench.manager.submit(request("r"))
         bench.manager.receive(Rejected("r", "OverloadedError", "4096 requests wait"))
         with pytest.raises(OverloadedError, match="4096"):
-            await stream.next()
+            await anext(Generation(bench.manager, [stream]).updates())
         assert bench.manager.num_requests == 0
 
     run(work())
@@ -569,12 +569,12 @@ def test_outputs_travel_with_the_request_and_only_what_follows_is_read(bench: Be
             assert isinstance(message, AddRequest)
             assert (unpack_ids(message.prompt), unpack_ids(message.outputs)) == ([65, 66], ids[:border])
             assert not state.changed.is_set() and state.given is not None
-            text, state.streaming = state.given.text, True
+            text, updates = state.given.text, Generation(bench.manager, [state]).updates()
             for token in ids[border:-1]:
                 bench.step(("r", token))
-                text += (await state.next()).text
+                text += (await anext(updates))[1].text
             bench.step(("r", ids[-1]), finished=(ended("r", len(ids)),))
-            output = await state.next()
+            _, output = await anext(updates)
             assert text + output.text == "aé東b"
             assert output.end is not None and output.end.num_tokens == len(ids)
 

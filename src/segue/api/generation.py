@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from segue.errors import SegueError
 from segue.frontend.request import GenerateRequest, Output, RequestState
-from segue.frontend.thread_pool import INLINE_ENTRIES, TURN, turn
+from segue.frontend.thread_pool import INLINE_ENTRIES, turn
 from segue.frontend.tokenizer_manager import TokenizerManager
 
 T = TypeVar("T")
@@ -62,93 +61,67 @@ class Generation:
 
         Raises the first error at once.
         """
-        if len(self.states) == 1:
-            return [await self.states[0].result()]
-        tasks: list[asyncio.Task[Output]] = []
-        try:
-            for index, state in enumerate(self.states):
-                tasks.append(asyncio.create_task(state.result()))
-                await turn(index)
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in tasks:
-                if task.done():
-                    task.result()
-            return [task.result() for task in tasks]
-        finally:
-            await _cancel(tasks)
+        changed, waiting = self._listen(streaming=False), self.states
+        while waiting:
+            await changed.wait()
+            changed.clear()
+            for state in waiting:
+                if state.error is not None:
+                    raise state.error
+            waiting = [state for state in waiting if state.end is None]
+        outputs = []
+        for index, state in enumerate(self.states):
+            outputs.append(state.whole())
+            await turn(index)
+        return outputs
 
     async def updates(self) -> AsyncGenerator[tuple[int, Output], None]:
-        """Yield (index of the request, its new output) until all have ended. The first error is raised."""
-        states = self.states
-        if len(states) == 1:
-            while True:
-                output = await states[0].next()
-                yield 0, output
-                if output.end is not None:
-                    return
-        ready: asyncio.Queue[int] = asyncio.Queue()
+        """Yield (index of the request, its new output) until all have ended.
 
-        async def watch(index: int) -> None:
-            with suppress(SegueError):  # `next` raises it again below
-                await states[index].wait_changed()
-            ready.put_nowait(index)
-
-        watchers: dict[int, asyncio.Task[None]] = {}
-        try:
-            for index in range(len(states)):
-                watchers[index] = asyncio.create_task(watch(index))
-                await turn(index)
-            for number in count():
-                if not watchers:
-                    break
+        The first error is raised, once what came before it has been yielded.
+        """
+        changed, running = self._listen(streaming=True), dict(enumerate(self.states))
+        while running:
+            await changed.wait()
+            changed.clear()
+            error: SegueError | None = None
+            for number, (index, state) in enumerate(list(running.items())):
+                error = error or state.error
+                if state.has_unread or state.end is not None:
+                    output = state.take()
+                    if output.end is not None:
+                        del running[index]
+                    yield index, output
                 await turn(number)
-                index = await ready.get()
-                try:
-                    output = await states[index].next()
-                except SegueError:
-                    for other, state in enumerate(states):  # what came before the error is not lost
-                        if state.has_unread:
-                            yield other, await state.next()
-                    raise
-                if output.end is None:
-                    watchers[index] = asyncio.create_task(watch(index))
-                else:
-                    del watchers[index]
-                yield index, output
-        finally:
-            await _cancel(watchers.values())
+            if error is not None:
+                raise error
 
     async def build(self, make: Callable[[], T], num_entries: int) -> T:
         """Return what ``make`` makes: at once if it has few entries, else in a thread."""
         return make() if num_entries <= INLINE_ENTRIES else await self.manager.thread_pool.run(make)
 
+    def _listen(self, *, streaming: bool) -> asyncio.Event:
+        """Return an event that is set when a request ends, and with ``streaming`` for every token."""
+        changed = asyncio.Event()
+        for state in self.states:
+            state.changed, state.streaming = changed, streaming
+        changed.set()  # to look at what has come before
+        return changed
+
     async def _accepted(self) -> None:
         """Wait until a request has output, at most ``ACCEPT_S``: the scheduler may refuse a request.
 
-        It refuses requests before it runs any of the same batch. Of many requests only the first and the last
-        are watched: the first ones run first, and the last ones are refused first.
+        It refuses requests before it runs any of the same batch.
 
         Raises:
             SegueError: a request was refused, or has failed.
         """
-        states = self.states
-        watched = states if len(states) <= 2 * TURN else [*states[:TURN], *states[-TURN:]]
-        waits = [asyncio.create_task(state.wait_changed()) for state in watched]
-        try:
-            done, _ = await asyncio.wait(waits, timeout=ACCEPT_S, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            await _cancel(waits)
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks that still run, and retrieve the exceptions of all."""
-    tasks = list(tasks)
-    running = [task for task in tasks if not task.done()]
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()
+        changed = self._listen(streaming=True)
+        if not any(state.has_unread or state.is_over for state in self.states):
+            changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ACCEPT_S):
+                    await changed.wait()
+        for state in self.states:
+            if state.error is not None and not state.has_unread:
+                raise state.error

@@ -131,7 +131,7 @@ class RequestState:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # as far as they are known
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the reader; a call has one
     streaming: bool = False  # whether every token wakes the reader, and not only the end
     discarded: bool = False  # whether the reader has left; only the end is awaited
     given: Output | None = None  # what the client has got already, where the request began with outputs
@@ -214,7 +214,7 @@ class RequestState:
 
     def fail(self, error: SegueError) -> None:
         """End the request with an error, unless it has ended already."""
-        if self.end is None and self.error is None:
+        if not self.is_over:
             self.error = error
             self.changed.set()
 
@@ -225,41 +225,32 @@ class RequestState:
         """Whether tokens have arrived since the last :meth:`take`."""
         return self._num_read < len(self.ids)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the request has ended, be it with an error."""
+        return self.end is not None or self.error is not None
+
     def take(self) -> Output:
         """Return the output since the last call."""
-        if self.error is None:
-            self.changed.clear()
         start, self._num_read = self._num_read, len(self.ids)
         parts, self._parts = self._parts, []
         return Output("".join(parts), self.ids[start:], self.logprobs[start:], self.offsets[start:], self.end)
 
-    async def wait_changed(self) -> None:
-        """Wait for output without taking it.
-
-        Raises the error that ended the request, once all tokens before the error have been taken.
-        """
-        self.streaming = True
-        await self.changed.wait()
-        if self.error is not None and not self.has_unread:
-            raise self.error
-
-    async def next(self) -> Output:
-        """Wait for output, and return all since the last call. The last output has an ``end``."""
-        await self.wait_changed()
-        return self.take()
-
-    async def result(self) -> Output:
-        """Wait for the end, and return the whole output. Raises the error that ended the request."""
-        self.streaming = False
-        while self.end is None and self.error is None:
-            self.changed.clear()
-            await self.changed.wait()
-        if self.error is not None:
-            raise self.error
+    def whole(self) -> Output:
+        """Return the output that was not taken, behind what the client was given elsewhere."""
         if self.given is not None:
             self._num_read = 0
             self._parts.insert(0, self.given.text)
         return self.take()
+
+    async def result(self) -> Output:
+        """Wait for the end, and return the whole output. Raises the error that ended the request."""
+        while not self.is_over:
+            self.changed.clear()
+            await self.changed.wait()
+        if self.error is not None:
+            raise self.error
+        return self.whole()
 
     def _append_text(self, text: str) -> bool:
         self._length += len(text)

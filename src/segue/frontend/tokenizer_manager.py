@@ -229,7 +229,7 @@ class TokenizerManager:
 
     def discard(self, state: RequestState) -> None:
         """Abort a request whose reader has left, unless it has ended."""
-        if state.end is None and state.error is None and not state.discarded:
+        if not state.is_over and not state.discarded:
             state.discarded = True
             self.abort(state.rid)
 
