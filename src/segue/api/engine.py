@@ -12,8 +12,7 @@ from segue.api.control import FlushQuery, PauseRequest
 from segue.api.generation import Generation
 from segue.api.loop_thread import AsyncStream, BlockingStream, LoopThread
 from segue.api.native import NativeCall, NativeReplies, parse_call
-from segue.api.python_values import plain
-from segue.api.validation import parse
+from segue.api.validation import parse, plain
 from segue.api.weights import with_weight_operations
 from segue.config import EngineConfig
 from segue.errors import EngineDeadError

@@ -1,14 +1,17 @@
-"""From a parsed JSON body to a struct, with errors that name the field and the rule."""
+"""From a parsed JSON body, or a Python caller's values, to a struct, with errors that name field and rule."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
+import numpy as np
 from msgspec import structs
 
 from segue.errors import InvalidRequestError, UnsupportedFieldError, shown
@@ -40,6 +43,42 @@ class Decoded:
     """A value that was checked while it was decoded from JSON, so that it is not gone through again."""
 
     value: Any
+
+
+def plain(value: Any, name: str = "") -> Any:
+    """The value that a Python caller gave, in the types that JSON has, as :func:`parse` takes them.
+
+    Numbers of numpy, paths, arrays, views and generators are converted.
+
+    Raises:
+        InvalidRequestError: a set, which has no order; ``name`` is its field's.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if type(value) is list and all(type(item) is int for item in value):
+        return value  # token ids: nothing to convert
+    match value:
+        case bool() | np.bool_():
+            return bool(value)
+        case str():
+            return str(value)
+        case Integral():
+            return int(value)
+        case Real():
+            return float(value)
+        case os.PathLike():
+            return os.fspath(value)
+        case np.ndarray():
+            return value.tolist()
+        case Mapping():
+            return {plain(key): plain(item, str(key)) for key, item in value.items()}
+        case set() | frozenset():
+            text = f"{name}={shown(value)}: must be a list, for a set has no order"
+            raise InvalidRequestError(text, param=name)
+        case Iterable() if not isinstance(value, (bytes, bytearray, memoryview)):
+            return [plain(item, name) for item in value]
+        case _:
+            return value
 
 
 def parse(
