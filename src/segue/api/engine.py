@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from segue.api.control import FlushQuery, PauseRequest
 from segue.api.generation import Generation
-from segue.api.loop_thread import AsyncStream, BlockingStream, LoopThread
+from segue.api.loop_thread import AsyncStream, LoopThread, blocking_stream
 from segue.api.native import NativeCall, NativeReplies, parse_call
 from segue.api.validation import parse, plain
 from segue.api.weights import with_weight_operations
@@ -96,7 +96,7 @@ class Engine:
         """
         body = _body(prompt, sampling_params, input_ids, stream, fields)
         if stream:
-            return BlockingStream(self._running, self._updates(body), self)
+            return blocking_stream(self._running, self._updates(body), self)
         return self._running.call(self._generate(body))
 
     def async_generate(
@@ -206,7 +206,7 @@ class Engine:
         with await Generation.start(self._runtime.manager, call.requests, call.batch_id) as generation:
             return (await NativeReplies(call, generation).result())[0]
 
-    async def _updates(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _updates(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         call = self._call(body)
         with await Generation.start(self._runtime.manager, call.requests, call.batch_id) as generation:
             async for update in NativeReplies(call, generation).updates():

@@ -38,15 +38,8 @@ RULES = {
 }
 # Known fields that would change the output and are not implemented: refused unless empty.
 UNSUPPORTED_FIELDS = (
-    "audio_data",
-    "custom_logit_processor",
-    "image_data",
-    "input_embeds",
-    "lora_path",
-    "return_hidden_states",
-    "session_params",
-    "token_ids_logprob",
-    "video_data",
+    *("audio_data", "image_data", "video_data", "input_embeds", "lora_path", "session_params"),
+    *("custom_logit_processor", "return_hidden_states", "token_ids_logprob"),
 )
 UNSUPPORTED_SAMPLING = ("ebnf", "json_schema", "regex", "stop_regex", "structural_tag")
 # OpenAI's field names, which are those of SamplingOptions, to those of this API.

@@ -38,6 +38,10 @@ NUMPY_IDS = 64  # token ids of an array above which NumPy is faster
 MAX_ENTRIES = 1 << 18
 
 
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_FLOATS = ("temperature", "top_p", "min_p", *_PENALTIES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
     """The sampling options of a request, with OpenAI's names and defaults.
@@ -134,15 +138,11 @@ def prepare(options: SamplingOptions, limits: RequestLimits, names: Mapping[str,
     stop_ids = set(options.stop_token_ids)
     if not options.ignore_eos:
         stop_ids.update(limits.eos_ids)
+    floats: dict[str, Any] = {name: float(getattr(options, name)) for name in _FLOATS}
     shared = SamplingParams(
         max_new_tokens=0,
-        temperature=float(options.temperature),
+        **floats,
         top_k=options.top_k if 0 < options.top_k < limits.vocab_size else 0,
-        top_p=float(options.top_p),
-        min_p=float(options.min_p),
-        presence_penalty=float(options.presence_penalty),
-        frequency_penalty=float(options.frequency_penalty),
-        repetition_penalty=float(options.repetition_penalty),
         logit_bias={int(token): float(bias) for token, bias in options.logit_bias.items()},
         stop_token_ids=tuple(sorted(stop_ids)),
         logprobs=options.logprobs,

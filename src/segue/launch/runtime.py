@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import zmq
@@ -58,7 +59,6 @@ class Runtime:
         self.died: asyncio.Future[SegueError] = loop.create_future()  # why the engine has ended by itself
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._manager: TokenizerManager | None = None
-        self._embedded = embedded
         self._vitals: WorkerHealth | None = None
         self._watching: asyncio.Task[None] | None = None
         self._is_shut_down = False
@@ -92,7 +92,8 @@ class Runtime:
         runtime = cls(config, source, embedded=embedded, command=command)
         try:
             runtime._workers.start(runtime._on_exit)
-            tokenizer = await _in_thread(lambda: _load_tokenizer(source))
+            files = source.tokenizer_directory
+            tokenizer = None if files is None else await _in_thread(partial(Tokenizer.load, files))
             ready = await runtime._ready
             runtime._manager = TokenizerManager(
                 tokenizer,
@@ -105,7 +106,8 @@ class Runtime:
             if runtime.life.error is not None:
                 raise EngineStartError(runtime.life.error.message)
             runtime.life.advance(LifeState.ACTIVE)
-            runtime._start_watching()
+            if not embedded:  # an embedded scheduler is part of this process, and is not watched
+                runtime._watching = runtime._loop.create_task(runtime._check_workers_forever())
         except BaseException:
             await runtime.shutdown()
             raise
@@ -196,8 +198,12 @@ class Runtime:
         self._is_shut_down = True
         if self._watching is not None:
             self._watching.cancel()
-        if self._manager is not None and self.life.error is None:
-            await self._abort_all(self._manager)
+        if self._manager is not None and self.life.error is None and self._manager.num_requests:
+            self._manager.abort(abort_all=True, message="the engine is shutting down")
+            try:
+                await asyncio.wait_for(self._manager.wait_idle(), ABORT_S)
+            except TimeoutError:
+                logger.warning("%d requests did not end at shutdown", self._manager.num_requests)
         polite_s = STOP_S / 2 if self._manager is not None and self.life.error is None else 0.0
         self._end(EngineDeadError("the engine was shut down"))
         if not self._ready.cancel() and not self._ready.cancelled():
@@ -213,20 +219,14 @@ class Runtime:
         if self.life.state is LifeState.ACTIVE:
             self.life.advance(LifeState.DRAINING)
 
-    def _start_watching(self) -> None:
-        """Watch the workers from now on. An embedded scheduler, part of this process, is not watched."""
-        if self._embedded:
-            return
+    async def _check_workers_forever(self) -> None:
         config = self.config
         self._vitals = WorkerHealth(
             config.tp, ping_s=config.ping_s, stall_s=config.stall_s, now=time.monotonic()
         )
-        self._watching = self._loop.create_task(self._check_workers_forever(self._vitals.period / 2))
-
-    async def _check_workers_forever(self, seconds: float) -> None:
         while True:
             self._check_workers()
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(self._vitals.period / 2)
 
     def _check_workers(self) -> None:
         """Mark the engine as hung, or as answering again, by the workers' heartbeats."""
@@ -242,27 +242,20 @@ class Runtime:
             logger.warning("the engine answers again")
             self.life.hung = None
 
-    async def _abort_all(self, manager: TokenizerManager) -> None:
-        if not manager.num_requests:
-            return
-        manager.abort(abort_all=True, message="the engine is shutting down")
-        try:
-            await asyncio.wait_for(manager.wait_idle(), ABORT_S)
-        except TimeoutError:
-            logger.warning("%d requests did not end at shutdown", manager.num_requests)
-
     def _receive(self, message: SchedulerMessage) -> None:
         try:
-            if isinstance(message, Ready):
-                if not self._ready.done():
-                    self._ready.set_result(message)
-            elif isinstance(message, StartFailed):
-                self._fail_start(error_of(message.kind, message.message))
-            elif isinstance(message, Heartbeat):
-                if self._vitals is not None:
-                    self._vitals.note(message, time.monotonic())
-            elif self.life.error is None:
-                self.manager.receive(message)
+            match message:
+                case Ready():
+                    if not self._ready.done():
+                        self._ready.set_result(message)
+                case StartFailed():
+                    self._fail_start(error_of(message.kind, message.message))
+                case Heartbeat():
+                    if self._vitals is not None:
+                        self._vitals.note(message, time.monotonic())
+                case _:
+                    if self.life.error is None:
+                        self.manager.receive(message)
         except Exception as error:
             logger.exception("the frontend failed on a message of the scheduler")
             self._die(EngineDeadError(f"the frontend failed: {type(error).__name__}: {error}"))
@@ -296,10 +289,6 @@ class Runtime:
             self.life.advance(LifeState.DEAD, error)
             if self._manager is not None:
                 self._manager.die(error)
-
-
-def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
-    return None if source.tokenizer_directory is None else Tokenizer.load(source.tokenizer_directory)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

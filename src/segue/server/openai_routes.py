@@ -88,7 +88,7 @@ async def _answer(request: Request, manager: TokenizerManager, dialect: Dialect,
     num_entries = len(outputs) + sum(1 + len(entry.top) for output in outputs for entry in output.logprobs)
 
     def choices() -> list[dict[str, Any]]:
-        return [choice(dialect, index, output, wanted.logprobs >= 0) for index, output in enumerate(outputs)]
+        return [choice(dialect, index, output, wanted.has_logprobs) for index, output in enumerate(outputs)]
 
     reply = {
         "id": wanted.id,

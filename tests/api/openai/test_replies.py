@@ -26,7 +26,7 @@ IMPOSSIBLE = Output("a", [0], [TokenLogprob(0, float("-inf"), [(0, float("-inf")
 
 
 def chunks(dialect: Any, *outputs: Output, logprobs: int = -1, begun: tuple[int, ...] = ()) -> list[Any]:
-    request = GenerateRequest(rid="i", prompt=[1], options=SamplingOptions(), outputs=begun)
+    request = GenerateRequest(rid="i", prompt=[1], options=SamplingOptions(logprobs=logprobs), outputs=begun)
     wanted = Wanted(
         id="i",
         created=1,
@@ -35,7 +35,6 @@ def chunks(dialect: Any, *outputs: Output, logprobs: int = -1, begun: tuple[int,
         batch_id=None,
         stream=True,
         usage_in_stream=False,
-        logprobs=logprobs,
     )
     made = Chunks(dialect, wanted)
     data = b"".join(made.of(0, output) for output in outputs)

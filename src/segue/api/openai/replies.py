@@ -119,7 +119,7 @@ class Chunks:
 
     def __init__(self, dialect: Dialect, wanted: Wanted) -> None:
         self._dialect = dialect
-        self._logprobs = wanted.logprobs >= 0
+        self._logprobs = wanted.has_logprobs
         self._usage = wanted.usage_in_stream
         # The client has the first chunk already where a request begins with outputs.
         self._begun = {index for index, request in enumerate(wanted.requests) if request.outputs}

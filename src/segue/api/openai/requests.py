@@ -27,35 +27,21 @@ HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_ident
 
 # Fields of the contract that are not implemented, with the values that ask for nothing.
 _NOT_YET: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
+    **{name: () for name in ("prompt_logprobs", "regex", "ebnf", "choice", "structured_outputs")},
+    **{f"guided_{kind}": () for kind in ("json", "regex", "choice", "grammar")},
+    **{name: (1,) for name in ("n", "best_of")},
     "include_stop_str_in_output": (False,),
-    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
-    "regex": (),
-    "ebnf": (),
-    "choice": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
 }
 CHAT_NOT_YET: Mapping[str, tuple[Any, ...]] = {
     **_NOT_YET,
+    **{name: () for name in ("functions", "reasoning_effort", "audio", "prediction", "verbosity")},
+    **{name: () for name in ("web_search_options", "logprob_token_ids")},
+    **{name: ("none",) for name in ("tool_choice", "function_call")},
     "tools": ([],),
-    "tool_choice": ("none",),
     "parallel_tool_calls": (True, False),
-    "functions": (),
-    "function_call": ("none",),
     "chat_template_kwargs": ({},),
-    "reasoning_effort": (),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "verbosity": (),
-    "logprob_token_ids": (),
 }
 COMPLETION_NOT_YET: Mapping[str, tuple[Any, ...]] = {**_NOT_YET, "echo": (False,), "suffix": ("",)}
 
@@ -150,7 +136,11 @@ class Wanted:
     batch_id: str | None  # None: a single request
     stream: bool
     usage_in_stream: bool
-    logprobs: int  # -1: none; n: with the n likeliest
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probabilities were asked for."""
+        return self.requests[0].options.logprobs >= 0
 
 
 async def chat_call(
@@ -176,7 +166,7 @@ async def chat_call(
         param="messages",
         names={"max_tokens": limit_name, "logprobs": "top_logprobs"},
     )
-    return _wanted(body, model, rid, created, [request], logprobs)
+    return _wanted(body, model, rid, created, [request])
 
 
 def completion_call(
@@ -195,7 +185,7 @@ def completion_call(
         GenerateRequest(rid=each, prompt=prompt, options=options)
         for each, prompt in zip(rids, prompts, strict=True)
     ]
-    return _wanted(body, model, rid, created, requests, logprobs)
+    return _wanted(body, model, rid, created, requests)
 
 
 def check_model(name: str, model: ServedModel) -> None:
@@ -245,7 +235,6 @@ def _wanted(
     rid: str,
     created: int | None,
     requests: list[GenerateRequest],
-    logprobs: int,
 ) -> Wanted:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
@@ -257,7 +246,6 @@ def _wanted(
         batch_id=rid if len(requests) > 1 else None,
         stream=bool(body.stream),
         usage_in_stream=body.stream_options is not None and bool(body.stream_options.include_usage),
-        logprobs=logprobs,
     )
 
 
