@@ -140,7 +140,7 @@ def test_a_request_that_begins_with_outputs_goes_on_exactly_where_it_was(
     same, texts = whole(tokens, stop=stop)
     state = make(logprobs=0, stop=stop)
     state.prime(tokens[:border], [TokenLogprob(token, -float(token)) for token in tokens[:border]])
-    assert not state.has_unread
+    assert not state.has_unread and state.whole().text == "".join(texts[:border])
     for token, text in zip(tokens[border:], texts[border:], strict=True):
         state.add(token, TokenLogprob(token, -float(token)), is_stop=False)
         assert state.take().text == text
@@ -150,7 +150,6 @@ def test_a_request_that_begins_with_outputs_goes_on_exactly_where_it_was(
         same.offsets,
         same.cut,
     )
-    assert state.given is not None and state.given.text == "".join(texts[:border])
     end = ended(len(same.ids), versions=[("0", border, 8)])
     assert state.finish(end) == same.finish(end)
     assert state.take() == same.take()

@@ -568,8 +568,8 @@ def test_outputs_travel_with_the_request_and_only_what_follows_is_read(bench: Be
             message = bench.sent[-1]
             assert isinstance(message, AddRequest)
             assert (unpack_ids(message.prompt), unpack_ids(message.outputs)) == ([65, 66], ids[:border])
-            assert not state.changed.is_set() and state.given is not None
-            text, updates = state.given.text, Generation(bench.manager, [state]).updates()
+            assert not state.changed.is_set() and not state.has_unread
+            text, updates = state.whole().text, Generation(bench.manager, [state]).updates()
             for token in ids[border:-1]:
                 bench.step(("r", token))
                 text += (await anext(updates))[1].text
@@ -585,7 +585,7 @@ def test_a_stop_string_across_the_border_ends_the_request(bench: Bench) -> None:
     async def work() -> None:
         a, b, c = (bench.manager.encoder.tokenizer.encode(x)[0] for x in "abc")  # type: ignore[union-attr]
         state = await bench.manager.submit(resumed(a, b, stop=("bc",)))
-        assert state.given is not None and state.given.text == "a"  # "b" may begin the stop string
+        assert state.whole().text == "a"  # "b" may begin the stop string
         bench.step(("r", c))
         assert bench.sent[-1] == Finish("r", 3)
         bench.step(finished=(ended("r", 3),))

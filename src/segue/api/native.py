@@ -7,27 +7,19 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import count
+from typing import Any
 
 from msgspec import Struct
 
 from segue.api.generation import Generation
-from segue.api.validation import TokenId, check_one_kind, parse
+from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, UnsupportedFieldError, shown
-from segue.frontend.request import (
-    LOWEST_LOGPROB,
-    MAX_PRIORITY,
-    End,
-    GenerateRequest,
-    Output,
-    RequestState,
-)
+from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, End, GenerateRequest, Output
 from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
-from segue.frontend.tokenizer_manager import TokenizerManager
-from segue.messages.requests import TokenLogprob
 
 RULES = {
     "text": "a string or a list of strings",
@@ -112,7 +104,7 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
     if (call.text is None) == (call.input_ids is None):
         raise InvalidRequestError("give either text or input_ids, and not both", param="text")
     param = "text" if call.text is not None else "input_ids"
-    prompts, batched = _prompts(call)
+    prompts, batched = prompts_of(call.input_ids if call.text is None else call.text, param, RULES)
     check_batch(len(prompts), max_prompts, param)
     rids, batch_id = _rids(call.rid, len(prompts), batched)
     options = _all_options(call, len(prompts))
@@ -150,17 +142,6 @@ def _refuse_unsupported(body: Mapping[str, Any], names: tuple[str, ...]) -> None
     for name in names:
         if body.get(name):
             raise UnsupportedFieldError(f"{name} is not supported; leave it out", param=name)
-
-
-def _prompts(call: NativeGenerate) -> tuple[Sequence[str | list[int]], bool]:
-    if call.text is not None:
-        return ([call.text], False) if isinstance(call.text, str) else (call.text, True)
-    ids = call.input_ids
-    assert ids is not None
-    check_one_kind(ids, "input_ids", RULES)
-    if ids and not isinstance(ids[0], int):
-        return cast(list[list[int]], ids), True
-    return [cast(list[int], ids)], False
 
 
 def _rids(rid: str | list[str] | None, count: int, batched: bool) -> tuple[list[str], str | None]:
@@ -212,97 +193,57 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
     )
 
 
-class NativeReply:
-    """The reply to one request, as far as it has come; texts and ids are cumulative, as SGLang's are."""
-
-    def __init__(self, manager: TokenizerManager, state: RequestState, *, text_in_logprobs: bool) -> None:
-        self._manager = manager
-        self._state = state
-        self._text_in_logprobs = text_in_logprobs
-        self._text = ""
-        self._ids: list[int] = []
-        self._entries: list[TokenLogprob] = []
-        self._end: End | None = None
-
-    def add(self, output: Output) -> None:
-        """Take news."""
-        self._text += output.text
-        self._ids = self._ids + output.token_ids  # a new list: the caller may have kept the last one
-        self._entries += output.logprobs
-        self._end = output.end
-
-    @property
-    def num_entries(self) -> int:
-        """How much it has: one for itself, each token, and each log-probability."""
-        entries = (*self._entries, *self._state.prompt_logprobs)
-        return 1 + len(self._ids) + sum(1 + len(entry.top) for entry in entries)
-
-    def body(self) -> dict[str, Any]:
-        """As JSON."""
-        return {"text": self._text, "output_ids": self._ids, "meta_info": self._meta_info()}
-
-    def _meta_info(self) -> dict[str, Any]:
-        end = self._end
-        versions = end.versions if end is not None else []
-        meta: dict[str, Any] = {
-            "id": self._state.rid,
-            "finish_reason": None if end is None else finish_reason(end),
-            "prompt_tokens": len(self._state.prompt_ids),
-            "completion_tokens": len(self._ids),
-            "cached_tokens": 0 if end is None else end.cached_tokens,
-            "weight_version": versions[-1][0] if versions else self._manager.weight_version,
-            "weight_versions": [{"version": v, "start": start, "end": stop} for v, start, stop in versions],
-        }
-        if self._state.wants_logprobs:
-            meta["output_token_logprobs"] = [self._entry(e.token, e.logprob) for e in self._entries]
-            meta["output_top_logprobs"] = [[self._entry(t, p) for t, p in e.top] for e in self._entries]
-            meta["input_token_logprobs"] = self._input_logprobs()
-        if end is not None:
-            meta["e2e_latency"] = time.monotonic() - self._state.created
-        return meta
-
-    def _input_logprobs(self) -> list[list[Any]]:
-        state = self._state
-        entries = [self._entry(entry.token, entry.logprob) for entry in state.prompt_logprobs]
-        if state.params.prompt_logprobs_start == 0:  # nothing predicts the first token
-            entries.insert(0, self._entry(state.prompt_ids[0], None))
-        return entries
-
-    def _entry(self, token: int, logprob: float | None) -> list[Any]:
-        text = self._manager.table.text(token) if self._text_in_logprobs else None
-        return [None if logprob is None else max(logprob, LOWEST_LOGPROB), token, text]
-
-
 class NativeReplies:
-    """The replies to the requests of one call."""
+    """The replies to the requests of one call; texts and ids are cumulative, as SGLang's are."""
 
     def __init__(self, call: NativeCall, generation: Generation) -> None:
-        self._is_batch = call.batch_id is not None
+        self._call = call
         self._generation = generation
-        self._replies = [
-            NativeReply(generation.manager, state, text_in_logprobs=call.text_in_logprobs)
-            for state in generation.states
-        ]
+        self._manager = generation.manager
 
     async def result(self) -> tuple[Any, int]:
         """The finished reply, a list for a batch; and its number of entries: replies, tokens and logprobs."""
         num_entries = 0
-        for index, output in enumerate(await self._generation.outputs()):
-            self._replies[index].add(output)
-            num_entries += self._replies[index].num_entries
+        outputs = await self._generation.outputs()
+        for index, output in enumerate(outputs):
+            logprobs = (*output.logprobs, *self._generation.states[index].prompt_logprobs)
+            num_entries += 1 + len(output.token_ids) + sum(1 + len(entry.top) for entry in logprobs)
             await turn(index)
-        bodies = await self._generation.build(lambda: [reply.body() for reply in self._replies], num_entries)
-        return bodies if self._is_batch else bodies[0], num_entries
+        replies = await self._generation.build(lambda: list(map(self._reply, count(), outputs)), num_entries)
+        return replies if self._call.batch_id is not None else replies[0], num_entries
 
     async def updates(self) -> AsyncIterator[dict[str, Any]]:
         """The reply as it grows; in a batch each update has its prompt's ``index``."""
-        for reply, state in zip(self._replies, self._generation.states, strict=True):
-            if state.given is not None:
-                reply.add(state.given)
-        async for index, output in self._generation.updates():
-            self._replies[index].add(output)
-            body = self._replies[index].body()
-            yield body | {"index": index} if self._is_batch else body
+        async for index, _ in self._generation.updates():
+            reply = self._reply(index, self._generation.states[index].whole())
+            yield reply | {"index": index} if self._call.batch_id is not None else reply
+
+    def _reply(self, index: int, output: Output) -> dict[str, Any]:
+        state, end = self._generation.states[index], output.end
+        versions = end.versions if end is not None else []
+        meta: dict[str, Any] = {
+            "id": state.rid,
+            "finish_reason": None if end is None else finish_reason(end),
+            "prompt_tokens": len(state.prompt_ids),
+            "completion_tokens": len(output.token_ids),
+            "cached_tokens": 0 if end is None else end.cached_tokens,
+            "weight_version": versions[-1][0] if versions else self._manager.weight_version,
+            "weight_versions": [{"version": v, "start": start, "end": stop} for v, start, stop in versions],
+        }
+        if state.wants_logprobs:
+            prompt = [self._entry(entry.token, entry.logprob) for entry in state.prompt_logprobs]
+            if state.params.prompt_logprobs_start == 0:  # nothing predicts the first token
+                prompt.insert(0, self._entry(state.prompt_ids[0], None))
+            meta["output_token_logprobs"] = [self._entry(e.token, e.logprob) for e in output.logprobs]
+            meta["output_top_logprobs"] = [[self._entry(t, p) for t, p in e.top] for e in output.logprobs]
+            meta["input_token_logprobs"] = prompt
+        if end is not None:
+            meta["e2e_latency"] = time.monotonic() - state.created
+        return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+
+    def _entry(self, token: int, logprob: float | None) -> list[Any]:
+        text = self._manager.table.text(token) if self._call.text_in_logprobs else None
+        return [None if logprob is None else max(logprob, LOWEST_LOGPROB), token, text]
 
 
 def finish_reason(end: End) -> dict[str, Any]:

@@ -121,10 +121,19 @@ def parse(
     return structs.replace(checked, **decoded) if decoded else checked
 
 
-def check_one_kind(items: Any, param: str, rules: Mapping[str, str]) -> None:
-    """Raise InvalidRequestError if a list has items of several types."""
-    if isinstance(items, list) and len(set(map(type, items))) > 1:
+def prompts_of(value: Any, param: str, rules: Mapping[str, str]) -> tuple[Sequence[str | list[int]], bool]:
+    """Return the prompts of a text, token ids, or a list of either, and whether it is such a list.
+
+    An empty list has no token ids, but where ``param`` is ``text``, no texts.
+
+    Raises:
+        InvalidRequestError: a list has items of several types.
+    """
+    if isinstance(value, list) and len(set(map(type, value))) > 1:
         raise InvalidRequestError(f"{param}: expected {rules[param]}", param=param)
+    if isinstance(value, str) or (isinstance(value[0], int) if value else param != "text"):
+        return [value], False
+    return value, True
 
 
 def misfit(

@@ -134,15 +134,14 @@ class RequestState:
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the reader; a call has one
     streaming: bool = False  # whether every token wakes the reader, and not only the end
     discarded: bool = False  # whether the reader has left; only the end is awaited
-    given: Output | None = None  # what the client has got already, where the request began with outputs
     end: End | None = None
     error: SegueError | None = None
     cut: int = -1  # tokens up to the end of a complete stop string; -1: none is complete
     _detokenizer: Detokenizer = field(init=False)
     _matcher: StopMatcher | None = field(init=False)
     _keep_stop: bool = field(init=False)
-    _parts: list[str] = field(default_factory=list)  # text not yet read
-    _num_read: int = 0  # ids already read
+    _parts: list[str] = field(default_factory=list)  # the text, except what is held back
+    _num_taken: tuple[int, int] = (0, 0)  # ids and parts of the text that were taken
     _length: int = 0  # characters detokenized, including those held back
     _matched: str | None = None
 
@@ -186,7 +185,7 @@ class RequestState:
         entries: Sequence[TokenLogprob | None] = logprobs if self.wants_logprobs else [None] * len(ids)
         for token, entry in zip(ids, entries, strict=True):
             self.add(token, entry, is_stop=token in self.params.stop_token_ids)
-        self.given = self.take()
+        self.take()
         # The first token was counted where it was made; until the next one comes, the client waits for that.
         self.first_token_at = self.last_token_at = self.created
 
@@ -223,7 +222,7 @@ class RequestState:
     @property
     def has_unread(self) -> bool:
         """Whether tokens have arrived since the last :meth:`take`."""
-        return self._num_read < len(self.ids)
+        return self._num_taken[0] < len(self.ids)
 
     @property
     def is_over(self) -> bool:
@@ -232,16 +231,17 @@ class RequestState:
 
     def take(self) -> Output:
         """Return the output since the last call."""
-        start, self._num_read = self._num_read, len(self.ids)
-        parts, self._parts = self._parts, []
-        return Output("".join(parts), self.ids[start:], self.logprobs[start:], self.offsets[start:], self.end)
+        return self._output(*self._num_taken)
 
     def whole(self) -> Output:
-        """Return the output that was not taken, behind what the client was given elsewhere."""
-        if self.given is not None:
-            self._num_read = 0
-            self._parts.insert(0, self.given.text)
-        return self.take()
+        """Return the whole output, also what was taken before or was given to the client elsewhere."""
+        self._parts = ["".join(self._parts)]
+        return self._output(0, 0)
+
+    def _output(self, token: int, part: int) -> Output:
+        self._num_taken = len(self.ids), len(self._parts)
+        text = "".join(self._parts[part:])
+        return Output(text, self.ids[token:], self.logprobs[token:], self.offsets[token:], self.end)
 
     async def result(self) -> Output:
         """Wait for the end, and return the whole output. Raises the error that ended the request."""

@@ -9,11 +9,11 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from segue.api.validation import TokenId, check_one_kind, parse
+from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError, shown
 from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
@@ -177,7 +177,7 @@ def completion_call(
     rid = rid or f"cmpl-{uuid.uuid4().hex}"
     logprobs = -1 if body.logprobs is None else body.logprobs
     options = _options(body, body.max_tokens, logprobs)
-    prompts = _prompts(body.prompt)
+    prompts, _ = prompts_of(body.prompt, "prompt", RULES)
     check_batch(len(prompts), model.max_prompts, "prompt")
     check_num_entries(num_entries(options), len(prompts))
     rids = [rid] if len(prompts) == 1 else [f"{rid}-{index}" for index in range(len(prompts))]
@@ -282,14 +282,3 @@ async def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             one["tool_call_id"] = message.tool_call_id
         rendered.append(one)
     return rendered
-
-
-def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    if isinstance(prompt, str):
-        return [prompt]
-    check_one_kind(prompt, "prompt", RULES)
-    if not prompt:
-        raise InvalidRequestError("prompt is empty; it must have at least one token", param="prompt")
-    if isinstance(prompt[0], int):
-        return [cast(list[int], prompt)]
-    return cast(list[str | list[int]], list(prompt))
