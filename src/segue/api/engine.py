@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from segue.api.control import FlushQuery, PauseRequest
 from segue.api.generation import Generation
 from segue.api.loop_thread import AsyncStream, LoopThread, blocking_stream
-from segue.api.native import NativeCall, NativeReplies, parse_call
+from segue.api.native import NativeReplies, parse_call
 from segue.api.validation import parse, plain
 from segue.api.weights import with_weight_operations
 from segue.config import EngineConfig
@@ -202,18 +202,15 @@ class Engine:
         return self._thread
 
     async def _generate(self, body: dict[str, Any]) -> Any:
-        call = self._call(body)
+        call = parse_call(body, self.config.max_queued_requests)
         with await Generation.start(self._runtime.manager, call.requests, call.batch_id) as generation:
             return (await NativeReplies(call, generation).result())[0]
 
     async def _updates(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        call = self._call(body)
+        call = parse_call(body, self.config.max_queued_requests)
         with await Generation.start(self._runtime.manager, call.requests, call.batch_id) as generation:
             async for update in NativeReplies(call, generation).updates():
                 yield update
-
-    def _call(self, body: dict[str, Any]) -> NativeCall:
-        return parse_call(body, self.config.max_queued_requests)
 
     async def _abort(self, rid: str | None, abort_all: bool) -> None:
         self._runtime.manager.abort(plain(rid or ""), abort_all=abort_all)

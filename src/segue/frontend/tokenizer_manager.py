@@ -280,14 +280,10 @@ class TokenizerManager:
     @property
     def trouble(self) -> SegueError | None:
         """Why no request can be served now; None: requests can be served."""
-        if (trouble := self._life.trouble) is not None:
-            return trouble
-        if self.weights.poisoned is not None:
-            why = self.weights.poisoned
-            return PoisonedError(
-                f"the weights are poisoned ({why}); update all of them, or restart the engine"
-            )
-        return None
+        why = self.weights.poisoned
+        if why is None or self._life.trouble is not None:
+            return self._life.trouble
+        return PoisonedError(f"the weights are poisoned ({why}); update all of them, or restart the engine")
 
     def _check_rids(self, requests: Sequence[GenerateRequest], batch_id: str | None) -> None:
         if (trouble := self.trouble) is not None:

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -26,18 +27,13 @@ class EmbeddedScheduler:
         self._config = config
         self._run_dir = run_dir
         self._context = context
+        self.pids: list[int] = []  # there are no worker processes
         self._thread: threading.Thread | None = None
-
-    @property
-    def pids(self) -> list[int]:
-        """Empty: there are no worker processes."""
-        return []
 
     def start(self, on_exit: Callable[[str], None]) -> None:
         """Start the thread. When it ends, it calls ``on_exit`` with the reason, a sentence."""
-        self._thread = threading.Thread(
-            target=self._run, args=(on_exit,), name="segue-scheduler", daemon=True
-        )
+        work = partial(self._run, on_exit)
+        self._thread = threading.Thread(target=work, name="segue-scheduler", daemon=True)
         self._thread.start()
 
     async def stop(self, polite_s: float, patience_s: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,14 +26,14 @@ def usage(ends: Sequence[End]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
 class ChatDialect:
     """``/v1/chat/completions``."""
 
+    _table: TokenTable
+
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-
-    def __init__(self, table: TokenTable) -> None:
-        self._table = table
 
     def content(self, text: str) -> dict[str, Any]:
         """A finished choice's text."""
@@ -65,14 +66,14 @@ class ChatDialect:
         }
 
 
+@dataclass(frozen=True, slots=True)
 class CompletionDialect:
     """``/v1/completions``."""
 
+    _table: TokenTable
+
     object = "text_completion"
     chunk_object = "text_completion"
-
-    def __init__(self, table: TokenTable) -> None:
-        self._table = table
 
     def content(self, text: str) -> dict[str, Any]:
         """A finished choice's text."""
