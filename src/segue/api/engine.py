@@ -228,14 +228,8 @@ class Engine:
 def _body(
     prompt: Any, sampling_params: Any, input_ids: Any, stream: bool, fields: dict[str, Any]
 ) -> dict[str, Any]:
-    body = {
-        "text": prompt,
-        "sampling_params": sampling_params,
-        "input_ids": input_ids,
-        "stream": stream,
-        **fields,
-    }
-    return {name: plain(value, name) for name, value in body.items() if value is not None}
+    body = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream}
+    return {name: plain(value, name) for name, value in (body | fields).items() if value is not None}
 
 
 def _close(thread: LoopThread, runtime: Runtime) -> None:

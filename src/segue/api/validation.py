@@ -58,8 +58,8 @@ def plain(value: Any, name: str = "") -> Any:
     if type(value) is list and all(type(item) is int for item in value):
         return value  # token ids: nothing to convert
     match value:
-        case bool() | np.bool_():
-            return bool(value)
+        case np.generic() | np.ndarray():
+            return value.tolist()
         case str():
             return str(value)
         case Integral():
@@ -68,8 +68,6 @@ def plain(value: Any, name: str = "") -> Any:
             return float(value)
         case os.PathLike():
             return os.fspath(value)
-        case np.ndarray():
-            return value.tolist()
         case Mapping():
             return {plain(key): plain(item, str(key)) for key, item in value.items()}
         case set() | frozenset():
@@ -82,12 +80,7 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def parse(
-    kind: type[Body],
-    body: Any,
-    *,
-    rules: Mapping[str, str] | None = None,
-    prefix: str = "",
-    coerces: bool = False,
+    kind: type[Body], body: Any, *, rules: Mapping[str, str] | None = None, coerces: bool = False
 ) -> Body:
     """Check ``body``.
 
@@ -95,7 +88,6 @@ def parse(
         kind: what it has to be; a struct that forbids unknown fields makes them errors.
         body: a mapping.
         rules: says in words what fields of several types may be.
-        prefix: the name of the field whose value ``body`` is.
         coerces: numbers may come as strings, as in a query.
 
     Raises:
@@ -103,21 +95,19 @@ def parse(
         UnsupportedFieldError: an unknown field that is forbidden.
     """
     if not isinstance(body, Mapping):
-        raise InvalidRequestError(
-            f"expected a JSON object{f' for {prefix}' if prefix else ''}, got {shown(body)}"
-        )
+        raise InvalidRequestError(f"expected a JSON object, got {shown(body)}")
     decoded = {name: value.value for name, value in body.items() if isinstance(value, Decoded)}
     tag = kind.__struct_config__.tag_field
-    plain = {name: value for name, value in body.items() if name != tag}
-    plain |= {name: {} if isinstance(value, dict) else [] for name, value in decoded.items()}
+    fields = {name: value for name, value in body.items() if name != tag}
+    fields |= {name: {} if isinstance(value, dict) else [] for name, value in decoded.items()}
     try:
-        checked = msgspec.convert(plain, kind, strict=not coerces, str_keys=True)
+        checked = msgspec.convert(fields, kind, strict=not coerces, str_keys=True)
     except msgspec.ValidationError as error:
-        raise misfit(error, prefix, rules or {}, value=plain, values=_values(kind)) from None
+        raise misfit(error, "", rules or {}, value=fields, values=_values(kind)) from None
     except UnicodeEncodeError:
-        raise InvalidRequestError(f"{prefix or 'the body'} has a text that is not valid Unicode") from None
+        raise InvalidRequestError("the body has a text that is not valid Unicode") from None
     except OverflowError:
-        raise InvalidRequestError(f"{prefix or 'the body'} has a number that is out of range") from None
+        raise InvalidRequestError("the body has a number that is out of range") from None
     return structs.replace(checked, **decoded) if decoded else checked
 
 

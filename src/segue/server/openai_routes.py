@@ -90,11 +90,7 @@ async def _answer(request: Request, manager: TokenizerManager, dialect: Dialect,
     def choices() -> list[dict[str, Any]]:
         return [choice(dialect, index, output, wanted.has_logprobs) for index, output in enumerate(outputs)]
 
-    reply = {
-        "id": wanted.id,
-        "object": dialect.object,
-        "created": wanted.created,
-        "model": wanted.model,
+    reply = wanted.envelope(dialect.object) | {
         "choices": await generation.build(choices, num_entries),
         "usage": usage(ends),
     }

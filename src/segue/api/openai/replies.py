@@ -124,13 +124,7 @@ class Chunks:
         self._usage = wanted.usage_in_stream
         # The client has the first chunk already where a request begins with outputs.
         self._begun = {index for index, request in enumerate(wanted.requests) if request.outputs}
-        fields = {
-            "id": wanted.id,
-            "object": dialect.chunk_object,
-            "created": wanted.created,
-            "model": wanted.model,
-        }
-        self._head = b"data: " + encode(fields)[:-1] + b',"choices":['
+        self._head = b"data: " + encode(wanted.envelope(dialect.chunk_object))[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
 
     def of(self, index: int, output: Output) -> bytes:

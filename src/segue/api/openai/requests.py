@@ -142,6 +142,10 @@ class Wanted:
         """Whether log-probabilities were asked for."""
         return self.requests[0].options.logprobs >= 0
 
+    def envelope(self, kind: str) -> dict[str, Any]:
+        """Return the first fields of the answer, or of each of its chunks; ``kind`` is its ``object``."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
 
 async def chat_call(
     body: ChatCompletionRequest, model: ServedModel, *, rid: str | None = None, created: int | None = None
