@@ -139,21 +139,14 @@ class Tokenizer:
         return str(text)
 
 
+@dataclass(slots=True)
 class PromptEncoder:
     """Turns prompts into token ids, and refuses prompts that do not fit the context as early as possible."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        limits: RequestLimits,
-        chars_per_token: int | None,
-        thread_pool: ThreadPool,
-    ) -> None:
-        """``chars_per_token``: the most characters that become one token; None: there is no bound."""
-        self.tokenizer = tokenizer
-        self.limits = limits
-        self.chars_per_token = chars_per_token
-        self.thread_pool = thread_pool
+    tokenizer: Tokenizer | None
+    limits: RequestLimits
+    chars_per_token: int | None  # the most characters that become one token; None: there is no bound
+    thread_pool: ThreadPool
 
     async def encode_call(
         self, requests: Sequence[GenerateRequest], ended: asyncio.Future[None]

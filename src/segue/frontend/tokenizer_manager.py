@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from msgspec import convert, structs
 
@@ -36,6 +37,7 @@ from segue.messages.weight_operations import WeightOperation
 from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice
 
 
+@dataclass(slots=True)
 class Admission:
     """Counts the requests in transit to the scheduler, and refuses requests that would not fit its queue.
 
@@ -43,11 +45,10 @@ class Admission:
     end. A request that an idle engine would accept is never refused here.
     """
 
-    def __init__(self, max_queued_requests: int, max_running_requests: int) -> None:
-        self._max_queued = max_queued_requests
-        self._max_running = max_running_requests
-        self.num_sent = 0
-        self.num_rejected = 0
+    max_queued_requests: int
+    max_running_requests: int
+    num_sent: int = 0
+    num_rejected: int = 0
 
     def check(self, count: int, num_arriving: int, now: Counters) -> None:
         """Check whether ``count`` more requests fit, while ``num_arriving`` others are not sent yet.
@@ -59,10 +60,11 @@ class Admission:
         waiting = now.num_waiting + max(0, in_transit) + num_arriving
         # If requests wait already, the scheduler could not admit them: then free slots do not count.
         is_open = now.num_waiting == 0 and now.paused is None
-        free = max(0, self._max_running - now.num_running) if is_open else 0
-        if waiting + count > self._max_queued + free:
+        free = max(0, self.max_running_requests - now.num_running) if is_open else 0
+        allowed = self.max_queued_requests
+        if waiting + count > allowed + free:
             raise OverloadedError(
-                f"{waiting} requests wait, and {count} more would exceed the {self._max_queued} allowed "
+                f"{waiting} requests wait, and {count} more would exceed the {allowed} allowed "
                 "(--max-queued-requests); retry later"
             )
 
