@@ -92,7 +92,8 @@ class Generation:
                     if output.end is not None:
                         del running[index]
                     yield index, output
-                await turn(number)
+                if number:  # most calls have one request
+                    await turn(number)
             if error is not None:
                 raise error
 

@@ -231,17 +231,15 @@ class RequestState:
 
     def take(self) -> Output:
         """Return the output since the last call."""
-        return self._output(*self._num_taken)
-
-    def whole(self) -> Output:
-        """Return the whole output, also what was taken before or was given to the client elsewhere."""
-        self._parts = ["".join(self._parts)]
-        return self._output(0, 0)
-
-    def _output(self, token: int, part: int) -> Output:
+        token, part = self._num_taken
         self._num_taken = len(self.ids), len(self._parts)
         text = "".join(self._parts[part:])
         return Output(text, self.ids[token:], self.logprobs[token:], self.offsets[token:], self.end)
+
+    def whole(self) -> Output:
+        """Return the whole output, also what was taken before or was given to the client elsewhere."""
+        self._parts, self._num_taken = ["".join(self._parts)], (0, 0)
+        return self.take()
 
     async def result(self) -> Output:
         """Wait for the end, and return the whole output. Raises the error that ended the request."""
