@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -116,3 +117,67 @@ def test_counted_tokens_that_never_arrived_are_a_bug() -> None:
     state = make()
     with pytest.raises(AssertionError, match="0 tokens came, not 1"):
         state.finish(ended(1))
+
+
+# --- requests that begin with outputs ---
+
+
+def whole(tokens: list[int], **options: Any) -> tuple[RequestState, list[str]]:
+    """A request that gets all tokens here, and the text that each of them gives."""
+    state, texts = make(logprobs=0, **options), []
+    for token in tokens:
+        state.add(token, TokenLogprob(token, -float(token)), is_stop=False)
+        texts.append(state.take().text)
+    return state, texts
+
+
+@pytest.mark.parametrize("stop", [(), ("three",), ("e t", "wo three one"), ("東one", "nothing")])
+@pytest.mark.parametrize("border", range(1, 8))
+def test_a_request_that_begins_with_outputs_goes_on_exactly_where_it_was(
+    stop: tuple[str, ...], border: int
+) -> None:
+    tokens = [1, 2, 4, 5, 6, 1, 2, 3]
+    same, texts = whole(tokens, stop=stop)
+    state = make(logprobs=0, stop=stop)
+    state.prime(tokens[:border], [TokenLogprob(token, -float(token)) for token in tokens[:border]])
+    assert not state.has_unread and state.whole().text == "".join(texts[:border])
+    for token, text in zip(tokens[border:], texts[border:], strict=True):
+        state.add(token, TokenLogprob(token, -float(token)), is_stop=False)
+        assert state.take().text == text
+    assert (state.ids, state.logprobs, state.offsets, state.cut) == (
+        same.ids,
+        same.logprobs,
+        same.offsets,
+        same.cut,
+    )
+    end = ended(len(same.ids), versions=[("0", border, 8)])
+    assert state.finish(end) == same.finish(end)
+    assert state.take() == same.take()
+
+
+def test_what_the_client_has_already_is_part_of_the_result() -> None:
+    async def work() -> None:
+        state = make(logprobs=0)
+        state.prime([1, 4], [TokenLogprob(1, -1.0), TokenLogprob(4, -2.0)])
+        for token in (5, 6):
+            state.add(token, TokenLogprob(token, -3.0), is_stop=False)
+        state.finish(ended(4))
+        output = await state.result()
+        assert (output.text, output.token_ids, output.offsets) == ("one 東", [1, 4, 5, 6], [0, 4, 4, 4])
+        assert [entry.token for entry in output.logprobs] == [1, 4, 5, 6]
+
+    asyncio.run(work())
+
+
+def test_outputs_may_end_in_the_stop_token_which_is_not_text() -> None:
+    request = GenerateRequest(rid="r", prompt=[1], options=SamplingOptions(stop=("two three",)))
+    params = SamplingParams(max_new_tokens=100, stop_token_ids=(2,))
+    state = RequestState(request, [1], params, TABLE, created=0.0)
+    state.prime([1, 2], [])
+    state.finish(ended(2, "stop", matched=2))
+    assert state.take().text == ""
+
+
+def test_outputs_have_a_logprob_each_if_they_were_requested() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        make(logprobs=0).prime([1, 2], [TokenLogprob(1, -1.0)])

@@ -10,9 +10,9 @@ from segue.frontend.sampling_options import (
     MAX_STOPS,
     RequestLimits,
     SamplingOptions,
-    build_params,
     check_prompt_len,
     check_token_ids,
+    prepare,
 )
 from segue.messages.requests import SamplingParams
 
@@ -20,7 +20,7 @@ LIMITS = RequestLimits(max_seq_len=100, vocab_size=50, eos_ids=(2, 7))
 
 
 def build(prompt_len: int = 10, names: dict[str, str] | None = None, **options: Any) -> SamplingParams:
-    return build_params(SamplingOptions(**options), prompt_len, LIMITS, names or {})
+    return prepare(SamplingOptions(**options), LIMITS, names or {}).params(prompt_len)
 
 
 @pytest.mark.parametrize(
@@ -157,3 +157,21 @@ def test_token_ids_out_of_range_are_errors(wrong: int) -> None:
     with pytest.raises(InvalidRequestError, match=str(wrong)):
         check_token_ids([1, wrong, 2], LIMITS, "prompt")
     check_token_ids([0, 49], LIMITS, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"temperature": -1}, "temperature=-1: must be at least 0"),
+        ({"top_p": 0.0}, "top_p=0.0: must be above 0 and at most 1"),
+        ({"top_k": -2}, "top_k=-2: must be at least -1"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: must be at least 0.01 and at most 100"),
+        ({"logprobs": 21}, "logprobs=21: must be at least -1 and at most 20"),
+        ({"logit_bias": {50: 1.0}}, "logit_bias=50: must be at least 0 and at most 49"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens=6: must be at most max_tokens=5"),
+    ],
+)
+def test_an_error_says_the_whole_rule(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        build(**options)
+    assert raised.value.message == text

@@ -6,22 +6,26 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from msgspec import structs
 
+from segue.api.generation import Generation
+from segue.api.native import NativeReplies, parse_call
 from segue.errors import (
     ContextLengthError,
     EngineDeadError,
     InvalidRequestError,
     NonFiniteLogitsError,
     OverloadedError,
+    SegueError,
 )
-from segue.frontend.request import GenerateRequest
+from segue.frontend.life import Life, LifeState
+from segue.frontend.request import GenerateRequest, RequestState
 from segue.frontend.sampling_options import RequestLimits, SamplingOptions
-from segue.frontend.stream import RequestStream, merged
 from segue.frontend.tokenizer import Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
 from segue.messages.control import (
@@ -39,7 +43,7 @@ from segue.messages.control import (
     SchedulerOutput,
     State,
 )
-from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected, unpack_ids
+from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected, TokenLogprob, unpack_ids
 from segue.messages.weight_operations import BeginUpdate
 from segue.messages.weight_update import WeightCall, WithdrawCall
 
@@ -68,9 +72,16 @@ class Bench:
             init_steps=[],
         )
         tokenizer = None if model is None else Tokenizer.load(model)
+        self.life = Life()
+        self.life.advance(LifeState.ACTIVE)
         self.manager = TokenizerManager(
-            tokenizer, ready, self.sent.append, max_queued_requests=max_queued_requests
+            tokenizer, ready, self.sent.append, life=self.life, max_queued_requests=max_queued_requests
         )
+
+    def die(self, error: SegueError) -> None:
+        """End the engine, as the runtime does."""
+        self.life.advance(LifeState.DEAD, error)
+        self.manager.die(error)
 
     def step(self, *tokens: tuple[str, int], finished: tuple[Finished, ...] = ()) -> None:
         self.manager.receive(self.output(Counters(), *tokens, finished=finished))
@@ -128,12 +139,12 @@ def test_a_rid_in_flight_is_refused_and_free_again_after_its_end(bench: Bench) -
 def test_one_of_two_concurrent_calls_with_one_rid_is_refused(bench: Bench) -> None:
     async def work() -> None:
         text = "Hello " * 1000  # long enough to be tokenized in a thread
-        bench.manager.limits = RequestLimits(max_seq_len=10_000, vocab_size=320, eos_ids=())
+        bench.manager.encoder.limits = RequestLimits(max_seq_len=10_000, vocab_size=320, eos_ids=())
         calls = [bench.manager.submit(request("r", text)) for _ in range(2)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert sorted(type(outcome).__name__ for outcome in outcomes) == [
             "InvalidRequestError",
-            "RequestStream",
+            "RequestState",
         ]
         assert len(bench.sent) == 1
 
@@ -165,8 +176,8 @@ class HeldTokenizer:
 @pytest.fixture
 def held(bench: Bench) -> HeldTokenizer:
     tokenizer = HeldTokenizer()
-    bench.manager.tokenizer = cast(Any, tokenizer)
-    bench.manager.limits = RequestLimits(max_seq_len=10_000, vocab_size=320, eos_ids=())
+    bench.manager.encoder.tokenizer = cast(Any, tokenizer)
+    bench.manager.encoder.limits = RequestLimits(max_seq_len=10_000, vocab_size=320, eos_ids=())
     return tokenizer
 
 
@@ -175,7 +186,7 @@ TEXT = "a" * 5000  # long enough to be tokenized in a thread
 
 async def arriving(
     bench: Bench, *requests: GenerateRequest, batch_id: str | None = None
-) -> asyncio.Task[list[RequestStream]]:
+) -> asyncio.Task[list[RequestState]]:
     """Start a call, and return while its prompts are being tokenized."""
     task = asyncio.create_task(bench.manager.submit_batch(requests, batch_id))
     while bench.manager.num_requests < len(requests):
@@ -306,7 +317,7 @@ def test_only_exact_rids_are_aborted(bench: Bench) -> None:
 
 def test_a_stop_string_is_reported_to_the_scheduler_once(bench: Bench) -> None:
     async def work() -> None:
-        ids = bench.manager.tokenizer.encode("ab") if bench.manager.tokenizer else []
+        ids = bench.manager.encoder.tokenizer.encode("ab") if bench.manager.encoder.tokenizer else []
         await bench.manager.submit(request("r", stop=("a",)))
         for token in (*ids, *ids):
             bench.step(("r", token))
@@ -320,9 +331,9 @@ def test_tokens_that_arrive_before_a_read_are_one_output(bench: Bench) -> None:
         stream = await bench.manager.submit(request("r"))
         for token in (65, 66, 67):
             bench.step(("r", token))
-        reader = asyncio.create_task(stream.next())
+        reader = asyncio.create_task(anext(Generation(bench.manager, [stream]).updates()))
         bench.step(("r", 68), finished=(ended("r", 4),))
-        assert (await reader).token_ids == [65, 66, 67, 68]
+        assert (await reader)[1].token_ids == [65, 66, 67, 68]
 
     run(work())
 
@@ -332,7 +343,7 @@ def test_a_refused_request_gets_the_schedulers_error(bench: Bench) -> None:
         stream = await bench.manager.submit(request("r"))
         bench.manager.receive(Rejected("r", "OverloadedError", "4096 requests wait"))
         with pytest.raises(OverloadedError, match="4096"):
-            await stream.next()
+            await anext(Generation(bench.manager, [stream]).updates())
         assert bench.manager.num_requests == 0
 
     run(work())
@@ -369,10 +380,10 @@ def test_a_stream_gives_the_tokens_that_came_before_an_error(bench: Bench, count
         streams = await bench.manager.submit_batch([request(str(index)) for index in range(count)])
         for token in (65, 66):
             bench.step(*((str(index), token) for index in range(count)))
-        bench.manager.die(EngineDeadError("gone"))
+        bench.die(EngineDeadError("gone"))
         got: list[tuple[int, list[int]]] = []
         with pytest.raises(EngineDeadError, match="gone"):
-            async for index, output in merged(streams):
+            async for index, output in Generation(bench.manager, streams).updates():
                 got.append((index, output.token_ids))
         assert sorted(got) == [(index, [65, 66]) for index in range(count)]
         with pytest.raises(EngineDeadError, match="gone"):
@@ -386,7 +397,7 @@ def test_the_engines_death_ends_everything_and_refuses_later_calls(bench: Bench)
         stream = await bench.manager.submit(request("r"))
         state = asyncio.create_task(bench.manager.get_state())
         await asyncio.sleep(0)
-        bench.manager.die(EngineDeadError("gone"))
+        bench.die(EngineDeadError("gone"))
         for waiting in (
             stream.result(),
             state,
@@ -444,7 +455,7 @@ def test_control_calls_fail_with_the_engine(bench: Bench, call: Any, _: Any, __:
     async def work() -> None:
         task = asyncio.create_task(call(bench.manager))
         await asyncio.sleep(0)
-        bench.manager.die(EngineDeadError("gone"))
+        bench.die(EngineDeadError("gone"))
         for waiting in (task, call(bench.manager)):
             with pytest.raises(EngineDeadError, match="gone"):
                 await waiting
@@ -455,7 +466,7 @@ def test_control_calls_fail_with_the_engine(bench: Bench, call: Any, _: Any, __:
 def test_the_engines_death_ends_requests_in_tokenization(bench: Bench, held: HeldTokenizer) -> None:
     async def work() -> None:
         task = await arriving(bench, request("a", TEXT))
-        bench.manager.die(EngineDeadError("gone"))
+        bench.die(EngineDeadError("gone"))
         with pytest.raises(EngineDeadError, match="gone"):
             await task
         assert bench.manager.num_requests == 0
@@ -491,7 +502,8 @@ def test_a_text_is_judged_by_its_tokens_and_not_by_its_length(tiny_model: Path) 
 
     async def work() -> None:
         text = "a" * 1999
-        assert len(bench.manager.tokenizer.encode(text)) == 1999 if bench.manager.tokenizer else False
+        tokenizer = bench.manager.encoder.tokenizer
+        assert tokenizer is not None and len(tokenizer.encode(text)) == 1999
         await bench.manager.submit(request(prompt=text))
         with pytest.raises(ContextLengthError, match="has 2000 tokens"):
             await bench.manager.submit(request("s", prompt=text + "a"))
@@ -534,5 +546,101 @@ def test_a_weight_call_that_is_cancelled_is_withdrawn(bench: Bench) -> None:
         with pytest.raises(asyncio.CancelledError):
             await pausing
         assert len(bench.sent) == 3, "no other kind of call is withdrawn"
+
+    run(work())
+
+
+# --- requests that begin with outputs ---
+
+
+def resumed(*outputs: int, **options: Any) -> GenerateRequest:
+    return replace(request("r", **options), outputs=outputs)
+
+
+def test_outputs_travel_with_the_request_and_only_what_follows_is_read(bench: Bench) -> None:
+    async def work() -> None:
+        tokenizer = bench.manager.encoder.tokenizer
+        assert tokenizer is not None
+        ids = tokenizer.encode("aé東b")  # characters of two and three tokens
+        assert len(ids) > 4
+        for border in range(1, len(ids)):
+            state = await bench.manager.submit(resumed(*ids[:border]))
+            message = bench.sent[-1]
+            assert isinstance(message, AddRequest)
+            assert (unpack_ids(message.prompt), unpack_ids(message.outputs)) == ([65, 66], ids[:border])
+            assert not state.changed.is_set() and not state.has_unread
+            text, updates = state.whole().text, Generation(bench.manager, [state]).updates()
+            for token in ids[border:-1]:
+                bench.step(("r", token))
+                text += (await anext(updates))[1].text
+            bench.step(("r", ids[-1]), finished=(ended("r", len(ids)),))
+            _, output = await anext(updates)
+            assert text + output.text == "aé東b"
+            assert output.end is not None and output.end.num_tokens == len(ids)
+
+    run(work())
+
+
+def test_a_stop_string_across_the_border_ends_the_request(bench: Bench) -> None:
+    async def work() -> None:
+        a, b, c = (bench.manager.encoder.tokenizer.encode(x)[0] for x in "abc")  # type: ignore[union-attr]
+        state = await bench.manager.submit(resumed(a, b, stop=("bc",)))
+        assert state.whole().text == "a"  # "b" may begin the stop string
+        bench.step(("r", c))
+        assert bench.sent[-1] == Finish("r", 3)
+        bench.step(finished=(ended("r", 3),))
+        output = await state.result()
+        assert (output.text, output.end and output.end.matched) == ("a", "bc")
+
+    run(work())
+
+
+def test_a_stop_string_in_the_outputs_ends_the_request_at_once(bench: Bench) -> None:
+    async def work() -> None:
+        a, b = (bench.manager.encoder.tokenizer.encode(x)[0] for x in "ab")  # type: ignore[union-attr]
+        await bench.manager.submit(resumed(a, b, stop=("b",)))
+        assert isinstance(bench.sent[-2], AddRequest) and bench.sent[-1] == Finish("r", 2)
+
+    run(work())
+
+
+def test_outputs_are_the_models_tokens(bench: Bench) -> None:
+    async def work() -> None:
+        with pytest.raises(InvalidRequestError, match="outputs contains token id 320"):
+            await bench.manager.submit(resumed(70, 320))
+        assert bench.manager.num_requests == 0
+
+    run(work())
+
+
+def test_the_first_token_behind_outputs_is_not_a_requests_first(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.manager.submit(resumed(70))
+        bench.step(("r", 71))
+        stats = bench.manager.stats
+        counted = (sum(stats.first_token.counts), sum(stats.between_tokens.counts), stats.prompt_tokens)
+        assert counted == (0, 1, 0)
+
+    run(work())
+
+
+def test_the_native_reply_holds_the_outputs_that_the_client_has(bench: Bench) -> None:
+    async def work() -> None:
+        given = (TokenLogprob(70, -1.0),)
+        call = parse_call({"input_ids": [65, 66], "rid": "r", "return_logprob": True}, 10)
+        requests = [replace(call.requests[0], outputs=(70,), output_logprobs=given)]
+        for read in ("updates", "result"):
+            with await Generation.start(bench.manager, requests, None) as generation:
+                replies = NativeReplies(call, generation)
+                last = bench.output(Counters(), ("r", 71), finished=(ended("r", 2),))
+                bench.manager.receive(structs.replace(last, logprobs={"r": TokenLogprob(71, -2.0)}))
+                if read == "updates":
+                    (body,) = [update async for update in replies.updates()]
+                else:
+                    body, _ = await replies.result()
+            table = bench.manager.table
+            assert (body["text"], body["output_ids"]) == (table.text(70) + table.text(71), [70, 71])
+            assert body["meta_info"]["output_token_logprobs"] == [[-1.0, 70, None], [-2.0, 71, None]]
+            assert body["meta_info"]["completion_tokens"] == 2
 
     run(work())

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from segue.launch.channel import Addresses, Channel
-from segue.launch.processes import make_run_dir, socket_addresses
+from segue.launch.processes import make_run_dir
 from segue.messages.control import FrontendMessage, SchedulerMessage, State
 from segue.messages.requests import Abort
 
@@ -19,7 +19,7 @@ from segue.messages.requests import Abort
 def addresses() -> Iterator[Addresses]:
     """Addresses in a directory whose path is short enough for sockets, wherever temporary files are."""
     run_dir = make_run_dir()
-    yield socket_addresses(run_dir)
+    yield Addresses.of(run_dir)
     shutil.rmtree(run_dir)
 
 

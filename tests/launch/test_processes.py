@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from segue.config import EngineConfig
+from segue.launch.channel import Addresses
 from segue.launch.processes import (
     WORKER_COMMAND,
     WorkerProcesses,
     cgroup_cores,
     describe_exit,
     make_run_dir,
-    socket_addresses,
     usable_cores,
     worker_environment,
 )
@@ -153,7 +153,7 @@ def test_the_run_directory_is_private_and_its_sockets_fit(
     run_dir = make_run_dir()
     try:
         assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
-        assert len(os.fsencode(socket_addresses(run_dir).to_scheduler)) - len("ipc://") <= 107
+        assert len(os.fsencode(Addresses.of(run_dir).to_scheduler)) - len("ipc://") <= 107
         assert list(long.iterdir()) == []
     finally:
         run_dir.rmdir()

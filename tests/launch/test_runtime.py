@@ -8,7 +8,8 @@ import pytest
 
 from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
-from segue.errors import EngineStartError, OutOfMemoryError, TensorParallelError
+from segue.errors import EngineDeadError, EngineStartError, OutOfMemoryError, TensorParallelError
+from segue.frontend.life import LifeState
 from segue.launch.runtime import Runtime
 from segue.messages.control import StartFailed
 from tests.launch.test_processes import SLEEPER
@@ -49,6 +50,34 @@ def test_an_exit_after_the_last_message_is_not_a_second_failure(
 
     run(tiny_model, work)
     assert caplog.text == ""
+
+
+def test_a_runtime_alone_moves_its_life(tiny_model: Path) -> None:
+    async def work(runtime: Runtime) -> None:
+        runtime.drain()
+        assert runtime.life.state is LifeState.INIT, "only an active engine drains"
+        runtime.life.advance(LifeState.ACTIVE)
+        runtime.drain()
+        runtime.drain()
+        assert runtime.life.state is LifeState.DRAINING
+        runtime._ready.set_exception(EngineStartError("unused"))
+        runtime._die(EngineDeadError("worker rank 0 ended"))
+        runtime._die(EngineDeadError("worker rank 1 ended"))
+        await runtime.shutdown()
+        await runtime.shutdown()
+        assert runtime.life.state is LifeState.DEAD
+        assert runtime.life.error is runtime.died.result()
+        assert runtime.died.result().message == "worker rank 0 ended"
+
+    run(tiny_model, work)
+
+
+def test_a_shutdown_is_the_end_of_a_life_and_nobodys_death(tiny_model: Path) -> None:
+    async def work(runtime: Runtime) -> None:
+        await runtime.shutdown()
+        assert runtime.life.state is LifeState.DEAD and not runtime.died.done()
+
+    run(tiny_model, work)
 
 
 def test_without_a_last_message_the_exit_is_the_reason(tiny_model: Path) -> None:

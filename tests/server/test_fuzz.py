@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from segue.api.native.bodies import NativeGenerate, NativeSampling
-from segue.api.openai.bodies import CHAT_NOT_YET, HARMLESS, ChatCompletionRequest, CompletionRequest
+from segue.api.native import NativeGenerate, NativeSampling
+from segue.api.openai.requests import CHAT_NOT_YET, HARMLESS, ChatCompletionRequest, CompletionRequest
 from tests.server.conftest import MODEL
 from tests.server.live import LiveServer
 

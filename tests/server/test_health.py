@@ -106,7 +106,7 @@ def test_a_draining_server_finishes_and_begins_nothing(
     with LiveServer(tiny_model) as server:
         api = Api(server.client)
         with generating(server, wait_until) as replies:
-            server.runtime.manager.drain()
+            server.runtime.drain()
             for path in HEALTH:
                 assert_unable(server.client.get(path), "draining", "another one")
             refused = [api.complete("abc"), api.complete("abc", stream=True), api.chat("abc")]

@@ -13,9 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from segue.api.native.bodies import NativeGenerate
-from segue.api.native.calls import parse_call
-from segue.api.openai.bodies import CHAT_NOT_YET, HARMLESS, ChatCompletionRequest, CompletionRequest
+from segue.api.native import NativeGenerate, parse_call
+from segue.api.openai.requests import (
+    CHAT_NOT_YET,
+    HARMLESS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    parse_chat,
+    parse_completion,
+)
 from segue.api.validation import Decoded, parse
 from segue.errors import ContextLengthError, InvalidRequestError, SegueError, UnsupportedFieldError
 from segue.frontend.sampling_options import MAX_ENTRIES, RequestLimits
@@ -23,7 +29,6 @@ from segue.messages.weight_operations import MAX_TENSORS, OPERATIONS
 from segue.server import body as body_module
 from segue.server import json_pieces, large_body
 from segue.server.body import Shape, decode
-from segue.server.generation_routes import _parse_chat, _parse_completion
 from segue.server.large_body import chat, completion, control, generate
 from segue.server.service import Bounds
 
@@ -127,8 +132,8 @@ def weights(name: str) -> tuple[Callable[[Any], Any], Callable[[Bounds], Shape]]
 
 
 FAMILIES: list[tuple[Any, Callable[[Any], Any], Callable[[Bounds], Shape]]] = [
-    (CHAT, _parse_chat, chat),
-    (COMPLETION, _parse_completion, completion),
+    (CHAT, parse_chat, chat),
+    (COMPLETION, parse_completion, completion),
     (GENERATE, native, generate),
     (PREPARE, *weights("prepare_weights_update")),
     (DISTRIBUTED, *weights("update_weights_from_distributed")),
@@ -294,7 +299,7 @@ def test_what_is_dropped_or_ignored_is_not_decoded() -> None:
 def test_a_large_value_of_a_field_that_is_not_supported_is_refused_as_a_small_one() -> None:
     tools = many('{"type":"function"}', LARGE)
     with pytest.raises(UnsupportedFieldError, match="tools is not supported"):
-        _parse_chat(right(chat, b'{"model": "m", "messages": [], "tools": %b}' % tools))
+        parse_chat(right(chat, b'{"model": "m", "messages": [], "tools": %b}' % tools))
     with pytest.raises(UnsupportedFieldError, match="image_data is not supported"):
         native(right(generate, b'{"text": "a", "image_data": %b}' % tools))
 

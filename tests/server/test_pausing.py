@@ -272,7 +272,7 @@ def test_a_disconnect_while_the_prompt_is_tokenized_is_noticed_at_once(
     slow: LiveServer, wait_until: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     manager, go_on = slow.runtime.manager, threading.Event()
-    tokenizer = manager.tokenizer
+    tokenizer = manager.encoder.tokenizer
     assert tokenizer is not None
 
     class Held:
@@ -280,7 +280,7 @@ def test_a_disconnect_while_the_prompt_is_tokenized_is_noticed_at_once(
             assert go_on.wait(10)
             return tokenizer.encode("abc", add_special_tokens=add_special_tokens)
 
-    monkeypatch.setattr(manager, "tokenizer", Held())
+    monkeypatch.setattr(manager.encoder, "tokenizer", Held())
     before = state_of(slow)["num_steps"]
     try:
         with posted(slow, path, body | {"text" if path == "/generate" else "prompt": "abc" * 2000}):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from segue.api.control import FlushQuery, PauseRequest
 from segue.api.generation import Generation
-from segue.api.loop_thread import AsyncStream, BlockingStream, LoopThread
-from segue.api.native.calls import NativeCall, NativeReplies, parse_call
-from segue.api.python_values import plain
-from segue.api.validation import parse
+from segue.api.loop_thread import AsyncStream, LoopThread, blocking_stream
+from segue.api.native import NativeReplies, parse_call
+from segue.api.validation import parse, plain
 from segue.api.weights import with_weight_operations
 from segue.config import EngineConfig
 from segue.errors import EngineDeadError
@@ -71,7 +70,7 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer and chat template, if it has them."""
-        return self._runtime.manager.tokenizer
+        return self._runtime.manager.encoder.tokenizer
 
     def generate(
         self,
@@ -97,7 +96,7 @@ class Engine:
         """
         body = _body(prompt, sampling_params, input_ids, stream, fields)
         if stream:
-            return BlockingStream(self._running, self._updates(body), self)
+            return blocking_stream(self._running, self._updates(body), self)
         return self._running.call(self._generate(body))
 
     def async_generate(
@@ -203,18 +202,15 @@ class Engine:
         return self._thread
 
     async def _generate(self, body: dict[str, Any]) -> Any:
-        call = self._call(body)
+        call = parse_call(body, self.config.max_queued_requests)
         with await Generation.start(self._runtime.manager, call.requests, call.batch_id) as generation:
             return (await NativeReplies(call, generation).result())[0]
 
-    async def _updates(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        call = self._call(body)
+    async def _updates(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        call = parse_call(body, self.config.max_queued_requests)
         with await Generation.start(self._runtime.manager, call.requests, call.batch_id) as generation:
             async for update in NativeReplies(call, generation).updates():
                 yield update
-
-    def _call(self, body: dict[str, Any]) -> NativeCall:
-        return parse_call(body, self.config.max_queued_requests)
 
     async def _abort(self, rid: str | None, abort_all: bool) -> None:
         self._runtime.manager.abort(plain(rid or ""), abort_all=abort_all)
@@ -232,14 +228,8 @@ class Engine:
 def _body(
     prompt: Any, sampling_params: Any, input_ids: Any, stream: bool, fields: dict[str, Any]
 ) -> dict[str, Any]:
-    body = {
-        "text": prompt,
-        "sampling_params": sampling_params,
-        "input_ids": input_ids,
-        "stream": stream,
-        **fields,
-    }
-    return {name: plain(value, name) for name, value in body.items() if value is not None}
+    body = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream}
+    return {name: plain(value, name) for name, value in (body | fields).items() if value is not None}
 
 
 def _close(thread: LoopThread, runtime: Runtime) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
@@ -94,37 +94,28 @@ async def _step(source: AsyncIterator[T]) -> T | None:
     return await anext(source, None)
 
 
-class BlockingStream(Iterator[T], Generic[T]):
-    """Items of an asynchronous generator on the other thread; leaving it early closes it there."""
+def blocking_stream(
+    thread: LoopThread, source: AsyncGenerator[T, None], owner: object
+) -> Generator[T, None, None]:
+    """Yield the items of an asynchronous generator on the other thread; leaving it early closes it there.
 
-    def __init__(self, thread: LoopThread, source: Any, owner: object) -> None:
-        self._owner = owner  # must outlive the stream
-        self._items = self._pull(thread, source)
-
-    def __next__(self) -> T:
-        return next(self._items)
-
-    def close(self) -> None:
-        """End early."""
-        self._items.close()
-
-    @staticmethod
-    def _pull(thread: LoopThread, source: Any) -> Generator[T, None, None]:
-        try:
-            while (item := thread.call(_step(source))) is not None:
-                yield item
-        finally:
-            with suppress(EngineDeadError):
-                if thread.is_current:  # collected on the engine's own thread, which cannot wait for itself
-                    thread.submit(source.aclose())
-                else:
-                    thread.call(source.aclose())
+    ``owner`` lives as long as the stream.
+    """
+    try:
+        while (item := thread.call(_step(source))) is not None:
+            yield item
+    finally:
+        with suppress(EngineDeadError):
+            if thread.is_current:  # collected on the engine's own thread, which cannot wait for itself
+                thread.submit(source.aclose())
+            else:
+                thread.call(source.aclose())
 
 
 class AsyncStream(AsyncIterator[T], Generic[T]):
     """The same for a caller with its own event loop; ``await`` gives the stream itself, as SGLang does."""
 
-    def __init__(self, thread: LoopThread, source: Any, owner: object) -> None:
+    def __init__(self, thread: LoopThread, source: AsyncGenerator[T, None], owner: object) -> None:
         self._owner = owner  # must outlive the stream
         self._items = self._pull(thread, source)
 
@@ -140,7 +131,7 @@ class AsyncStream(AsyncIterator[T], Generic[T]):
         await self._items.aclose()
 
     @staticmethod
-    async def _pull(thread: LoopThread, source: Any) -> Any:
+    async def _pull(thread: LoopThread, source: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
         try:
             while (item := await thread.call_async(_step(source))) is not None:
                 yield item

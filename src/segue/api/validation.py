@@ -1,14 +1,17 @@
-"""From a parsed JSON body to a struct, with errors that name the field and the rule."""
+"""From a parsed JSON body, or a Python caller's values, to a struct, with errors that name field and rule."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
+import numpy as np
 from msgspec import structs
 
 from segue.errors import InvalidRequestError, UnsupportedFieldError, short_repr
@@ -42,13 +45,42 @@ class Decoded:
     value: Any
 
 
+def plain(value: Any, name: str = "") -> Any:
+    """The value that a Python caller gave, in the types that JSON has, as :func:`parse` takes them.
+
+    Numbers of numpy, paths, arrays, views and generators are converted.
+
+    Raises:
+        InvalidRequestError: a set, which has no order; ``name`` is its field's.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if type(value) is list and all(type(item) is int for item in value):
+        return value  # token ids: nothing to convert
+    match value:
+        case np.generic() | np.ndarray():
+            return value.tolist()
+        case str():
+            return str(value)
+        case Integral():
+            return int(value)
+        case Real():
+            return float(value)
+        case os.PathLike():
+            return os.fspath(value)
+        case Mapping():
+            return {plain(key): plain(item, str(key)) for key, item in value.items()}
+        case set() | frozenset():
+            text = f"{name}={short_repr(value)}: must be a list, for a set has no order"
+            raise InvalidRequestError(text, param=name)
+        case Iterable() if not isinstance(value, (bytes, bytearray, memoryview)):
+            return [plain(item, name) for item in value]
+        case _:
+            return value
+
+
 def parse(
-    kind: type[Body],
-    body: Any,
-    *,
-    rules: Mapping[str, str] | None = None,
-    prefix: str = "",
-    coerces: bool = False,
+    kind: type[Body], body: Any, *, rules: Mapping[str, str] | None = None, coerces: bool = False
 ) -> Body:
     """Check ``body``.
 
@@ -56,7 +88,6 @@ def parse(
         kind: what it has to be; a struct that forbids unknown fields makes them errors.
         body: a mapping.
         rules: says in words what fields of several types may be.
-        prefix: the name of the field whose value ``body`` is.
         coerces: numbers may come as strings, as in a query.
 
     Raises:
@@ -64,28 +95,35 @@ def parse(
         UnsupportedFieldError: an unknown field that is forbidden.
     """
     if not isinstance(body, Mapping):
-        raise InvalidRequestError(
-            f"expected a JSON object{f' for {prefix}' if prefix else ''}, got {short_repr(body)}"
-        )
+        raise InvalidRequestError(f"expected a JSON object, got {short_repr(body)}")
     decoded = {name: value.value for name, value in body.items() if isinstance(value, Decoded)}
     tag = kind.__struct_config__.tag_field
-    plain = {name: value for name, value in body.items() if name != tag}
-    plain |= {name: {} if isinstance(value, dict) else [] for name, value in decoded.items()}
+    fields = {name: value for name, value in body.items() if name != tag}
+    fields |= {name: {} if isinstance(value, dict) else [] for name, value in decoded.items()}
     try:
-        checked = msgspec.convert(plain, kind, strict=not coerces, str_keys=True)
+        checked = msgspec.convert(fields, kind, strict=not coerces, str_keys=True)
     except msgspec.ValidationError as error:
-        raise misfit(error, prefix, rules or {}, value=plain, values=_values(kind)) from None
+        raise misfit(error, "", rules or {}, value=fields, values=_values(kind)) from None
     except UnicodeEncodeError:
-        raise InvalidRequestError(f"{prefix or 'the body'} has a text that is not valid Unicode") from None
+        raise InvalidRequestError("the body has a text that is not valid Unicode") from None
     except OverflowError:
-        raise InvalidRequestError(f"{prefix or 'the body'} has a number that is out of range") from None
+        raise InvalidRequestError("the body has a number that is out of range") from None
     return structs.replace(checked, **decoded) if decoded else checked
 
 
-def check_one_kind(items: Any, param: str, rules: Mapping[str, str]) -> None:
-    """Raise InvalidRequestError if a list has items of several types."""
-    if isinstance(items, list) and len(set(map(type, items))) > 1:
+def prompts_of(value: Any, param: str, rules: Mapping[str, str]) -> tuple[Sequence[str | list[int]], bool]:
+    """Return the prompts of a text, token ids, or a list of either, and whether it is such a list.
+
+    An empty list has no token ids, but where ``param`` is ``text``, no texts.
+
+    Raises:
+        InvalidRequestError: a list has items of several types.
+    """
+    if isinstance(value, list) and len(set(map(type, value))) > 1:
         raise InvalidRequestError(f"{param}: expected {rules[param]}", param=param)
+    if isinstance(value, str) or (isinstance(value[0], int) if value else param != "text"):
+        return [value], False
+    return value, True
 
 
 def misfit(

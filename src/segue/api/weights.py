@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from segue.api.python_values import plain
-from segue.api.validation import parse
+from segue.api.validation import parse, plain
 from segue.errors import InvalidRequestError, short_repr
 from segue.messages.weight_operations import OPERATIONS, Operation, WeightOperation
 from segue.messages.weight_update import WeightAnswer

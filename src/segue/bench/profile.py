@@ -22,6 +22,7 @@ from segue.messages.requests import Abort, AddRequest, Rejected, SamplingParams,
 from segue.model_runner.runner import ModelRunner
 from segue.model_runner.step_result import ForwardOutput
 from segue.scheduler.scheduler import Scheduler
+from segue.sizes import ceil_div
 from segue.worker.main import limits_of
 
 _WARM, _TIMED, _TRACED = 8, 40, 10  # steps
@@ -80,7 +81,7 @@ class StepBench:
         """
         self._check_fit(rows, context, prompt)
         length = max(1, context - _WARM - _TIMED // 2)
-        prefills = -(-rows * length // self.runner.limits.chunked_prefill_size)  # others decode meanwhile
+        prefills = ceil_div(rows * length, self.runner.limits.chunked_prefill_size)  # others decode meanwhile
         max_tokens = prefills + 2 + _WARM + _TIMED + _TRACED
         for i in range(rows):
             params = SamplingParams(max_new_tokens=max_tokens, temperature=0.6, seed=i)
@@ -138,10 +139,11 @@ class StepBench:
 
     def _check_fit(self, rows: int, context: int, prompt: int) -> None:
         limits = self.runner.limits
-        prefills = -(-rows * context // limits.chunked_prefill_size)  # the first rows decode meanwhile
+        prefills = ceil_div(rows * context, limits.chunked_prefill_size)  # the first rows decode meanwhile
         tokens = context + prefills + 2 + _WARM + _TIMED + _TRACED
         num_prompts = 2 if prompt else 0  # the prompt of the step before is still running too
-        pages = rows * -(-tokens // limits.page_size) + num_prompts * -(-(prompt + 1) // limits.page_size)
+        pages = rows * ceil_div(tokens, limits.page_size)
+        pages += num_prompts * ceil_div(prompt + 1, limits.page_size)
         if rows + num_prompts > limits.max_running_requests:
             raise ConfigError(
                 f"{rows + num_prompts} rows: at most {limits.max_running_requests} can run; raise "

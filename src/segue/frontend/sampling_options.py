@@ -5,25 +5,41 @@ from __future__ import annotations
 import math
 import secrets
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from msgspec import structs
+from msgspec import Meta, structs
 
 from segue.errors import ContextLengthError, InvalidRequestError, short_repr
 from segue.messages.requests import SamplingParams
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1 << 14  # of all stop strings of a request together
-MAX_LOGPROBS = 20
-# Far outside the usual range (1 to 2), yet near enough to 1 that no finite logit overflows.
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 SEED_LIMIT = 1 << 63
+# What the values may be, where that does not depend on the model; without a maximum, any finite number.
+RANGES = {
+    "temperature": Meta(ge=0),
+    "top_p": Meta(gt=0, le=1),
+    "min_p": Meta(ge=0, le=1),
+    "top_k": Meta(ge=-1),
+    "presence_penalty": Meta(ge=-2, le=2),
+    "frequency_penalty": Meta(ge=-2, le=2),
+    # Far outside the usual range (1 to 2), yet near enough to 1 that no finite logit overflows.
+    "repetition_penalty": Meta(ge=0.01, le=100),
+    "min_tokens": Meta(ge=0),
+    "logprobs": Meta(ge=-1, le=20),
+    "max_tokens": Meta(ge=1),
+    "seed": Meta(ge=-SEED_LIMIT, le=SEED_LIMIT - 1),
+}
 NUMPY_IDS = 64  # token ids of an array above which NumPy is faster
 # Entries of `logit_bias` and `stop_token_ids` in one call, counted once per prompt.
 MAX_ENTRIES = 1 << 18
+
+
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_FLOATS = ("temperature", "top_p", "min_p", *_PENALTIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +61,25 @@ class SamplingOptions:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int = -1  # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
     prompt_logprobs_start: int = -1  # first prompt position with logprobs; -1: none
     skip_special_tokens: bool = True  # whether special tokens are left out of the text
     keep_stop: bool = False  # whether a matched stop string or stop token stays in the text
     must_fit: bool = True  # whether a max_tokens that does not fit is an error; else it is clamped
+
+    @classmethod
+    def of(cls, body: object, **others: Any) -> SamplingOptions:
+        """Return the options that a client's body has as fields; None, or no field, is the default.
+
+        ``others`` replace what the body has.
+        """
+        given = {name: getattr(body, name, None) for name in cls.__dataclass_fields__} | others
+        if isinstance(given["stop"], str):
+            given["stop"] = (given["stop"],)
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +106,21 @@ class Prepared:
         Raises:
             ContextLengthError: the prompt with its ``max_tokens`` does not fit the context.
         """
-        options = self.options
-        max_new_tokens = _max_new_tokens(options, prompt_len, self.limits, self.names)
+        options, room = self.options, self.limits.max_seq_len - prompt_len
+        max_tokens = room if options.max_tokens is None else options.max_tokens
+        if max_tokens > room and options.must_fit:
+            name = self.names.get("max_tokens", "max_tokens")
+            raise ContextLengthError(
+                f"{name}={short_repr(max_tokens)} does not fit: this model's maximum context length is "
+                f"{self.limits.max_seq_len} tokens and the prompt has {prompt_len}; "
+                f"ask for at most {room}, or leave {name} out.",
+                param=name,
+            )
+        max_tokens = min(max_tokens, room)
         return structs.replace(
             self.shared,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min(options.min_tokens, max_new_tokens),
+            max_new_tokens=max_tokens,
+            min_new_tokens=min(options.min_tokens, max_tokens),
             seed=secrets.randbits(63) if options.seed is None else options.seed % SEED_LIMIT,
             prompt_logprobs_start=min(options.prompt_logprobs_start, prompt_len),
         )
@@ -102,15 +138,11 @@ def prepare(options: SamplingOptions, limits: RequestLimits, names: Mapping[str,
     stop_ids = set(options.stop_token_ids)
     if not options.ignore_eos:
         stop_ids.update(limits.eos_ids)
+    floats: dict[str, Any] = {name: float(getattr(options, name)) for name in _FLOATS}
     shared = SamplingParams(
         max_new_tokens=0,
-        temperature=float(options.temperature),
+        **floats,
         top_k=options.top_k if 0 < options.top_k < limits.vocab_size else 0,
-        top_p=float(options.top_p),
-        min_p=float(options.min_p),
-        presence_penalty=float(options.presence_penalty),
-        frequency_penalty=float(options.frequency_penalty),
-        repetition_penalty=float(options.repetition_penalty),
         logit_bias={int(token): float(bias) for token, bias in options.logit_bias.items()},
         stop_token_ids=tuple(sorted(stop_ids)),
         logprobs=options.logprobs,
@@ -118,45 +150,40 @@ def prepare(options: SamplingOptions, limits: RequestLimits, names: Mapping[str,
     return Prepared(options=options, limits=limits, names=names, shared=shared)
 
 
-def build_params(
-    options: SamplingOptions, prompt_len: int, limits: RequestLimits, names: Mapping[str, str]
-) -> SamplingParams:
-    """Return the parameters of one prompt. Raises as :func:`prepare` and :meth:`Prepared.params` do."""
-    return prepare(options, limits, names).params(prompt_len)
-
-
 def check_options(options: SamplingOptions, limits: RequestLimits, names: Mapping[str, str]) -> None:
     """Check all options as far as they do not depend on the prompt. Raises as :func:`prepare` does."""
-    rules = _Rules(names)
-    rules.check_range("temperature", options.temperature, 0.0, None)
-    rules.check_range("top_p", options.top_p, 0.0, 1.0, open_below=True)
-    rules.check_range("min_p", options.min_p, 0.0, 1.0)
-    rules.check_range("top_k", options.top_k, -1, None)
-    rules.check_range("presence_penalty", options.presence_penalty, -2.0, 2.0)
-    rules.check_range("frequency_penalty", options.frequency_penalty, -2.0, 2.0)
-    rules.check_range(
-        "repetition_penalty", options.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-    )
-    rules.check_range("min_tokens", options.min_tokens, 0, None)
-    rules.check_range("logprobs", options.logprobs, -1, MAX_LOGPROBS)
-    if options.max_tokens is not None:
-        rules.check_range("max_tokens", options.max_tokens, 1, None)
-        if options.min_tokens > options.max_tokens:
-            rule = f"must be at most {rules.name('max_tokens')}={short_repr(options.max_tokens)}"
-            rules.fail("min_tokens", options.min_tokens, rule)
-    if options.seed is not None:
-        rules.check_range("seed", options.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+
+    def name_of(option: str) -> str:
+        return names.get(option, option)
+
+    def fail(option: str, value: Any, rule: str) -> None:
+        raise InvalidRequestError(f"{name_of(option)}={short_repr(value)}: {rule}", param=name_of(option))
+
+    def check(option: str, value: float, rule: Meta) -> None:
+        # Comparisons, unlike conversions, work for integers of any size.
+        least = value > rule.gt if rule.gt is not None else value >= cast(float, rule.ge)
+        if not (least and (value < math.inf if rule.le is None else value <= rule.le)):
+            low = f"at least {rule.ge:g}" if rule.gt is None else f"above {rule.gt:g}"
+            fail(option, value, f"must be {low}" + ("" if rule.le is None else f" and at most {rule.le:g}"))
+
+    for option, rule in RANGES.items():
+        if (value := getattr(options, option)) is not None:
+            check(option, value, rule)
+    if options.max_tokens is not None and options.min_tokens > options.max_tokens:
+        most = f"{name_of('max_tokens')}={short_repr(options.max_tokens)}"
+        fail("min_tokens", options.min_tokens, f"must be at most {most}")
     if len(options.stop) > MAX_STOPS:
-        rules.fail("stop", f"{len(options.stop)} strings", f"at most {MAX_STOPS} are allowed")
+        fail("stop", f"{len(options.stop)} strings", f"at most {MAX_STOPS} are allowed")
     if (count := sum(map(len, options.stop))) > MAX_STOP_CHARS:
-        rules.fail("stop", f"{count} characters", f"at most {MAX_STOP_CHARS} are allowed")
+        fail("stop", f"{count} characters", f"at most {MAX_STOP_CHARS} are allowed")
     if "" in options.stop:
-        rules.fail("stop", "", "an empty string cannot be a stop string; leave it out")
+        fail("stop", "", "an empty string cannot be a stop string; leave it out")
+    token_id, bias_range = Meta(ge=0, le=limits.vocab_size - 1), Meta(ge=-100, le=100)
     for token in options.stop_token_ids:
-        rules.check_range("stop_token_ids", token, 0, limits.vocab_size - 1)
+        check("stop_token_ids", token, token_id)
     for token, bias in options.logit_bias.items():
-        rules.check_range("logit_bias", token, 0, limits.vocab_size - 1)
-        rules.check_range("logit_bias", bias, -100.0, 100.0)
+        check("logit_bias", token, token_id)
+        check("logit_bias", bias, bias_range)
 
 
 def check_batch(count: int, most: int, param: str) -> None:
@@ -214,43 +241,3 @@ def check_prompt_len(prompt_len: int, limits: RequestLimits, param: str, *, at_l
             f"tokens, the output included; shorten the prompt to at most {limits.max_seq_len - 1} tokens.",
             param=param,
         )
-
-
-def _max_new_tokens(
-    options: SamplingOptions, prompt_len: int, limits: RequestLimits, names: Mapping[str, str]
-) -> int:
-    room = limits.max_seq_len - prompt_len
-    if options.max_tokens is None or (options.max_tokens > room and not options.must_fit):
-        return room
-    if options.max_tokens > room:
-        name = names.get("max_tokens", "max_tokens")
-        raise ContextLengthError(
-            f"{name}={short_repr(options.max_tokens)} does not fit: this model's maximum context length is "
-            f"{limits.max_seq_len} tokens and the prompt has {prompt_len}; "
-            f"ask for at most {room}, or leave {name} out.",
-            param=name,
-        )
-    return options.max_tokens
-
-
-class _Rules:
-    """Checks whose errors name a field as the client does."""
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self._names = names
-
-    def name(self, field_: str) -> str:
-        return self._names.get(field_, field_)
-
-    def fail(self, field_: str, value: Any, rule: str) -> None:
-        raise InvalidRequestError(f"{self.name(field_)}={short_repr(value)}: {rule}", param=self.name(field_))
-
-    def check_range(
-        self, field_: str, value: float, low: float, high: float | None, *, open_below: bool = False
-    ) -> None:
-        above = value < math.inf if high is None else value <= high  # comparisons work for ints of any size
-        below = value > low if open_below else value >= low
-        if not (above and below):
-            least = f"above {low:g}" if open_below else f"at least {low:g}"
-            most = "" if high is None else f" and at most {high:g}"
-            self.fail(field_, value, f"must be {least}{most}")

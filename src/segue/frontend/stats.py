@@ -9,84 +9,11 @@ from itertools import accumulate
 
 from segue.messages.control import Counters
 
-FIRST_TOKEN_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-)
-BETWEEN_TOKENS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    1.0,
-    2.5,
-)
-REQUEST_S = (
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    40.0,
-    60.0,
-    120.0,
-    240.0,
-    480.0,
-)
-STEP_S = (
-    0.0005,
-    0.001,
-    0.002,
-    0.004,
-    0.006,
-    0.008,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.2,
-    0.4,
-    0.8,
-    1.6,
-)
+# Upper bounds of the histograms, in milliseconds and in seconds.
+FIRST_TOKEN_MS = (1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1000, 2500, 5000, 7500, 10000, 20000, 40000)
+BETWEEN_TOKENS_MS = (1, 2.5, 5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1000, 2500)
+REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
+STEP_MS = (0.5, 1, 2, 4, 6, 8, 10, 15, 20, 30, 50, 75, 100, 200, 400, 800, 1600)
 
 
 class Histogram:
@@ -94,8 +21,8 @@ class Histogram:
 
     __slots__ = ("bounds", "counts", "total")
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
+    def __init__(self, bounds: tuple[float, ...], per_second: int = 1000) -> None:
+        self.bounds = [bound / per_second for bound in bounds]
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
@@ -116,7 +43,7 @@ class Stats:
     last_step_at: float = -math.inf  # when the last result of a step arrived, by the monotonic clock
     prompt_tokens: int = 0  # of requests that have a first token
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
-    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
-    between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_S))
-    request: Histogram = field(default_factory=lambda: Histogram(REQUEST_S))
-    step: Histogram = field(default_factory=lambda: Histogram(STEP_S))
+    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_MS))
+    between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_MS))
+    request: Histogram = field(default_factory=lambda: Histogram(REQUEST_S, per_second=1))
+    step: Histogram = field(default_factory=lambda: Histogram(STEP_MS))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class _PrefixMatch:
     """Tracks the longest prefix of a stop string that the text ends with. ``size`` is its length.
@@ -46,7 +48,7 @@ class StopMatcher:
 
     __slots__ = ("_held", "_keep", "_prefixes", "_stops")
 
-    def __init__(self, stops: tuple[str, ...], *, keep: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         self._stops = stops
         self._prefixes = [_PrefixMatch(stop) for stop in stops]
         self._keep = keep  # whether the stop string stays in the text

@@ -1,6 +1,15 @@
-"""Tokenizes, detokenizes and renders chat templates as transformers does, without its import of torch."""
+"""Tokenizes, detokenizes and renders chat templates as transformers does, without its import of torch.
 
-from collections.abc import Mapping, Sequence
+:class:`PromptEncoder` does so for arriving requests: long prompts in pieces, in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +18,20 @@ from tokenizers import Tokenizer as Backend
 
 from segue.checkpoint.gguf.tokenizer import CONVERTED_KEY
 from segue.checkpoint.source import eos_token_ids, read_json
-from segue.errors import InvalidRequestError, ModelFileError
+from segue.errors import ContextLengthError, InvalidRequestError, ModelFileError
+from segue.frontend.request import INLINE_REQUESTS, PIECE_REQUESTS, GenerateRequest
+from segue.frontend.sampling_options import RequestLimits, check_prompt_len, check_token_ids
+from segue.frontend.thread_pool import ThreadPool
+from segue.sizes import ceil_div
+
+INLINE_COST = 4096  # most characters of a call's prompts that are tokenized on the event loop
+IDS_PER_CHAR = 8  # token ids that are checked in the time that tokenizing one character takes
+PIECE_COST = 1 << 16  # characters that a thread tokenizes in one piece of work: about 20 ms
+PROBE_CHARS_PER_TOKEN = 16  # texts longer than this times the context are first checked in parts
+PROBE_SLACK = 256  # tokens by which a part alone may exceed its share of the whole text
+# The largest conversation that is rendered on the event loop. Larger ones are rendered in a thread.
+INLINE_MESSAGES = 64
+INLINE_CHARS = 1 << 16
 
 _GENERIC = "PreTrainedTokenizerFast"
 _QWEN = "Qwen2Tokenizer"
@@ -35,7 +57,7 @@ class Tokenizer:
         self.has_chat_template = bool(tokenizer.chat_template)
 
     @classmethod
-    def load(cls, directory: Path) -> "Tokenizer":
+    def load(cls, directory: Path) -> Tokenizer:
         """Load the tokenizer of `directory`, and the EOS ids from the configs there.
 
         Raises:
@@ -116,6 +138,143 @@ class Tokenizer:
                 param="messages",
             ) from error
         return str(text)
+
+
+@dataclass(slots=True)
+class PromptEncoder:
+    """Turns prompts into token ids, and refuses prompts that do not fit the context as early as possible."""
+
+    tokenizer: Tokenizer | None
+    limits: RequestLimits
+    chars_per_token: int | None  # the most characters that become one token; None: there is no bound
+    thread_pool: ThreadPool
+
+    async def encode_call(
+        self, requests: Sequence[GenerateRequest], ended: asyncio.Future[None]
+    ) -> list[Sequence[int]]:
+        """Return the token ids of the prompts of one call; empty ones, at once, if ``ended`` is done before.
+
+        Raises:
+            InvalidRequestError: a token id is outside the vocabulary, or a text has no tokenizer.
+            ContextLengthError: a prompt does not fit the context.
+        """
+        if sum(map(_cost, requests)) <= INLINE_COST and len(requests) <= INLINE_REQUESTS:
+            return self.encode_all(requests)
+        work = asyncio.ensure_future(self._encode_in_pieces(requests))
+        try:
+            either: set[asyncio.Future[Any]] = {work, ended}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return [() for _ in requests] if ended.done() else work.result()
+        finally:
+            work.cancel()
+
+    async def render(self, messages: list[dict[str, Any]]) -> str:
+        """Return the prompt that the model's chat template makes of messages.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or the template rejects the messages.
+            ContextLengthError: the messages cannot fit the context, whatever the template makes of them.
+        """
+        tokenizer, max_len = self.tokenizer, self.limits.max_seq_len
+        if tokenizer is None:
+            raise _no_tokenizer("messages")
+        if len(messages) >= max_len:
+            text = f"messages has {len(messages)} messages, but this model's context has {max_len} tokens"
+            raise ContextLengthError(
+                f"{text}; each message takes at least one token: send fewer messages", param="messages"
+            )
+        num_chars = sum(len(message["content"]) for message in messages)
+        self.check_num_chars(num_chars, "messages")
+        if len(messages) <= INLINE_MESSAGES and num_chars <= INLINE_CHARS:
+            return tokenizer.apply_chat_template(messages)
+        return await self.thread_pool.run(lambda: tokenizer.apply_chat_template(messages))
+
+    def encode(self, request: GenerateRequest) -> Sequence[int]:
+        """Return the token ids of one prompt. Raises as :meth:`encode_call` does."""
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            prompt = self._ids(prompt, request, special=request.add_special_tokens)
+        check_prompt_len(len(prompt), self.limits, request.param)
+        try:
+            ids = prompt if isinstance(prompt, array) else array("i", prompt)
+        except OverflowError:  # an id of more than 32 bits, which the next check reports
+            check_token_ids(prompt, self.limits, request.param)
+            raise
+        check_token_ids(ids, self.limits, request.param)
+        return ids
+
+    def encode_all(self, requests: Sequence[GenerateRequest]) -> list[Sequence[int]]:
+        return [self.encode(request) for request in requests]
+
+    def check_num_chars(self, count: int, param: str) -> None:
+        """Raise ContextLengthError if any text of ``count`` characters is too long for the context."""
+        if self.chars_per_token is None:
+            return
+        least = ceil_div(count, self.chars_per_token)
+        if least >= self.limits.max_seq_len:
+            check_prompt_len(least, self.limits, param, at_least=True)
+
+    async def check_parts(self, request: GenerateRequest) -> None:
+        """Raise ContextLengthError if the parts of a long text already exceed the context.
+
+        The whole text is tokenized in one call, which cannot be interrupted. A part takes little time.
+        """
+        text = request.prompt
+        if not isinstance(text, str) or len(text) <= PROBE_CHARS_PER_TOKEN * self.limits.max_seq_len:
+            return
+        self.check_num_chars(len(text), request.param)
+        count = 0
+        for start in range(0, len(text), PIECE_COST):
+            part = text[start : start + PIECE_COST]
+            count += len(await self.thread_pool.run(partial(self._ids, part, request, special=False)))
+            count -= PROBE_SLACK
+            if count >= self.limits.max_seq_len:
+                check_prompt_len(count, self.limits, request.param, at_least=True)
+
+    async def _encode_in_pieces(self, requests: Sequence[GenerateRequest]) -> list[Sequence[int]]:
+        prompts: list[Sequence[int]] = []
+        for part in _split(requests):
+            if len(part) == 1:
+                await self.check_parts(part[0])
+            prompts += await self.thread_pool.run(partial(self.encode_all, part))
+        return prompts
+
+    def _ids(self, text: str, request: GenerateRequest, *, special: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise _no_tokenizer(request.param)
+        return self.tokenizer.encode(text, add_special_tokens=special)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What is needed to make requests of a client's body, without the engine that serves them."""
+
+    names: Sequence[str]  # by which clients may call the model; errors show the first one
+    max_prompts: int  # of one call
+    encoder: PromptEncoder
+
+
+def _split(requests: Sequence[GenerateRequest]) -> Iterator[list[GenerateRequest]]:
+    """Split the requests into runs of neighbours that are one piece of work each; a longer one is alone."""
+    part: list[GenerateRequest] = []
+    cost = 0
+    for request in requests:
+        if part and (cost + _cost(request) > PIECE_COST or len(part) == PIECE_REQUESTS):
+            yield part
+            part, cost = [], 0
+        part.append(request)
+        cost += _cost(request)
+    yield part
+
+
+def _cost(request: GenerateRequest) -> int:
+    """Return the cost of a prompt, as a number of characters to tokenize."""
+    prompt = request.prompt
+    return len(prompt) if isinstance(prompt, str) else len(prompt) // IDS_PER_CHAR
+
+
+def _no_tokenizer(param: str) -> InvalidRequestError:
+    return InvalidRequestError("this model has no tokenizer; give the prompt as token ids", param=param)
 
 
 def _class_name(directory: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:

@@ -5,48 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 from msgspec import convert, structs
 
 from segue import errors
-from segue.errors import (
-    ContextLengthError,
-    DrainingError,
-    EngineDeadError,
-    EngineHungError,
-    InvalidRequestError,
-    PoisonedError,
-    SegueError,
-)
-from segue.frontend.admission import Admission
+from segue.errors import EngineDeadError, InvalidRequestError, OverloadedError, PoisonedError, SegueError
+from segue.frontend.control_calls import ControlCalls
 from segue.frontend.detokenizer import TokenTable
-from segue.frontend.request import GenerateRequest, RequestState
-from segue.frontend.sampling_options import Prepared, RequestLimits
+from segue.frontend.life import Life
+from segue.frontend.request import GenerateRequest, PendingCall, RequestState, prepare_all
+from segue.frontend.sampling_options import RequestLimits, check_token_ids
 from segue.frontend.stats import Stats
-from segue.frontend.stream import RequestStream
 from segue.frontend.text_bound import max_chars_per_token
 from segue.frontend.thread_pool import ThreadPool, turn
-from segue.frontend.tokenize import NO_TOKENIZER, Encoder, PendingCall, prepare_all
-from segue.frontend.tokenizer import Tokenizer
-from segue.messages.control import (
-    Continue,
-    Continued,
-    Counters,
-    Flush,
-    Flushed,
-    FlushResult,
-    FrontendMessage,
-    GetState,
-    Pause,
-    Paused,
-    PauseMode,
-    PauseResult,
-    Ready,
-    SchedulerMessage,
-    SchedulerOutput,
-    State,
-)
+from segue.frontend.tokenizer import PromptEncoder, Tokenizer
+from segue.messages import control
+from segue.messages.control import Counters, FlushResult, FrontendMessage, PauseMode, PauseResult
 from segue.messages.requests import (
     BEFORE_PREFILL,
     FIRST_WEIGHT_VERSION,
@@ -59,13 +34,39 @@ from segue.messages.requests import (
     pack_ids,
 )
 from segue.messages.weight_operations import WeightOperation
-from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice, WithdrawCall
+from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice
 
-Answer = TypeVar("Answer", State, Paused, Continued, Flushed, WeightAnswer)
 
-# The largest conversation that is rendered on the event loop. Larger ones are rendered in a thread.
-INLINE_MESSAGES = 64
-INLINE_CHARS = 1 << 16
+@dataclass(slots=True)
+class Admission:
+    """Counts the requests in transit to the scheduler, and refuses requests that would not fit its queue.
+
+    It does so before they are sent, because the scheduler may be in a long step. The scheduler decides in the
+    end. A request that an idle engine would accept is never refused here.
+    """
+
+    max_queued_requests: int
+    max_running_requests: int
+    num_sent: int = 0
+    num_rejected: int = 0
+
+    def check(self, count: int, num_arriving: int, now: Counters) -> None:
+        """Check whether ``count`` more requests fit, while ``num_arriving`` others are not sent yet.
+
+        Raises:
+            OverloadedError: more requests would wait than ``max_queued_requests``.
+        """
+        in_transit = self.num_sent - self.num_rejected - now.num_accepted
+        waiting = now.num_waiting + max(0, in_transit) + num_arriving
+        # If requests wait already, the scheduler could not admit them: then free slots do not count.
+        is_open = now.num_waiting == 0 and now.paused is None
+        free = max(0, self.max_running_requests - now.num_running) if is_open else 0
+        allowed = self.max_queued_requests
+        if waiting + count > allowed + free:
+            raise OverloadedError(
+                f"{waiting} requests wait, and {count} more would exceed the {allowed} allowed "
+                "(--max-queued-requests); retry later"
+            )
 
 
 class TokenizerManager:
@@ -74,52 +75,54 @@ class TokenizerManager:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        ready: Ready,
+        ready: control.Ready,
         send: Callable[[FrontendMessage], None],
         eos_ids: Collection[int] = (),
         *,
+        life: Life,
         max_queued_requests: int,
     ) -> None:
-        self.tokenizer = tokenizer
         self.ready = ready
         self.stats = Stats(counters=Counters())
         self.weights = WeightNotice(version=FIRST_WEIGHT_VERSION)
+        chars_per_token = None
         if tokenizer is None:
             self.table = TokenTable([b""] * ready.vocab_size)
         else:
             self.table = TokenTable.of(tokenizer.backend, tokenizer.special_ids, ready.vocab_size)
             eos_ids = {*eos_ids, *tokenizer.eos_ids}
+            chars_per_token = max_chars_per_token(tokenizer.backend, self.table.tokens)
         # A small test model may have the tokenizer of a real one. Ids without a logit cannot end a request.
         eos_ids = {token for token in eos_ids if token < ready.vocab_size}
-        self.limits = RequestLimits(
+        limits = RequestLimits(
             max_seq_len=ready.limits.max_seq_len, vocab_size=ready.vocab_size, eos_ids=eos_ids
         )
         self.thread_pool = ThreadPool()
-        self._chars_per_token = (
-            None if tokenizer is None else max_chars_per_token(tokenizer.backend, self.table.tokens)
-        )
+        self.encoder = PromptEncoder(tokenizer, limits, chars_per_token, self.thread_pool)
+        self._life = life
         self._send = send
+        self._control = ControlCalls(send, life)
         self._admission = Admission(max_queued_requests, ready.limits.max_running_requests)
         self._states: dict[str, RequestState] = {}
         self._arriving: dict[str, PendingCall] = {}  # rid -> its call, until the request has a state
         self._batches: dict[str, set[str]] = {}  # batch id -> rids of its requests in flight
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._num_calls = 0
-        self._dead: SegueError | None = None
-        self._hung: str | None = None  # the reason
-        self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def limits(self) -> RequestLimits:
+        """How long a request may be, and which token ids it may have."""
+        return self.encoder.limits
+
     # --- clients ---
 
-    async def submit(self, request: GenerateRequest) -> RequestStream:
+    async def submit(self, request: GenerateRequest) -> RequestState:
         """Check one request and send it; see :meth:`submit_batch`."""
         return (await self.submit_batch([request]))[0]
 
     async def submit_batch(
         self, requests: Sequence[GenerateRequest], batch_id: str | None = None
-    ) -> list[RequestStream]:
+    ) -> list[RequestState]:
         """Check requests, and send all of them or none. Aborting ``batch_id`` aborts each of them.
 
         Raises:
@@ -143,15 +146,21 @@ class TokenizerManager:
         begun: list[RequestState] = []
         try:
             options = await prepare_all(requests, self.limits, self.thread_pool)
-            prompts = await arrival.tokenize(requests, self._encoder)
-            added: list[tuple[RequestState, AddRequest]] = []
-            for number, parts in enumerate(zip(requests, prompts, options, strict=True)):
-                added.append(self._make_state(*parts, batch_id, created, arrival))
+            prompts = await self.encoder.encode_call(requests, arrival.ended)
+            states: list[RequestState] = []
+            for number, (request, ids, prepared) in enumerate(zip(requests, prompts, options, strict=True)):
+                aborted = request.rid in arrival.aborted
+                params = SamplingParams(max_new_tokens=0) if aborted else prepared.params(len(ids))
+                state = RequestState(request, ids, params, self.table, created, self.discard, batch_id)
+                if request.outputs:
+                    check_token_ids(request.outputs, self.limits, "outputs")
+                    state.prime(request.outputs, request.output_logprobs)
+                states.append(state)
                 await turn(number)
-            for number, (state, message) in enumerate(added):
-                if self._dead is not None:
-                    raise self._dead
-                self._send_request(state, message, arrival)
+            for number, (request, state) in enumerate(zip(requests, states, strict=True)):
+                if self._life.error is not None:
+                    raise self._life.error
+                self._begin(request, state, arrival)
                 begun.append(state)
                 await turn(number)
         except BaseException:
@@ -166,57 +175,44 @@ class TokenizerManager:
                 if self._arriving.get(rid) is arrival:  # else it was sent, and its rid may be in use again
                     del self._arriving[rid]
             self._update_idle()
-        return [RequestStream(state, self.discard) for state in begun]
+        return begun
 
-    @property
-    def _encoder(self) -> Encoder:
-        return Encoder(self.tokenizer, self.limits, self._chars_per_token, self.thread_pool)
-
-    def _make_state(
-        self,
-        request: GenerateRequest,
-        ids: Sequence[int],
-        prepared: Prepared,
-        batch_id: str | None,
-        created: float,
-        arrival: PendingCall,
-    ) -> tuple[RequestState, AddRequest]:
-        """Make a request's state, and the message that adds it to the scheduler."""
-        if request.rid in arrival.aborted:
-            params = SamplingParams(max_new_tokens=0)
-        else:
-            params = prepared.params(len(ids))
-        state = RequestState(request, ids, params, self.table, created)
-        state.batch_id = batch_id
-        message = AddRequest(rid=request.rid, prompt=pack_ids(ids), params=params, priority=request.priority)
-        return state, message
-
-    def _send_request(self, state: RequestState, message: AddRequest, arrival: PendingCall) -> None:
+    def _begin(self, request: GenerateRequest, state: RequestState, arrival: PendingCall) -> None:
         """Send a request, or end it if it was aborted before."""
-        del self._arriving[state.rid]
-        self._states[state.rid] = state
-        if state.rid not in arrival.aborted:
-            try:
-                self._send(message)
-            except BaseException:
-                del self._states[state.rid]
-                raise
-            self._admission.sent()
+        rid = request.rid
+        del self._arriving[rid]
+        self._states[rid] = state
+        if rid in arrival.aborted:
+            reason = arrival.aborted[rid]
+            end = Finished(
+                rid=rid,
+                reason="abort",
+                num_tokens=len(state.ids),
+                prompt_tokens=len(state.prompt_ids),
+                cached_tokens=0,
+                message=BEFORE_PREFILL if reason is None else reason,
+            )
+            self._finish(end, time.monotonic())
             return
-        reason = arrival.aborted[state.rid]
-        end = Finished(
-            rid=state.rid,
-            reason="abort",
-            num_tokens=0,
-            prompt_tokens=len(state.prompt_ids),
-            cached_tokens=0,
-            message=BEFORE_PREFILL if reason is None else reason,
+        message = AddRequest(
+            rid=rid,
+            prompt=pack_ids(state.prompt_ids),
+            params=state.params,
+            priority=request.priority,
+            outputs=pack_ids(request.outputs),
         )
-        self._finish(end, time.monotonic())
+        try:
+            self._send(message)
+            if state.cut >= 0:  # the outputs complete a stop string already
+                self._send(Finish(rid, state.cut))
+        except BaseException:
+            del self._states[rid]
+            raise
+        self._admission.num_sent += 1
 
     def abort(self, rid: str = "", *, abort_all: bool = False, message: str | None = None) -> None:
         """End one request, a batch, or all; readers get the output so far. An unknown rid has no effect."""
-        if self._dead is not None:
+        if self._life.error is not None:
             return
         if abort_all:
             self._abort_arriving(self._arriving, message)
@@ -235,7 +231,7 @@ class TokenizerManager:
 
     def discard(self, state: RequestState) -> None:
         """Abort a request whose reader has left, unless it has ended."""
-        if state.end is None and state.error is None and not state.discarded:
+        if not state.is_over and not state.discarded:
             state.discarded = True
             self.abort(state.rid)
 
@@ -243,59 +239,35 @@ class TokenizerManager:
         """Stop generation, and return once nothing runs. After ``ttl_s`` seconds it continues by itself."""
         arriving = self._abort_arriving(self._arriving, None) if mode == "abort" else 0
         sent = time.monotonic()
-        answer = await self._ask(lambda call: Pause(call, mode, ttl_s, sent), Paused)
+        answer = await self._control.ask(lambda call: control.Pause(call, mode, ttl_s, sent), control.Paused)
         result = convert(answer, PauseResult, from_attributes=True)
         return structs.replace(result, num_aborted=result.num_aborted + arriving)
 
     async def continue_generation(self) -> None:
         """Continue generation. No effect if it is not paused."""
-        await self._ask(Continue, Continued)
+        await self._control.ask(control.Continue, control.Continued)
 
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushResult:
         """Drop all cached KV, unless a request still holds KV after ``timeout_s`` seconds."""
-        answer = await self._ask(lambda call: Flush(call, timeout_s), Flushed)
+        answer = await self._control.ask(lambda call: control.Flush(call, timeout_s), control.Flushed)
         return convert(answer, FlushResult, from_attributes=True)
 
     async def ask_weights(
         self, operation: WeightOperation, roots: list[str] | None = None, from_hub: bool = True
     ) -> WeightAnswer:
         """Have an operation on the weights performed; :class:`WeightCall` describes the arguments."""
-        return await self._ask(lambda call: WeightCall(call, operation, roots, from_hub), WeightAnswer)
+        return await self._control.ask(
+            lambda call: WeightCall(call, operation, roots, from_hub), WeightAnswer
+        )
 
     @property
     def weight_version(self) -> str:
         """The version of the served weights."""
         return self.weights.version
 
-    async def get_state(self, *, check: bool = False) -> State:
+    async def get_state(self, *, check: bool = False) -> control.State:
         """Return the scheduler's state; with ``check`` also the violated invariants."""
-        return await self._ask(lambda call: GetState(call, check), State)
-
-    async def _ask(self, message: Callable[[int], FrontendMessage], kind: type[Answer]) -> Answer:
-        """Send the message for a new call number, and wait for the answer with that number.
-
-        Raises:
-            EngineDeadError: the engine has ended.
-            EngineHungError: the engine does not answer. It may still carry out the call when it recovers.
-        """
-        if self._dead is not None:
-            raise self._dead
-        if self._hung is not None:
-            raise EngineHungError(self._hung)
-        self._num_calls += 1
-        call = self._num_calls
-        self._calls[call] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(message(call))
-            answer = await self._calls[call]
-        except asyncio.CancelledError:
-            if kind is WeightAnswer and self._dead is None:
-                self._send(WithdrawCall(call))
-            raise
-        finally:
-            del self._calls[call]
-        assert isinstance(answer, kind)
-        return answer
+        return await self._control.ask(lambda call: control.GetState(call, check), control.State)
 
     @property
     def num_requests(self) -> int:
@@ -306,63 +278,13 @@ class TokenizerManager:
         """Wait until no request is in flight."""
         await self._idle.wait()
 
-    async def render(self, messages: list[dict[str, Any]]) -> str:
-        """Return the prompt that the model's chat template makes of messages.
-
-        Raises:
-            InvalidRequestError: the model has no chat template, or the template rejects the messages.
-            ContextLengthError: the messages cannot fit the context, whatever the template makes of them.
-        """
-        if self.tokenizer is None:
-            raise InvalidRequestError(NO_TOKENIZER, param="messages")
-        max_len = self.limits.max_seq_len
-        if len(messages) >= max_len:
-            text = f"messages has {len(messages)} messages, but this model's context has {max_len} tokens"
-            raise ContextLengthError(
-                f"{text}; each message takes at least one token: send fewer messages", param="messages"
-            )
-        num_chars = sum(len(message["content"]) for message in messages)
-        self._encoder.check_num_chars(num_chars, "messages")
-        if len(messages) <= INLINE_MESSAGES and num_chars <= INLINE_CHARS:
-            return self.tokenizer.apply_chat_template(messages)
-        tokenizer = self.tokenizer
-        return await self.thread_pool.run(lambda: tokenizer.apply_chat_template(messages))
-
     @property
     def trouble(self) -> SegueError | None:
         """Why no request can be served now; None: requests can be served."""
-        if self._dead is not None:
-            return self._dead
-        if self._draining:
-            return DrainingError("the server is shutting down; send the request to another one")
-        if self._hung is not None:
-            return EngineHungError(self._hung)
-        if self.weights.poisoned is not None:
-            why = self.weights.poisoned
-            return PoisonedError(
-                f"the weights are poisoned ({why}); update all of them, or restart the engine"
-            )
-        return None
-
-    def drain(self) -> None:
-        """Refuse new requests from now on. Requests in flight go on."""
-        self._draining = True
-
-    @property
-    def is_hung(self) -> bool:
-        """Whether the engine counts as hung."""
-        return self._hung is not None
-
-    def hang(self, reason: str) -> None:
-        """Mark the engine as hung: new requests and all calls fail, and requests in flight wait."""
-        self._hung = reason
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(EngineHungError(reason))
-
-    def recover(self) -> None:
-        """Mark the engine as answering again."""
-        self._hung = None
+        why = self.weights.poisoned
+        if why is None or self._life.trouble is not None:
+            return self._life.trouble
+        return PoisonedError(f"the weights are poisoned ({why}); update all of them, or restart the engine")
 
     def _check_rids(self, requests: Sequence[GenerateRequest], batch_id: str | None) -> None:
         if (trouble := self.trouble) is not None:
@@ -379,31 +301,32 @@ class TokenizerManager:
 
     # --- the scheduler ---
 
-    def receive(self, message: SchedulerMessage) -> None:
+    def receive(self, message: control.SchedulerMessage) -> None:
         """Take a message from the running scheduler."""
         match message:
-            case SchedulerOutput():
+            case control.SchedulerOutput():
                 self._on_step(message)
             case Rejected():
-                self._admission.rejected()
+                self._admission.num_rejected += 1
                 state = self._states.pop(message.rid, None)
                 if state is not None:
                     state.fail(error_of(message.kind, message.message))
                     self._forget(state)
             case WeightNotice():
                 self.weights = message
-            case State() | Paused() | Continued() | Flushed() | WeightAnswer():
-                future = self._calls.get(message.call)
-                if future is not None and not future.done():
-                    future.set_result(message)
+            case (
+                control.State() | control.Paused() | control.Continued() | control.Flushed() | WeightAnswer()
+            ):
+                self._control.answer(message)
             case _:
                 raise TypeError(f"unexpected {type(message).__name__} from a running scheduler")
 
+    def hang(self, error: SegueError) -> None:
+        """End all calls with an error: the engine does not answer. Requests in flight wait."""
+        self._control.fail(error)
+
     def die(self, error: SegueError) -> None:
-        """Mark the engine as ended: all requests and calls, now and later, end with ``error``."""
-        if self._dead is not None:
-            return
-        self._dead = error
+        """End all requests and calls with an error: the engine is dead."""
         self.thread_pool.close(error)
         self.stats.finished["error"] += len(self._states)
         for state in self._states.values():
@@ -413,11 +336,9 @@ class TokenizerManager:
         for arrival in self._arriving.values():
             arrival.end()
         self._idle.set()
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
+        self._control.fail(error)
 
-    def _on_step(self, output: SchedulerOutput) -> None:
+    def _on_step(self, output: control.SchedulerOutput) -> None:
         now = time.monotonic()
         stats, states, logprobs = self.stats, self._states, output.logprobs
         stats.counters = output.counters

@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -17,12 +18,16 @@ RETRY_S = 0.01
 TURN_S = 0.005  # time for which messages are received before the event loop runs other tasks
 
 
-@dataclass(frozen=True, slots=True)
-class Addresses:
+class Addresses(NamedTuple):
     """The addresses of the messages to the scheduler and to the frontend. The frontend binds both."""
 
     to_scheduler: str
     to_frontend: str
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Addresses:
+        """Return those in the run directory of an engine."""
+        return cls(f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
 
 
 class Channel:

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -26,18 +27,13 @@ class EmbeddedScheduler:
         self._config = config
         self._run_dir = run_dir
         self._context = context
+        self.pids: list[int] = []  # there are no worker processes
         self._thread: threading.Thread | None = None
-
-    @property
-    def pids(self) -> list[int]:
-        """Empty: there are no worker processes."""
-        return []
 
     def start(self, on_exit: Callable[[str], None]) -> None:
         """Start the thread. When it ends, it calls ``on_exit`` with the reason, a sentence."""
-        self._thread = threading.Thread(
-            target=self._run, args=(on_exit,), name="segue-scheduler", daemon=True
-        )
+        work = partial(self._run, on_exit)
+        self._thread = threading.Thread(target=work, name="segue-scheduler", daemon=True)
         self._thread.start()
 
     async def stop(self, polite_s: float, patience_s: float) -> bool:
@@ -53,12 +49,11 @@ class EmbeddedScheduler:
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self, on_exit: Callable[[str], None]) -> None:
-        pair = (self.addresses.to_scheduler, self.addresses.to_frontend)
         reason = "the embedded scheduler ended"
         try:
             from segue.worker.main import run_scheduler  # torch
 
-            run_scheduler(self._config, self._run_dir, pair, self._context, embedded=True)
+            run_scheduler(self._config, self._run_dir, self.addresses, self._context, embedded=True)
         except Exception as error:
             logger.exception("the embedded scheduler failed")
             reason = f"the embedded scheduler failed: {type(error).__name__}: {error}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from contextlib import suppress
 
 from segue.errors import EngineHungError, OverloadedError, PausedError
 from segue.frontend.request import MAX_PRIORITY, GenerateRequest
@@ -72,11 +73,7 @@ class Probe:
         request = GenerateRequest(
             rid=f"health-{uuid.uuid4().hex}", prompt=[0], options=ONE_TOKEN, priority=MAX_PRIORITY
         )
-        try:
-            with await self._runtime.manager.submit(request) as stream:
-                output = await stream.result()
-        except (OverloadedError, PausedError):
-            await asyncio.sleep(RETRY_S)
-            return
-        if not output.token_ids:  # a client aborted all requests
-            await asyncio.sleep(RETRY_S)
+        with suppress(OverloadedError, PausedError), await self._runtime.manager.submit(request) as state:
+            if (await state.result()).token_ids:
+                return
+        await asyncio.sleep(RETRY_S)  # there was no room, or a client aborted all requests

@@ -13,12 +13,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from segue.config import EngineConfig
 from segue.launch.channel import Addresses
-from segue.logs import logger
 
 # -P: files in the user's directory must not shadow modules of the standard library.
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "segue.worker.main")
@@ -42,23 +42,19 @@ def make_run_dir() -> Path:
     return Path(directory)
 
 
-def socket_addresses(run_dir: Path) -> Addresses:
-    """Return the addresses of the frontend's sockets in a run directory."""
-    return Addresses(f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
-
-
 def worker_environment(num_workers: int) -> dict[str, str]:
     """Return the environment of a worker, if ``num_workers`` share this host."""
-    environment = dict(os.environ)
-    # Waiting OpenMP threads may spin during the gap between two operations: if every operation has to wake
-    # them, a step takes twice as long. They must not spin during the gap between two steps, as they do by
-    # GNU's default: beside one busy core that makes a step four times slower.
-    environment.setdefault("GOMP_SPINCOUNT", "10000")
-    environment.setdefault("GLIBC_TUNABLES", MALLOC)
-    # Nothing here profits from NVLink multicast, and where it is broken, communication hangs.
-    environment.setdefault("NCCL_NVLS_ENABLE", "0")
-    environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_workers)))
+    environment = {
+        # Waiting OpenMP threads may spin during the gap between two operations: if every operation has to
+        # wake them, a step takes twice as long. They must not spin during the gap between two steps, as they
+        # do by GNU's default: beside one busy core that makes a step four times slower.
+        "GOMP_SPINCOUNT": "10000",
+        "GLIBC_TUNABLES": MALLOC,
+        # Nothing here profits from NVLink multicast, and where it is broken, communication hangs.
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // num_workers)),
+    } | os.environ
     root = Path(__file__).resolve().parents[2]
     if root.name not in ("site-packages", "dist-packages"):  # the child may lack the path to this package
         rest = environment.get("PYTHONPATH")
@@ -93,6 +89,7 @@ class WorkerProcesses:
         self._config = config
         self._run_dir = run_dir
         self._command = list(command)
+        self.addresses = Addresses.of(run_dir)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stopping = False
 
@@ -128,7 +125,9 @@ class WorkerProcesses:
         deadline = time.monotonic() + patience_s
         await self._wait(self._processes[:1], time.monotonic() + polite_s)
         for process in self._processes:
-            _close_lifeline(process)
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
         await self._wait(self._processes, deadline)
         for process in self._processes:
             if process.poll() is None:
@@ -149,12 +148,9 @@ class WorkerProcesses:
             "run_dir": str(self._run_dir),
         }
         assert process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # the worker has ended, and its watcher reports that
             process.stdin.write(json.dumps(line).encode() + b"\n")
             process.stdin.flush()
-        except BrokenPipeError:
-            # Its watcher reports the exit.
-            logger.debug("worker rank %d ended before it read its configuration", rank)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], on_exit: Callable[[str], None]) -> None:
         code = process.wait()
@@ -168,11 +164,3 @@ def describe_exit(code: int) -> str:
         return f"with exit code {code}"
     hint = ", perhaps because memory ran out" if -code == signal.SIGKILL else ""
     return f"by signal {signal.Signals(-code).name}{hint}"
-
-
-def _close_lifeline(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    try:
-        process.stdin.close()
-    except BrokenPipeError:
-        logger.debug("worker %d had ended", process.pid)

@@ -7,21 +7,24 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import zmq
 from msgspec.structs import asdict
 
 from segue.checkpoint.source import ModelSource, resolve
 from segue.config import EngineConfig
-from segue.errors import ConfigError, EngineDeadError, EngineStartError, SegueError
-from segue.frontend.tokenizer import Tokenizer
+from segue.errors import ConfigError, EngineDeadError, EngineHungError, EngineStartError, SegueError
+from segue.frontend.life import Life, LifeState
+from segue.frontend.tokenizer import ServedModel, Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
 from segue.frontend.worker_health import WorkerHealth
-from segue.launch.channel import Addresses, Channel
+from segue.launch.channel import Channel
 from segue.launch.embedded import EmbeddedScheduler
-from segue.launch.processes import WORKER_COMMAND, WorkerProcesses, make_run_dir, socket_addresses
+from segue.launch.processes import WORKER_COMMAND, WorkerProcesses, make_run_dir
 from segue.logs import logger
 from segue.messages.control import Heartbeat, Ready, SchedulerMessage, Shutdown, StartFailed
 from segue.models.sharding import check_tp_size
@@ -52,24 +55,21 @@ class Runtime:
         loop = asyncio.get_running_loop()
         self.config = config
         self.source = source
-        self.died: asyncio.Future[SegueError] = loop.create_future()  # the reason, once the engine has ended
+        self.life = Life()
+        self.died: asyncio.Future[SegueError] = loop.create_future()  # why the engine has ended by itself
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._manager: TokenizerManager | None = None
-        self._embedded = embedded
         self._vitals: WorkerHealth | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._is_shut_down = False
         self._context: zmq.Context[Any] = zmq.Context()
         run_dir = make_run_dir()
         self._workers: WorkerProcesses | EmbeddedScheduler
-        addresses: Addresses
         if embedded:
             self._workers = EmbeddedScheduler(config, run_dir, self._context)
-            addresses = EmbeddedScheduler.addresses
         else:
             self._workers = WorkerProcesses(config, run_dir, command)
-            addresses = socket_addresses(run_dir)
-        self._channel = Channel(self._context, addresses, self._receive)
+        self._channel = Channel(self._context, self._workers.addresses, self._receive)
         self._loop = loop
 
     @classmethod
@@ -92,18 +92,22 @@ class Runtime:
         runtime = cls(config, source, embedded=embedded, command=command)
         try:
             runtime._workers.start(runtime._on_exit)
-            tokenizer = await _in_thread(lambda: _load_tokenizer(source))
+            files = source.tokenizer_directory
+            tokenizer = None if files is None else await _in_thread(partial(Tokenizer.load, files))
             ready = await runtime._ready
             runtime._manager = TokenizerManager(
                 tokenizer,
                 ready,
                 runtime._channel.send,
                 source.eos_token_ids,
+                life=runtime.life,
                 max_queued_requests=config.max_queued_requests,
             )
-            if runtime.died.done():
-                raise EngineStartError(runtime.died.result().message)
-            runtime._start_watching()
+            if runtime.life.error is not None:
+                raise EngineStartError(runtime.life.error.message)
+            runtime.life.advance(LifeState.ACTIVE)
+            if not embedded:  # an embedded scheduler is part of this process, and is not watched
+                runtime._watching = runtime._loop.create_task(runtime._check_workers_forever())
         except BaseException:
             await runtime.shutdown()
             raise
@@ -125,7 +129,7 @@ class Runtime:
     def is_hung(self) -> bool:
         """Whether the engine counts as hung."""
         self._check_workers()
-        return self.manager.is_hung
+        return self.life.hung is not None
 
     @property
     def heartbeat_ages(self) -> list[float]:
@@ -136,6 +140,14 @@ class Runtime:
     def name(self) -> str:
         """The model name that clients use."""
         return self.config.served_model_name or self.source.name
+
+    @property
+    def served_model(self) -> ServedModel:
+        """What is needed to make requests of a client's body."""
+        names = [self.name] if self.config.model is None else [self.name, self.config.model]
+        return ServedModel(
+            names=names, max_prompts=self.config.max_queued_requests, encoder=self.manager.encoder
+        )
 
     @property
     def worker_pids(self) -> list[int]:
@@ -181,75 +193,69 @@ class Runtime:
 
     async def shutdown(self) -> None:
         """End the requests in flight with their output so far, then the workers. May be called again."""
-        if self._stopping:
+        if self._is_shut_down:
             return
-        self._stopping = True
+        self._is_shut_down = True
         if self._watching is not None:
             self._watching.cancel()
-        if self._manager is not None:
-            await self._abort_all(self._manager)
-            self._manager.die(EngineDeadError("the engine was shut down"))
+        if self._manager is not None and self.life.error is None and self._manager.num_requests:
+            self._manager.abort(abort_all=True, message="the engine is shutting down")
+            try:
+                await asyncio.wait_for(self._manager.wait_idle(), ABORT_S)
+            except TimeoutError:
+                logger.warning("%d requests did not end at shutdown", self._manager.num_requests)
+        polite_s = STOP_S / 2 if self._manager is not None and self.life.error is None else 0.0
+        self._end(EngineDeadError("the engine was shut down"))
         if not self._ready.cancel() and not self._ready.cancelled():
             self._ready.exception()  # mark the exception as retrieved: asyncio would log it
         self._channel.send(Shutdown())
-        polite_s = STOP_S / 2 if self._manager is not None and not self.died.done() else 0.0
         ended = await self._workers.stop(polite_s, STOP_S)
         self._channel.close()
         if ended:  # else a scheduler thread holds sockets, and this call would wait for it
             self._context.term()
 
-    def _start_watching(self) -> None:
-        """Watch the workers from now on. An embedded scheduler, part of this process, is not watched."""
-        if self._embedded:
-            return
+    def drain(self) -> None:
+        """Refuse new requests from now on. Requests in flight go on."""
+        if self.life.state is LifeState.ACTIVE:
+            self.life.advance(LifeState.DRAINING)
+
+    async def _check_workers_forever(self) -> None:
         config = self.config
         self._vitals = WorkerHealth(
             config.tp, ping_s=config.ping_s, stall_s=config.stall_s, now=time.monotonic()
         )
-        self._watching = self._loop.create_task(self._check_workers_forever(self._vitals.period / 2))
-
-    async def _check_workers_forever(self, seconds: float) -> None:
         while True:
             self._check_workers()
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(self._vitals.period / 2)
 
     def _check_workers(self) -> None:
         """Mark the engine as hung, or as answering again, by the workers' heartbeats."""
-        if self._vitals is None or self.died.done():
+        if self._vitals is None or self.life.error is not None:
             return
         reason = self._vitals.verdict(time.monotonic())
-        if reason is not None and not self.manager.is_hung:
+        if reason is not None and self.life.hung is None:
             logger.error("the engine hangs: %s", reason)
-            self.manager.hang(
-                f"the engine hangs: {reason}; retry later, and restart the engine if this persists"
-            )
-        elif reason is None and self.manager.is_hung:
+            text = f"the engine hangs: {reason}; retry later, and restart the engine if this persists"
+            self.life.hung = text
+            self.manager.hang(EngineHungError(text))
+        elif reason is None and self.life.hung is not None:
             logger.warning("the engine answers again")
-            self.manager.recover()
-
-    async def _abort_all(self, manager: TokenizerManager) -> None:
-        if self.died.done() or not manager.num_requests:
-            return
-        manager.abort(abort_all=True, message="the engine is shutting down")
-        try:
-            await asyncio.wait_for(manager.wait_idle(), ABORT_S)
-        except TimeoutError:
-            logger.warning("%d requests did not end at shutdown", manager.num_requests)
+            self.life.hung = None
 
     def _receive(self, message: SchedulerMessage) -> None:
         try:
-            if isinstance(message, Ready):
-                if not self._ready.done():
-                    self._ready.set_result(message)
-            elif isinstance(message, StartFailed):
-                self._fail_start(error_of(message.kind, message.message))
-            elif isinstance(message, Heartbeat):
-                if self._vitals is not None:
-                    self._vitals.note(message, time.monotonic())
-            elif self.died.done():
-                return
-            else:
-                self.manager.receive(message)
+            match message:
+                case Ready():
+                    if not self._ready.done():
+                        self._ready.set_result(message)
+                case StartFailed():
+                    self._fail_start(error_of(message.kind, message.message))
+                case Heartbeat():
+                    if self._vitals is not None:
+                        self._vitals.note(message, time.monotonic())
+                case _:
+                    if self.life.error is None:
+                        self.manager.receive(message)
         except Exception as error:
             logger.exception("the frontend failed on a message of the scheduler")
             self._die(EngineDeadError(f"the frontend failed: {type(error).__name__}: {error}"))
@@ -260,7 +266,7 @@ class Runtime:
             self._loop.call_soon_threadsafe(self._on_worker_exit, reason)
 
     def _on_worker_exit(self, reason: str) -> None:
-        if self._stopping or self.died.done():
+        if self._is_shut_down or self.life.error is not None:
             return
         if not self._ready.done():  # a message with the reason may be in transit
             error = EngineStartError(f"{reason} before it was ready; see its log above")
@@ -273,39 +279,28 @@ class Runtime:
             self._ready.set_exception(error)
 
     def _die(self, error: SegueError) -> None:
-        if self.died.done():
-            return
-        logger.error("%s", error.message)
-        self.died.set_result(error)
-        if self._manager is not None:
-            self._manager.die(error)
+        if self.life.error is None:
+            logger.error("%s", error.message)
+            self._end(error)
+            self.died.set_result(error)
 
-
-def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
-    return None if source.tokenizer_directory is None else Tokenizer.load(source.tokenizer_directory)
+    def _end(self, error: SegueError) -> None:
+        if self.life.error is None:
+            self.life.advance(LifeState.DEAD, error)
+            if self._manager is not None:
+                self._manager.die(error)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
     """Do as ``asyncio.to_thread``, except that nothing waits for the thread if the caller is cancelled."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(cast(T, result))
-        else:
-            future.set_exception(error)
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # then a cancelled caller does not cancel it
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = work()
+            future.set_result(work())
         except Exception as error:
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="segue-start", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)

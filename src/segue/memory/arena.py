@@ -74,7 +74,7 @@ class Layout:
             if needed != spec.num_bytes:
                 gaps.append((slab, offset + spec.num_bytes, offset + needed))
         for slab, size in enumerate(sizes):
-            sizes[slab] = -(-size // align) * align
+            sizes[slab] = round_up(size, align)
             if sizes[slab] != size:
                 gaps.append((slab, size, sizes[slab]))
         return cls(table=table, sizes=sizes, gaps=gaps)

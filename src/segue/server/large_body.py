@@ -12,10 +12,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Raw
 
-from segue.api.native import bodies as native
-from segue.api.openai import bodies as openai
+from segue.api import native
+from segue.api.openai import requests as openai
 from segue.api.validation import Decoded, misfit
-from segue.errors import InvalidRequestError
 from segue.frontend.sampling_options import MAX_STOPS, check_batch, check_num_entries, check_prompt_len
 from segue.messages.weight_operations import MAX_PAYLOADS, MAX_TENSORS, Bucket
 from segue.server import json_pieces
@@ -117,12 +116,6 @@ def _sampling(check_biases: Callable[[int], None]) -> dict[str, Decode]:
     }
 
 
-def _check_openai_biases(count: int) -> None:
-    if count > openai.MAX_BIASES:
-        text = f"logit_bias: {openai.too_many_biases(count)}"
-        raise InvalidRequestError(text, param="logit_bias")
-
-
 def _params(most: int, data: bytes) -> Any:
     if data.startswith(b"{"):
         return decode_fields(data, _PARAMS)
@@ -196,7 +189,7 @@ def _check_count(param: str, most: int, count: int) -> None:
         raise too_many(param, count, most)
 
 
-_OPENAI_SAMPLING = _sampling(_check_openai_biases)
+_OPENAI_SAMPLING = _sampling(openai.check_num_biases)
 _PARAMS = Shape(
     model=native.NativeSampling,
     large=_sampling(check_num_entries),

@@ -91,7 +91,7 @@ def _on_signals() -> tuple[asyncio.Event, asyncio.Event]:
 async def _drain(runtime: Runtime, server: HttpServer, seconds: float, is_over: Callable[[], bool]) -> None:
     """Refuse new requests; return when the running ones have ended, or must be aborted."""
     manager = runtime.manager
-    manager.drain()
+    runtime.drain()
     for connection in list(server.server_state.connections):
         connection.shutdown()  # closes an idle connection now, others after their reply
     if manager.num_requests and seconds and not is_over():

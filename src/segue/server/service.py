@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from segue.config import EngineConfig
 from segue.errors import EngineStartError
+from segue.frontend.life import STARTING
 from segue.frontend.sampling_options import RequestLimits
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.launch.probe import Probe
@@ -40,7 +41,7 @@ class Service:
             EngineStartError: it is still starting.
         """
         if self.runtime is None:
-            raise EngineStartError("the engine is starting; retry in a moment")
+            raise EngineStartError(STARTING)
         return self.runtime
 
     @cached_property

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, usage
+from segue.api.openai.requests import Wanted
 from segue.frontend.detokenizer import TokenTable
-from segue.frontend.request import End, Output
+from segue.frontend.request import End, GenerateRequest, Output
+from segue.frontend.sampling_options import SamplingOptions
 from segue.messages.requests import TokenLogprob
 
 TABLE = TokenTable([b"a", b"b", b"\xe6"])
@@ -23,11 +25,19 @@ END = End(
 IMPOSSIBLE = Output("a", [0], [TokenLogprob(0, float("-inf"), [(0, float("-inf"))])], [0], None)
 
 
-def chunks(dialect: Any, *outputs: Output, **options: Any) -> list[Any]:
-    made = Chunks(
-        dialect, id="i", created=1, model="m", **{"logprobs": False, "usage_in_stream": False, **options}
+def chunks(dialect: Any, *outputs: Output, logprobs: int = -1, begun: tuple[int, ...] = ()) -> list[Any]:
+    request = GenerateRequest(rid="i", prompt=[1], options=SamplingOptions(logprobs=logprobs), outputs=begun)
+    wanted = Wanted(
+        id="i",
+        created=1,
+        model="m",
+        requests=[request],
+        batch_id=None,
+        stream=True,
+        usage_in_stream=False,
     )
-    data = made.first(0) + b"".join(made.of(0, output) for output in outputs)
+    made = Chunks(dialect, wanted)
+    data = b"".join(made.of(0, output) for output in outputs)
     return [json.loads(event.removeprefix(b"data: ")) for event in data.split(b"\n\n") if event]
 
 
@@ -39,8 +49,16 @@ def test_impossible_tokens_have_a_logprob_that_json_can_write(dialect: Any) -> N
 def test_an_output_without_text_makes_no_chunk_unless_logprobs_are_wanted() -> None:
     silent = Output("", [2], [TokenLogprob(2, -1.0)], [0], None)
     assert chunks(CompletionDialect(TABLE), silent) == []
-    (chunk,) = chunks(CompletionDialect(TABLE), silent, logprobs=True)
+    (chunk,) = chunks(CompletionDialect(TABLE), silent, logprobs=0)
     assert chunk["choices"][0]["logprobs"]["tokens"] == ["\ufffd"]
+
+
+def test_only_a_choice_that_begins_here_has_a_chunk_with_its_role() -> None:
+    news = Output("b", [1], [], [], None), Output("a", [0], [], [], None)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks(ChatDialect(TABLE), *news)]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "b"}, {"content": "a"}]
+    resumed = chunks(ChatDialect(TABLE), *news, begun=(0,))
+    assert [chunk["choices"][0]["delta"] for chunk in resumed] == deltas[1:]
 
 
 def test_the_last_chunk_has_the_reason_and_no_text() -> None:

@@ -1,40 +1,42 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from segue.api.openai.bodies import ChatCompletionRequest, CompletionRequest
-from segue.api.openai.requests import chat_call, completion_call
+from segue.api.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    chat_call,
+    completion_call,
+)
 from segue.api.validation import parse
-from segue.config import EngineConfig
 from segue.errors import ModelNotFoundError
-from segue.launch.runtime import Runtime
+from segue.frontend.tokenizer import PromptEncoder, ServedModel
 
 
 async def render(messages: list[dict[str, Any]]) -> str:
     return str(messages)
 
 
-RUNTIME = cast(
-    Runtime,
-    SimpleNamespace(
-        name="name", config=EngineConfig(model="path/to"), manager=SimpleNamespace(render=render)
-    ),
+MODEL = ServedModel(
+    names=["name", "path/to"], max_prompts=10, encoder=cast(PromptEncoder, SimpleNamespace(render=render))
 )
 
 
+CHAT = {"model": "name", "messages": [{"role": "user", "content": "x"}]}
+
+
 def chat(**fields: Any) -> Any:
-    body = {"model": "name", "messages": [{"role": "user", "content": "x"}], **fields}
-    return asyncio.run(chat_call(parse(ChatCompletionRequest, body), RUNTIME, "rid"))
+    return asyncio.run(chat_call(parse(ChatCompletionRequest, CHAT | fields), MODEL, rid="rid"))
 
 
 def complete(**fields: Any) -> Any:
-    return completion_call(
-        parse(CompletionRequest, {"model": "name", "prompt": "x", **fields}), RUNTIME, "rid"
-    )
+    body = parse(CompletionRequest, {"model": "name", "prompt": "x", **fields})
+    return completion_call(body, MODEL, rid="rid", created=7)
 
 
 def test_a_rendered_template_has_its_own_special_tokens_and_a_text_gets_them() -> None:
@@ -62,3 +64,12 @@ def test_the_models_path_is_a_name_too() -> None:
 def test_choices_of_a_batch_have_rids_of_their_own() -> None:
     assert [request.rid for request in complete(prompt=["a", "b"]).requests] == ["rid-0", "rid-1"]
     assert [request.rid for request in complete().requests] == ["rid"]
+
+
+def test_an_id_and_a_time_are_made_unless_they_are_given() -> None:
+    assert (complete().id, complete().created) == ("rid", 7)
+    body = parse(CompletionRequest, {"model": "name", "prompt": ["a", "b"]})
+    made, other = (completion_call(body, MODEL) for _ in range(2))
+    assert made.id.startswith("cmpl-") and made.id != other.id and made.batch_id == made.id
+    assert abs(made.created - time.time()) < 60
+    assert asyncio.run(chat_call(parse(ChatCompletionRequest, CHAT), MODEL)).id.startswith("chatcmpl-")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from segue.api.openai.requests import Wanted
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import LOWEST_LOGPROB, End, Output
 
@@ -24,15 +26,14 @@ def usage(ends: Sequence[End]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
 class ChatDialect:
     """``/v1/chat/completions``."""
 
+    _table: TokenTable
+
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    prefix = "chatcmpl-"
-
-    def __init__(self, table: TokenTable) -> None:
-        self._table = table
 
     def content(self, text: str) -> dict[str, Any]:
         """A finished choice's text."""
@@ -65,15 +66,14 @@ class ChatDialect:
         }
 
 
+@dataclass(frozen=True, slots=True)
 class CompletionDialect:
     """``/v1/completions``."""
 
+    _table: TokenTable
+
     object = "text_completion"
     chunk_object = "text_completion"
-    prefix = "cmpl-"
-
-    def __init__(self, table: TokenTable) -> None:
-        self._table = table
 
     def content(self, text: str) -> dict[str, Any]:
         """A finished choice's text."""
@@ -118,27 +118,25 @@ def choice(dialect: Dialect, index: int, output: Output, logprobs: bool) -> dict
 class Chunks:
     """Encodes a stream's events; what does not change is encoded once."""
 
-    def __init__(
-        self, dialect: Dialect, *, id: str, created: int, model: str, logprobs: bool, usage_in_stream: bool
-    ) -> None:
+    def __init__(self, dialect: Dialect, wanted: Wanted) -> None:
         self._dialect = dialect
-        self._logprobs = logprobs
-        self._usage = usage_in_stream
-        fields = {"id": id, "object": dialect.chunk_object, "created": created, "model": model}
-        self._head = b"data: " + encode(fields)[:-1] + b',"choices":['
-        self._end = b'],"usage":null}\n\n' if usage_in_stream else b"]}\n\n"
-
-    def first(self, index: int) -> bytes:
-        """What begins a choice."""
-        delta = self._dialect.first_delta
-        return b"" if delta is None else self._chunk(index, delta)
+        self._logprobs = wanted.has_logprobs
+        self._usage = wanted.usage_in_stream
+        # The client has the first chunk already where a request begins with outputs.
+        self._begun = {index for index, request in enumerate(wanted.requests) if request.outputs}
+        self._head = b"data: " + encode(wanted.envelope(dialect.chunk_object))[:-1] + b',"choices":['
+        self._end = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
 
     def of(self, index: int, output: Output) -> bytes:
-        """News of a choice: nothing, a chunk of text, and at the end one with the finish reason."""
+        """News of a choice: first its role, then text if there is any, and at the end the finish reason."""
         data = b""
+        if index not in self._begun:
+            self._begun.add(index)
+            if self._dialect.first_delta is not None:
+                data = self._chunk(index, self._dialect.first_delta)
         if output.text or (self._logprobs and output.token_ids):
             logprobs = encode(self._dialect.logprobs(output)) if self._logprobs else b"null"
-            data = self._chunk(index, self._dialect.delta(output.text), logprobs)
+            data += self._chunk(index, self._dialect.delta(output.text), logprobs)
         if output.end is not None:
             data += self._chunk(index, self._dialect.last_delta, reason=encode(output.end.reason))
         return data

@@ -1,42 +1,161 @@
-"""From an OpenAI body to requests for the engine."""
+"""The OpenAI API's bodies, and the requests that they ask for.
+
+The bodies are strict: an unknown field or a wrong type is an error that names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any, Literal
 
-from segue.api.openai.bodies import (
-    MAX_BIASES,
-    RULES,
-    ChatCompletionRequest,
-    ChatMessage,
-    CompletionRequest,
-    too_many_biases,
-)
-from segue.api.validation import check_one_kind
-from segue.errors import InvalidRequestError, ModelNotFoundError, short_repr
+from msgspec import Meta, Struct
+
+from segue.api.validation import TokenId, parse, prompts_of
+from segue.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError, short_repr
 from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
-from segue.launch.runtime import Runtime
+from segue.frontend.tokenizer import ServedModel
+
+MAX_BIASES = 300  # entries of ``logit_bias``: the limit of OpenAI's own API
+
+# Accepted because they cannot change the output.
+HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+
+# Fields of the contract that are not implemented, with the values that ask for nothing.
+_NOT_YET: Mapping[str, tuple[Any, ...]] = {
+    **{name: () for name in ("prompt_logprobs", "regex", "ebnf", "choice", "structured_outputs")},
+    **{f"guided_{kind}": () for kind in ("json", "regex", "choice", "grammar")},
+    **{name: (1,) for name in ("n", "best_of")},
+    "include_stop_str_in_output": (False,),
+    "response_format": ({"type": "text"},),
+}
+CHAT_NOT_YET: Mapping[str, tuple[Any, ...]] = {
+    **_NOT_YET,
+    **{name: () for name in ("functions", "reasoning_effort", "audio", "prediction", "verbosity")},
+    **{name: () for name in ("web_search_options", "logprob_token_ids")},
+    **{name: ("none",) for name in ("tool_choice", "function_call")},
+    "tools": ([],),
+    "parallel_tool_calls": (True, False),
+    "chat_template_kwargs": ({},),
+    "modalities": (["text"],),
+}
+COMPLETION_NOT_YET: Mapping[str, tuple[Any, ...]] = {**_NOT_YET, "echo": (False,), "suffix": ("",)}
+
+# What fields of several types may be, for errors.
+RULES = {
+    "prompt": "a string, a list of strings, a list of token ids, or a list of lists of token ids",
+    "stop": "a string or a list of strings",
+    "content": 'a string or a list of {"type": "text", "text": …} parts',
+}
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """``stream_options``."""
+
+    include_usage: bool | None = None
+
+
+class SamplingBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What chat and completions have in common; None is the default."""
+
+    model: str
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None  # at most MAX_BIASES
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class _MessagePart(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Without the collector's bookkeeping: a body may have tens of thousands of these, and no cycles."""
+
+
+class TextPart(_MessagePart, frozen=True, gc=False):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+_Nothing = Annotated[list[None], Meta(max_length=0)]
+
+
+class ChatMessage(_MessagePart, frozen=True, gc=False):
+    """One message. The last five fields are empty in replies that clients send back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: _Nothing | None = None
+    annotations: _Nothing | None = None
+
+
+class ChatCompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class CompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str | int | list[int]]  # all items of one type
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A checked call: its requests, one a choice, and the form of the answer."""
+    """A checked call: its requests, one per choice, and the form of the answer."""
 
     id: str
+    created: int  # seconds since the epoch
+    model: str  # its name
     requests: list[GenerateRequest]
-    is_batch: bool
+    batch_id: str | None  # None: a single request
     stream: bool
     usage_in_stream: bool
-    logprobs: int  # -1: none; n: with the n likeliest
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probabilities were asked for."""
+        return self.requests[0].options.logprobs >= 0
+
+    def envelope(self, kind: str) -> dict[str, Any]:
+        """Return the first fields of the answer, or of each of its chunks; ``kind`` is its ``object``."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-async def chat_call(body: ChatCompletionRequest, runtime: Runtime, rid: str) -> Wanted:
-    """Render the chat template, and check what the types of the fields cannot say."""
-    check_model(body.model, runtime)
+async def chat_call(
+    body: ChatCompletionRequest, model: ServedModel, *, rid: str | None = None, created: int | None = None
+) -> Wanted:
+    """Render the chat template, and check what the types of the fields cannot say.
+
+    ``rid`` and ``created`` are new ones unless they are given.
+    """
+    check_model(body.model, model)
+    rid = rid or f"chatcmpl-{uuid.uuid4().hex}"
     if not body.messages:
         raise InvalidRequestError("messages: must have at least one message", param="messages")
     if body.top_logprobs is not None and not body.logprobs:
@@ -45,90 +164,101 @@ async def chat_call(body: ChatCompletionRequest, runtime: Runtime, rid: str) -> 
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     request = GenerateRequest(
         rid=rid,
-        prompt=await runtime.manager.render(await _messages(body.messages)),
+        prompt=await model.encoder.render(await _messages(body.messages)),
         options=_options(body, max_tokens, logprobs),
         add_special_tokens=False,
         param="messages",
         names={"max_tokens": limit_name, "logprobs": "top_logprobs"},
     )
-    return _wanted(body, rid, [request], False, logprobs)
+    return _wanted(body, model, rid, created, [request])
 
 
-def completion_call(body: CompletionRequest, runtime: Runtime, rid: str) -> Wanted:
-    """One request a prompt."""
-    check_model(body.model, runtime)
+def completion_call(
+    body: CompletionRequest, model: ServedModel, *, rid: str | None = None, created: int | None = None
+) -> Wanted:
+    """Make one request per prompt; ``rid`` and ``created`` are as in :func:`chat_call`."""
+    check_model(body.model, model)
+    rid = rid or f"cmpl-{uuid.uuid4().hex}"
     logprobs = -1 if body.logprobs is None else body.logprobs
     options = _options(body, body.max_tokens, logprobs)
-    prompts = _prompts(body.prompt)
-    check_batch(len(prompts), runtime.config.max_queued_requests, "prompt")
+    prompts, _ = prompts_of(body.prompt, "prompt", RULES)
+    check_batch(len(prompts), model.max_prompts, "prompt")
     check_num_entries(num_entries(options), len(prompts))
-    is_batch = len(prompts) > 1
+    rids = [rid] if len(prompts) == 1 else [f"{rid}-{index}" for index in range(len(prompts))]
     requests = [
-        GenerateRequest(rid=f"{rid}-{index}" if is_batch else rid, prompt=prompt, options=options)
-        for index, prompt in enumerate(prompts)
+        GenerateRequest(rid=each, prompt=prompt, options=options)
+        for each, prompt in zip(rids, prompts, strict=True)
     ]
-    return _wanted(body, rid, requests, is_batch, logprobs)
+    return _wanted(body, model, rid, created, requests)
 
 
-def check_model(name: str, runtime: Runtime) -> None:
-    """Raise ModelNotFoundError unless this server serves ``name``."""
-    if name not in (runtime.name, runtime.config.model):
+def check_model(name: str, model: ServedModel) -> None:
+    """Raise ModelNotFoundError unless the model has this name."""
+    if name not in model.names:
         raise ModelNotFoundError(
-            f"The model {short_repr(name)} does not exist; this server serves {runtime.name!r}.",
+            f"The model {short_repr(name)} does not exist; this server serves {model.names[0]!r}.",
             param="model",
         )
 
 
+def parse_chat(body: Any) -> ChatCompletionRequest:
+    """Check the body of ``POST /v1/chat/completions``. Raises as :func:`segue.api.validation.parse` does."""
+    return parse(ChatCompletionRequest, _without_extras(body, CHAT_NOT_YET), rules=RULES)
+
+
+def parse_completion(body: Any) -> CompletionRequest:
+    """Check the body of ``POST /v1/completions``. Raises as :func:`segue.api.validation.parse` does."""
+    return parse(CompletionRequest, _without_extras(body, COMPLETION_NOT_YET), rules=RULES)
+
+
+def check_num_biases(count: int) -> None:
+    """Raise InvalidRequestError for more entries of ``logit_bias`` than OpenAI's API allows."""
+    if count > MAX_BIASES:
+        text = f"logit_bias: it has {count} entries; at most {MAX_BIASES} are allowed"
+        raise InvalidRequestError(text, param="logit_bias")
+
+
+def _without_extras(body: Any, not_yet: Mapping[str, tuple[Any, ...]]) -> Any:
+    """The body without its harmless fields, and without the unimplemented ones that ask for nothing.
+
+    Raises:
+        UnsupportedFieldError: an unimplemented field that asks for something.
+    """
+    if not isinstance(body, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    for name, values in not_yet.items():
+        value = body.get(name)
+        if value is not None and not any(type(value) is type(other) and value == other for other in values):
+            only = f"; only {values[0]!r} is" if values else ""
+            raise UnsupportedFieldError(f"{name} is not supported{only}; leave it out", param=name)
+    return {name: value for name, value in body.items() if name not in HARMLESS and name not in not_yet}
+
+
 def _wanted(
     body: ChatCompletionRequest | CompletionRequest,
+    model: ServedModel,
     rid: str,
+    created: int | None,
     requests: list[GenerateRequest],
-    is_batch: bool,
-    logprobs: int,
 ) -> Wanted:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
     return Wanted(
         id=rid,
+        created=int(time.time()) if created is None else created,
+        model=model.names[0],
         requests=requests,
-        is_batch=is_batch,
+        batch_id=rid if len(requests) > 1 else None,
         stream=bool(body.stream),
         usage_in_stream=body.stream_options is not None and bool(body.stream_options.include_usage),
-        logprobs=logprobs,
     )
 
 
 def _options(
     body: ChatCompletionRequest | CompletionRequest, max_tokens: int | None, logprobs: int
 ) -> SamplingOptions:
-    given: dict[str, Any] = {
-        name: value
-        for name in (
-            "min_tokens",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "ignore_eos",
-        )
-        if (value := getattr(body, name)) is not None
-    }
-    if len(body.logit_bias or ()) > MAX_BIASES:
-        text = f"logit_bias: {too_many_biases(len(body.logit_bias or ()))}"
-        raise InvalidRequestError(text, param="logit_bias")
-    stop = body.stop
-    return SamplingOptions(
-        **given,
-        max_tokens=max_tokens,
-        logit_bias=body.logit_bias or {},
-        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        logprobs=logprobs,
-    )
+    check_num_biases(len(body.logit_bias or ()))
+    return SamplingOptions.of(body, max_tokens=max_tokens, logprobs=logprobs)
 
 
 def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
@@ -157,14 +287,3 @@ async def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             one["tool_call_id"] = message.tool_call_id
         rendered.append(one)
     return rendered
-
-
-def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    if isinstance(prompt, str):
-        return [prompt]
-    check_one_kind(prompt, "prompt", RULES)
-    if not prompt:
-        raise InvalidRequestError("prompt is empty; it must have at least one token", param="prompt")
-    if isinstance(prompt[0], int):
-        return [cast(list[int], prompt)]
-    return cast(list[str | list[int]], list(prompt))

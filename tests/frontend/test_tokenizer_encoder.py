@@ -16,11 +16,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from segue.errors import ContextLengthError, EngineDeadError, InvalidRequestError
 from segue.frontend import sampling_options
-from segue.frontend import tokenize as arriving
-from segue.frontend.request import GenerateRequest
+from segue.frontend.request import GenerateRequest, prepare_all
 from segue.frontend.sampling_options import RequestLimits, SamplingOptions
 from segue.frontend.thread_pool import TURN, ThreadPool
-from segue.frontend.tokenize import PIECE_COST, Encoder, prepare_all
+from segue.frontend.tokenizer import PIECE_COST, PromptEncoder
 from segue.messages.control import Pause, Paused
 from segue.messages.requests import Abort, AddRequest, unpack_ids
 from tests.frontend.test_tokenizer_manager import Bench, ended, request, run
@@ -53,10 +52,10 @@ class SpaceTokenizer:
 def spaces(request: pytest.FixtureRequest, bench: Bench) -> SpaceTokenizer:
     """Give the manager a SpaceTokenizer, with and without a bound of characters per token."""
     tokenizer = SpaceTokenizer()
-    manager = bench.manager
-    manager.tokenizer = cast(Any, tokenizer)
-    manager.limits = RequestLimits(max_seq_len=8192, vocab_size=320, eos_ids=())
-    manager._chars_per_token = request.param
+    encoder = bench.manager.encoder
+    encoder.tokenizer = cast(Any, tokenizer)
+    encoder.limits = RequestLimits(max_seq_len=8192, vocab_size=320, eos_ids=())
+    encoder.chars_per_token = request.param
     return tokenizer
 
 
@@ -92,7 +91,7 @@ def test_a_text_with_more_characters_than_the_context_can_hold_is_not_tokenized(
             await bench.manager.submit(request(prompt=SPACES))
         assert spaces.pieces == []
 
-    if bench.manager._chars_per_token is not None:
+    if bench.manager.encoder.chars_per_token is not None:
         run(work())
 
 
@@ -127,10 +126,14 @@ class HeldTokenizer:
         return [0] * (len(text) // 64)
 
 
-def encoder_of(tokenizer: Any, thread_pool: ThreadPool, context: int = 1 << 16) -> Encoder:
-    return Encoder(
+def encoder_of(tokenizer: Any, thread_pool: ThreadPool, context: int = 1 << 16) -> PromptEncoder:
+    return PromptEncoder(
         tokenizer, RequestLimits(max_seq_len=context, vocab_size=320, eos_ids=()), None, thread_pool
     )
+
+
+async def encode(encoder: PromptEncoder, text: str) -> None:
+    await encoder.encode_call([request(prompt=text)], asyncio.get_running_loop().create_future())
 
 
 def test_a_cancelled_call_ends_with_its_current_piece() -> None:
@@ -138,8 +141,7 @@ def test_a_cancelled_call_ends_with_its_current_piece() -> None:
 
     async def work() -> None:
         encoder = encoder_of(tokenizer, ThreadPool())
-        call = arriving.PendingCall(1)
-        task = asyncio.create_task(call.tokenize([request(prompt="a" * 100 * PIECE_COST)], encoder))
+        task = asyncio.create_task(encode(encoder, "a" * 100 * PIECE_COST))
         await asyncio.to_thread(tokenizer.begun.acquire)
         task.cancel()
         await asyncio.wait({task})
@@ -157,9 +159,7 @@ def test_two_long_calls_and_a_short_one_take_turns() -> None:
     async def work() -> None:
         encoder = encoder_of(tokenizer, ThreadPool())
         texts = ["a" * 30 * PIECE_COST, "b" * 30 * PIECE_COST, "c" * 5000]
-        await asyncio.gather(
-            *(arriving.PendingCall(1).tokenize([request(prompt=text)], encoder) for text in texts)
-        )
+        await asyncio.gather(*(encode(encoder, text) for text in texts))
         assert tokenizer.pieces.index("c") < 8
 
     run(work())
@@ -173,7 +173,7 @@ def test_many_prompts_are_tokenized_in_their_order(bench: Bench) -> None:
         await bench.manager.submit_batch(requests)
         sent = [message for message in bench.sent if isinstance(message, AddRequest)]
         assert [message.rid for message in sent] == [each.rid for each in requests]
-        tokenizer = bench.manager.tokenizer
+        tokenizer = bench.manager.encoder.tokenizer
         assert tokenizer is not None
         for message, prompt in zip(sent, prompts, strict=True):
             ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -305,7 +305,7 @@ def test_a_pause_that_aborts_while_a_batch_is_sent_counts_each_request_once(benc
 
 def test_the_engines_death_while_a_batch_is_sent_ends_it(bench: Bench) -> None:
     async def work() -> None:
-        on_sent(bench, TURN, lambda: bench.manager.die(EngineDeadError("gone")))
+        on_sent(bench, TURN, lambda: bench.die(EngineDeadError("gone")))
         with pytest.raises(EngineDeadError, match="gone"):
             await bench.manager.submit_batch(batch(3 * TURN), "batch")
         assert bench.manager.num_requests == 0
@@ -315,7 +315,7 @@ def test_the_engines_death_while_a_batch_is_sent_ends_it(bench: Bench) -> None:
 
 def test_a_request_that_ended_while_its_batch_was_sent_may_come_again(bench: Bench) -> None:
     tokenizer = HeldTokenizer()
-    bench.manager.tokenizer = cast(Any, tokenizer)
+    bench.manager.encoder.tokenizer = cast(Any, tokenizer)
 
     async def work() -> None:
         again: list[asyncio.Task[Any]] = []
@@ -341,8 +341,8 @@ def test_a_request_that_ended_while_its_batch_was_sent_may_come_again(bench: Ben
 def test_a_conversation_of_more_messages_than_the_context_has_tokens_is_refused(bench: Bench) -> None:
     async def work() -> None:
         with pytest.raises(ContextLengthError, match="512 messages"):
-            await bench.manager.render([{"role": "user", "content": ""}] * 512)
-        assert len(await bench.manager.render([{"role": "user", "content": ""}] * 511)) > 511
+            await bench.manager.encoder.render([{"role": "user", "content": ""}] * 512)
+        assert len(await bench.manager.encoder.render([{"role": "user", "content": ""}] * 511)) > 511
 
     run(work())
 
@@ -350,19 +350,19 @@ def test_a_conversation_of_more_messages_than_the_context_has_tokens_is_refused(
 def test_a_conversation_with_more_characters_than_the_context_can_hold_is_refused(bench: Bench) -> None:
     async def work() -> None:
         with pytest.raises(ContextLengthError, match="at least"):
-            await bench.manager.render([{"role": "user", "content": " " * 1_000_000}])
+            await bench.manager.encoder.render([{"role": "user", "content": " " * 1_000_000}])
 
     run(work())
 
 
 def test_a_long_conversation_is_rendered_in_a_thread(bench: Bench) -> None:
     async def work() -> None:
-        tokenizer = bench.manager.tokenizer
+        tokenizer = bench.manager.encoder.tokenizer
         assert tokenizer is not None
         for content, count in (("a", 100), ("a" * 2000, 2)):
             messages = [{"role": "user", "content": content}] * count
-            assert await bench.manager.render(messages) == tokenizer.apply_chat_template(messages)
+            assert await bench.manager.encoder.render(messages) == tokenizer.apply_chat_template(messages)
         with pytest.raises(InvalidRequestError, match="refused by the template"):
-            await bench.manager.render([{"role": "user", "content": "refuse"}] * 100)
+            await bench.manager.encoder.render([{"role": "user", "content": "refuse"}] * 100)
 
     run(work())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from segue.errors import OverloadedError
-from segue.frontend.admission import Admission
+from segue.frontend.tokenizer_manager import Admission
 from segue.messages.control import Counters
 from segue.messages.requests import AddRequest
 from tests.frontend.test_tokenizer_manager import Bench, request, run
@@ -20,8 +20,7 @@ IDLE = Counters()
 def admission(num_sent: int = 0) -> Admission:
     """Make an admission with which ten requests may wait and four may run."""
     made = Admission(10, 4)
-    for _ in range(num_sent):
-        made.sent()
+    made.num_sent = num_sent
     return made
 
 
@@ -51,7 +50,7 @@ def test_accepted_requests_count_as_waiting_or_running() -> None:
 
 def test_a_refused_request_is_no_longer_in_transit() -> None:
     made = admission(14)
-    made.rejected()
+    made.num_rejected += 1
     assert is_admitted(made, 1)
     assert not is_admitted(made, 2)
 
@@ -96,7 +95,7 @@ def test_a_request_that_is_being_tokenized_takes_a_place(
     async def work() -> None:
         bench = Bench(tiny_model, max_queued_requests=1)
         go_on = threading.Event()
-        tokenizer = bench.manager.tokenizer
+        tokenizer = bench.manager.encoder.tokenizer
         assert tokenizer is not None
         monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: go_on.wait(10) and [65])
         long = [asyncio.create_task(bench.manager.submit(request(f"r{n}", "a" * 5000))) for n in range(5)]

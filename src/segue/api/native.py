@@ -1,0 +1,257 @@
+"""The native API, SGLang's ``/generate``, for HTTP and for :class:`segue.Engine`: its bodies and replies.
+
+Unknown fields are ignored: clients send extras.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from msgspec import Struct
+
+from segue.api.generation import Generation
+from segue.api.validation import TokenId, parse, prompts_of
+from segue.errors import InvalidRequestError, UnsupportedFieldError, short_repr
+from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, End, GenerateRequest, Output
+from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
+from segue.frontend.thread_pool import turn
+
+RULES = {
+    "text": "a string or a list of strings",
+    "input_ids": "a list of token ids or a list of such lists",
+    "rid": "a string or a list of strings",
+    "stop": "a string or a list of strings",
+    "sampling_params": "an object or a list of objects",
+}
+# Known fields that would change the output and are not implemented: refused unless empty.
+UNSUPPORTED_FIELDS = (
+    *("audio_data", "image_data", "video_data", "input_embeds", "lora_path", "session_params"),
+    *("custom_logit_processor", "return_hidden_states", "token_ids_logprob"),
+)
+UNSUPPORTED_SAMPLING = ("ebnf", "json_schema", "regex", "stop_regex", "structural_tag")
+# OpenAI's field names, which are those of SamplingOptions, to those of this API.
+NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "logprobs": "top_logprobs_num",
+    "keep_stop": "no_stop_trim",
+}
+MAX_RID_CHARS = 256
+
+
+class NativeSampling(Struct, frozen=True, kw_only=True, rename=NAMES):
+    """``sampling_params``; a field has the name of its option, and the API's in JSON."""
+
+    max_tokens: int | None = 128
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[TokenId, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    keep_stop: bool = False
+    n: int = 1
+
+
+class NativeGenerate(Struct, frozen=True, kw_only=True):
+    """``POST /generate``; lists are batches."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None  # all items of one type
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    return_text_in_logprobs: bool = False
+    rid: str | list[str] | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeCall:
+    """One call: a single request or a batch."""
+
+    requests: list[GenerateRequest]
+    batch_id: str | None  # None: a single request
+    stream: bool
+    text_in_logprobs: bool
+
+
+def parse_call(body: Any, max_prompts: int) -> NativeCall:
+    """Check a body and split it into requests, at most ``max_prompts``.
+
+    Raises:
+        InvalidRequestError: a wrong or missing field.
+        UnsupportedFieldError: a known field that is not implemented.
+    """
+    call = parse(NativeGenerate, body, rules=RULES)
+    _refuse_unsupported(body, UNSUPPORTED_FIELDS)
+    if (call.text is None) == (call.input_ids is None):
+        raise InvalidRequestError("give either text or input_ids, and not both", param="text")
+    param = "text" if call.text is not None else "input_ids"
+    prompts, batched = prompts_of(call.input_ids if call.text is None else call.text, param, RULES)
+    check_batch(len(prompts), max_prompts, param)
+    rids, batch_id = _rids(call.rid, len(prompts), batched)
+    options = _all_options(call, len(prompts))
+    for rid in rids:
+        _check_rid(rid)
+    if abs(call.priority) > MAX_PRIORITY:
+        text = f"priority={short_repr(call.priority)}: must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
+        raise InvalidRequestError(text, param="priority")
+    return NativeCall(
+        requests=[
+            GenerateRequest(
+                rid=rid, prompt=prompt, options=option, priority=call.priority, param=param, names=NAMES
+            )
+            for rid, prompt, option in zip(rids, prompts, options, strict=True)
+        ],
+        batch_id=batch_id,
+        stream=call.stream,
+        text_in_logprobs=call.return_text_in_logprobs,
+    )
+
+
+def _check_rid(rid: str) -> None:
+    """Raise InvalidRequestError for a request id that is too long, or that cannot be sent."""
+    if len(rid) > MAX_RID_CHARS:
+        text = f"rid={short_repr(rid)} has {len(rid)} characters; at most {MAX_RID_CHARS} are allowed"
+        raise InvalidRequestError(text, param="rid")
+    try:
+        rid.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"rid={short_repr(rid)}: must be valid Unicode", param="rid") from None
+
+
+def _refuse_unsupported(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Raise UnsupportedFieldError for a known field that is set, but not implemented."""
+    for name in names:
+        if body.get(name):
+            raise UnsupportedFieldError(f"{name} is not supported; leave it out", param=name)
+
+
+def _rids(rid: str | list[str] | None, count: int, batched: bool) -> tuple[list[str], str | None]:
+    if isinstance(rid, list):
+        if len(rid) != count:
+            raise InvalidRequestError(
+                f"rid has {len(rid)} ids for {count} prompts; give one each", param="rid"
+            )
+        return [each or uuid.uuid4().hex for each in rid], uuid.uuid4().hex if batched else None
+    base = rid or uuid.uuid4().hex
+    return ([f"{base}_{index}" for index in range(count)], base) if batched else ([base], None)
+
+
+def _all_options(call: NativeGenerate, count: int) -> list[SamplingOptions]:
+    """Those of each prompt: one object for all, unless the call has one for each."""
+    params = call.sampling_params
+    if not isinstance(params, list):
+        options = _options(params or {}, call)
+        check_num_entries(num_entries(options), count)
+        return [options] * count
+    if len(params) != count:
+        text = f"sampling_params has {len(params)} objects for {count} prompts; give one, or one each"
+        raise InvalidRequestError(text, param="sampling_params")
+    defaults = _options({}, call)
+    each_options, entries = [], 0
+    for each in params:
+        options = _options(each, call) if each else defaults
+        entries += num_entries(options)
+        check_num_entries(entries)
+        each_options.append(options)
+    return each_options
+
+
+def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
+    _refuse_unsupported(params, UNSUPPORTED_SAMPLING)
+    sampling = parse(NativeSampling, params, rules=RULES)
+    if sampling.n != 1:
+        raise UnsupportedFieldError(f"n={short_repr(sampling.n)}: only 1 is supported", param="n")
+    if call.top_logprobs_num < 0:
+        raise InvalidRequestError(
+            f"top_logprobs_num={short_repr(call.top_logprobs_num)}: must be at least 0",
+            param="top_logprobs_num",
+        )
+    return SamplingOptions.of(
+        sampling,
+        logprobs=call.top_logprobs_num if call.return_logprob else -1,
+        prompt_logprobs_start=max(-1, call.logprob_start_len) if call.return_logprob else -1,
+        must_fit=False,
+    )
+
+
+class NativeReplies:
+    """The replies to the requests of one call; texts and ids are cumulative, as SGLang's are."""
+
+    def __init__(self, call: NativeCall, generation: Generation) -> None:
+        self._call = call
+        self._generation = generation
+        self._manager = generation.manager
+
+    async def result(self) -> tuple[Any, int]:
+        """The finished reply, a list for a batch; and its number of entries: replies, tokens and logprobs."""
+        num_entries = 0
+        outputs = await self._generation.outputs()
+        for index, output in enumerate(outputs):
+            logprobs = (*output.logprobs, *self._generation.states[index].prompt_logprobs)
+            num_entries += 1 + len(output.token_ids) + sum(1 + len(entry.top) for entry in logprobs)
+            await turn(index)
+        replies = await self._generation.build(lambda: list(map(self._reply, count(), outputs)), num_entries)
+        return replies if self._call.batch_id is not None else replies[0], num_entries
+
+    async def updates(self) -> AsyncIterator[dict[str, Any]]:
+        """The reply as it grows; in a batch each update has its prompt's ``index``."""
+        async for index, _ in self._generation.updates():
+            reply = self._reply(index, self._generation.states[index].whole())
+            yield reply | {"index": index} if self._call.batch_id is not None else reply
+
+    def _reply(self, index: int, output: Output) -> dict[str, Any]:
+        state, end = self._generation.states[index], output.end
+        versions = end.versions if end is not None else []
+        meta: dict[str, Any] = {
+            "id": state.rid,
+            "finish_reason": None if end is None else finish_reason(end),
+            "prompt_tokens": len(state.prompt_ids),
+            "completion_tokens": len(output.token_ids),
+            "cached_tokens": 0 if end is None else end.cached_tokens,
+            "weight_version": versions[-1][0] if versions else self._manager.weight_version,
+            "weight_versions": [{"version": v, "start": start, "end": stop} for v, start, stop in versions],
+        }
+        if state.wants_logprobs:
+            prompt = [self._entry(entry.token, entry.logprob) for entry in state.prompt_logprobs]
+            if state.params.prompt_logprobs_start == 0:  # nothing predicts the first token
+                prompt.insert(0, self._entry(state.prompt_ids[0], None))
+            meta["output_token_logprobs"] = [self._entry(e.token, e.logprob) for e in output.logprobs]
+            meta["output_top_logprobs"] = [[self._entry(t, p) for t, p in e.top] for e in output.logprobs]
+            meta["input_token_logprobs"] = prompt
+        if end is not None:
+            meta["e2e_latency"] = time.monotonic() - state.created
+        return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+
+    def _entry(self, token: int, logprob: float | None) -> list[Any]:
+        text = self._manager.table.text(token) if self._call.text_in_logprobs else None
+        return [None if logprob is None else max(logprob, LOWEST_LOGPROB), token, text]
+
+
+def finish_reason(end: End) -> dict[str, Any]:
+    """SGLang's ``finish_reason``."""
+    match end.reason:
+        case "stop":
+            return {"type": "stop", "matched": end.matched}
+        case "length":
+            return {"type": "length", "length": end.num_tokens}
+        case _:
+            return {"type": end.reason, "message": end.message or "Aborted"}

@@ -1,1 +1,0 @@
-"""The native dialect: bodies, and what becomes of them."""
