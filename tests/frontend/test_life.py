@@ -35,7 +35,7 @@ def test_a_hung_engine_answers_no_call_and_a_draining_one_does() -> None:
     assert life.silence is GONE
 
 
-@pytest.mark.parametrize("state", set(LifeState))
+@pytest.mark.parametrize("state", LifeState)
 def test_there_is_no_way_back(state: LifeState) -> None:
     life = life_of(LifeState.ACTIVE, LifeState.DRAINING, LifeState.DEAD)
     with pytest.raises(ValueError, match="an engine that is DEAD cannot become"):

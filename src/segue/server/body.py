@@ -17,8 +17,8 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType, structs
 from starlette.requests import Request
 
-from segue.api.native import bodies as native
-from segue.api.openai import bodies as openai
+from segue.api import native
+from segue.api.openai import requests as openai
 from segue.api.validation import MAX_NAME_CHARS, unknown_field
 from segue.config import MIB
 from segue.errors import InvalidRequestError, RequestTooLargeError, SegueError, short_repr
