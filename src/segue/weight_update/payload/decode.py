@@ -26,7 +26,6 @@ from segue.weight_update.payload.pickle_machine import REMEDY
 from segue.weight_update.payload.unpickle import (
     DTYPES,
     CudaView,
-    EmptyStorage,
     PerRank,
     SavedStorage,
     TensorMetadata,
@@ -233,16 +232,13 @@ class _TensorBuilder:
         )
 
     def _storage(self, what: Any) -> tuple[torch.dtype, Tensor]:
-        if isinstance(what, EmptyStorage):
-            return torch.uint8, torch.empty(0, dtype=torch.uint8)
         assert isinstance(what, SavedStorage)
         if id(what.data) not in self._storages:
-            dtype, content = read_saved(what.data)
-            raw = (
-                torch.frombuffer(bytearray(content), dtype=torch.uint8)
-                if content
-                else torch.empty(0, dtype=torch.uint8)
-            )
+            raw, dtype, content = torch.empty(0, dtype=torch.uint8), torch.uint8, memoryview(b"")
+            if what.data:
+                dtype, content = read_saved(what.data)
+            if content:
+                raw = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             self._storages[id(what.data)] = what.data, dtype, raw
         return self._storages[id(what.data)][1:]
 

@@ -44,12 +44,7 @@ _STORAGES = {
 class SavedStorage:
     """A storage in `torch.save`'s format from before zip files; see :func:`read_saved`."""
 
-    data: bytes
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class EmptyStorage:
-    """A storage of no bytes."""
+    data: bytes  # empty: a storage of no bytes
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -124,7 +119,7 @@ def _is_metadata(value: Any) -> bool:
     )
 
 
-_is_bytes_storage = _is(SavedStorage, EmptyStorage)
+_is_bytes_storage = _is(SavedStorage)
 _INT, _BOOL, _TEXT, _HOOKS = _is(int), _is(bool), _is(str), _is(dict, type(None))
 _HANDLE, _MAYBE_INT = _is(bytes, type(None)), _is(int, type(None))
 
@@ -166,7 +161,7 @@ _CALLS = {
     ("torch.storage", "_load_from_bytes"): _function("_load_from_bytes", SavedStorage, _is(bytes)),
     (_REDUCTIONS, "rebuild_tensor"): _function("rebuild_tensor", _shared, _TEXT, _is_storage, _is_metadata),
     (_REDUCTIONS, "rebuild_storage_empty"): _function(
-        "rebuild_storage_empty", lambda _: EmptyStorage(), _TEXT
+        "rebuild_storage_empty", lambda _: SavedStorage(b""), _TEXT
     ),
     (_REDUCTIONS, "rebuild_typed_storage"): _function(
         "rebuild_typed_storage", lambda *both: both, _is_bytes_storage, _is(torch.dtype)
@@ -269,7 +264,7 @@ def _resolve_saved(module: str, name: str) -> Any:
 
 def _read(machine: PickleMachine) -> Any:
     try:
-        return machine.run()
+        return machine.load()
     except InvalidRequestError:
         raise
     except Exception as error:  # any error of pickletools or the machine for broken bytes
