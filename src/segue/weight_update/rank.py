@@ -41,7 +41,7 @@ from segue.weight_update.staging import StagedWeights
 from segue.weight_update.staging_memory import StagingMemory
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups, JoinAttempt
-from segue.weight_update.transport.receiver import Callbacks, Receiver
+from segue.weight_update.transport.receiver import Receiver
 
 Send = Callable[[RankReply | Received], None]
 Fields = dict[str, Any]
@@ -281,7 +281,9 @@ class WeightUpdater:
                 group,
                 manifest,
                 takes,
-                Callbacks(ready, progress, done),
+                ready=ready,
+                progress=progress,
+                done=done,
                 gloo_timeout_s=command.gloo_timeout_s,
             )
 

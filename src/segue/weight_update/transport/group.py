@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import cast
@@ -41,39 +42,30 @@ _STUCK_S = 0.2  # a thread that has not ended after so long is taken for stuck
 _environment = threading.Lock()
 
 
+@dataclass(eq=False)
 class JoinedGroup:
     """A process group that this rank has joined; usable until it is marked dead."""
 
-    def __init__(
-        self,
-        group: Group,
-        rank: int,
-        engine_device: torch.device,
-        store: Store,
-        link: socket.socket,
-        process_group: ProcessGroup | None,
-    ) -> None:
-        """``link``: an idle connection to the trainer's store; it is closed when the trainer ends.
+    group: Group
+    rank: int
+    engine_device: torch.device
+    _store: Store
+    _link: socket.socket  # an idle connection to the trainer's store; it is closed when the trainer ends
+    _process_group: ProcessGroup | None  # None for NCCL: it is made at its first use, see `MAX_CTAS_KEY`
+    reason: str | None = None  # why it is dead; None: alive
+    num_buckets: int = 0  # of all sessions that were received so far
+    _num_announced: int = 0  # the last known value of `ANNOUNCED_KEY`
+    _is_communicator_built: bool = False
+    _receive_buffers: tuple[RegisteredBuffers, ...] = ()
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closing: threading.Thread | None = None
+    _threads: Sequence[threading.Thread] = ()  # of the last receiver
+    _idle: threading.Event | None = None  # set once these threads touch no memory any more
 
-        ``process_group``: None for NCCL, whose group is made at its first use: see `MAX_CTAS_KEY`.
-        """
-        self.group = group
-        self.rank = rank
-        self.engine_device = engine_device
-        self.device = engine_device if group.backend == "nccl" else torch.device("cpu")  # of receive buffers
-        self.reason: str | None = None  # why it is dead; None: alive
-        self.num_buckets = 0  # of all sessions that were received so far
-        self._num_announced = 0  # the last known value of `ANNOUNCED_KEY`
-        self._is_communicator_built = False
-        self._receive_buffers: tuple[RegisteredBuffers, ...] = ()
-        self._store = store
-        self._link = link
-        self._process_group = process_group
-        self._lock = threading.Lock()
-        self._closing: threading.Thread | None = None
-        self._threads: Sequence[threading.Thread] = ()
-        self._idle = threading.Event()
-        self._idle.set()
+    @property
+    def device(self) -> torch.device:
+        """The device of the receive buffers."""
+        return self.engine_device if self.group.backend == "nccl" else torch.device("cpu")
 
     @property
     def alive(self) -> bool:
@@ -181,7 +173,7 @@ class JoinedGroup:
     @property
     def is_receiving(self) -> bool:
         """Whether a `Receiver` uses the group; it checks for itself whether the trainer has gone."""
-        return not self._idle.is_set()
+        return self._idle is not None and not self._idle.is_set()
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -215,7 +207,7 @@ class JoinedGroup:
         self._closing = closing
 
     def set_receiver(self, threads: Sequence[threading.Thread], idle: threading.Event) -> None:
-        """Set the threads that receive from the group; they touch no memory any more once ``idle`` is set."""
+        """Set the threads that receive from the group; ``idle`` is set once they touch no memory any more."""
         self._threads, self._idle = threads, idle
 
     @property
@@ -227,7 +219,8 @@ class JoinedGroup:
         """After `mark_dead`, wait until connections are closed and threads ended, unless those are stuck."""
         if self._closing is not None:
             self._closing.join(timeout_s)
-        self._idle.wait(timeout_s)
+        if self._idle is not None:
+            self._idle.wait(timeout_s)
         for thread in self._threads:
             thread.join(_STUCK_S)
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import cast
 
 import torch
@@ -22,7 +23,7 @@ from segue.errors import WeightSyncError
 from segue.messages.weight_operations import Group
 from segue.weight_update.transport import rendezvous
 from segue.weight_update.transport.group import FOREVER, JoinedGroup, prefixed
-from segue.weight_update.transport.rendezvous import Address, remaining
+from segue.weight_update.transport.rendezvous import Address, Stopped
 
 MAX_ATTEMPTS = 8  # threads that join, including those of attempts that were given up and have not ended
 _CLOSE_S = 5.0
@@ -36,8 +37,7 @@ class JoinAttempt:
     """An attempt to join a group, in a thread of its own."""
 
     group: Group
-    timeout_s: float
-    deadline: float  # by the monotonic clock
+    timeout_s: float  # `Groups.wait` keeps it; torch, where it cannot be stopped, gives up this much later
     not_before: float  # by the monotonic clock
     ended: threading.Event = field(default_factory=threading.Event)  # joined, failed, or given up
     error: str | None = None
@@ -91,7 +91,6 @@ class Groups:
 
         Returns None if a live group was joined with the same parameters: it is kept. A dead group is
         replaced. An attempt with the same parameters is shared; one with other parameters is given up.
-        Threads that cannot be cancelled end at their deadline.
 
         Raises:
             WeightSyncError: invalid parameters, a live group with other ones, or too many attempts.
@@ -113,14 +112,19 @@ class Groups:
             if attempt is not None and attempt.group == group:
                 return attempt
             if attempt is not None:
-                self._give_up(attempt, _superseded_error(attempt.group, group))
+                self._give_up(
+                    attempt,
+                    f"Joining the group {group.name!r} ({describe(attempt.group)}) was given up: no trainer "
+                    f"was found there, and the group was requested with other parameters ({describe(group)})"
+                    ". Retry with those, or use another group_name.",
+                )
             if len(self._running) >= MAX_ATTEMPTS:
                 raise WeightSyncError(
                     f"{len(self._running)} attempts to join a group have not ended, which is the limit: "
                     f"{'; '.join(describe(each.group) for each in self._running)}. Retry later."
                 )
             now = time.monotonic()
-            attempt = JoinAttempt(group, timeout_s, now + timeout_s, now + self._retry_delay_s(group, now))
+            attempt = JoinAttempt(group, timeout_s, now + self._retry_delay_s(group, now))
             self._attempts[group.name] = attempt
             self._running.add(attempt)
             threading.Thread(
@@ -137,7 +141,12 @@ class Groups:
         if not attempt.ended.wait(timeout_s):
             with self._lock:
                 if not attempt.ended.is_set():
-                    self._give_up(attempt, _timeout_error(attempt.group, timeout_s))
+                    self._give_up(
+                        attempt,
+                        f"The group {attempt.group.name!r} ({describe(attempt.group)}) was not joined within "
+                        f"{timeout_s:g} s: its trainer must listen there, and all ranks must join with the "
+                        "same name, world_size and backend. Check that, and retry.",
+                    )
         if attempt.error is not None:
             raise WeightSyncError(attempt.error)
 
@@ -216,13 +225,14 @@ class Groups:
         error: str | None = None
         try:
             joined = _meet(attempt, rank, self._device, self._allowed)
-        except TimeoutError:
-            error = _timeout_error(group, attempt.timeout_s)
         except WeightSyncError as failure:
             error = failure.message
         except Exception as failure:
-            timed_out = time.monotonic() >= attempt.deadline
-            error = _timeout_error(group, attempt.timeout_s) if timed_out else _join_error(group, failure)
+            text = str(failure).strip().split("\n")[0]
+            error = (
+                f"The group {group.name!r} ({describe(group)}) cannot be joined: {text}. Fix this cause, and "
+                "retry."
+            )
         with self._lock:
             old = None
             self._running.discard(attempt)
@@ -258,17 +268,18 @@ def _check(group: Group, rank: int, device: torch.device) -> None:
 
 
 def _meet(attempt: JoinAttempt, rank: int, device: torch.device, allowed: Sequence[str]) -> JoinedGroup:
-    group, deadline = attempt.group, attempt.deadline
+    group, timeout = attempt.group, timedelta(seconds=attempt.timeout_s)
     if attempt.stopped.wait(max(0.0, attempt.not_before - time.monotonic())):
-        raise TimeoutError
-    link = rendezvous.connect(rendezvous.resolve(group, allowed), deadline, attempt.stopped)
+        raise Stopped
+    link = rendezvous.connect(rendezvous.resolve(group, allowed), attempt.stopped)
     try:
         attempt.peer = peer = link.getpeername()[:2]
-        store = rendezvous.join_store(group, rank, peer, deadline, attempt.stopped)
+        store = rendezvous.join_store(group, rank, peer, attempt.stopped)
+        store.set_timeout(timeout)
         process_group: ProcessGroup | None = None
         if group.backend == "gloo":
             part = PrefixStore("cpu/", prefixed(store, group))
-            gloo = dist.ProcessGroupGloo(part, rank, group.world_size, remaining(deadline))
+            gloo = dist.ProcessGroupGloo(part, rank, group.world_size, timeout)
             gloo.set_timeout(FOREVER)
             process_group = cast(ProcessGroup, gloo)  # which torch's stubs do not say
         store.set_timeout(FOREVER)
@@ -283,27 +294,4 @@ def describe(group: Group) -> str:
     return (
         f"{group.master_address}:{group.master_port}, rank_offset {group.rank_offset}, "
         f"world_size {group.world_size}, {group.backend}"
-    )
-
-
-def _timeout_error(group: Group, timeout_s: float) -> str:
-    return (
-        f"The group {group.name!r} ({describe(group)}) was not joined within {timeout_s:g} s: its trainer "
-        "must listen there, and all ranks must join with the same name, world_size and backend. Check that, "
-        "and retry."
-    )
-
-
-def _superseded_error(group: Group, other: Group) -> str:
-    return (
-        f"Joining the group {group.name!r} ({describe(group)}) was given up: no trainer was found there, and "
-        f"the group was requested with other parameters ({describe(other)}). Retry with those, or use "
-        "another group_name."
-    )
-
-
-def _join_error(group: Group, error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
-    return (
-        f"The group {group.name!r} ({describe(group)}) cannot be joined: {text}. Fix this cause, and retry."
     )

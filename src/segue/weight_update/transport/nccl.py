@@ -17,11 +17,10 @@ from segue.weight_update.transport.base import (
     ReceiveSpec,
     Sink,
     allocate_buffers,
-    as_tensor,
     broadcast_options,
     hand_over,
-    piece_bytes,
     receive_buffer_size,
+    views,
 )
 from segue.weight_update.transport.group import JoinedGroup
 
@@ -165,9 +164,4 @@ def _prepare_store(
         return lambda: None
     if len(broadcast.pieces) == 1 or any(piece.is_misaligned for piece in broadcast.pieces):
         return partial(hand_over, broadcast, received, scratch, sink)
-    return sink.prepare(
-        [
-            (piece.name, as_tensor(piece_bytes(broadcast, piece, received), piece))
-            for piece in broadcast.pieces
-        ]
-    )
+    return sink.prepare(list(views(broadcast, received, scratch)))
