@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from segue.messages.weight_operations import JoinGroup
-from segue.trainer.group import TrainerGroup, bracketed, free_port
+from segue.trainer.group import TrainerGroup, free_port
 from segue.weight_update.transport.joining import Groups
+from segue.weight_update.transport.rendezvous import bracketed
 
 
 def test_a_group_is_joined_at_an_address_in_brackets() -> None:

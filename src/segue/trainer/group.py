@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from segue.memory.nccl_buffers import RegisteredBuffers, can_register
+from segue.weight_update.transport.base import broadcast_options
 from segue.weight_update.transport.group import ANNOUNCED_KEY, MAX_CTAS_KEY, REGISTERED_KEY, without_watchdog
+from segue.weight_update.transport.rendezvous import bracketed
 
 MARGIN_S = 600.0  # torch's own deadlines are later than ours by so much
 LEAVE_S = 10.0
@@ -26,6 +29,7 @@ STAND_IN_S = 1.0  # per connection that stands in for missing engines, see `Trai
 CHECK_S = 0.1
 
 
+@dataclass(eq=False, kw_only=True)
 class TrainerGroup:
     """A process group with this trainer as rank 0; call :meth:`wait` before the first broadcast.
 
@@ -33,32 +37,23 @@ class TrainerGroup:
     only in its first receive delays :meth:`wait` alone.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        address: str,
-        port: int,
-        world_size: int,
-        device: torch.device,
-        timeout_s: float,
-        max_ctas: int | None = None,
-    ) -> None:
-        """``device``: of the tensors to broadcast; a CUDA device means NCCL, any other device gloo.
+    name: str
+    address: str
+    port: int
+    world_size: int
+    device: torch.device  # of the tensors to broadcast; a CUDA device means NCCL, any other device gloo
+    timeout_s: float
+    max_ctas: int | None = None  # the limit of NCCL's CTAs, here and in the engines; None: NCCL's default
 
-        ``max_ctas``: the limit of NCCL's CTAs, here and in the engines; None: NCCL's default.
-        """
-        self.name, self.address, self.port, self.world_size = name, address, port, world_size
-        self.device = device
-        self.backend = "nccl" if device.type == "cuda" else "gloo"
+    def __post_init__(self) -> None:
+        self.backend = "nccl" if self.device.type == "cuda" else "gloo"
         # All broadcasts share these streams: torch reuses freed memory for the stream that allocated it only.
-        self.streams = [torch.cuda.Stream(device) for _ in range(2)] if self.backend == "nccl" else []  # type: ignore[no-untyped-call]
-        self._max_ctas = max_ctas
+        self.streams = [torch.cuda.Stream(self.device) for _ in range(2)] if self.backend == "nccl" else []  # type: ignore[no-untyped-call]
         self._store: Store | None = None  # the group's part of the store, with NCCL
         self._has_store = threading.Event()  # set once the store has all keys that engines read
         self._num_buckets = 0  # announced so far
         self._registers = False  # whether the memory of flattened buckets is registered with NCCL
-        self._timeout = timedelta(seconds=timeout_s + MARGIN_S)
+        self._timeout = timedelta(seconds=self.timeout_s + MARGIN_S)
         self._group: Any = None
         self._buffers: list[RegisteredBuffers] = []
         self._error: Exception | None = None
@@ -132,10 +127,7 @@ class TrainerGroup:
 
         With NCCL the broadcast is queued on the current stream; with gloo, call ``wait()`` of the result.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.asyncOp = False
-        return self._group.broadcast([tensor], options)
+        return self._group.broadcast([tensor], broadcast_options())
 
     def leave(self) -> None:
         """Close the store and all connections, even during a broadcast; the port is free soon after.
@@ -181,9 +173,9 @@ class TrainerGroup:
             options._timeout = self._timeout
             self._store = ours
             ours.set(ANNOUNCED_KEY, "0")
-            if self._max_ctas is not None:
-                options.config.max_ctas = self._max_ctas
-                ours.set(MAX_CTAS_KEY, str(self._max_ctas))
+            if self.max_ctas is not None:
+                options.config.max_ctas = self.max_ctas
+                ours.set(MAX_CTAS_KEY, str(self.max_ctas))
         with without_watchdog() if options is not None else nullcontext(), _without_bound_device():
             group, _ = c10d._new_process_group_helper(
                 self.world_size,
@@ -244,11 +236,6 @@ def own_address(host: str, port: int) -> str:
     with closing(socket.socket(family, kind)) as probe:
         probe.connect(target)  # sends nothing
         return str(probe.getsockname()[0])
-
-
-def bracketed(address: str) -> str:
-    """Returns an address as it is written in a URL: an IPv6 address in brackets."""
-    return f"[{address}]" if ":" in address else address
 
 
 def _destroy(group: Any) -> None:
