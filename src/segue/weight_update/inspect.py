@@ -129,10 +129,10 @@ class Inspector:
 
     def _snapshot_values(self, part: Slice) -> Tensor:
         assert self._snapshot is not None
-        return box_of(self._snapshot[part.parameter], part.destination, len(part.source))
+        return box_of(self._snapshot[part.parameter], part)
 
     def _view(self, part: Slice) -> Tensor:
-        return box_of(self._served.arena.view(part.parameter), part.destination, len(part.source))
+        return box_of(self._served.arena.view(part.parameter), part)
 
 
 def _owned_slices(served: ServedWeights) -> dict[str, tuple[Slice, ...]]:

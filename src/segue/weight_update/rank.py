@@ -32,12 +32,11 @@ from segue.messages.weight_update import (
     WeightCommand,
 )
 from segue.weight_update import commit, from_checkpoint
-from segue.weight_update.incoming import Incoming, ZeroCopyTensors
 from segue.weight_update.inspect import Inspector
 from segue.weight_update.manifest import bucket_bytes, check, normalised, receive_buffer_bytes
 from segue.weight_update.payload.decode import decode, from_base64
 from segue.weight_update.served import ServedWeights
-from segue.weight_update.staging import StagedWeights
+from segue.weight_update.staging import Incoming, StagedWeights, ZeroCopyTensors
 from segue.weight_update.staging_memory import StagingMemory
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups, JoinAttempt

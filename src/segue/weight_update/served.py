@@ -15,7 +15,7 @@ from torch import Tensor
 from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena, TensorSpec
 from segue.models.config import ModelConfig
-from segue.models.weight_map import Box, WeightMap
+from segue.models.weight_map import Slice, WeightMap
 
 
 class Submit(Protocol):
@@ -62,7 +62,7 @@ class ServedWeights:
         return {parameter: frozenset(names) for parameter, names in found.items()}
 
 
-def box_of(parameter: Tensor, box: Box, dims: int) -> Tensor:
-    """Returns the view `parameter[box]` with `dims` dimensions: one expert's matrix loses its leading 1."""
-    view = parameter[box]
-    return view[0] if view.dim() > dims else view
+def box_of(parameter: Tensor, part: Slice) -> Tensor:
+    """Returns the part of `parameter` that a tensor writes: one expert's matrix loses its leading 1."""
+    view = parameter[part.destination]
+    return view[0] if view.dim() > len(part.source) else view

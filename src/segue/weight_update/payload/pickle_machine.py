@@ -22,7 +22,7 @@ from typing import Any
 
 from segue.errors import InvalidRequestError
 
-REMEDY = (
+_REMEDY = (
     "send safetensors bytes, or what SGLang's clients send: a list of (name, tensor), or a flattened bucket, "
     "whose tensors lie in GPU memory or were pickled by pickle.dumps"
 )
@@ -35,10 +35,6 @@ _BYTES_PER_OBJECT = 8  # an honest payload has more bytes per list, dict, mark o
 _FREE_OBJECTS = 64  # allowed in addition
 
 Check = Callable[[Any], bool]
-
-
-class PickleError(InvalidRequestError):
-    """The payload is not a pickle of tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +50,7 @@ class Function:
         """Returns the description that a call with ``arguments`` makes.
 
         Raises:
-            PickleError: this function takes another number of arguments, or other types.
+            InvalidRequestError: this function takes another number of arguments, or other types.
         """
         if type(arguments) is not tuple or not self.least <= len(arguments) <= len(self.kinds):
             raise _refusal(f"calls {self.name} with a wrong number of arguments")
@@ -207,7 +203,7 @@ class _Handlers:
             raise _refusal(f"has opcode {name}, which is not allowed")
         self._num_left -= 1
         if self._num_left < 0:
-            raise PickleError(
+            raise InvalidRequestError(
                 f"the payload's pickle has more than {_MAX_OPCODES} opcodes; send several smaller ones"
             )
         return _HANDLERS[code]
@@ -250,5 +246,10 @@ def _is_field(value: Any) -> bool:
     return not any(type(item) in _CONTAINERS or isinstance(item, Record) for item in items)
 
 
-def _refusal(what: str) -> PickleError:
-    return PickleError(f"the payload's pickle {what[: 2 * _MAX_SHOWN]}; {REMEDY}")
+def refusal(what: str) -> InvalidRequestError:
+    """Returns the error for a payload, with what is wrong and what to send instead."""
+    return InvalidRequestError(f"{what}; {_REMEDY}")
+
+
+def _refusal(what: str) -> InvalidRequestError:
+    return refusal(f"the payload's pickle {what[: 2 * _MAX_SHOWN]}")

@@ -16,12 +16,11 @@ import torch
 from segue.errors import InvalidRequestError
 from segue.weight_update.payload.pickle_machine import (
     MAX_ITEMS,
-    REMEDY,
     Check,
     Function,
-    PickleError,
     PickleMachine,
     Record,
+    refusal,
 )
 
 DTYPES = {
@@ -211,12 +210,10 @@ def read_saved(data: bytes) -> tuple[torch.dtype, memoryview]:
         _read(PickleMachine(file, _resolve_saved, has_persistent_ids=True)) for _ in range(5)
     )
     if (type(magic), type(protocol)) != (int, int) or (magic, protocol) != (0x1950A86A20F9469CFC6C, 1001):
-        raise InvalidRequestError(f"an inlined storage is not in torch.save's format; {REMEDY}")
+        raise refusal("an inlined storage is not in torch.save's format")
     content = memoryview(data)[file.tell() :]
     if not _is_whole(storage, keys, content):
-        raise InvalidRequestError(
-            f"an inlined storage of {len(data)} bytes contradicts its own header; {REMEDY}"
-        )
+        raise refusal(f"an inlined storage of {len(data)} bytes contradicts its own header")
     return storage[1], content[8:]
 
 
@@ -238,7 +235,7 @@ def resolve(module: str, name: str) -> Any:
     """Returns the stand-in for ``module.name``.
 
     Raises:
-        PickleError: it is not on the list of allowed globals.
+        InvalidRequestError: it is not on the list of allowed globals.
     """
     if (module, name) in _CALLS:
         return _CALLS[module, name]
@@ -249,12 +246,11 @@ def resolve(module: str, name: str) -> Any:
     if (module, name) in _CLASSES:
         return name
     if module == _REDUCTIONS and name in _IN_SHARED_MEMORY:
-        raise PickleError(
-            "the payload's tensors are in the sender's shared memory, which only its own children can "
-            f"open; {REMEDY}"
+        raise refusal(
+            "the payload's tensors are in the sender's shared memory, which only its own children can open"
         )
     shown = f"{module[:_MAX_SHOWN]}.{name}"[:_MAX_SHOWN]
-    raise PickleError(f"the payload's pickle refers to {shown!r}, which is not allowed; {REMEDY}")
+    raise refusal(f"the payload's pickle refers to {shown!r}, which is not allowed")
 
 
 def _resolve_saved(module: str, name: str) -> Any:
@@ -268,7 +264,5 @@ def _read(machine: PickleMachine) -> Any:
     except InvalidRequestError:
         raise
     except Exception as error:  # any error of pickletools or the machine for broken bytes
-        raise PickleError(
-            f"the payload is not a pickle of tensors ({type(error).__name__}: {str(error)[:_MAX_SHOWN]}); "
-            + REMEDY
-        ) from error
+        text = f"{type(error).__name__}: {str(error)[:_MAX_SHOWN]}"
+        raise refusal(f"the payload is not a pickle of tensors ({text})") from error
