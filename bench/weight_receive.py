@@ -122,7 +122,9 @@ def run(trainer: Any, buckets: list[Any], num_bytes: int, rounds: int) -> None:
     groups = Groups(torch.device("cpu"))
     trainer.readline()
     command(trainer, do="host", port=port, name="bench", world_size=2)
-    groups.join(group, 0, SECONDS)
+    attempt = groups.start(group, 0, SECONDS)
+    assert attempt is not None
+    groups.wait(attempt, SECONDS)
     trainer.readline()
     joined = groups.get("bench")
     assert joined is not None

@@ -11,6 +11,7 @@ from segue.messages.weight_operations import JoinGroup
 from segue.trainer.group import TrainerGroup, free_port
 from segue.weight_update.transport.joining import Groups
 from segue.weight_update.transport.rendezvous import bracketed
+from tests.weight_update.conftest import join
 
 
 def test_a_group_is_joined_at_an_address_in_brackets() -> None:
@@ -32,7 +33,7 @@ def test_a_group_is_joined_at_an_address_in_brackets() -> None:
             group_name="six",
             backend="gloo",
         )
-        groups.join(request.group, 0, 20)
+        join(groups, request.group, 0, 20)
         hosted.wait(20, lambda: None)
         joined = groups.get("six")
         assert joined is not None and joined.alive

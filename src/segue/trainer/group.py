@@ -5,22 +5,28 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import distributed_c10d as c10d
+from torch._C._distributed_c10d import ProcessGroup, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from segue.memory.nccl_buffers import RegisteredBuffers, can_register
+from segue.messages.weight_operations import Backend, Group
 from segue.weight_update.transport.base import broadcast_options
-from segue.weight_update.transport.group import ANNOUNCED_KEY, MAX_CTAS_KEY, REGISTERED_KEY, without_watchdog
+from segue.weight_update.transport.group import (
+    ANNOUNCED_KEY,
+    MAX_CTAS_KEY,
+    REGISTERED_KEY,
+    close_backend,
+    make_backend,
+    prefixed,
+)
 from segue.weight_update.transport.rendezvous import bracketed
 
 MARGIN_S = 600.0  # torch's own deadlines are later than ours by so much
@@ -46,7 +52,7 @@ class TrainerGroup:
     max_ctas: int | None = None  # the limit of NCCL's CTAs, here and in the engines; None: NCCL's default
 
     def __post_init__(self) -> None:
-        self.backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self.backend: Backend = "nccl" if self.device.type == "cuda" else "gloo"
         # All broadcasts share these streams: torch reuses freed memory for the stream that allocated it only.
         self.streams = [torch.cuda.Stream(self.device) for _ in range(2)] if self.backend == "nccl" else []  # type: ignore[no-untyped-call]
         self._store: Store | None = None  # the group's part of the store, with NCCL
@@ -54,7 +60,15 @@ class TrainerGroup:
         self._num_buckets = 0  # announced so far
         self._registers = False  # whether the memory of flattened buckets is registered with NCCL
         self._timeout = timedelta(seconds=self.timeout_s + MARGIN_S)
-        self._group: Any = None
+        self._group = Group(
+            name=self.name,
+            master_address=self.address,
+            master_port=self.port,
+            rank_offset=0,
+            world_size=self.world_size,
+            backend=self.backend,
+        )
+        self._process_group: ProcessGroup | None = None
         self._buffers: list[RegisteredBuffers] = []
         self._error: Exception | None = None
         self._left = False
@@ -79,7 +93,7 @@ class TrainerGroup:
             raise RuntimeError(
                 f"the group {self.name!r} was not joined: {self._error}{hint}"
             ) from self._error
-        if self._group is None:
+        if self._process_group is None:
             raise TimeoutError(f"not all engines joined the group {self.name!r} within {timeout_s:g} s")
 
     def wait_met(self, timeout_s: float) -> None:
@@ -113,9 +127,9 @@ class TrainerGroup:
         for kept in self._buffers:
             if kept.num_bytes >= num_bytes and len(kept.buffers) >= count:
                 return kept.buffers
-        group = self._group
+        nccl = self._process_group
         self._check()
-        made = RegisteredBuffers(group._get_backend(self.device), self.device, num_bytes, count)
+        made = RegisteredBuffers(nccl, self.device, num_bytes, count)
         with self._lock:  # nothing may be registered with an aborted communicator
             self._check()
             made.register()
@@ -127,7 +141,8 @@ class TrainerGroup:
 
         With NCCL the broadcast is queued on the current stream; with gloo, call ``wait()`` of the result.
         """
-        return self._group.broadcast([tensor], broadcast_options())
+        assert self._process_group is not None
+        return self._process_group.broadcast([tensor], broadcast_options())
 
     def leave(self) -> None:
         """Close the store and all connections, even during a broadcast; the port is free soon after.
@@ -138,11 +153,11 @@ class TrainerGroup:
             if self._left:
                 return
             self._left = True
-            group, self._group = self._group, None
+            made, self._process_group = self._process_group, None
             buffers, self._buffers = self._buffers, []
             self._store = None
         work = threading.Thread(
-            target=self._end, args=(group, buffers), name="leave-weight-group", daemon=True
+            target=self._end, args=(made, buffers), name="leave-weight-group", daemon=True
         )
         work.start()
         work.join(LEAVE_S)
@@ -154,60 +169,42 @@ class TrainerGroup:
             if self._left:  # `_end` has connected in place of the missing engines
                 return
             store.set_timeout(self._timeout)
-            group = self._make(PrefixStore(self.name, store))
+            made = self._make(store)
         except Exception as error:
             self._error, self._store = error, None
             return
         with self._lock:
             if not self._left:
-                self._group = group
+                self._process_group = made
                 return
             self._store = None
-        _destroy(group)
+        close_backend(made, self._group, 0)
 
-    def _make(self, store: Store) -> Any:
-        options: Any = None
-        ours = PrefixStore(f"{self.name}/", store)
-        if self.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            self._store = ours
-            ours.set(ANNOUNCED_KEY, "0")
-            if self.max_ctas is not None:
-                options.config.max_ctas = self.max_ctas
-                ours.set(MAX_CTAS_KEY, str(self.max_ctas))
-        with without_watchdog() if options is not None else nullcontext(), _without_bound_device():
-            group, _ = c10d._new_process_group_helper(
-                self.world_size,
-                0,
-                [],
-                dist.Backend(self.backend),
-                store,
-                group_name=self.name,  # type: ignore[arg-type]
-                backend_options=options,
-                timeout=self._timeout,
-            )
-        if options is not None:
-            nccl = group._get_backend(self.device)
-            self._registers = can_register(nccl, self.device)
-            if self._registers:
-                ours.set(REGISTERED_KEY, "1")
+    def _make(self, store: Store) -> ProcessGroup:
+        if self.backend == "gloo":
+            self._has_store.set()
+            return make_backend(store, self._group, 0, self._timeout)
+        self._store = ours = prefixed(store, self._group)
+        ours.set(ANNOUNCED_KEY, "0")
+        if self.max_ctas is not None:
+            ours.set(MAX_CTAS_KEY, str(self.max_ctas))
+        nccl = make_backend(store, self._group, 0, self._timeout)
+        self._registers = can_register(nccl, self.device)
+        if self._registers:
+            ours.set(REGISTERED_KEY, "1")
         self._has_store.set()
-        if options is not None:  # build the communicator now, so that no broadcast waits for it
-            nccl.eager_connect_single_device(self.device)
-        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
-        return group
+        # Build the communicator now, so that no broadcast waits for it.
+        nccl.eager_connect_single_device(self.device)  # type: ignore[attr-defined]
+        return nccl
 
     def _check(self) -> None:
         if self._left:
             raise RuntimeError(f"the group {self.name!r} was left")
 
-    def _end(self, group: Any, buffers: list[RegisteredBuffers]) -> None:
+    def _end(self, made: ProcessGroup | None, buffers: list[RegisteredBuffers]) -> None:
         """End the group or the rendezvous; `buffers` are kept alive until the communicator has ended."""
-        if group is not None:
-            if self.backend == "nccl":
-                group.abort()
-            _destroy(group)
+        if made is not None:
+            close_backend(made, self._group, 0)
         elif self._joining.is_alive():
             # The rendezvous waits for a number of clients and cannot be cancelled, so this thread connects in
             # place of the missing ones. Each try is short: the store may close in the middle of it.
@@ -236,27 +233,3 @@ def own_address(host: str, port: int) -> str:
     with closing(socket.socket(family, kind)) as probe:
         probe.connect(target)  # sends nothing
         return str(probe.getsockname()[0])
-
-
-def _destroy(group: Any) -> None:
-    # Errors of a failed group are ignored, since it is given up in any case.
-    with suppress(Exception):
-        dist.destroy_process_group(group)
-
-
-@contextmanager
-def _without_bound_device() -> Iterator[None]:
-    """Context without the default group's bound device, if it has one.
-
-    With a bound device, torch would split the default group, with all its ranks, for each new group; but only
-    one of these ranks joins ours.
-    """
-    default = c10d._get_default_group() if dist.is_initialized() else None
-    if default is None or default.bound_device_id is None:
-        yield
-        return
-    device, default.bound_device_id = default.bound_device_id, None
-    try:
-        yield
-    finally:
-        default.bound_device_id = device

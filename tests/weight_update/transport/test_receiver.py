@@ -16,7 +16,7 @@ from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
 from segue.weight_update.transport.receiver import Receiver
 from tests.conftest import WaitUntil
-from tests.weight_update.conftest import in_thread
+from tests.weight_update.conftest import in_thread, join
 from tests.weight_update.trainer import content
 
 Tensors = list[tuple[str, str, list[int]]]
@@ -267,7 +267,7 @@ def three_ranks(trainer: Any, new_group: NewGroup) -> Iterator[list[JoinedGroup]
     group = new_group(world_size=4)
     ranks = [Groups(torch.device("cpu")) for _ in range(3)]
     trainer.host(group)
-    joining = [in_thread(partial(rank.join, group, number, 30)) for number, rank in enumerate(ranks)]
+    joining = [in_thread(partial(join, rank, group, number, 30)) for number, rank in enumerate(ranks)]
     for thread in joining:
         thread.join(30)
     assert trainer.answer() == {}
@@ -333,8 +333,9 @@ from segue.messages.weight_operations import Bucket, Group, Manifest
 from segue.weight_update.transport.joining import Groups
 from segue.weight_update.transport.receiver import Receiver
 groups, ready = Groups(torch.device("cpu")), threading.Event()
-groups.join(Group(name="weights", master_address="127.0.0.1", master_port=int(sys.argv[1]), rank_offset=1,
-                  world_size=2, backend="gloo"), 0, 30)
+group = Group(name="weights", master_address="127.0.0.1", master_port=int(sys.argv[1]), rank_offset=1,
+              world_size=2, backend="gloo")
+groups.wait(groups.start(group, 0, 30), 30)
 buckets = [Bucket(names=["w"], dtypes=["uint8"], shapes=[[9]])]
 Receiver(groups.get("weights"), Manifest(group_name="weights", buckets=buckets), None,
          ready=ready.set, progress=lambda *_: None, done=lambda _: None)

@@ -183,7 +183,8 @@ class JoinedGroup:
             WeightSyncError: the group is dead.
         """
         if self._process_group is None and self.reason is None:
-            made = _nccl(self._store, self.group, self.rank)  # without the lock, since it waits
+            # Without the lock, since it waits.
+            made = make_backend(self._store, self.group, self.rank, FOREVER)
             with self._lock:
                 self._process_group = made if self.reason is None else None
         process_group = self._process_group
@@ -232,15 +233,8 @@ class JoinedGroup:
         self, process_group: ProcessGroup | None, receive_buffers: tuple[RegisteredBuffers, ...]
     ) -> None:
         """Close all connections; `receive_buffers` are kept alive until the communicator has ended."""
-        if process_group is not None and self.group.backend == "nccl":
-            with suppress(Exception):
-                process_group.abort()
-        elif process_group is not None:
-            # gloo has no abort, but a receive that times out closes all connections of its group.
-            for peer in set(range(self.group.world_size)) - {self.rank}:
-                # Always raised: by this timeout, or because the connection was closed before.
-                with suppress(RuntimeError):
-                    process_group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
+        if process_group is not None:
+            close_backend(process_group, self.group, self.rank)
         self._link.close()
 
 
@@ -249,21 +243,42 @@ def prefixed(store: Store, group: Group) -> Store:
     return PrefixStore(f"{group.name}/", PrefixStore(group.name, store))
 
 
-def _nccl(store: Store, group: Group, rank: int) -> ProcessGroup:
+def make_backend(store: Store, group: Group, rank: int, timeout: timedelta) -> ProcessGroup:
+    """Returns the backend of a group, under the prefixes that torch gives to a group of that name.
+
+    With gloo it waits for all other ranks. torch does not know the groups: trainer and engine may be in one
+    process, and destroying its default group destroys all groups that torch knows.
+    """
     part = prefixed(store, group)
+    if group.backend == "gloo":
+        gloo = dist.ProcessGroupGloo(PrefixStore("cpu/", part), rank, group.world_size, timeout)
+        return cast(ProcessGroup, gloo)  # which torch's stubs do not say
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = FOREVER
+    options._timeout = timeout
     options.group_name = group.name  # type: ignore[assignment]
     options.global_ranks_in_group = list(range(group.world_size))
     if part.check([MAX_CTAS_KEY]):
         options.config.max_ctas = int(part.get(MAX_CTAS_KEY))
-    with without_watchdog():
+    with _without_watchdog():
         nccl = dist.ProcessGroupNCCL(PrefixStore("cuda/", part), rank, group.world_size, options)
     return cast(ProcessGroup, nccl)
 
 
+def close_backend(process_group: ProcessGroup, group: Group, rank: int) -> None:
+    """Close all connections of a backend, which ends all waits on them; takes a moment."""
+    if group.backend == "nccl":
+        with suppress(Exception):
+            process_group.abort()
+        return
+    # gloo has no abort, but a receive that times out closes all connections of its group.
+    for peer in set(range(group.world_size)) - {rank}:
+        # Always raised: by this timeout, or because the connection was closed before.
+        with suppress(RuntimeError):
+            process_group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
+
+
 @contextmanager
-def without_watchdog() -> Iterator[None]:
+def _without_watchdog() -> Iterator[None]:
     """Context in which NCCL groups are made without a watchdog, so that they cannot end the process."""
     with _environment:
         before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}

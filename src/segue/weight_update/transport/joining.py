@@ -1,9 +1,7 @@
 """Joining the process groups that trainers host, as one rank of an engine.
 
 The rendezvous is that of SGLang's and OpenRLHF's ``init_custom_process_group``: the TCP store of rank 0, then
-a backend under the prefixes that torch's ``_new_process_group_helper`` gives to a group of that name. The
-groups are not registered with torch: a trainer in the same process may have a group of the same name, and
-destroying its default group destroys all groups that torch knows.
+a backend under the prefixes that torch's ``_new_process_group_helper`` gives to a group of that name.
 """
 
 from __future__ import annotations
@@ -13,16 +11,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import cast
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup
+from torch._C._distributed_c10d import ProcessGroup
 
 from segue.errors import WeightSyncError
 from segue.messages.weight_operations import Group
 from segue.weight_update.transport import rendezvous
-from segue.weight_update.transport.group import FOREVER, JoinedGroup, prefixed
+from segue.weight_update.transport.group import FOREVER, JoinedGroup, make_backend
 from segue.weight_update.transport.rendezvous import Address, Stopped
 
 MAX_ATTEMPTS = 8  # threads that join, including those of attempts that were given up and have not ended
@@ -74,17 +70,6 @@ class Groups:
             for name in dead:
                 del self._joined[name]
         return dead
-
-    def join(self, group: Group, tp_rank: int, timeout_s: float) -> bool:
-        """Join ``group``: :meth:`start`, then :meth:`wait`; False if it was joined before.
-
-        Raises:
-            WeightSyncError: as both methods.
-        """
-        attempt = self.start(group, tp_rank, timeout_s)
-        if attempt is not None:
-            self.wait(attempt, timeout_s)
-        return attempt is not None
 
     def start(self, group: Group, tp_rank: int, timeout_s: float) -> JoinAttempt | None:
         """Begin to join ``group`` as rank ``group.rank_offset + tp_rank``; returns at once.
@@ -278,10 +263,8 @@ def _meet(attempt: JoinAttempt, rank: int, device: torch.device, allowed: Sequen
         store.set_timeout(timeout)
         process_group: ProcessGroup | None = None
         if group.backend == "gloo":
-            part = PrefixStore("cpu/", prefixed(store, group))
-            gloo = dist.ProcessGroupGloo(part, rank, group.world_size, timeout)
-            gloo.set_timeout(FOREVER)
-            process_group = cast(ProcessGroup, gloo)  # which torch's stubs do not say
+            process_group = make_backend(store, group, rank, timeout)
+            process_group.set_timeout(FOREVER)
         store.set_timeout(FOREVER)
         return JoinedGroup(group, rank, device, store, link, process_group)
     except BaseException:
