@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import torch
 
 from segue.errors import ConfigError, SegueError
+from segue.messages.weight_operations import Group
 from segue.trainer.broadcast import BroadcastSender
 from segue.trainer.buckets import TensorBucket, Weights, device_of, plan, tensors
 from segue.trainer.endpoint import Answer, Endpoint, everywhere
@@ -218,18 +219,18 @@ class WeightSender:
                 f"backend 'nccl' sends from CUDA devices, but the weights are on {device}: use 'gloo'"
             )
         first = urlsplit(self._engines[0].url)
-        group = TrainerGroup(
+        group = Group(
             name=self.group_name,
-            address=self.master_address or own_address(first.hostname or "", first.port or 80),
-            port=free_port(self.master_port),
+            master_address=self.master_address or own_address(first.hostname or "", first.port or 80),
+            master_port=free_port(self.master_port),
+            rank_offset=0,
             world_size=1 + sum(sizes),
-            device=device,
-            timeout_s=self.timeout_s,
-            max_ctas=self.max_ctas,
+            backend="nccl" if device.type == "cuda" else "gloo",
         )
+        hosted = TrainerGroup(group, device, self.timeout_s, self.max_ctas)
         common = {
-            "master_address": bracketed(group.address),
-            "master_port": group.port,
+            "master_address": bracketed(group.master_address),
+            "master_port": group.master_port,
             "world_size": group.world_size,
             "group_name": group.name,
             "backend": group.backend,
@@ -244,15 +245,15 @@ class WeightSender:
                     common | {"rank_offset": offsets[index]},
                     self.timeout_s + ASK_S,
                 ),
-                on_failure=group.leave,
+                on_failure=hosted.leave,
                 stop=self._closing,
             )
             self._check("/init_weights_update_group", answers)
-            group.wait_met(self.timeout_s)
+            hosted.wait_met(self.timeout_s)
         except BaseException:
-            group.leave()
+            hosted.leave()
             raise
-        return group
+        return hosted
 
     def _check_open(self) -> None:
         if self._closing.is_set():

@@ -227,9 +227,8 @@ def test_announced_buckets_are_those_that_the_trainer_has_begun(
     silent = trainer.meet(groups, group)
     assert silent.is_announced(7)  # it announces no buckets
 
-    name = group.name
     sender = object.__new__(SendingGroup)
-    sender.name, sender._num_buckets, sender._left = name, 0, False
+    sender.group, sender._num_buckets = group, 0
     joined = JoinedGroup(group, 1, groups._device, silent._store, silent._link, None)
     sender._store = prefixed(silent._store, group)
     sender._store.set(ANNOUNCED_KEY, "0")
@@ -244,7 +243,7 @@ def test_announced_buckets_are_those_that_the_trainer_has_begun(
     trainer.kill()
     with pytest.raises(WeightSyncError, match="its store is closed"):
         joined.is_announced(2)
-    sender._left = True
+    sender._store = None
     with pytest.raises(RuntimeError, match="was left"):
         sender.announce()
 

@@ -44,19 +44,19 @@ _environment = threading.Lock()
 
 @dataclass(eq=False)
 class JoinedGroup:
-    """A process group that this rank has joined; usable until it is marked dead."""
+    """A process group that this rank, of an engine or the trainer, has joined; usable until it is dead."""
 
     group: Group
     rank: int
     engine_device: torch.device
     _store: Store
-    _link: socket.socket  # an idle connection to the trainer's store; it is closed when the trainer ends
+    _link: socket.socket | None  # idle, to the trainer's store, and closed when it ends; None: at the trainer
     _process_group: ProcessGroup | None  # None for NCCL: it is made at its first use, see `MAX_CTAS_KEY`
     reason: str | None = None  # why it is dead; None: alive
     num_buckets: int = 0  # of all sessions that were received so far
     _num_announced: int = 0  # the last known value of `ANNOUNCED_KEY`
     _is_communicator_built: bool = False
-    _receive_buffers: tuple[RegisteredBuffers, ...] = ()
+    _registered: tuple[RegisteredBuffers, ...] = ()
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closing: threading.Thread | None = None
     _threads: Sequence[threading.Thread] = ()  # of the last receiver
@@ -77,6 +77,8 @@ class JoinedGroup:
     @property
     def connected(self) -> bool:
         """Whether the connection to the trainer's store is open."""
+        if self._link is None:
+            return True
         try:
             return self._link.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
@@ -88,7 +90,7 @@ class JoinedGroup:
     def peer(self) -> tuple[str, int] | None:
         """The address of the trainer's store; None once the connection is closed."""
         try:
-            return cast(tuple[str, int], self._link.getpeername()[:2])
+            return None if self._link is None else cast(tuple[str, int], self._link.getpeername()[:2])
         except OSError:
             return None
 
@@ -134,41 +136,41 @@ class JoinedGroup:
         """Returns the bytes that two receive buffers of ``num_bytes`` in all will still take, at most."""
         if self.group.backend != "nccl":
             return num_bytes
-        if any(2 * each.num_bytes >= num_bytes for each in self._receive_buffers):
+        if any(2 * each.num_bytes >= num_bytes for each in self._registered):
             return 0
         return -(-num_bytes // GRANULARITY) * GRANULARITY
 
-    def receive_buffer(self, num_bytes: int) -> RegisteredBuffers:
-        """Returns two buffers of at least `num_bytes` each, to be registered; kept until the group has ended.
+    def registered_buffers(self, num_bytes: int, count: int = 2) -> RegisteredBuffers:
+        """Returns buffers of at least `num_bytes` each, to be registered; kept until the group has ended.
 
         Raises:
             WeightSyncError: the group is dead, or the device cannot register memory.
             torch.OutOfMemoryError: there is too little memory.
         """
         process_group = self.process_group
-        for receive_buffer in self._receive_buffers:
-            if receive_buffer.num_bytes >= num_bytes:
-                return receive_buffer
+        for buffers in self._registered:
+            if buffers.num_bytes >= num_bytes and len(buffers.buffers) >= count:
+                return buffers
         if not can_register(process_group, self.device):
             raise WeightSyncError(
                 f"the trainer sends from buffers that are registered with NCCL, and {self.device} cannot "
                 "register buffers (it has no multicast memory): let the trainer send with flattened=False"
             )
-        receive_buffer = RegisteredBuffers(process_group, self.device, num_bytes, 2)
+        buffers = RegisteredBuffers(process_group, self.device, num_bytes, count)
         with self._lock:
             self._check()
-            self._receive_buffers += (receive_buffer,)
-        return receive_buffer
+            self._registered += (buffers,)
+        return buffers
 
-    def register(self, receive_buffer: RegisteredBuffers) -> None:
-        """Register `receive_buffer` with the communicator, which must be connected.
+    def register(self, buffers: RegisteredBuffers) -> None:
+        """Register `buffers` with the communicator, which must be connected.
 
         Raises:
             WeightSyncError: the group is dead.
         """
         with self._lock:  # nothing may be registered with an aborted communicator
             self._check()
-            receive_buffer.register()
+            buffers.register()
 
     @property
     def is_receiving(self) -> bool:
@@ -199,10 +201,10 @@ class JoinedGroup:
                 return
             self.reason = reason
             process_group, self._process_group = self._process_group, None
-            receive_buffers, self._receive_buffers = self._receive_buffers, ()
+            registered, self._registered = self._registered, ()
         logger.info("the weight group %r is dead: %s", self.group.name, reason)
         closing = threading.Thread(
-            target=self._close, args=(process_group, receive_buffers), name="break-weight-group", daemon=True
+            target=self._close, args=(process_group, registered), name="break-weight-group", daemon=True
         )
         closing.start()
         self._closing = closing
@@ -229,13 +231,12 @@ class JoinedGroup:
         if self.reason is not None:
             raise WeightSyncError(f"The group {self.group.name!r} is dead: {self.reason}. Join it again.")
 
-    def _close(
-        self, process_group: ProcessGroup | None, receive_buffers: tuple[RegisteredBuffers, ...]
-    ) -> None:
-        """Close all connections; `receive_buffers` are kept alive until the communicator has ended."""
+    def _close(self, process_group: ProcessGroup | None, registered: tuple[RegisteredBuffers, ...]) -> None:
+        """Close all connections; `registered` are kept alive until the communicator has ended."""
         if process_group is not None:
             close_backend(process_group, self.group, self.rank)
-        self._link.close()
+        if self._link is not None:
+            self._link.close()
 
 
 def prefixed(store: Store, group: Group) -> Store:

@@ -51,7 +51,7 @@ class NcclReceive:
         device = group.device
         # Allocated from the default stream's memory pool, where the next session finds the memory again.
         default = torch.cuda.default_stream(device)
-        self._registered = group.receive_buffer(receive_buffer_size(broadcasts)) if registered else None
+        self._registered = group.registered_buffers(receive_buffer_size(broadcasts)) if registered else None
         kept = None if self._registered is None else self._registered.buffers
         receive_buffers, scratch = allocate_buffers(broadcasts, device, kept=kept)
         indices = cycle((0, 1))
