@@ -58,7 +58,7 @@ def receive(group: JoinedGroup, buckets: list[Any], kept: torch.Tensor, flattene
         buckets=[Bucket(names=names, dtypes=dtypes, shapes=shapes) for names, dtypes, shapes in columns],
         flattened=flattened,
     )
-    Receiver(group, manifest, sink, ready=lambda: None, progress=lambda *_: None, done=done)
+    Receiver(group, manifest, sink, on_ready=lambda: None, on_progress=lambda *_: None, on_done=done)
     assert ended.wait(SECONDS)
     assert errors == [None], errors
 

@@ -280,9 +280,9 @@ class WeightUpdater:
                 group,
                 manifest,
                 takes,
-                ready=ready,
-                progress=progress,
-                done=done,
+                on_ready=ready,
+                on_progress=progress,
+                on_done=done,
                 gloo_timeout_s=command.gloo_timeout_s,
             )
 

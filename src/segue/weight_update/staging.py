@@ -69,10 +69,11 @@ class StagedWeights:
         touched = {part.parameter for name in written for part in table.slices[name]}
         new = [spec for spec in self.served.specs if spec.name in touched and spec.name not in self._views]
         if new:
-            self._take(None if len(new) == len(table.parameters) else new, new, place, receive_buffer)
+            arena = self._take(new, place, receive_buffer)
+            if len(new) == len(table.parameters):
+                self._whole = arena
         if aliases:
-            tied = [self._tied_spec(name) for name in aliases]
-            self._take(tied, tied, place, 0)
+            self._take([self._tied_spec(name) for name in aliases], place, 0)
         self.names |= written
         with self.memory.on_stream():
             for spec in new:
@@ -111,22 +112,18 @@ class StagedWeights:
         self.names.clear()
         self.num_bytes = 0
 
-    def _take(
-        self, specs: list[TensorSpec] | None, new: list[TensorSpec], place: StagingPlace, receive_buffer: int
-    ) -> None:
+    def _take(self, specs: list[TensorSpec], place: StagingPlace, receive_buffer: int) -> Arena:
         staging = self.memory.take(specs, place, receive_buffer)
         self._stagings.append(staging)
-        if specs is None:
-            self._whole = staging.arena
         self.note = staging.note or self.note
-        self.num_bytes += sum(spec.num_bytes for spec in new)
-        for spec in new:
+        self.num_bytes += sum(spec.num_bytes for spec in specs)
+        for spec in specs:
             self._views[spec.name] = staging.arena.view(spec.name)
+        return staging.arena
 
     def _tied_spec(self, name: str) -> TensorSpec:
-        rows = [
-            part.source[0] for part in self.served.weight_map.slices[self.served.weight_map.aliases[name]]
-        ]
+        table = self.served.weight_map
+        rows = [part.source[0] for part in table.slices[table.aliases[name]]]
         shape = (sum(box.stop - box.start for box in rows), self.served.config.hidden_size)
         return TensorSpec(name=name, shape=shape, dtype=self.served.dtype)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from segue.memory.budget import free_cpu_memory, gib
 from segue.messages.weight_operations import StagingPlace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StagingArena:
     """An arena and the place of its memory; on a CPU that is "device"."""
 
@@ -51,11 +51,11 @@ class StagingMemory:
         self._headroom = headroom
         # A stream of its own: no other stream uses the memory that is allocated on it.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._kept: dict[str, StagingArena] = {}  # by place
+        self._kept: dict[str, Arena] = {}  # arenas of all weights, by place
         self._lost: list[Arena] = []  # still in use when they were given back: never unmapped or reused
         needed = _total(self._specs)
         if device.type == "cuda" and reserved >= needed:
-            self._kept["device"] = StagingArena(arena=self._on_device(self._specs), place="device")
+            self._kept["device"] = self._on_device(self._specs)
         elif device.type == "cuda" and reserved:
             logger.warning(
                 "--weight-staging-gb %.2f keeps less device memory free than the weights of this rank take: "
@@ -76,46 +76,42 @@ class StagingMemory:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def take(
-        self, specs: Sequence[TensorSpec] | None, place: StagingPlace, receive_buffer: int
-    ) -> StagingArena:
-        """Returns an arena for `specs`; None: for all weights.
+    def take(self, specs: Sequence[TensorSpec], place: StagingPlace, receive_buffer: int) -> StagingArena:
+        """Returns an arena for `specs`; if these are all weights, it has their order.
 
         `receive_buffer`: bytes that receive buffers will take besides.
 
         Raises:
             OutOfMemoryError: there is too little memory; the message says how many bytes are missing.
         """
-        wanted = self._specs if specs is None else specs
+        needed = _total(specs)
         if self.device.type == "cpu":
-            check_host(_total(wanted) + receive_buffer)
-            return StagingArena(arena=Arena.allocate(wanted, "cpu", empty=_mapped), place="device")
+            check_host(needed + receive_buffer)
+            return StagingArena(Arena.allocate(specs, "cpu", empty=_mapped), "device")
         reason = ""
         if place != "host":
-            kept = self._find("device", wanted)
+            kept = self._find("device", specs)
             if kept is not None:
-                return kept
-            missing = _total(wanted) + receive_buffer + self._headroom - _free(self.device)
+                return StagingArena(kept, "device")
+            missing = needed + receive_buffer + self._headroom - _free(self.device)
             if missing <= 0:
                 try:
-                    return StagingArena(arena=self._on_device(wanted), place="device")
+                    return StagingArena(self._on_device(specs), "device")
                 except torch.OutOfMemoryError:  # the free memory is fragmented
-                    missing = _total(wanted)
+                    missing = needed
             reason = f"{missing} bytes of device memory are missing for staging there"
             if place == "device":
                 raise OutOfMemoryError(
                     f"{reason}: use staging='host' or 'auto', or start with a larger --weight-staging-gb"
                 )
-        kept = self._find("host", wanted)
-        if kept is not None:
-            return replace(kept, note=reason)
-        check_host(_total(wanted))
-        with torch.cuda.device(self.device):  # a new thread uses device 0
-            arena = Arena.allocate(wanted, "cpu", empty=_pinned)
-        staging = StagingArena(arena=arena, place="host", note=reason)
-        if specs is None:
-            self._kept["host"] = replace(staging, note="")
-        return staging
+        arena = self._find("host", specs)
+        if arena is None:
+            check_host(needed)
+            with torch.cuda.device(self.device):  # a new thread uses device 0
+                arena = Arena.allocate(specs, "cpu", empty=_pinned)
+            if len(specs) == len(self._specs):
+                self._kept["host"] = arena
+        return StagingArena(arena, "host", reason)
 
     def check_receive_buffers(self, num_bytes: int) -> None:
         """Raise `OutOfMemoryError` if receive buffers on CUDA would use memory that the steps may need."""
@@ -130,21 +126,18 @@ class StagingMemory:
 
     def give_back(self, staging: StagingArena, *, in_use: bool) -> None:
         """Take an arena back; one that is still `in_use` is never given out again."""
-        kept = self._kept.get(staging.place)
+        is_kept = self._kept.get(staging.place) is staging.arena
         if in_use:
             self._lost.append(staging.arena)
-            if kept is not None and kept.arena is staging.arena:
+            if is_kept:
                 del self._kept[staging.place]
-        elif kept is not None and kept.arena is staging.arena:
-            return
-        elif self.device.type == "cuda" and staging.place == "host":
+        elif not is_kept and self.device.type == "cuda" and staging.place == "host":
             self._unpin(staging.arena)
 
     def close(self) -> None:
         """Free the arenas that are kept for the next session."""
-        host = self._kept.get("host")
-        if host is not None:
-            self._unpin(host.arena)
+        if "host" in self._kept:
+            self._unpin(self._kept["host"])
         self._kept.clear()
 
     def _unpin(self, arena: Arena) -> None:
@@ -154,9 +147,9 @@ class StagingMemory:
                     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
                     torch.cuda.check_error(cudart.cudaHostUnregister(slab.data_ptr()))
 
-    def _find(self, place: str, specs: Sequence[TensorSpec]) -> StagingArena | None:
+    def _find(self, place: str, specs: Sequence[TensorSpec]) -> Arena | None:
         kept = self._kept.get(place)
-        return kept if kept and all(spec.name in kept.arena.table for spec in specs) else None
+        return kept if kept is not None and all(spec.name in kept.table for spec in specs) else None
 
     def _on_device(self, specs: Sequence[TensorSpec]) -> Arena:
         with self.on_stream():

@@ -57,9 +57,9 @@ class Observer:
             group,
             manifest(group.group.name, buckets, **options),
             self.sink,
-            ready=self.ready.set,
-            progress=lambda *now: self.progress.append(now),
-            done=self._done,
+            on_ready=self.ready.set,
+            on_progress=lambda *now: self.progress.append(now),
+            on_done=self._done,
             gloo_timeout_s=gloo_timeout_s,
         )
 
@@ -338,7 +338,7 @@ group = Group(name="weights", master_address="127.0.0.1", master_port=int(sys.ar
 groups.wait(groups.start(group, 0, 30), 30)
 buckets = [Bucket(names=["w"], dtypes=["uint8"], shapes=[[9]])]
 Receiver(groups.get("weights"), Manifest(group_name="weights", buckets=buckets), None,
-         ready=ready.set, progress=lambda *_: None, done=lambda _: None)
+         on_ready=ready.set, on_progress=lambda *_: None, on_done=lambda _: None)
 ready.wait(10)
 groups.close()
 """

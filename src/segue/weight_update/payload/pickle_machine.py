@@ -44,7 +44,7 @@ class Function:
     name: str
     make: Callable[..., Any]
     kinds: tuple[Check, ...]  # one check per argument
-    least: int  # number of required arguments
+    least: int | None = None  # number of required arguments; None: all
 
     def call(self, arguments: Any) -> Any:
         """Returns the description that a call with ``arguments`` makes.
@@ -52,7 +52,9 @@ class Function:
         Raises:
             InvalidRequestError: this function takes another number of arguments, or other types.
         """
-        if type(arguments) is not tuple or not self.least <= len(arguments) <= len(self.kinds):
+        most = len(self.kinds)
+        least = most if self.least is None else self.least
+        if type(arguments) is not tuple or not least <= len(arguments) <= most:
             raise _refusal(f"calls {self.name} with a wrong number of arguments")
         for index, (argument, is_fit) in enumerate(zip(arguments, self.kinds, strict=False)):
             if not is_fit(argument):

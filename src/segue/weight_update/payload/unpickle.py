@@ -127,6 +127,10 @@ def _inline(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> View:
     return View(storage=storage, dtype=None, offset=offset, size=size, stride=stride)
 
 
+def _first(tensor: Any, *_: Any) -> Any:
+    return tensor
+
+
 def _shared(_: Any, storage: Any, metadata: Any) -> View:
     offset, size, stride, _ = metadata
     dtype = None
@@ -136,36 +140,35 @@ def _shared(_: Any, storage: Any, metadata: Any) -> View:
 
 
 _REDUCTIONS = "torch.multiprocessing.reductions"
-
-
-def _function(name: str, make: Any, *kinds: Check, least: int | None = None) -> Function:
-    return Function(name, make, kinds, len(kinds) if least is None else least)
-
-
-_CUDA = _function(
+_CUDA = Function(
     "rebuild_cuda_tensor", CudaView,
-    _TEXT, _is_sizes, _is_sizes, _INT, _TEXT, _is(torch.dtype), _is(int, str), _HANDLE, _INT, _INT, _BOOL,
-    _HANDLE, _MAYBE_INT, _HANDLE, _is(bool, type(None)),
+    (_TEXT, _is_sizes, _is_sizes, _INT, _TEXT, _is(torch.dtype), _is(int, str), _HANDLE, _INT, _INT, _BOOL,
+     _HANDLE, _MAYBE_INT, _HANDLE, _is(bool, type(None))),
 )  # fmt: skip
+_VIEW_KINDS = (_is_storage, _INT, _is_sizes, _is_sizes, _BOOL, _HOOKS, _HOOKS)
+_PARAMETER_KINDS = (_is(View, CudaView), _BOOL, _HOOKS)
 
-_CALLS = {
-    ("torch", "Size"): _function("torch.Size", tuple, _is_sizes),
-    ("collections", "OrderedDict"): _function("OrderedDict", dict),
-    ("torch._utils", "_rebuild_tensor_v2"): _function(
-        "_rebuild_tensor_v2", _inline, _is_storage, _INT, _is_sizes, _is_sizes, _BOOL, _HOOKS, _HOOKS, least=4
-    ),
-    ("torch._utils", "_rebuild_parameter"): _function(
-        "_rebuild_parameter", lambda tensor, *_: tensor, _is(View, CudaView), _BOOL, _HOOKS, least=1
-    ),
-    ("torch.storage", "_load_from_bytes"): _function("_load_from_bytes", SavedStorage, _is(bytes)),
-    (_REDUCTIONS, "rebuild_tensor"): _function("rebuild_tensor", _shared, _TEXT, _is_storage, _is_metadata),
-    (_REDUCTIONS, "rebuild_storage_empty"): _function(
-        "rebuild_storage_empty", lambda _: SavedStorage(b""), _TEXT
-    ),
-    (_REDUCTIONS, "rebuild_typed_storage"): _function(
-        "rebuild_typed_storage", lambda *both: both, _is_bytes_storage, _is(torch.dtype)
-    ),
-    (_REDUCTIONS, "rebuild_cuda_tensor"): _CUDA,
+# The stand-ins for all allowed globals: functions, dtypes, and classes, of which only the names are needed.
+_GLOBALS: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): Function("torch.Size", tuple, (_is_sizes,)),
+    ("collections", "OrderedDict"): Function("OrderedDict", dict, ()),
+    ("torch._utils", "_rebuild_tensor_v2"): Function("_rebuild_tensor_v2", _inline, _VIEW_KINDS, 4),
+    ("torch._utils", "_rebuild_parameter"): Function("_rebuild_parameter", _first, _PARAMETER_KINDS, 1),
+    ("torch.storage", "_load_from_bytes"): Function("_load_from_bytes", SavedStorage, (_is(bytes),)),
+    **{
+        (_REDUCTIONS, each.name): each
+        for each in (
+            Function("rebuild_tensor", _shared, (_TEXT, _is_storage, _is_metadata)),
+            Function("rebuild_storage_empty", lambda _: SavedStorage(b""), (_TEXT,)),
+            Function("rebuild_typed_storage", lambda *both: both, (_is_bytes_storage, _is(torch.dtype))),
+            _CUDA,
+        )
+    },
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    ("torch", "Tensor"): "Tensor",
+    ("torch.nn.parameter", "Parameter"): "Parameter",
+    ("torch.storage", "TypedStorage"): "TypedStorage",
+    ("torch.storage", "UntypedStorage"): "UntypedStorage",
 }
 
 # Allowed in any module: clients have copies of SGLang's code in modules of their own.
@@ -174,15 +177,6 @@ _BY_NAME: dict[str, Any] = {
     "FlattenedTensorMetadata": TensorMetadata,
     "LocalSerializedTensor": PerRank,
 }
-
-_CLASSES = frozenset(
-    [
-        ("torch", "Tensor"),
-        ("torch.nn.parameter", "Parameter"),
-        ("torch.storage", "TypedStorage"),
-        ("torch.storage", "UntypedStorage"),
-    ]
-)
 
 _IN_SHARED_MEMORY = ("rebuild_storage_fd", "rebuild_storage_filename")
 _MAX_SHOWN = 120  # characters of a refused name
@@ -237,14 +231,9 @@ def resolve(module: str, name: str) -> Any:
     Raises:
         InvalidRequestError: it is not on the list of allowed globals.
     """
-    if (module, name) in _CALLS:
-        return _CALLS[module, name]
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    if module == "torch" and name in DTYPES:
-        return DTYPES[name]
-    if (module, name) in _CLASSES:
-        return name
+    found = _GLOBALS.get((module, name), _BY_NAME.get(name))
+    if found is not None:
+        return found
     if module == _REDUCTIONS and name in _IN_SHARED_MEMORY:
         raise refusal(
             "the payload's tensors are in the sender's shared memory, which only its own children can open"

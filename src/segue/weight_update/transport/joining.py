@@ -23,6 +23,7 @@ from segue.weight_update.transport.rendezvous import Address, Stopped
 
 MAX_ATTEMPTS = 8  # threads that join, including those of attempts that were given up and have not ended
 _CLOSE_S = 5.0
+_GRACE_S = 1.0
 _END_S = 0.2  # between two tries to unblock the threads of attempts that were given up
 _RETRY_S, _MAX_RETRY_S = 0.1, 5.0  # delay before an address is tried again: after one failure, and at most
 _MAX_FAILED = 64  # addresses whose failures are remembered
@@ -33,7 +34,7 @@ class JoinAttempt:
     """An attempt to join a group, in a thread of its own."""
 
     group: Group
-    timeout_s: float  # `Groups.wait` keeps it; torch, where it cannot be stopped, gives up this much later
+    deadline: float  # by the monotonic clock; `Groups.wait` keeps it, and gives the attempt up
     not_before: float  # by the monotonic clock
     ended: threading.Event = field(default_factory=threading.Event)  # joined, failed, or given up
     error: str | None = None
@@ -109,7 +110,7 @@ class Groups:
                     f"{'; '.join(describe(each.group) for each in self._running)}. Retry later."
                 )
             now = time.monotonic()
-            attempt = JoinAttempt(group, timeout_s, now + self._retry_delay_s(group, now))
+            attempt = JoinAttempt(group, now + timeout_s, now + self._retry_delay_s(group, now))
             self._attempts[group.name] = attempt
             self._running.add(attempt)
             threading.Thread(
@@ -253,13 +254,15 @@ def _check(group: Group, rank: int, device: torch.device) -> None:
 
 
 def _meet(attempt: JoinAttempt, rank: int, device: torch.device, allowed: Sequence[str]) -> JoinedGroup:
-    group, timeout = attempt.group, timedelta(seconds=attempt.timeout_s)
+    group = attempt.group
     if attempt.stopped.wait(max(0.0, attempt.not_before - time.monotonic())):
         raise Stopped
     link = rendezvous.connect(rendezvous.resolve(group, allowed), attempt.stopped)
     try:
         attempt.peer = peer = link.getpeername()[:2]
         store = rendezvous.join_store(group, rank, peer, attempt.stopped)
+        # Where torch cannot be stopped, it gives up a moment after the call that waits for the attempt.
+        timeout = timedelta(seconds=max(0.0, attempt.deadline - time.monotonic()) + _GRACE_S)
         store.set_timeout(timeout)
         process_group: ProcessGroup | None = None
         if group.backend == "gloo":

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
 import torch
@@ -30,39 +31,24 @@ class _SessionEnded(Exception):
     """Ends the receiving thread: the session was ended by another thread."""
 
 
+@dataclass(eq=False)
 class Receiver:
     """Receives one session; begins in its constructor.
 
     The callbacks are called from its threads, or from the caller of `cancel`; they must not block.
     """
 
-    def __init__(
-        self,
-        group: JoinedGroup,
-        manifest: Manifest,
-        sink: Sink | None,
-        *,
-        ready: Callable[[], None],
-        progress: Callable[[int, int], None],
-        done: Callable[[str | None], None],
-        gloo_timeout_s: float | None = None,
-    ) -> None:
-        """Start the threads.
+    group: JoinedGroup
+    manifest: Manifest
+    sink: Sink | None  # stores the tensors; None: they are dropped, as with ``manifest.discard``
+    _: KW_ONLY
+    on_ready: Callable[[], None]  # once the trainer may broadcast
+    on_progress: Callable[[int, int], None]  # after the first broadcast and each bucket: buckets and bytes
+    on_done: Callable[[str | None], None]  # once, as the last one, with the error if there is one
+    gloo_timeout_s: float | None = None  # after which gloo gives up a receive; later than all deadlines
 
-        Args:
-            group: to receive from.
-            manifest: of the session.
-            sink: stores the tensors; None drops them all, as ``manifest.discard`` does.
-            ready: called once the trainer may broadcast.
-            progress: called with the received buckets and bytes, after the first broadcast and each bucket.
-            done: called once, as the last one, with the error if there is one.
-            gloo_timeout_s: after which gloo itself gives up a receive; later than all deadlines.
-        """
+    def __post_init__(self) -> None:
         self.idle = threading.Event()  # set once no memory is touched any more, the sink's included
-        self._group, self._manifest = group, manifest
-        self._on_ready, self._on_progress, self._on_done = ready, progress, done
-        self._sink = None if manifest.discard else sink
-        self._gloo_timeout = FOREVER if gloo_timeout_s is None else timedelta(seconds=gloo_timeout_s)
         self._changed = threading.Condition()
         self._transport: GlooReceive | NcclReceive | None = None
         self._has_ended = False
@@ -76,7 +62,7 @@ class Receiver:
             threading.Thread(target=self._receive, name="receive-weights", daemon=True),
             threading.Thread(target=self._watch, name="receive-weights-watch", daemon=True),
         ]
-        group.set_receiver(threads, self.idle)
+        self.group.set_receiver(threads, self.idle)
         for thread in threads:
             thread.start()
 
@@ -97,7 +83,7 @@ class Receiver:
         with self._changed:
             self._is_ready = True
             if not self._has_ended:
-                self._on_ready()
+                self.on_ready()
 
     def received(self, broadcast: ReceiveSpec) -> None:
         """Count a received broadcast, and report the first one."""
@@ -118,30 +104,33 @@ class Receiver:
         with self._changed:
             self._num_buckets = num_buckets
             if not self._has_ended:
-                self._on_progress(num_buckets, self._num_bytes)
+                self.on_progress(num_buckets, self._num_bytes)
 
     def _receive(self) -> None:
+        group, manifest = self.group, self.manifest
+        sink = None if manifest.discard else self.sink
         try:
-            device = self._group.device
-            broadcasts = plan(self._manifest, self._sink, device)
+            broadcasts = plan(manifest, sink, group.device)
             if not broadcasts:
                 self.ready()
-            elif device.type == "cuda":
-                torch.cuda.set_device(device)
-                registered = self._manifest.flattened and self._group.registers
-                self._transport = NcclReceive(self._group, broadcasts, self._sink, registered=registered)
+            elif group.device.type == "cuda":
+                torch.cuda.set_device(group.device)
+                registered = manifest.flattened and group.registers
+                self._transport = NcclReceive(group, broadcasts, sink, registered=registered)
             else:
-                self._transport = GlooReceive(self._group, broadcasts, self._sink, self._gloo_timeout)
+                seconds = self.gloo_timeout_s
+                timeout = FOREVER if seconds is None else timedelta(seconds=seconds)
+                self._transport = GlooReceive(group, broadcasts, sink, timeout)
             if self._transport is not None:
                 self._transport.receive(self)
-            self._group.num_buckets += len(self._manifest.buckets)
-            if self._num_buckets < len(self._manifest.buckets):  # empty buckets at the end
-                self._report_progress(len(self._manifest.buckets))
+            group.num_buckets += len(manifest.buckets)
+            if self._num_buckets < len(manifest.buckets):  # empty buckets at the end
+                self._report_progress(len(manifest.buckets))
             self._end(None)
         except _SessionEnded:
             pass
         except Exception as error:
-            self._end(_explain(error, self._group))
+            self._end(_explain(error, self.group))
         finally:
             if self._transport is not None:
                 self._transport.wait_idle()
@@ -153,13 +142,13 @@ class Receiver:
         with self._changed:
             while not self._has_ended and time.monotonic() < self._alive_at + _LINK_GRACE_S:
                 self._changed.wait(_LINK_POLL_S)
-                if self._is_busy or self._group.connected:
+                if self._is_busy or self.group.connected:
                     self._alive_at = time.monotonic()
         self._end("the connection to the trainer was lost: its store is closed")
         pause_s = _RELEASE_POLL_S
         while not self.idle.wait(pause_s):
             pause_s = min(2 * pause_s, 1.0)
-            if self._group.is_closed and self._transport is not None and self._transport.try_release():
+            if self.group.is_closed and self._transport is not None and self._transport.try_release():
                 self.idle.set()
 
     def _end(self, error: str | None) -> None:
@@ -169,8 +158,8 @@ class Receiver:
             self._has_ended = True
             self._changed.notify()
         if error is not None and self._is_ready:
-            self._group.mark_dead(error)
-        self._on_done(error)
+            self.group.mark_dead(error)
+        self.on_done(error)
 
 
 def _explain(error: Exception, group: JoinedGroup) -> str:
