@@ -27,7 +27,6 @@ from segue.weight_update.payload.unpickle import (
     DTYPES,
     CudaView,
     PerRank,
-    SavedStorage,
     TensorMetadata,
     View,
     load,
@@ -171,7 +170,8 @@ class _TensorBuilder:
 
     def __init__(self, device: torch.device, rank: int, max_tensors: int) -> None:
         self._device, self._rank, self._max_tensors = device, rank, max_tensors
-        # The keys are ids of bytes objects; the values keep these alive, so that no id is reused.
+        # The keys are ids of bytes objects (a hash would read all bytes in one call into C); the values keep
+        # these alive, so that no id is reused.
         self._storages: dict[int, tuple[bytes, torch.dtype, Tensor]] = {}
         self._loaded: dict[int, tuple[bytes, Any]] = {}  # this rank's pickles
 
@@ -206,7 +206,7 @@ class _TensorBuilder:
 
     def _tensor(self, name: str, what: Any) -> Tensor:
         if isinstance(what, View):
-            dtype, raw = self._storage(what.storage)
+            dtype, raw = self._storage(what.storage.data)
             dtype = _dtype(what.dtype or dtype)
             values = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
             _check_view(name, what, values.numel())
@@ -215,16 +215,13 @@ class _TensorBuilder:
             return self._in_gpu_memory(name, what)
         raise refusal(f"the payload has a {type(what).__name__} instead of tensor {name[:80]!r}")
 
-    def _storage(self, what: Any) -> tuple[torch.dtype, Tensor]:
-        assert isinstance(what, SavedStorage)
-        if id(what.data) not in self._storages:
-            raw, dtype, content = torch.empty(0, dtype=torch.uint8), torch.uint8, memoryview(b"")
-            if what.data:
-                dtype, content = read_saved(what.data)
-            if content:
-                raw = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            self._storages[id(what.data)] = what.data, dtype, raw
-        return self._storages[id(what.data)][1:]
+    def _storage(self, data: bytes) -> tuple[torch.dtype, Tensor]:
+        if id(data) not in self._storages:
+            dtype, content = read_saved(data) if data else (torch.uint8, memoryview(b""))
+            raw = torch.empty(len(content), dtype=torch.uint8)
+            raw.numpy()[:] = content
+            self._storages[id(data)] = data, dtype, raw
+        return self._storages[id(data)][1:]
 
     def _unflatten(self, flattened_tensor: Any, metadata: Any) -> NamedTensors:
         if not isinstance(metadata, list) or not all(isinstance(item, TensorMetadata) for item in metadata):

@@ -50,7 +50,7 @@ class SavedStorage:
 class View:
     """A tensor in a storage; ``offset`` and ``stride`` count elements. Only the types are checked."""
 
-    storage: Any
+    storage: SavedStorage
     dtype: Any  # None: the storage's dtype
     offset: Any
     size: Any
