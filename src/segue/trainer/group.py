@@ -50,7 +50,8 @@ class TrainerGroup:
 
     def __post_init__(self) -> None:
         # All broadcasts share these streams: torch reuses freed memory for the stream that allocated it only.
-        self.streams = [torch.cuda.Stream(self.device) for _ in range(2 * (self.device.type == "cuda"))]  # type: ignore[no-untyped-call]
+        is_cuda = self.device.type == "cuda"
+        self.streams = [torch.cuda.Stream(self.device) for _ in range(2)] if is_cuda else []  # type: ignore[no-untyped-call]
         self._store: Store | None = None  # the group's part of the store
         self._has_store = threading.Event()  # set once the store has all keys that engines read
         self._num_buckets = 0  # announced so far
@@ -94,8 +95,8 @@ class TrainerGroup:
     def announce(self) -> None:
         """Announce the next bucket in the store; with NCCL, to be called before each bucket."""
         store = self._store
-        if store is None:
-            raise self._left_error()
+        self._alive()
+        assert store is not None
         self._num_buckets += 1
         store.set(ANNOUNCED_KEY, str(self._num_buckets))
 
@@ -110,9 +111,7 @@ class TrainerGroup:
         """
         if not self._registers:
             return [torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
-        joined = self._joined
-        if joined is None:
-            raise self._left_error()
+        joined = self._alive()
         registered = joined.registered_buffers(num_bytes, count)
         joined.register(registered)
         return registered.buffers
@@ -122,10 +121,7 @@ class TrainerGroup:
 
         With NCCL the broadcast is queued on the current stream; with gloo, call ``wait()`` of the result.
         """
-        joined = self._joined
-        if joined is None:
-            raise self._left_error()
-        return joined.process_group.broadcast([tensor], broadcast_options())
+        return self._alive().process_group.broadcast([tensor], broadcast_options())
 
     def leave(self) -> None:
         """Close the store and all connections, even during a broadcast; the port is free soon after.
@@ -183,8 +179,12 @@ class TrainerGroup:
             made.eager_connect_single_device(self.device)  # type: ignore[attr-defined]
         return JoinedGroup(self.group, 0, self.device, store, None, made)
 
-    def _left_error(self) -> RuntimeError:
-        return RuntimeError(f"the group {self.group.name!r} was left")
+    def _alive(self) -> JoinedGroup:
+        """Returns the group; raises RuntimeError if it was left."""
+        joined = self._joined
+        if joined is None:
+            raise RuntimeError(f"the group {self.group.name!r} was left")
+        return joined
 
 
 def free_port(wanted: int | None) -> int:

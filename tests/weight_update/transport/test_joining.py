@@ -227,9 +227,9 @@ def test_announced_buckets_are_those_that_the_trainer_has_begun(
     silent = trainer.meet(groups, group)
     assert silent.is_announced(7)  # it announces no buckets
 
-    sender = object.__new__(SendingGroup)
-    sender.group, sender._num_buckets = group, 0
     joined = JoinedGroup(group, 1, groups._device, silent._store, silent._link, None)
+    sender = object.__new__(SendingGroup)
+    sender.group, sender._num_buckets, sender._joined = group, 0, joined
     sender._store = prefixed(silent._store, group)
     sender._store.set(ANNOUNCED_KEY, "0")
     assert not joined.is_announced(0)
@@ -243,7 +243,7 @@ def test_announced_buckets_are_those_that_the_trainer_has_begun(
     trainer.kill()
     with pytest.raises(WeightSyncError, match="its store is closed"):
         joined.is_announced(2)
-    sender._store = None
+    sender._joined = None
     with pytest.raises(RuntimeError, match="was left"):
         sender.announce()
 
