@@ -7,6 +7,7 @@ rank 0, which cancels the session (`control/session.py`).
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -55,7 +56,7 @@ class Receiver:
         self._is_ready = False
         self._has_begun = False  # the first broadcast was received
         self._is_busy = False  # storing a broadcast
-        self._alive_at = time.monotonic()  # the last sign of the trainer, or end of a copy
+        self._stored_at = time.monotonic()  # when the last broadcast was stored; the present while one is
         self._num_buckets = 0
         self._num_bytes = 0
         threads = [
@@ -95,7 +96,7 @@ class Receiver:
 
     def stored(self, broadcast: ReceiveSpec) -> None:
         """Count the buckets that are stored, including empty ones before them."""
-        self._alive_at = time.monotonic()
+        self._stored_at = time.monotonic()
         self._is_busy = False
         if broadcast.num_buckets > self._num_buckets:
             self._report_progress(broadcast.num_buckets)
@@ -137,13 +138,16 @@ class Receiver:
             self.idle.set()
 
     def _watch(self) -> None:
-        """End the session if the trainer goes; afterwards release memory for which a stuck thread waits."""
+        """End the session once the trainer is gone. Then free the buffers if the other thread only waits."""
         # NCCL does not notice that its peer has gone; nor does gloo in the middle of a message.
+        lost_at = math.inf  # when the connection to the trainer's store was found closed
         with self._changed:
-            while not self._has_ended and time.monotonic() < self._alive_at + _LINK_GRACE_S:
+            while not self._has_ended and time.monotonic() < max(lost_at, self._stored_at) + _LINK_GRACE_S:
                 self._changed.wait(_LINK_POLL_S)
-                if self._is_busy or self.group.connected:
-                    self._alive_at = time.monotonic()
+                if self._is_busy:
+                    self._stored_at = time.monotonic()
+                if lost_at == math.inf and not self.group.connected:
+                    lost_at = time.monotonic()
         self._end("the connection to the trainer was lost: its store is closed")
         pause_s = _RELEASE_POLL_S
         while not self.idle.wait(pause_s):
