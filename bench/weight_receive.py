@@ -23,7 +23,7 @@ import torch.distributed as dist
 from segue.messages.weight_operations import Bucket, Group, Manifest
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
-from segue.weight_update.transport.receiver import Callbacks, Receiver
+from segue.weight_update.transport.receiver import Receiver
 
 TRAINER = Path(__file__).resolve().parents[1] / "tests/weight_update/trainer.py"
 SECONDS = 120.0
@@ -58,7 +58,7 @@ def receive(group: JoinedGroup, buckets: list[Any], kept: torch.Tensor, flattene
         buckets=[Bucket(names=names, dtypes=dtypes, shapes=shapes) for names, dtypes, shapes in columns],
         flattened=flattened,
     )
-    Receiver(group, manifest, sink, Callbacks(lambda: None, lambda buckets, num_bytes: None, done))
+    Receiver(group, manifest, sink, on_ready=lambda: None, on_progress=lambda *_: None, on_done=done)
     assert ended.wait(SECONDS)
     assert errors == [None], errors
 
@@ -122,7 +122,9 @@ def run(trainer: Any, buckets: list[Any], num_bytes: int, rounds: int) -> None:
     groups = Groups(torch.device("cpu"))
     trainer.readline()
     command(trainer, do="host", port=port, name="bench", world_size=2)
-    groups.join(group, 0, SECONDS)
+    attempt = groups.start(group, 0, SECONDS)
+    assert attempt is not None
+    groups.wait(attempt, SECONDS)
     trainer.readline()
     joined = groups.get("bench")
     assert joined is not None

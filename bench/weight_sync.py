@@ -230,7 +230,7 @@ def stuck_trainer(url: str, model: Path, device: str, pipe: Connection) -> None:
 
     def stop(progress: Progress) -> None:
         group = sender._group
-        if group is not None and group.backend == "nccl":
+        if group is not None and group.group.backend == "nccl":
             group.announce()
         pipe.send(None)
         threading.Event().wait()

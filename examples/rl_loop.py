@@ -22,8 +22,6 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -33,15 +31,15 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from safetensors.torch import load_file
 from torch import Tensor
 
 from bench.plot import charts
 from bench.report import circumstances
-from segue.checkpoint.gguf import weights as gguf_weights
 from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
+from segue.http_client import open_url
 from segue.trainer import WeightSender
+from segue.trainer.model import load_model
 from segue.weight_update.payload.decode import encode
 
 MARGIN = 0.2  # by which the reward, between 0 and 1, must rise
@@ -111,12 +109,7 @@ class Policy:
 
     def __init__(self, device: str, learning_rate: float) -> None:
         source = resolve(None, "auto", EngineConfig.create().cache_dir)  # the same files as the engine
-        assert source.gguf is not None
-        weights = load_file(gguf_weights.convert(source.gguf, source.directory, torch.bfloat16))
-        config = transformers.AutoConfig.from_pretrained(source.directory)
-        kind = getattr(transformers, source.config.architecture)
-        self.model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
-        self.model.to(device)
+        self.model = load_model(source, torch.float32).to(device)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(source.tokenizer_directory)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, fused=True)
 
@@ -162,17 +155,12 @@ class Policy:
         return ours, theirs, mask
 
 
-# The server that this script starts is on this machine, so requests bypass the environment's proxy.
-WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
 def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    try:
-        with WITHOUT_PROXY.open(request, timeout=300) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        sys.exit(f"{url} answered {error.code}: {error.read().decode()}")
+    with open_url(url, json.dumps(body).encode(), api_key=None, timeout_s=300) as response:
+        answer = response.read().decode()
+    if response.status != 200:
+        sys.exit(f"{url} answered {response.status}: {answer}")
+    return json.loads(answer)
 
 
 def roll_out(url: str, policy: Policy, settings: Settings, numbers: random.Random) -> list[Sample]:

@@ -92,3 +92,10 @@ def test_comments_and_chunks_without_a_choice_are_skipped() -> None:
     events = b": ping\n\n" + HELLO + b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n'
     with answering(MODELS, OK + events) as url:
         assert list(RemoteChat(Remote(url, None), {}).reply([])) == ["Hello"]
+
+
+def test_a_redirect_is_an_error_and_the_key_is_not_sent_on() -> None:
+    with answering(MODELS) as other:
+        moved = b"HTTP/1.1 302 Found\r\nlocation: " + other.encode() + b"/v1/models\r\n\r\n"
+        with answering(moved) as url, pytest.raises(RemoteError, match="302 Found"):
+            RemoteChat(Remote(url, "secret"), {})

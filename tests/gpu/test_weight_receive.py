@@ -13,6 +13,7 @@ from segue.messages.weight_operations import Group
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
 from tests.gpu.ranks import ENVIRONMENT
+from tests.weight_update.conftest import join as wait_joined
 from tests.weight_update.conftest import new_group as new_group
 from tests.weight_update.conftest import new_trainer as new_trainer
 from tests.weight_update.conftest import trainer_address as trainer_address
@@ -75,7 +76,7 @@ def join(trainer: Any, groups: Groups, group: Group, *, eager: bool, device: int
         backend="nccl",
         device=device if eager else None,
     )
-    groups.join(group, 0, 60)
+    wait_joined(groups, group, 0, 60)
     joined = groups.get(group.name)
     assert joined is not None
     if not eager:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from contextlib import nullcontext
 from typing import Any
 
@@ -78,11 +79,11 @@ def run(group: Group, seconds_a_bucket: float, pack_s: float = 0.0, on_sent: Any
 
     broadcast: Any = object.__new__(BroadcastSender)
     broadcast.num_buckets = broadcast.num_bytes = 0
-    broadcast._group, broadcast._buckets, broadcast._tensors = group, plan(weights, SIZE), packed()
-    broadcast._pieces, broadcast._on_sent = broadcast._one_by_one, on_sent or (lambda broadcast: None)
-    broadcast._stopped, broadcast._ready_event = False, Event(0.0)
+    broadcast.group, broadcast.buckets, broadcast.tensors = group, plan(weights, SIZE), packed()
+    broadcast.flattened, broadcast.on_sent = False, on_sent or (lambda broadcast: None)
+    broadcast._stopped, broadcast._in_flight = False, deque()
     broadcast.gb_per_s = SIZE / 1e9 / seconds_a_bucket
-    broadcast._run_cuda()
+    broadcast._send_cuda(Event(0.0))
     assert (broadcast.num_buckets, broadcast.num_bytes) == (COUNT, COUNT * SIZE)
 
 

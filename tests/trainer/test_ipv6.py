@@ -7,9 +7,11 @@ import socket
 import pytest
 import torch
 
-from segue.messages.weight_operations import JoinGroup
-from segue.trainer.group import TrainerGroup, bracketed, free_port
+from segue.messages.weight_operations import Group, JoinGroup
+from segue.trainer.group import TrainerGroup, free_port
 from segue.weight_update.transport.joining import Groups
+from segue.weight_update.transport.rendezvous import bracketed
+from tests.weight_update.conftest import join
 
 
 def test_a_group_is_joined_at_an_address_in_brackets() -> None:
@@ -18,20 +20,22 @@ def test_a_group_is_joined_at_an_address_in_brackets() -> None:
     except OSError:
         pytest.skip("this machine has no ::1")
     device = torch.device("cpu")
-    hosted = TrainerGroup(
-        name="six", address="::1", port=free_port(None), world_size=2, device=device, timeout_s=20
+    port = free_port(None)
+    group = Group(
+        name="six", master_address="::1", master_port=port, rank_offset=0, world_size=2, backend="gloo"
     )
+    hosted = TrainerGroup(group, device, timeout_s=20)
     groups = Groups(device)
     try:
         request = JoinGroup(
-            master_address=bracketed(hosted.address),
-            master_port=hosted.port,
+            master_address=bracketed("::1"),
+            master_port=port,
             rank_offset=1,
             world_size=2,
             group_name="six",
             backend="gloo",
         )
-        groups.join(request.group, 0, 20)
+        join(groups, request.group, 0, 20)
         hosted.wait(20, lambda: None)
         joined = groups.get("six")
         assert joined is not None and joined.alive

@@ -112,7 +112,7 @@ def test_one_failure_leaves_all_engines_as_they_were(
         engines[1].fault(**{fault: message})
         began = time.monotonic()
         with pytest.raises(WeightSendError) as failed:
-            sending._timeout_s = 2.0
+            sending.timeout_s = 2.0
             sending.send()
         assert time.monotonic() - began < 6
         text = failed.value.message
@@ -129,7 +129,7 @@ def test_one_failure_leaves_all_engines_as_they_were(
             aborted = fault != "init_weights_update_group"  # no session was open yet
             assert ("abort_weights_update" in seen["log"]) == aborted
         engines[1].fault()
-        sending._timeout_s = 5.0
+        sending.timeout_s = 5.0
         sending.send()
         for engine in engines:
             assert_has(engine, weights)

@@ -24,6 +24,13 @@ TRAINER = Path(__file__).with_name("trainer.py")
 DEADLINE_S = 30.0
 
 
+def join(groups: Groups, group: Group, tp_rank: int, timeout_s: float) -> None:
+    """Join a group, and wait until that has succeeded; nothing happens if it was joined before."""
+    attempt = groups.start(group, tp_rank, timeout_s)
+    if attempt is not None:
+        groups.wait(attempt, timeout_s)
+
+
 class Trainer:
     """A process that hosts groups and broadcasts."""
 
@@ -61,7 +68,7 @@ class Trainer:
     def meet(self, groups: Groups, group: Group) -> JoinedGroup:
         """Host the group while the rank joins it."""
         self.host(group)
-        groups.join(group, 0, DEADLINE_S)
+        join(groups, group, 0, DEADLINE_S)
         assert self.answer() == {}
         joined = groups.get(group.name)
         assert joined is not None

@@ -16,7 +16,7 @@ from segue.memory.arena import ALIGNMENT, Arena
 from segue.messages.weight_operations import Group
 from segue.messages.weight_update import Commit, Discard, Join, Receive, Stage, Take
 from segue.models.decoder import Decoder
-from segue.weight_update import incoming, staging_memory
+from segue.weight_update import staging, staging_memory
 from segue.weight_update.checksum import checksum
 from segue.weight_update.rank_session import RankSession, Replies
 from segue.weight_update.staging import StagedWeights
@@ -444,7 +444,7 @@ def test_tensors_stored_at_once_equal_those_stored_one_by_one(
     kind: str, tp: TPInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA, where one kernel copies all tensors that need no cast; here torch copies them."""
-    monkeypatch.setattr(incoming, "is_groupable", lambda to, source: to.dtype == source.dtype)
+    monkeypatch.setattr(staging, "is_groupable", lambda to, source: to.dtype == source.dtype)
     path, state = checkpoint(kind, tmp_path / "model", 0)
     state = {
         name: tensor if index % 3 == 0 else tensor.bfloat16()
@@ -457,7 +457,7 @@ def test_tensors_stored_at_once_equal_those_stored_one_by_one(
             for _ in range(2)
         ]
         one_by_one, at_once = (
-            incoming.Incoming(each, manifest, rank.served.device, receive_buffer=0) for each in staged
+            staging.Incoming(each, manifest, rank.served.device, receive_buffer=0) for each in staged
         )
         for name, tensor in state.items():
             one_by_one.store(name, tensor)

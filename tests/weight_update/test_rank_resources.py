@@ -104,11 +104,10 @@ def test_fifty_updates_leak_nothing(tmp_path: Path, wait_until: WaitUntil) -> No
 
 
 def test_memory_that_is_in_use_is_never_unmapped() -> None:
-    memory = StagingMemory(
-        PrivateMemory(torch.device("cpu")), [TensorSpec(name="w", shape=(8,), dtype=torch.bfloat16)]
-    )
+    specs = [TensorSpec(name="w", shape=(8,), dtype=torch.bfloat16)]
+    memory = StagingMemory(PrivateMemory(torch.device("cpu")), specs)
     for in_use in (False, True):
-        staging = memory.take(None, "auto", 0)
+        staging = memory.take(specs, "auto", 0)
         slab = weakref.ref(staging.arena.slabs[0])
         memory.give_back(staging, in_use=in_use)
         del staging

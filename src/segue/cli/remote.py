@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
@@ -13,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from segue.errors import SegueError
+from segue.http_client import open_url
 
 TIMEOUT_S = 600.0
 
@@ -26,12 +25,7 @@ class Remote:
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"content-type": "application/json"}
-        if key is not None:
-            self._headers["authorization"] = f"Bearer {key}"
-        # A proxy from the environment would look for a loopback address on another machine.
-        direct = [urllib.request.ProxyHandler({})] if _is_loopback(self.url) else []
-        self._opener = urllib.request.build_opener(*direct)
+        self._key = key
 
     def post(self, path: str, body: Any = None, *, timeout: float | None = TIMEOUT_S) -> str:
         """Post ``body`` as JSON and return the text of the answer; ``timeout``: seconds without data.
@@ -50,15 +44,20 @@ class Remote:
         Raises:
             RemoteError: the server cannot be reached, or it refused the request.
         """
+        # A proxy from the environment would look for a loopback address on another machine.
+        by_proxy = not _is_loopback(self.url)
         try:
-            request = urllib.request.Request(self.url + path, data, self._headers)
-            return self._opener.open(request, timeout=timeout)
-        except urllib.error.HTTPError as error:
-            raise RemoteError(f"{self.url}{path}: {error.code} {_reason(error)}") from None
+            response = open_url(
+                self.url + path, data, api_key=self._key, timeout_s=timeout, by_proxy=by_proxy
+            )
         except (OSError, HTTPException, ValueError) as error:
             raise RemoteError(
                 f"cannot reach {self.url}: {str(getattr(error, 'reason', error)).strip()}; check --url"
             ) from None
+        if response.status != 200:
+            with response:
+                raise RemoteError(f"{self.url}{path}: {response.status} {_reason(response)}")
+        return response
 
     @contextmanager
     def understood(self) -> Iterator[None]:
@@ -89,11 +88,11 @@ def _is_loopback(url: str) -> bool:
         return False
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
+def _reason(response: Any) -> str:
     try:
-        text = error.read().decode()
-        if error.headers.get("content-type", "").startswith("text/plain"):
-            return " ".join(text.split()) or error.reason
+        text = response.read().decode()
+        if response.headers.get("content-type", "").startswith("text/plain"):
+            return " ".join(text.split()) or str(response.reason)
         return message_of(json.loads(text))
     except (OSError, HTTPException, ValueError):
-        return error.reason
+        return str(response.reason)

@@ -17,12 +17,6 @@ BLOCK = 1 << 15  # elements per block
 BLOCK_CUDA = 1 << 22
 
 
-def box_of(parameter: Tensor, box: tuple[slice, ...], dims: int) -> Tensor:
-    """Return the view `parameter[box]` with `dims` dimensions: one expert's matrix loses its leading 1."""
-    view = parameter[box]
-    return view[0] if view.dim() > dims else view
-
-
 def copy_into(target: Tensor, source: Tensor) -> None:
     """Copy and cast `source` to `target`, of equal shape; asynchronous between a device and pinned memory."""
     if target.is_cuda:

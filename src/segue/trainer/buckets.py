@@ -17,23 +17,18 @@ Weights = nn.Module | Mapping[str, Tensor]
 
 @dataclass(slots=True)
 class TensorBucket:
-    """Describes the tensors that are sent together; the lists are parallel."""
+    """Describes the tensors that are sent together."""
 
-    names: list[str] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
-    shapes: list[list[int]] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # by name, on the meta device
     num_bytes: int = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor's name, dtype and shape."""
-        self.names.append(name)
-        self.dtypes.append(str(tensor.dtype).removeprefix("torch."))
-        self.shapes.append(list(tensor.shape))
-        self.num_bytes += tensor.nbytes
 
     def body(self) -> dict[str, Any]:
         """Returns the bucket as ``/prepare_weights_update`` takes it."""
-        return {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
+        return {
+            "names": list(self.tensors),
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in self.tensors.values()],
+        }
 
 
 def plan(weights: Weights, max_bytes: int) -> list[TensorBucket]:
@@ -50,7 +45,8 @@ def plan(weights: Weights, max_bytes: int) -> list[TensorBucket]:
             )
         if not buckets or buckets[-1].num_bytes + tensor.nbytes > max_bytes:
             buckets.append(TensorBucket())
-        buckets[-1].add(name, tensor)
+        buckets[-1].tensors[name] = tensor
+        buckets[-1].num_bytes += tensor.nbytes
     return buckets
 
 

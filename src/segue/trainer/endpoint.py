@@ -5,29 +5,18 @@ from __future__ import annotations
 import json
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException, IncompleteRead
 from typing import Any
+
+from segue.http_client import open_url
 
 STOP_S = 0.1  # between two checks whether to stop
 
 _BODY_S = 10.0  # to read the body of an answer, which an engine sends in one piece
 _MAX_BODY = 16 << 20  # bytes
 _PIECE = 1 << 16
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirects: the API key is for the engine alone."""
-
-    def redirect_request(self, *_: object) -> None:
-        """Returns no request, so that the redirect itself is the answer."""
-
-
-# Requests go to the engines directly, even if the environment names a proxy.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,27 +27,27 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)  # the engine's admin key, or its API key
     world_size: int | None = None  # its number of ranks, for engines whose /server_info lacks it
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float) -> Answer:
-        """Returns the engine's answer to a POST; ``timeout_s``: the longest silence, in seconds."""
-        return self._request(path, json.dumps(body).encode(), timeout_s)
+    def post(self, path: str, body: dict[str, Any], timeout_s: float, *, tries: int = 1) -> Answer:
+        """Returns the engine's answer to a POST; ``timeout_s``: the longest silence, in seconds.
+
+        ``tries``: how often it is sent if answers are lost; engines repeat their answers for a session.
+        """
+        data = json.dumps(body).encode()
+        for _ in range(tries):
+            answer = self._request(path, data, timeout_s)
+            if answer.status is not None or answer.gone:
+                break
+        return answer
 
     def get(self, path: str, timeout_s: float) -> Answer:
         """Returns the engine's answer to a GET; ``timeout_s``: as for :meth:`post`."""
         return self._request(path, None, timeout_s)
 
     def _request(self, path: str, data: bytes | None, timeout_s: float) -> Answer:
-        headers = {"content-type": "application/json"}
-        if self.api_key is not None:
-            headers["authorization"] = f"Bearer {self.api_key}"
         url = self.url.rstrip("/")
         try:
-            request = urllib.request.Request(url + path, data, headers)
-            try:
-                with _OPENER.open(request, timeout=timeout_s) as response:
-                    return _parse_answer(url, 200, _read(response))
-            except urllib.error.HTTPError as error:
-                with error:
-                    return _parse_answer(url, error.code, _read(error))
+            with open_url(url + path, data, api_key=self.api_key, timeout_s=timeout_s) as response:
+                return _parse_answer(url, response.status, _read(response))
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             gone = isinstance(reason, ConnectionError)
@@ -98,7 +87,7 @@ def _parse_answer(url: str, status: int, text: bytes) -> Answer:
     if not isinstance(fields, dict):
         message = f"HTTP {status} with a body that is not a JSON object, so check the URL: {text[:80]!r}"
         return Answer(url=url, success=False, message=message, status=status)
-    success = status == 200 and fields.get("success", True) is True and fields.get("status") != "error"
+    success = status < 300 and fields.get("success", True) is True and fields.get("status") != "error"
     message = str(fields.get("message", ""))
     return Answer(url=url, success=success, message=message, status=status, fields=fields)
 

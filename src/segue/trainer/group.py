@@ -5,27 +5,37 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import distributed_c10d as c10d
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from segue.memory.nccl_buffers import RegisteredBuffers, can_register
-from segue.weight_update.transport.group import ANNOUNCED_KEY, MAX_CTAS_KEY, REGISTERED_KEY, without_watchdog
+from segue.memory.nccl_buffers import can_register
+from segue.messages.weight_operations import Group
+from segue.weight_update.transport.base import broadcast_options
+from segue.weight_update.transport.group import (
+    ANNOUNCED_KEY,
+    MAX_CTAS_KEY,
+    REGISTERED_KEY,
+    JoinedGroup,
+    make_backend,
+    prefixed,
+)
+from segue.weight_update.transport.rendezvous import bracketed
 
 MARGIN_S = 600.0  # torch's own deadlines are later than ours by so much
 LEAVE_S = 10.0
-STAND_IN_S = 1.0  # per connection that stands in for missing engines, see `TrainerGroup._end`
+STAND_IN_S = 1.0  # per connection that stands in for missing engines, see `TrainerGroup.leave`
 CHECK_S = 0.1
 
 
+@dataclass(eq=False)
 class TrainerGroup:
     """A process group with this trainer as rank 0; call :meth:`wait` before the first broadcast.
 
@@ -33,34 +43,21 @@ class TrainerGroup:
     only in its first receive delays :meth:`wait` alone.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        address: str,
-        port: int,
-        world_size: int,
-        device: torch.device,
-        timeout_s: float,
-        max_ctas: int | None = None,
-    ) -> None:
-        """``device``: of the tensors to broadcast; a CUDA device means NCCL, any other device gloo.
+    group: Group
+    device: torch.device  # of the tensors to broadcast: a CUDA device for NCCL
+    timeout_s: float
+    max_ctas: int | None = None  # the limit of NCCL's CTAs, here and in the engines; None: NCCL's default
 
-        ``max_ctas``: the limit of NCCL's CTAs, here and in the engines; None: NCCL's default.
-        """
-        self.name, self.address, self.port, self.world_size = name, address, port, world_size
-        self.device = device
-        self.backend = "nccl" if device.type == "cuda" else "gloo"
+    def __post_init__(self) -> None:
         # All broadcasts share these streams: torch reuses freed memory for the stream that allocated it only.
-        self.streams = [torch.cuda.Stream(device) for _ in range(2)] if self.backend == "nccl" else []  # type: ignore[no-untyped-call]
-        self._max_ctas = max_ctas
-        self._store: Store | None = None  # the group's part of the store, with NCCL
+        is_cuda = self.device.type == "cuda"
+        self.streams = [torch.cuda.Stream(self.device) for _ in range(2)] if is_cuda else []  # type: ignore[no-untyped-call]
+        self._store: Store | None = None  # the group's part of the store
         self._has_store = threading.Event()  # set once the store has all keys that engines read
         self._num_buckets = 0  # announced so far
         self._registers = False  # whether the memory of flattened buckets is registered with NCCL
-        self._timeout = timedelta(seconds=timeout_s + MARGIN_S)
-        self._group: Any = None
-        self._buffers: list[RegisteredBuffers] = []
+        self._timeout = timedelta(seconds=self.timeout_s + MARGIN_S)
+        self._joined: JoinedGroup | None = None
         self._error: Exception | None = None
         self._left = False
         self._lock = threading.Lock()
@@ -78,14 +75,13 @@ class TrainerGroup:
         while self._joining.is_alive() and time.monotonic() < deadline:
             check()
             self._joining.join(CHECK_S)
+        name = self.group.name
         if self._error is not None:
             shared = "Duplicate GPU" in str(self._error)
             hint = "; NCCL cannot connect two processes on one GPU: use backend='gloo'" if shared else ""
-            raise RuntimeError(
-                f"the group {self.name!r} was not joined: {self._error}{hint}"
-            ) from self._error
-        if self._group is None:
-            raise TimeoutError(f"not all engines joined the group {self.name!r} within {timeout_s:g} s")
+            raise RuntimeError(f"the group {name!r} was not joined: {self._error}{hint}") from self._error
+        if self._joined is None:
+            raise TimeoutError(f"not all engines joined the group {name!r} within {timeout_s:g} s")
 
     def wait_met(self, timeout_s: float) -> None:
         """Wait until all ranks are in the store and it has all keys that engines read; raises no errors.
@@ -99,7 +95,7 @@ class TrainerGroup:
     def announce(self) -> None:
         """Announce the next bucket in the store; with NCCL, to be called before each bucket."""
         store = self._store
-        self._check()
+        self._alive()
         assert store is not None
         self._num_buckets += 1
         store.set(ANNOUNCED_KEY, str(self._num_buckets))
@@ -115,27 +111,17 @@ class TrainerGroup:
         """
         if not self._registers:
             return [torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
-        for kept in self._buffers:
-            if kept.num_bytes >= num_bytes and len(kept.buffers) >= count:
-                return kept.buffers
-        group = self._group
-        self._check()
-        made = RegisteredBuffers(group._get_backend(self.device), self.device, num_bytes, count)
-        with self._lock:  # nothing may be registered with an aborted communicator
-            self._check()
-            made.register()
-            self._buffers.append(made)
-        return made.buffers
+        joined = self._alive()
+        registered = joined.registered_buffers(num_bytes, count)
+        joined.register(registered)
+        return registered.buffers
 
     def broadcast(self, tensor: Tensor) -> Any:
         """Begin to broadcast a contiguous tensor on :attr:`device`.
 
         With NCCL the broadcast is queued on the current stream; with gloo, call ``wait()`` of the result.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.asyncOp = False
-        return self._group.broadcast([tensor], options)
+        return self._alive().process_group.broadcast([tensor], broadcast_options())
 
     def leave(self) -> None:
         """Close the store and all connections, even during a broadcast; the port is free soon after.
@@ -143,86 +129,62 @@ class TrainerGroup:
         Takes at most `LEAVE_S`; operations that cannot be ended are left behind with their thread.
         """
         with self._lock:
-            if self._left:
-                return
-            self._left = True
-            group, self._group = self._group, None
-            buffers, self._buffers = self._buffers, []
-            self._store = None
-        work = threading.Thread(
-            target=self._end, args=(group, buffers), name="leave-weight-group", daemon=True
-        )
-        work.start()
-        work.join(LEAVE_S)
+            self._left, self._store = True, None
+            joined, self._joined = self._joined, None
+        if joined is not None:
+            joined.mark_dead("it was left")
+            joined.wait_ended(LEAVE_S)
+        # The rendezvous waits for a number of clients and cannot be cancelled, so this thread connects in
+        # place of the missing ones. Each try is short: the store may close in the middle of it.
+        deadline, group = time.monotonic() + LEAVE_S, self.group
+        while self._joining.is_alive() and time.monotonic() < deadline:
+            with suppress(RuntimeError):
+                timeout = timedelta(seconds=STAND_IN_S)
+                TCPStore(group.master_address, group.master_port, group.world_size, False, timeout)
 
     def _join(self) -> None:
+        group = self.group
         try:
-            where = f"tcp://{bracketed(self.address)}:{self.port}"
-            store, _, _ = next(rendezvous(where, rank=0, world_size=self.world_size, timeout=self._timeout))
-            if self._left:  # `_end` has connected in place of the missing engines
+            where = f"tcp://{bracketed(group.master_address)}:{group.master_port}"
+            store, _, _ = next(rendezvous(where, rank=0, world_size=group.world_size, timeout=self._timeout))
+            if self._left:  # `leave` has connected in place of the missing engines
                 return
             store.set_timeout(self._timeout)
-            group = self._make(PrefixStore(self.name, store))
+            joined = self._make(store)
         except Exception as error:
             self._error, self._store = error, None
             return
         with self._lock:
             if not self._left:
-                self._group = group
+                self._joined = joined
                 return
             self._store = None
-        _destroy(group)
+        joined.mark_dead("it was left")
 
-    def _make(self, store: Store) -> Any:
-        options: Any = None
-        ours = PrefixStore(f"{self.name}/", store)
-        if self.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            self._store = ours
+    def _make(self, store: Store) -> JoinedGroup:
+        self._store = ours = prefixed(store, self.group)
+        if self.group.backend == "gloo":
+            self._has_store.set()
+            made = make_backend(store, self.group, 0, self._timeout)
+        else:
             ours.set(ANNOUNCED_KEY, "0")
-            if self._max_ctas is not None:
-                options.config.max_ctas = self._max_ctas
-                ours.set(MAX_CTAS_KEY, str(self._max_ctas))
-        with without_watchdog() if options is not None else nullcontext(), _without_bound_device():
-            group, _ = c10d._new_process_group_helper(
-                self.world_size,
-                0,
-                [],
-                dist.Backend(self.backend),
-                store,
-                group_name=self.name,  # type: ignore[arg-type]
-                backend_options=options,
-                timeout=self._timeout,
-            )
-        if options is not None:
-            nccl = group._get_backend(self.device)
-            self._registers = can_register(nccl, self.device)
+            if self.max_ctas is not None:
+                ours.set(MAX_CTAS_KEY, str(self.max_ctas))
+            made = make_backend(store, self.group, 0, self._timeout)
+            self._registers = can_register(made, self.device)
             if self._registers:
                 ours.set(REGISTERED_KEY, "1")
-        self._has_store.set()
-        if options is not None:  # build the communicator now, so that no broadcast waits for it
-            nccl.eager_connect_single_device(self.device)
-        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
-        return group
+            self._has_store.set()
+            # Build the communicator now, so that no broadcast waits for it.
+            made.eager_connect_single_device(self.device)  # type: ignore[attr-defined]
+        return JoinedGroup(self.group, 0, self.device, store, None, made)
 
-    def _check(self) -> None:
-        if self._left:
-            raise RuntimeError(f"the group {self.name!r} was left")
-
-    def _end(self, group: Any, buffers: list[RegisteredBuffers]) -> None:
-        """End the group or the rendezvous; `buffers` are kept alive until the communicator has ended."""
-        if group is not None:
-            if self.backend == "nccl":
-                group.abort()
-            _destroy(group)
-        elif self._joining.is_alive():
-            # The rendezvous waits for a number of clients and cannot be cancelled, so this thread connects in
-            # place of the missing ones. Each try is short: the store may close in the middle of it.
-            deadline = time.monotonic() + LEAVE_S
-            while self._joining.is_alive() and time.monotonic() < deadline:
-                with suppress(RuntimeError):
-                    TCPStore(self.address, self.port, self.world_size, False, timedelta(seconds=STAND_IN_S))
+    def _alive(self) -> JoinedGroup:
+        """Returns the group; raises RuntimeError if it was left."""
+        joined = self._joined
+        if joined is None:
+            raise RuntimeError(f"the group {self.group.name!r} was left")
+        return joined
 
 
 def free_port(wanted: int | None) -> int:
@@ -244,32 +206,3 @@ def own_address(host: str, port: int) -> str:
     with closing(socket.socket(family, kind)) as probe:
         probe.connect(target)  # sends nothing
         return str(probe.getsockname()[0])
-
-
-def bracketed(address: str) -> str:
-    """Returns an address as it is written in a URL: an IPv6 address in brackets."""
-    return f"[{address}]" if ":" in address else address
-
-
-def _destroy(group: Any) -> None:
-    # Errors of a failed group are ignored, since it is given up in any case.
-    with suppress(Exception):
-        dist.destroy_process_group(group)
-
-
-@contextmanager
-def _without_bound_device() -> Iterator[None]:
-    """Context without the default group's bound device, if it has one.
-
-    With a bound device, torch would split the default group, with all its ranks, for each new group; but only
-    one of these ranks joins ours.
-    """
-    default = c10d._get_default_group() if dist.is_initialized() else None
-    if default is None or default.bound_device_id is None:
-        yield
-        return
-    device, default.bound_device_id = default.bound_device_id, None
-    try:
-        yield
-    finally:
-        default.bound_device_id = device

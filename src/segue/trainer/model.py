@@ -35,7 +35,7 @@ class TrainedModel:
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         source = resolve(model, "auto", cache_dir)
         self.name = source.name
-        self.module = _load(source, getattr(torch, dtype)).to(place).train()
+        self.module = load_model(source, getattr(torch, dtype)).to(place).train()
         self.num_steps = 0
         self._optimizer = torch.optim.AdamW(self.module.parameters(), lr=learning_rate, fused=True)
         self._tokenizer: Any = None
@@ -89,7 +89,8 @@ class TrainedModel:
             ) from None
 
 
-def _load(source: ModelSource, dtype: torch.dtype) -> Any:
+def load_model(source: ModelSource, dtype: torch.dtype) -> Any:
+    """Returns the model of transformers with the source's weights, in ``dtype``."""
     if source.gguf is None:
         return transformers.AutoModelForCausalLM.from_pretrained(source.directory, dtype=dtype)
     # The engine's own conversion, in its default dtype, so that both begin with the same weights.

@@ -8,22 +8,25 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 import torch
 
 from segue.errors import ConfigError, SegueError
+from segue.messages.weight_operations import Group
 from segue.trainer.broadcast import BroadcastSender
 from segue.trainer.buckets import TensorBucket, Weights, device_of, plan, tensors
 from segue.trainer.endpoint import Answer, Endpoint, everywhere
-from segue.trainer.group import TrainerGroup, bracketed, free_port, own_address
+from segue.trainer.group import TrainerGroup, free_port, own_address
 from segue.weight_update.checksum import checksum
+from segue.weight_update.transport.rendezvous import bracketed
 
 ASK_S = 10.0  # timeout of requests that an engine answers at once
 POLL_S = 0.2  # between two checks of the engines' status during a broadcast
 COMMIT_TRIES = 3  # requests for a commit, if answers are lost
+COMMIT = "/commit_weights_update"
 DEFAULT_GROUP = "weight_update_group"
 
 
@@ -66,66 +69,58 @@ class SendReport:
     endpoints: list[Answer]  # each engine's answer to the commit; `fields` has its weight_version
 
 
+@dataclass(eq=False, repr=False)
 class WeightSender:
     """Sends the weights of a model, or of a state dict, to engines; keeps a process group with them.
 
     The group is joined at the first :meth:`send`, and again after a failure. In a distributed trainer, one
     rank makes a sender, with weights that are whole on it. Any thread may call it; one call runs at a time.
+
+    Args:
+        endpoints: the engines' URLs, in the order of their ranks; :class:`Endpoint` for one with a key.
+        weights: a module, whose parameters are sent, or a mapping, which is sent as it is.
+        buffer_size_mb: MiB per bucket; a larger tensor has its own bucket.
+        flattened: one broadcast per bucket; else one per tensor.
+        checksums: let engines compare a checksum of each tensor before they commit.
+        backend: auto: NCCL for weights on CUDA, else gloo.
+        group_name: of the process group.
+        master_address: at which engines reach this process; default: found from the first engine's URL.
+        master_port: of the store that is hosted here; default, or if it is in use: a free port.
+        max_ctas: the most SMs that NCCL's kernels use, here and in each engine; None: NCCL's default.
+        gb_per_s_while_serving: the speed limit over NCCL while an engine generates. A lower limit slows
+            the engine's requests down less, but for longer. A bucket must take much less than
+            ``timeout_s`` at this speed. ``math.inf``: no limit.
+        timeout_s: for joining, for a transfer without progress, and for engines to finish receiving.
+        on_progress: called after each bucket, in another thread.
+
+    Raises:
+        ConfigError: ``endpoints`` is empty, or ``gb_per_s_while_serving`` is not above 0.
     """
 
-    def __init__(
-        self,
-        endpoints: Sequence[str | Endpoint],
-        weights: Weights,
-        *,
-        buffer_size_mb: float = 1024,
-        flattened: bool = True,
-        checksums: bool = False,
-        backend: Literal["auto", "gloo", "nccl"] = "auto",
-        group_name: str = DEFAULT_GROUP,
-        master_address: str | None = None,
-        master_port: int | None = None,
-        max_ctas: int | None = 16,
-        gb_per_s_while_serving: float = 25.0,
-        timeout_s: float = 300.0,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
-    ) -> None:
-        """Set the options; nothing is sent or joined yet.
+    endpoints: Sequence[str | Endpoint]
+    weights: Weights
+    _: KW_ONLY
+    buffer_size_mb: float = 1024
+    flattened: bool = True
+    checksums: bool = False
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    group_name: str = DEFAULT_GROUP
+    master_address: str | None = None
+    master_port: int | None = None
+    max_ctas: int | None = 16
+    gb_per_s_while_serving: float = 25.0
+    timeout_s: float = 300.0
+    on_progress: Callable[[Progress], None] = lambda progress: None
 
-        Args:
-            endpoints: the engines' URLs, in the order of their ranks; :class:`Endpoint` for one with a key.
-            weights: a module, whose parameters are sent, or a mapping, which is sent as it is.
-            buffer_size_mb: MiB per bucket; a larger tensor has its own bucket.
-            flattened: one broadcast per bucket; else one per tensor.
-            checksums: let engines compare a checksum of each tensor before they commit.
-            backend: auto: NCCL for weights on CUDA, else gloo.
-            group_name: of the process group.
-            master_address: at which engines reach this process; default: found from the first engine's URL.
-            master_port: of the store that is hosted here; default, or if it is in use: a free port.
-            max_ctas: the most SMs that NCCL's kernels use, here and in each engine; None: NCCL's default.
-            gb_per_s_while_serving: the speed limit over NCCL while an engine generates. A lower limit slows
-                the engine's requests down less, but for longer. A bucket must take much less than
-                ``timeout_s`` at this speed. ``math.inf``: no limit.
-            timeout_s: for joining, for a transfer without progress, and for engines to finish receiving.
-            on_progress: called after each bucket, in another thread.
-
-        Raises:
-            ConfigError: ``endpoints`` is empty, or ``gb_per_s_while_serving`` is not above 0.
-        """
-        self._endpoints = [Endpoint(url=each) if isinstance(each, str) else each for each in endpoints]
-        if not self._endpoints:
+    def __post_init__(self) -> None:
+        self._engines = [Endpoint(url=each) if isinstance(each, str) else each for each in self.endpoints]
+        if not self._engines:
             raise ConfigError("endpoints is empty: give the URL of at least one engine")
-        if not gb_per_s_while_serving > 0:
+        if not self.gb_per_s_while_serving > 0:
             raise ConfigError(
-                f"gb_per_s_while_serving={gb_per_s_while_serving}; it must be above 0 (math.inf: no limit)"
+                f"gb_per_s_while_serving={self.gb_per_s_while_serving}; it must be above 0 (math.inf: no "
+                "limit)"
             )
-        self._weights = weights
-        self._max_bytes = int(buffer_size_mb * (1 << 20))
-        self._flattened, self._checksums, self._backend = flattened, checksums, backend
-        self._name, self._address, self._port = group_name, master_address, master_port
-        self._max_ctas, self._timeout_s = max_ctas, timeout_s
-        self._gb_per_s_while_serving = gb_per_s_while_serving
-        self._on_progress = on_progress
         self._group: TrainerGroup | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -170,25 +165,37 @@ class WeightSender:
 
     def _send(self, session: str, weight_version: str | None, flush_cache: bool) -> SendReport:
         self._check_open()
-        buckets = plan(self._weights, self._max_bytes)
+        buckets = plan(self.weights, int(self.buffer_size_mb * (1 << 20)))
         group = self._group = self._group or self._join()
         began = time.perf_counter()
+        sums = {name: checksum(each) for name, each in tensors(self.weights)} if self.checksums else None
+        manifest = {
+            "num_buckets": len(buckets),
+            "buckets": [bucket.body() for bucket in buckets],
+            "group_name": self.group_name,
+            "session_id": session,
+            "weight_version": weight_version,
+            "load_format": "flattened_bucket" if self.flattened else None,
+            "checksums": sums,
+            "timeout_s": self.timeout_s,
+        }
         try:
-            manifest = self._manifest(session, buckets, weight_version)
-            answers = self._ask("/prepare_weights_update", manifest, self._timeout_s)
+            answers = self._ask("/prepare_weights_update", manifest, self.timeout_s)
         except WeightSendError as error:
             raise _RefusedError(error.message, error.answers) from None
-        self._wait_for(group)
+        try:
+            group.wait(self.timeout_s, self._check_open)
+        except (RuntimeError, TimeoutError) as error:
+            raise WeightSendError(str(error)) from error
         broadcast_began = time.perf_counter()
         self._broadcast(group, session, buckets, began, self._speed_limit(answers))
         broadcast_s = time.perf_counter() - broadcast_began
-        alone = len(self._endpoints) == 1
-        finish = {"group_name": self._name, "session_id": session, "flush_cache": flush_cache}
-        answers = self._ask(
-            "/complete_weights_update", finish | {"commit": alone}, self._timeout_s + ASK_S, repeat=True
-        )
+        alone = len(self._engines) == 1
+        finish = {"group_name": self.group_name, "session_id": session, "flush_cache": flush_cache}
+        wait_s = self.timeout_s + ASK_S
+        answers = self._ask("/complete_weights_update", finish | {"commit": alone}, wait_s, COMMIT_TRIES)
         if not alone:
-            answers = self._commit(finish)
+            answers = self._ask(COMMIT, finish, wait_s, COMMIT_TRIES)
         seconds = time.perf_counter() - began
         num_bytes = sum(bucket.num_bytes for bucket in buckets)
         return SendReport(
@@ -200,85 +207,62 @@ class WeightSender:
             endpoints=answers,
         )
 
-    def _manifest(
-        self, session: str, buckets: list[TensorBucket], weight_version: str | None
-    ) -> dict[str, Any]:
-        sums = (
-            {name: checksum(tensor) for name, tensor in tensors(self._weights)} if self._checksums else None
-        )
-        return {
-            "num_buckets": len(buckets),
-            "buckets": [bucket.body() for bucket in buckets],
-            "group_name": self._name,
-            "session_id": session,
-            "weight_version": weight_version,
-            "load_format": "flattened_bucket" if self._flattened else None,
-            "checksums": sums,
-            "timeout_s": self._timeout_s,
-        }
-
     def _join(self) -> TrainerGroup:
         """Host a group for all engines; returns it once all engines have answered that they joined."""
-        sizes = world_sizes(self._endpoints)
+        sizes = world_sizes(self._engines)
         offsets = [1 + sum(sizes[:index]) for index in range(len(sizes))]
-        device = device_of(self._weights)
-        if self._backend == "gloo" or (self._backend == "auto" and device.type != "cuda"):
+        device = device_of(self.weights)
+        if self.backend == "gloo" or (self.backend == "auto" and device.type != "cuda"):
             device = torch.device("cpu")
         elif device.type != "cuda":
             raise WeightSendError(
                 f"backend 'nccl' sends from CUDA devices, but the weights are on {device}: use 'gloo'"
             )
-        first = urlsplit(self._endpoints[0].url)
-        group = TrainerGroup(
-            name=self._name,
-            address=self._address or own_address(first.hostname or "", first.port or 80),
-            port=free_port(self._port),
+        first = urlsplit(self._engines[0].url)
+        group = Group(
+            name=self.group_name,
+            master_address=self.master_address or own_address(first.hostname or "", first.port or 80),
+            master_port=free_port(self.master_port),
+            rank_offset=0,
             world_size=1 + sum(sizes),
-            device=device,
-            timeout_s=self._timeout_s,
-            max_ctas=self._max_ctas,
+            backend="nccl" if device.type == "cuda" else "gloo",
         )
+        hosted = TrainerGroup(group, device, self.timeout_s, self.max_ctas)
         common = {
-            "master_address": bracketed(group.address),
-            "master_port": group.port,
+            "master_address": bracketed(group.master_address),
+            "master_port": group.master_port,
             "world_size": group.world_size,
             "group_name": group.name,
             "backend": group.backend,
-            "timeout_s": self._timeout_s,
+            "timeout_s": self.timeout_s,
         }
         try:
             # Once one engine refuses, the group is left, which ends the rendezvous of the others.
             answers = everywhere(
-                self._endpoints,
+                self._engines,
                 lambda index, endpoint: endpoint.post(
                     "/init_weights_update_group",
                     common | {"rank_offset": offsets[index]},
-                    self._timeout_s + ASK_S,
+                    self.timeout_s + ASK_S,
                 ),
-                on_failure=group.leave,
+                on_failure=hosted.leave,
                 stop=self._closing,
             )
             self._check("/init_weights_update_group", answers)
-            group.wait_met(self._timeout_s)
+            hosted.wait_met(self.timeout_s)
         except BaseException:
-            group.leave()
+            hosted.leave()
             raise
-        return group
+        return hosted
 
     def _check_open(self) -> None:
         if self._closing.is_set():
             raise WeightSendError("the sender was closed during the send")
 
-    def _wait_for(self, group: TrainerGroup) -> None:
-        try:
-            group.wait(self._timeout_s, self._check_open)
-        except (RuntimeError, TimeoutError) as error:
-            raise WeightSendError(str(error)) from error
-
     def _speed_limit(self, answers: list[Answer]) -> float:
         """Returns the speed limit in GB/s for engines with these answers."""
         is_serving = any(answer.fields.get("generating") for answer in answers)
-        return self._gb_per_s_while_serving if is_serving else math.inf
+        return self.gb_per_s_while_serving if is_serving else math.inf
 
     def _broadcast(
         self, group: TrainerGroup, session: str, buckets: list[TensorBucket], began: float, gb_per_s: float
@@ -286,7 +270,7 @@ class WeightSender:
         total_bytes = sum(bucket.num_bytes for bucket in buckets)
 
         def report(broadcast: BroadcastSender) -> None:
-            self._on_progress(
+            self.on_progress(
                 Progress(
                     num_buckets=broadcast.num_buckets,
                     total_buckets=len(buckets),
@@ -296,14 +280,14 @@ class WeightSender:
                 )
             )
 
-        source = device_of(self._weights)
+        source = device_of(self.weights)
         if source.type == "cuda" and group.device.type == "cpu":  # the stream of another thread reads them
             torch.cuda.current_stream(source).synchronize()
         broadcast = BroadcastSender(
             group,
             buckets,
-            tensors(self._weights),
-            flattened=self._flattened,
+            tensors(self.weights),
+            flattened=self.flattened,
             on_sent=report,
             gb_per_s=gb_per_s,
         )
@@ -319,9 +303,9 @@ class WeightSender:
             self._check_open()
             if broadcast.num_bytes > num_bytes:
                 moved, num_bytes = time.monotonic(), broadcast.num_bytes
-            if time.monotonic() - moved > self._timeout_s:
+            if time.monotonic() - moved > self.timeout_s:
                 self._fail(
-                    f"the broadcast made no progress for {self._timeout_s:g} s", self._statuses(session)
+                    f"the broadcast made no progress for {self.timeout_s:g} s", self._statuses(session)
                 )
             answers = self._statuses(session)
             if not all(answer.success for answer in answers) and not broadcast.finished.is_set():
@@ -340,43 +324,26 @@ class WeightSender:
             if answer.gone or "state" not in answer.fields or answer.fields.get("session_id") == session:
                 return replace(answer, success=not answer.gone)
             # The engine has ended the session; its answer to a complete request says why.
-            body = {"group_name": self._name, "session_id": session, "commit": False}
+            body = {"group_name": self.group_name, "session_id": session, "commit": False}
             return replace(endpoint.post("/complete_weights_update", body, ASK_S / 4), success=False)
 
-        return everywhere(self._endpoints, ask, stop=self._closing)
+        return everywhere(self._engines, ask, stop=self._closing)
 
-    def _commit(self, finish: dict[str, Any]) -> list[Answer]:
-        answers = everywhere(
-            self._endpoints,
-            lambda _, endpoint: _post_again(
-                endpoint, "/commit_weights_update", finish, self._timeout_s + ASK_S
-            ),
-            stop=self._closing,
-        )
-        done = [answer.url for answer in answers if answer.success]
-        if 0 < len(done) < len(answers):
-            self._fail(f"committed by {', '.join(done)} only, which keep the new weights", answers)
-        self._check("/commit_weights_update", answers)
-        return answers
-
-    def _ask(
-        self, path: str, body: dict[str, Any], timeout_s: float, *, repeat: bool = False
-    ) -> list[Answer]:
+    def _ask(self, path: str, body: dict[str, Any], timeout_s: float, tries: int = 1) -> list[Answer]:
         """Send a request to all engines, and return their answers; raises unless all are successes."""
         answers = everywhere(
-            self._endpoints,
-            lambda _, endpoint: (
-                _post_again(endpoint, path, body, timeout_s)
-                if repeat
-                else endpoint.post(path, body, timeout_s)
-            ),
+            self._engines,
+            lambda _, engine: engine.post(path, body, timeout_s, tries=tries),
             stop=self._closing,
         )
         self._check(path, answers)
         return answers
 
     def _check(self, path: str, answers: list[Answer]) -> None:
-        if not all(answer.success for answer in answers):
+        done = [answer.url for answer in answers if answer.success]
+        if path == COMMIT and 0 < len(done) < len(answers):
+            self._fail(f"committed by {', '.join(done)} only, which keep the new weights", answers)
+        if len(done) < len(answers):
             self._fail(f"{path} failed", answers)
 
     def _fail(self, what: str, answers: list[Answer]) -> NoReturn:
@@ -386,17 +353,16 @@ class WeightSender:
     def _give_up(self, session: str) -> None:
         """Abort the session on all engines, and leave the group, in which a broadcast may hang."""
         if self._group is not None:
-            body = {"session_id": session, "group_name": self._name}
-            everywhere(self._endpoints, lambda _, each: each.post("/abort_weights_update", body, ASK_S))
+            body = {"session_id": session, "group_name": self.group_name}
+            everywhere(self._engines, lambda _, each: each.post("/abort_weights_update", body, ASK_S))
         self._leave()
 
     def _leave(self) -> None:
         group, self._group = self._group, None
-        if group is None:
-            return
-        body = {"group_name": self._name}
-        everywhere(self._endpoints, lambda _, each: each.post("/destroy_weights_update_group", body, ASK_S))
-        group.leave()
+        if group is not None:
+            body = {"group_name": self.group_name}
+            everywhere(self._engines, lambda _, each: each.post("/destroy_weights_update_group", body, ASK_S))
+            group.leave()
 
 
 def world_sizes(endpoints: Sequence[Endpoint]) -> list[int]:
@@ -414,12 +380,3 @@ def world_sizes(endpoints: Sequence[Endpoint]) -> list[int]:
             raise WeightSendError(f"{answer.url}: its number of ranks is unknown: {why}", answers)
         sizes.append(size)
     return sizes
-
-
-def _post_again(endpoint: Endpoint, path: str, body: dict[str, Any], timeout_s: float) -> Answer:
-    """Repeat a request that got no answer; engines repeat their answers for the same session."""
-    for _ in range(COMMIT_TRIES - 1):
-        answer = endpoint.post(path, body, timeout_s)
-        if answer.status is not None or answer.gone:
-            return answer
-    return endpoint.post(path, body, timeout_s)

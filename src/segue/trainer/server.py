@@ -7,7 +7,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -29,34 +29,29 @@ GRACE_S = 1  # for replies in progress at a shutdown
 MAX_BODY_MIB = 64
 TITLE = "Segue trainer"
 Endpoint = Callable[[Request], Awaitable[Response]]
-B = TypeVar("B", bound=Body)
 
 
 def create_app(trainer: Trainer, guard: HttpGuard) -> Starlette:
     """Returns the application; a reply has status 200 or mostly 400, ``success`` and ``message``."""
     handlers: Any = {SegueError: _on_segue_error, HTTPException: _on_http_error}
     app = Starlette(exception_handlers=handlers)
-    posts: dict[str, tuple[type[Any], Callable[[Any], dict[str, Any]]]] = {
-        "/add_inference_endpoint": (EndpointBody, trainer.add),
-        "/remove_inference_endpoint": (EndpointBody, trainer.remove),
-        "/sync_inference_weights": (SyncBody, trainer.sync),
-        "/train_step": (TrainBody, trainer.train_step),
-        "/save_checkpoint": (SaveBody, trainer.save),
-    }
-    for path, (kind, act) in posts.items():
-        app.add_route(path, _poster(path, kind, act), methods=["POST"])
-    gets: dict[str, Callable[[], dict[str, Any]]] = {
-        "/inference_endpoints": lambda: {"endpoints": trainer.endpoints()},
-        "/sync_status": trainer.sync_status,
-        "/health": trainer.health,
-    }
-    described: list[tuple[str, str, dict[str, Any]]] = [(path, "GET", {"summary": path}) for path in gets]
-    for path, (kind, act) in posts.items():
-        summary = {"summary": act.__doc__}
-        described.append((path, "POST", summary | body_schema(kind, required=False)))
-    gets["/openapi.json"] = lambda: openapi(TITLE, described)
-    for path, answer in gets.items():
-        app.add_route(path, _getter(answer), methods=["GET"])
+    described: list[tuple[str, str, dict[str, Any]]] = []
+
+    def add(path: str, act: Callable[..., Any], kind: type[Body] | None = None) -> None:
+        method = "GET" if kind is None else "POST"
+        about = {"summary": path} if kind is None else {"summary": act.__doc__}
+        described.append((path, method, about | (body_schema(kind, required=False) if kind else {})))
+        app.add_route(path, _route(path, act, kind), methods=[method])
+
+    add("/add_inference_endpoint", trainer.add, EndpointBody)
+    add("/remove_inference_endpoint", trainer.remove, EndpointBody)
+    add("/sync_inference_weights", trainer.sync, SyncBody)
+    add("/train_step", trainer.train_step, TrainBody)
+    add("/save_checkpoint", trainer.save, SaveBody)
+    add("/inference_endpoints", lambda: {"endpoints": trainer.endpoints()})
+    add("/sync_status", trainer.sync_status)
+    add("/health", trainer.health)
+    app.add_route("/openapi.json", lambda _: _json(openapi(TITLE, described)), methods=["GET"])
     app.add_route("/docs", lambda _: HTMLResponse(swagger_page(TITLE)), methods=["GET"])
     install(app, guard, _refusal, checks_all=True)
     return app
@@ -100,8 +95,12 @@ class _TrainingServer(uvicorn.Server):
         yield
 
 
-def _poster(path: str, kind: type[B], act: Callable[[B], dict[str, Any]]) -> Endpoint:
+def _route(path: str, act: Callable[..., Any], kind: type[Body] | None) -> Endpoint:
+    """Returns the route that answers with what ``act`` returns: at once, or for a body of this kind."""
+
     async def route(request: Request) -> Response:
+        if kind is None:
+            return _json(act())
         try:
             body = parse(kind, msgspec.json.decode(await _body(request) or b"{}"))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -125,13 +124,6 @@ async def _body(request: Request) -> bytes:
         if len(body) > MAX_BODY_MIB << 20:
             raise InvalidRequestError(f"the body has more than {MAX_BODY_MIB} MiB; send several smaller ones")
     return bytes(body)
-
-
-def _getter(answer: Callable[[], dict[str, Any]]) -> Endpoint:
-    async def route(_: Request) -> Response:
-        return _json(answer())
-
-    return route
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -11,11 +11,11 @@ from torch import Tensor
 from segue.distributed.info import TPInfo
 from segue.errors import InvalidRequestError
 from segue.memory.checksum import MASK, scramble
-from segue.memory.tensor_ops import BLOCK, BLOCK_CUDA, box_of, equal
+from segue.memory.tensor_ops import BLOCK, BLOCK_CUDA, equal
 from segue.messages.weight_operations import CheckWeights, GetWeights
 from segue.models import weight_map
 from segue.models.weight_map import Slice
-from segue.weight_update.served import ServedWeights
+from segue.weight_update.served import ServedWeights, box_of
 
 _MAX_VALUES = 1 << 20  # in an answer: one process turns them into lists while generation waits
 _DEFAULT_ROWS = 100  # `truncate_size`'s default: allowed even if these rows have more values than that
@@ -118,17 +118,13 @@ class Inspector:
             for name in table.names
             if any(
                 part.parameter in changed
-                and not equal(self._view(part), _box(snapshot[part.parameter], part), self._served.dtype)
+                and not equal(self._view(part), box_of(snapshot[part.parameter], part), self._served.dtype)
                 for part in table.slices[name]
             )
         ]
 
     def _view(self, part: Slice) -> Tensor:
-        return _box(self._served.arena.view(part.parameter), part)
-
-
-def _box(parameter: Tensor, part: Slice) -> Tensor:
-    return box_of(parameter, part.destination, len(part.source))
+        return box_of(self._served.arena.view(part.parameter), part)
 
 
 def _owned_slices(served: ServedWeights) -> dict[str, tuple[Slice, ...]]:

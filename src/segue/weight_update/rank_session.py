@@ -29,15 +29,14 @@ from segue.messages.weight_update import (
     Take,
 )
 from segue.weight_update import from_checkpoint
-from segue.weight_update.incoming import Incoming, ZeroCopyTensors
 from segue.weight_update.manifest import bucket_bytes, check, normalised, receive_buffer_bytes
 from segue.weight_update.payload.decode import decode, from_base64
 from segue.weight_update.served import ServedWeights
-from segue.weight_update.staging import StagedWeights
+from segue.weight_update.staging import Incoming, StagedWeights, ZeroCopyTensors
 from segue.weight_update.staging_memory import StagingMemory
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
-from segue.weight_update.transport.receiver import Callbacks, Receiver
+from segue.weight_update.transport.receiver import Receiver
 
 Fields = dict[str, Any]
 Send = Callable[[RankReply | Received], None]
@@ -217,7 +216,9 @@ class RankSession:
             group,
             manifest,
             self._sink,
-            Callbacks(self._on_ready, self._on_progress, self._on_done),
+            on_ready=self._on_ready,
+            on_progress=self._on_progress,
+            on_done=self._on_done,
             gloo_timeout_s=command.gloo_timeout_s,
         )
 

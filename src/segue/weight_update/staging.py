@@ -1,18 +1,23 @@
-"""Staged weights: received and checked beside the served ones, and not yet committed."""
+"""New weights beside the served ones: staged as they come in, checked, and not yet committed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from segue.memory.arena import Arena, TensorSpec
-from segue.memory.tensor_ops import are_finite, box_of, copy_into, equal
-from segue.messages.weight_operations import StagingPlace
-from segue.models.weight_map import Box
-from segue.weight_update.served import ServedWeights
-from segue.weight_update.staging_memory import StagingArena, StagingMemory
+from segue.memory.checksum import MASK, digest
+from segue.memory.tensor_ops import Copies, are_finite, as_sent, copy_into, equal, is_groupable
+from segue.messages.weight_operations import Manifest, StagingPlace
+from segue.models.weight_map import Box, Slice
+from segue.weight_update.manifest import first, receive_buffer_bytes, tensors
+from segue.weight_update.served import ServedWeights, box_of
+from segue.weight_update.staging_memory import StagingArena, StagingMemory, check_host
+
+_WARM = 1 << 20  # elements
 
 
 class StagedWeights:
@@ -63,10 +68,11 @@ class StagedWeights:
         touched = {part.parameter for name in written for part in table.slices[name]}
         new = [spec for spec in self.served.specs if spec.name in touched and spec.name not in self._views]
         if new:
-            self._take(None if len(new) == len(table.parameters) else new, new, place, receive_buffer)
+            arena = self._take(new, place, receive_buffer)
+            if len(new) == len(table.parameters):
+                self._whole = arena
         if aliases:
-            tied = [self._tied_spec(name) for name in aliases]
-            self._take(tied, tied, place, 0)
+            self._take([self._tied_spec(name) for name in aliases], place, 0)
         self.names |= written
         with self.memory.on_stream():
             for spec in new:
@@ -78,7 +84,7 @@ class StagedWeights:
         meaning = self.served.weight_map.aliases.get(name)
         for part in self.served.weight_map.slices[meaning or name]:
             if meaning is None:
-                yield box_of(self._views[part.parameter], part.destination, len(part.source)), part.source
+                yield box_of(self._views[part.parameter], part), part.source
             else:
                 yield self._views[name], part.source
 
@@ -105,24 +111,20 @@ class StagedWeights:
         self.names.clear()
         self.num_bytes = 0
 
-    def _take(
-        self, specs: list[TensorSpec] | None, new: list[TensorSpec], place: StagingPlace, receive_buffer: int
-    ) -> None:
+    def _take(self, specs: list[TensorSpec], place: StagingPlace, receive_buffer: int) -> Arena:
         staging = self.memory.take(specs, place, receive_buffer)
         self._stagings.append(staging)
         with self.memory.on_stream():
             staging.arena.zero_gaps()
-        if specs is None:
-            self._whole = staging.arena
         self.note = staging.note or self.note
-        self.num_bytes += sum(spec.num_bytes for spec in new)
-        for spec in new:
+        self.num_bytes += sum(spec.num_bytes for spec in specs)
+        for spec in specs:
             self._views[spec.name] = staging.arena.view(spec.name)
+        return staging.arena
 
     def _tied_spec(self, name: str) -> TensorSpec:
-        rows = [
-            part.source[0] for part in self.served.weight_map.slices[self.served.weight_map.aliases[name]]
-        ]
+        table = self.served.weight_map
+        rows = [part.source[0] for part in table.slices[table.aliases[name]]]
         shape = (sum(box.stop - box.start for box in rows), self.served.config.hidden_size)
         return TensorSpec(name=name, shape=shape, dtype=self.served.dtype)
 
@@ -139,7 +141,7 @@ class StagedWeights:
         found = are_finite([self._views[name] for name in parameters], self.served.dtype)
         bad = {name for name, finite in zip(parameters, found, strict=True) if not finite}
         return [
-            not_finite(name, self.served.dtype)
+            _not_finite(name, self.served.dtype)
             for name in names
             if any(part.parameter in bad for part in table.slices.get(name, ()))
             and not all(are_finite([view for view, _ in self.parts(name)], self.served.dtype))
@@ -154,15 +156,174 @@ class StagedWeights:
             for part in table.slices[tied_to]:
                 held = self._views.get(part.parameter, self.served.arena.view(part.parameter))
                 if not equal(self._views[name], held[part.destination], self.served.dtype):
-                    found.append(untied(name, tied_to))
+                    found.append(_untied(name, tied_to))
         return found
 
 
-def not_finite(name: str, dtype: torch.dtype) -> str:
+class Incoming:
+    """Stages the tensors of one manifest as they are received; one rank's `Sink`."""
+
+    def __init__(
+        self, staged: StagedWeights, manifest: Manifest, device: torch.device, *, receive_buffer: int
+    ) -> None:
+        """Allocate staging memory for all tensors of `manifest`, which must have been checked.
+
+        Args:
+            staged: the session's weights.
+            manifest: of the tensors.
+            device: where tensors are received: the host with gloo.
+            receive_buffer: bytes of the receiver's buffers there; fewer are needed if tensors are `direct`.
+
+        Raises:
+            OutOfMemoryError: there is too little memory; the message says how many bytes are missing.
+        """
+        self._staged = staged
+        self._checksums = manifest.checksums or {}
+        self._device = device
+        self._sent = {name: (getattr(torch, dtype), shape) for name, dtype, shape in tensors(manifest)}
+        self._digests: dict[str, Tensor] = {}
+        if device.type == staged.memory.device.type:
+            staged.add(self._sent, manifest.staging, receive_buffer)
+            exact = receive_buffer_bytes(manifest, lambda name: self.direct(name) is not None)
+            staged.memory.check_receive_buffers(min(receive_buffer, exact))
+        else:
+            check_host(receive_buffer)
+            staged.add(self._sent, manifest.staging)
+        self._warm_up()
+
+    def direct(self, name: str) -> Tensor | None:
+        """Returns the staging memory of the whole tensor `name`; None if it is kept in part, or cast."""
+        dtype, shape = self._sent[name]
+        parts = list(self._staged.parts(name))
+        if len(parts) != 1:
+            return None
+        view, source = parts[0]
+        is_whole = source == tuple(slice(0, size) for size in shape)
+        fits = view.dtype == dtype and view.device.type == self._device.type and view.is_contiguous()
+        return view if is_whole and fits else None
+
+    def store(self, name: str, tensor: Tensor) -> None:
+        """Copy this rank's shard of `tensor`, which is whole and in its sent dtype, to staging memory.
+
+        `tensor` may be the one that `direct` returned. Any other may be overwritten later: on CUDA the
+        current stream waits for the copy, and both writes `tensor` before and overwrites it afterwards.
+        """
+        target = self.direct(name)
+        if target is not None and target.data_ptr() == tensor.data_ptr():
+            return
+        with self._staged.memory.on_stream():
+            if name in self._checksums:
+                self._digests[name] = digest(tensor.contiguous())
+            for view, source in self._staged.parts(name):
+                copy_into(view, tensor[source])
+        stream = self._staged.memory.stream
+        if stream is not None:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Callable[[], None]:
+        """Returns a function that stores all these CUDA tensors with few launches, each time it is called."""
+        moved, rest = [], []
+        for name, tensor in tensors:
+            parts = [(view, tensor[source]) for view, source in self._staged.parts(name)]
+            if name in self._checksums or not all(is_groupable(*pair) for pair in parts):
+                rest.append((name, tensor))
+            else:
+                moved += parts
+        copies = Copies(moved, in_background=True)
+
+        def store() -> None:
+            copies.write()
+            for name, tensor in rest:
+                self.store(name, tensor)
+
+        return store
+
+    def finish(self) -> list[str]:
+        """Returns the problems of the received tensors, by name; on CUDA all receives must have ended."""
+        problems = []
+        with self._staged.memory.on_stream():
+            for name, expected in self._checksums.items():
+                if name not in self._digests:
+                    target = self.direct(name)
+                    assert target is not None
+                    self._digests[name] = digest(target)
+                found = int(self._digests[name]) & MASK
+                if found != expected & MASK:
+                    problems.append(f"{name!r} has checksum {found}, but the manifest says {expected & MASK}")
+        self._staged.memory.synchronize()
+        return first([*problems, *self._staged.problems(self._sent.keys())])
+
+    def _warm_up(self) -> None:
+        """Load the kernels of `store` and cache its temporary memory, before any receive is posted."""
+        memory, served = self._staged.memory, self._staged.served
+        if memory.stream is None or self._device.type != "cuda":
+            return
+        with memory.on_stream():
+            for dtype in {dtype for dtype, _ in self._sent.values()}:
+                sent = torch.zeros(4, _WARM, dtype=dtype, device=memory.device)
+                kept = torch.empty(4, _WARM, dtype=served.dtype, device=memory.device)
+                half = _WARM // 2
+                for to, source in ((kept, sent), (kept[:, :half], sent[:, half:])):
+                    copy_into(to, source)
+                    as_sent(source, served.dtype)
+                if self._checksums:
+                    digest(sent)
+        memory.synchronize()
+
+
+@dataclass(frozen=True)
+class ZeroCopyTensors:
+    """Tensors that are not copied to staging memory: a commit copies them straight to the served weights."""
+
+    served: ServedWeights
+    memory: StagingMemory
+    tensors: dict[str, Tensor]  # by checkpoint name, of known names and right shapes, on the served device
+
+    @property
+    def parameters(self) -> set[str]:
+        """The model's parameters that these tensors write, in whole or in part."""
+        slices = self.served.weight_map.slices
+        return {part.parameter for name in self.tensors for part in slices.get(name, ())}
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns pairs of served memory and the slice to copy there."""
+        return [
+            (self._served_values(part), tensor[part.source])
+            for name, tensor in self.tensors.items()
+            for part in self.served.weight_map.slices.get(name, ())
+        ]
+
+    def problems(self) -> list[str]:
+        """Returns the problems of the values: not finite, or different from a tied tensor."""
+        table, dtype = self.served.weight_map, self.served.dtype
+        slices = [
+            (name, part, tensor[part.source])
+            for name, tensor in self.tensors.items()
+            for part in table.slices[table.aliases.get(name, name)]
+        ]
+        with self.memory.on_stream():
+            finite = are_finite([mine for _, _, mine in slices], dtype)
+            bad = {name for (name, _, _), is_finite in zip(slices, finite, strict=True) if not is_finite}
+            found = [_not_finite(name, dtype) for name in self.tensors if name in bad]
+            for name, part, mine in slices:
+                meaning = table.aliases.get(name)
+                if meaning is None:
+                    continue
+                tied = self.tensors.get(meaning)
+                values = self._served_values(part) if tied is None else tied[part.source]
+                if not equal(mine, values, dtype):
+                    found.append(_untied(name, meaning))
+        return first(found)
+
+    def _served_values(self, part: Slice) -> Tensor:
+        return box_of(self.served.arena.view(part.parameter), part)
+
+
+def _not_finite(name: str, dtype: torch.dtype) -> str:
     """Returns the message for a tensor with infinities or NaN."""
     return f"{name!r} has values that are not finite in {str(dtype).removeprefix('torch.')}"
 
 
-def untied(name: str, meaning: str) -> str:
+def _untied(name: str, meaning: str) -> str:
     """Returns the message for a tied tensor that differs."""
     return f"{name!r} differs from {meaning!r}, to which this model ties it: send one of them, or both equal"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +17,7 @@ from segue.memory.rank_memory import Place, RankMemory
 from segue.messages.weight_operations import StagingPlace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StagingArena:
     """An arena and the place of its memory; on a CPU that is "device"."""
 
@@ -51,11 +51,11 @@ class StagingMemory:
         self._headroom = headroom
         # A stream of its own: no other stream uses the memory that is allocated on it.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._kept: dict[str, StagingArena] = {}  # by place
+        self._kept: dict[str, Arena] = {}  # arenas of all weights, by place
         self._lost: list[Arena] = []  # still in use when they were given back: never unmapped or reused
         needed = self._layout.num_bytes
         if device.type == "cuda" and reserved >= needed:
-            self._kept["device"] = StagingArena(arena=self._on_device(self._layout), place="device")
+            self._kept["device"] = self._on_device(self._layout)
         elif device.type == "cuda" and reserved:
             logger.warning(
                 "--weight-staging-gb %.2f keeps less device memory free than the weights of this rank take: "
@@ -76,44 +76,45 @@ class StagingMemory:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def take(
-        self, specs: Sequence[TensorSpec] | None, place: StagingPlace, receive_buffer: int
-    ) -> StagingArena:
-        """Returns an arena for `specs`; None: for all weights.
+    def take(self, specs: Sequence[TensorSpec], place: StagingPlace, receive_buffer: int) -> StagingArena:
+        """Returns an arena for `specs`; if these are all weights, it has their order.
 
         `receive_buffer`: bytes that receive buffers will take besides.
 
         Raises:
             OutOfMemoryError: there is too little memory; the message says how many bytes are missing.
         """
-        wanted = self._layout if specs is None else Layout.of(specs, align=ALIGNMENT)
+        layout = Layout.of(specs, align=ALIGNMENT)
+        is_whole = layout.table.keys() == self._layout.table.keys()
+        if is_whole:
+            layout = self._layout
+        needed = layout.num_bytes
         if self.device.type == "cpu":
-            check_host(wanted.num_bytes + receive_buffer)
-            return StagingArena(arena=self._memory.stage(wanted, "device"), place="device")
+            check_host(needed + receive_buffer)
+            return StagingArena(self._memory.stage(layout, "device"), "device")
         reason = ""
         if place != "host":
-            kept = self._find("device", wanted)
+            kept = self._find("device", layout)
             if kept is not None:
-                return kept
-            missing = wanted.num_bytes + receive_buffer + self._headroom - _free(self.device)
+                return StagingArena(kept, "device")
+            missing = needed + receive_buffer + self._headroom - _free(self.device)
             if missing <= 0:
                 try:
-                    return StagingArena(arena=self._on_device(wanted), place="device")
+                    return StagingArena(self._on_device(layout), "device")
                 except torch.OutOfMemoryError:  # the free memory is fragmented
-                    missing = wanted.num_bytes
+                    missing = needed
             reason = f"{missing} bytes of device memory are missing for staging there"
             if place == "device":
                 raise OutOfMemoryError(
                     f"{reason}: use staging='host' or 'auto', or start with a larger --weight-staging-gb"
                 )
-        kept = self._find("host", wanted)
-        if kept is not None:
-            return replace(kept, note=reason)
-        check_host(wanted.num_bytes)
-        staging = StagingArena(arena=self._memory.stage(wanted, "host"), place="host", note=reason)
-        if specs is None:
-            self._kept["host"] = replace(staging, note="")
-        return staging
+        arena = self._find("host", layout)
+        if arena is None:
+            check_host(needed)
+            arena = self._memory.stage(layout, "host")
+            if is_whole:
+                self._kept["host"] = arena
+        return StagingArena(arena, "host", reason)
 
     def check_receive_buffers(self, num_bytes: int) -> None:
         """Raise `OutOfMemoryError` if receive buffers on CUDA would use memory that the steps may need."""
@@ -128,26 +129,23 @@ class StagingMemory:
 
     def give_back(self, staging: StagingArena, *, in_use: bool) -> None:
         """Take an arena back; one that is still `in_use` is never given out again."""
-        kept = self._kept.get(staging.place)
+        is_kept = self._kept.get(staging.place) is staging.arena
         if in_use:
             self._lost.append(staging.arena)
-            if kept is not None and kept.arena is staging.arena:
+            if is_kept:
                 del self._kept[staging.place]
-        elif kept is not None and kept.arena is staging.arena:
-            return
-        else:
+        elif not is_kept:
             self._memory.release(staging.arena, staging.place)
 
     def close(self) -> None:
         """Free the arenas that are kept for the next session."""
-        host = self._kept.get("host")
-        if host is not None:
-            self._memory.release(host.arena, "host")
+        if "host" in self._kept:
+            self._memory.release(self._kept["host"], "host")
         self._kept.clear()
 
-    def _find(self, place: str, wanted: Layout) -> StagingArena | None:
+    def _find(self, place: str, wanted: Layout) -> Arena | None:
         kept = self._kept.get(place)
-        return kept if kept and wanted.table.keys() <= kept.arena.table.keys() else None
+        return kept if kept is not None and wanted.table.keys() <= kept.table.keys() else None
 
     def _on_device(self, layout: Layout) -> Arena:
         with self.on_stream():

@@ -18,7 +18,7 @@ from segue.weight_update.transport.group import ANNOUNCED_KEY, JoinedGroup, pref
 from segue.weight_update.transport.joining import MAX_ATTEMPTS, Groups
 from segue.weight_update.transport.rendezvous import resolve
 from tests.conftest import WaitUntil
-from tests.weight_update.conftest import in_thread
+from tests.weight_update.conftest import in_thread, join
 from tests.weight_update.trainer import host
 
 NewGroup = Callable[..., Group]
@@ -36,7 +36,7 @@ def test_joining_again_with_the_same_parameters_keeps_the_group(
 ) -> None:
     group = new_group()
     joined = trainer.meet(groups, group)
-    groups.join(group, 0, 5)
+    join(groups, group, 0, 5)
     assert groups.get(group.name) is joined
 
 
@@ -45,7 +45,7 @@ def test_other_parameters_for_a_live_group_are_refused(
 ) -> None:
     trainer.meet(groups, new_group())
     with pytest.raises(WeightSyncError, match=r"joined already, with other parameters .* destroy it first"):
-        groups.join(new_group(), 0, 5)
+        join(groups, new_group(), 0, 5)
 
 
 @pytest.mark.parametrize(
@@ -61,20 +61,20 @@ def test_invalid_parameters_are_refused_at_once(
     groups: Groups, new_group: NewGroup, fields: dict[str, object], message: str
 ) -> None:
     with pytest.raises(WeightSyncError, match=message):
-        groups.join(new_group(**fields), 0, 30)
+        join(groups, new_group(**fields), 0, 30)
 
 
 def test_a_join_without_a_trainer_ends_at_the_deadline(groups: Groups, new_group: NewGroup) -> None:
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"not joined within 0\.5 s"):
-        groups.join(new_group(), 0, 0.5)
+        join(groups, new_group(), 0, 0.5)
     assert time.monotonic() - began < 1.5
 
 
 def test_a_join_is_retried_after_a_failure(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
     group = new_group()
     with pytest.raises(WeightSyncError):
-        groups.join(group, 0, 0.2)
+        join(groups, group, 0, 0.2)
     assert trainer.meet(groups, group).alive
 
 
@@ -85,7 +85,7 @@ def test_a_join_ends_at_the_deadline_while_other_ranks_are_missing(
     before = num_threads()
     trainer.host(group)
     with pytest.raises(WeightSyncError, match="was not joined within 1 s"):
-        groups.join(group, 0, 1.0)
+        join(groups, group, 0, 1.0)
     wait_until(lambda: num_threads() <= before, what="no thread of the attempt left")
 
 
@@ -116,7 +116,7 @@ def test_a_trainer_in_the_same_process_may_host_the_group(groups: Groups, new_gr
     group = new_group()
     hosted: list[Any] = []
     hosting = in_thread(lambda: hosted.append(host(group.master_port, group.name, 2)))
-    groups.join(group, 0, 30)
+    join(groups, group, 0, 30)
     hosting.join(30)
     joined = groups.get(group.name)
     assert joined is not None
@@ -133,13 +133,13 @@ def test_concurrent_joins_share_one_attempt(trainer: Any, groups: Groups, new_gr
     group = new_group()
     failed: list[Exception] = []
 
-    def join() -> None:
+    def try_to_join() -> None:
         try:
-            groups.join(group, 0, 30)
+            join(groups, group, 0, 30)
         except Exception as error:
             failed.append(error)
 
-    threads = [in_thread(join) for _ in range(3)]
+    threads = [in_thread(try_to_join) for _ in range(3)]
     trainer.host(group)
     for thread in threads:
         thread.join(30)
@@ -156,15 +156,15 @@ def test_other_parameters_give_up_an_attempt_that_found_no_trainer(
     failed: list[WeightSyncError] = []
     unhosted, group = new_group(), new_group()
 
-    def join() -> None:
+    def fail_to_join() -> None:
         with pytest.raises(WeightSyncError) as error:
-            groups.join(unhosted, 0, 300)
+            join(groups, unhosted, 0, 300)
         failed.append(error.value)
 
     def is_attempted() -> bool:
         return any(thread.name == "join-weight-group" for thread in threading.enumerate())
 
-    waiting = in_thread(join)
+    waiting = in_thread(fail_to_join)
     wait_until(is_attempted, what="an attempt that waits")
     joined = trainer.meet(groups, group)
     waiting.join(5)
@@ -227,10 +227,9 @@ def test_announced_buckets_are_those_that_the_trainer_has_begun(
     silent = trainer.meet(groups, group)
     assert silent.is_announced(7)  # it announces no buckets
 
-    name = group.name
-    sender = object.__new__(SendingGroup)
-    sender.name, sender._num_buckets, sender._left = name, 0, False
     joined = JoinedGroup(group, 1, groups._device, silent._store, silent._link, None)
+    sender = object.__new__(SendingGroup)
+    sender.group, sender._num_buckets, sender._joined = group, 0, joined
     sender._store = prefixed(silent._store, group)
     sender._store.set(ANNOUNCED_KEY, "0")
     assert not joined.is_announced(0)
@@ -244,7 +243,7 @@ def test_announced_buckets_are_those_that_the_trainer_has_begun(
     trainer.kill()
     with pytest.raises(WeightSyncError, match="its store is closed"):
         joined.is_announced(2)
-    sender._left = True
+    sender._joined = None
     with pytest.raises(RuntimeError, match="was left"):
         sender.announce()
 
@@ -284,7 +283,7 @@ def test_a_join_at_a_listener_that_is_no_store_ends_at_the_deadline(
     group, before = new_group(master_port=request.getfixturevalue(listener)), num_threads()
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match="was not joined within 1 s"):
-        groups.join(group, 0, 1.0)
+        join(groups, group, 0, 1.0)
     assert time.monotonic() - began < 2
     wait_until(lambda: num_threads() <= before, 15, what="no thread of the attempt left")
 
@@ -394,7 +393,7 @@ def test_a_name_is_resolved_once_and_the_checked_address_is_used(
         assert trainer.meet(groups, group).alive
         assert asked == ["trainer.example"]
         with pytest.raises(WeightSyncError, match=r"'trainer\.example' is not allowed"):
-            groups.join(new_group("other", master_address="trainer.example"), 0, 5)
+            join(groups, new_group("other", master_address="trainer.example"), 0, 5)
     finally:
         groups.close()
 

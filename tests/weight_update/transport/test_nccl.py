@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from segue.errors import WeightSyncError
 from segue.memory.nccl_buffers import GRANULARITY
-from segue.trainer import group as trainer_group
+from segue.messages.weight_operations import Group
+from segue.trainer.group import TrainerGroup
 from segue.weight_update.transport.base import ReceiveSpec, plan
 from segue.weight_update.transport.group import ANNOUNCED_KEY, REGISTERED_KEY, JoinedGroup, prefixed
 from segue.weight_update.transport.joining import Groups
@@ -282,7 +283,6 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[Registered]:
     monkeypatch.setattr(Registered, "made", [], raising=False)
     monkeypatch.setattr("segue.weight_update.transport.group.RegisteredBuffers", Registered)
     monkeypatch.setattr("segue.weight_update.transport.group.can_register", lambda nccl, device: True)
-    monkeypatch.setattr("segue.trainer.group.RegisteredBuffers", Registered)
     return Registered.made
 
 
@@ -320,10 +320,10 @@ def test_receive_buffers_cost_memory_until_they_exist(joined: JoinedGroup, regis
     joined.group = msgspec.structs.replace(joined.group, backend="nccl")
     assert joined.receive_buffer_cost(10) == GRANULARITY
     assert joined.receive_buffer_cost(GRANULARITY + 1) == 2 * GRANULARITY
-    first = joined.receive_buffer(5)
-    assert joined.receive_buffer(3) is first
+    first = joined.registered_buffers(5)
+    assert joined.registered_buffers(3) is first
     assert (joined.receive_buffer_cost(10), joined.receive_buffer_cost(12)) == (0, GRANULARITY)
-    assert joined.receive_buffer(6) is not first and joined.receive_buffer_cost(12) == 0
+    assert joined.registered_buffers(6) is not first and joined.receive_buffer_cost(12) == 0
 
 
 def test_a_device_that_cannot_register_buffers_is_an_error_with_a_remedy(
@@ -331,13 +331,13 @@ def test_a_device_that_cannot_register_buffers_is_an_error_with_a_remedy(
 ) -> None:
     monkeypatch.setattr("segue.weight_update.transport.group.can_register", lambda nccl, device: False)
     with pytest.raises(WeightSyncError, match="send with flattened=False"):
-        joined.receive_buffer(8)
+        joined.registered_buffers(8)
 
 
 def test_registered_buffers_outlive_the_communicator(
     joined: JoinedGroup, registered: list[Registered], wait_until: WaitUntil
 ) -> None:
-    receive_buffer: Any = joined.receive_buffer(8)
+    receive_buffer: Any = joined.registered_buffers(8)
     kept, aborted = weakref.ref(receive_buffer), []
     gloo = joined.process_group
     joined.group = msgspec.structs.replace(joined.group, backend="nccl")
@@ -348,23 +348,26 @@ def test_registered_buffers_outlive_the_communicator(
         joined.register(receive_buffer)
     assert not receive_buffer.is_registered
     with pytest.raises(WeightSyncError, match="for a test"):
-        joined.receive_buffer(1)
+        joined.registered_buffers(1)
     del receive_buffer
     wait_until(lambda: aborted and kept() is None, what="the buffers gone")
     assert aborted == [True]
 
 
 def test_a_trainer_keeps_its_registered_buffers_until_it_leaves(registered: list[Registered]) -> None:
-    group = object.__new__(trainer_group.TrainerGroup)
-    group.name, group.device, group._left = "g", torch.device("cpu"), False
-    group._lock, group._buffers, group._registers = threading.Lock(), [], True
-    group._group = SimpleNamespace(_get_backend=lambda device: "nccl")
+    group = object.__new__(TrainerGroup)
+    group.group = Group(
+        name="g", master_address="a", master_port=1, rank_offset=0, world_size=2, backend="gloo"
+    )
+    group.device, group._registers = torch.device("cpu"), True
+    store, nccl = cast(Any, None), cast(Any, "nccl")
+    group._joined = joined = JoinedGroup(group.group, 0, group.device, store, None, nccl)
     first = group.buffers(8, 1)
     assert [each.is_registered for each in registered] == [True] and registered[0].nccl == "nccl"
     assert group.buffers(5, 1) is first
     assert len(group.buffers(8, 2)) == 2 and group.buffers(9, 1)[0].numel() == 9
-    assert len(registered) == 3 and len(group._buffers) == 3
-    group._left = True
+    assert len(registered) == 3 and len(joined._registered) == 3
+    group._joined = None
     with pytest.raises(RuntimeError, match="was left"):
         group.buffers(10, 1)
     assert len(registered) == 3

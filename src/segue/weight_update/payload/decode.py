@@ -22,13 +22,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from segue.errors import InvalidRequestError
-from segue.weight_update.payload.pickle_machine import REMEDY
+from segue.weight_update.payload.pickle_machine import refusal
 from segue.weight_update.payload.unpickle import (
     DTYPES,
     CudaView,
-    EmptyStorage,
     PerRank,
-    SavedStorage,
     TensorMetadata,
     View,
     load,
@@ -98,18 +96,12 @@ def decode(payload: bytes, load_format: str | None, device: torch.device, *, ran
                 f"the payload is not a complete safetensors file ({error}); send the whole file"
             ) from error
     if payload[:1] != pickle.PROTO:
-        raise InvalidRequestError(
-            f"the payload ({len(payload)} bytes) is neither safetensors nor a pickle; {REMEDY}"
-        )
-    builder = _TensorBuilder(
-        device=device, rank=rank, max_tensors=len(payload) // _BYTES_PER_TENSOR + _FREE_TENSORS
-    )
+        raise refusal(f"the payload ({len(payload)} bytes) is neither safetensors nor a pickle")
+    builder = _TensorBuilder(device, rank, len(payload) // _BYTES_PER_TENSOR + _FREE_TENSORS)
     try:
         return builder.tensors(load(payload))
     except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, LookupError) as error:
-        raise InvalidRequestError(
-            f"the payload's tensors cannot be built ({str(error)[:300]}); {REMEDY}"
-        ) from error
+        raise refusal(f"the payload's tensors cannot be built ({str(error)[:300]})") from error
 
 
 def encode(named_tensors: Iterable[tuple[str, Tensor]], form: Form = "safetensors") -> bytes:
@@ -177,10 +169,9 @@ class _TensorBuilder:
     """
 
     def __init__(self, device: torch.device, rank: int, max_tensors: int) -> None:
-        self._device = device
-        self._rank = rank
-        self._max_tensors = max_tensors
-        # The keys are ids of bytes objects; the values keep these alive, so that no id is reused.
+        self._device, self._rank, self._max_tensors = device, rank, max_tensors
+        # The keys are ids of bytes objects (a hash would read all bytes in one call into C); the values keep
+        # these alive, so that no id is reused.
         self._storages: dict[int, tuple[bytes, torch.dtype, Tensor]] = {}
         self._loaded: dict[int, tuple[bytes, Any]] = {}  # this rank's pickles
 
@@ -188,69 +179,53 @@ class _TensorBuilder:
         if isinstance(content, dict) and content.keys() == {"flattened_tensor", "metadata"}:
             return self._unflatten(**content)
         if not isinstance(content, list):
-            raise InvalidRequestError(f"the payload is a pickled {type(content).__name__}; {REMEDY}")
+            raise refusal(f"the payload is a pickled {type(content).__name__}")
         self._check_number(content)
         return [self._named(pair) for pair in content]
 
     def _named(self, pair: Any) -> tuple[str, Tensor]:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise InvalidRequestError(
-                f"the payload is a list with items that are not (name, tensor); {REMEDY}"
-            )
+            raise refusal("the payload is a list with items that are not (name, tensor)")
         name, what = pair
         _check_name(name)
         if isinstance(what, PerRank):
-            what = self._of_this_rank(what)
+            values = _field(what, "values")
+            data = values[self._rank] if type(values) is list else None
+            if type(data) is not bytes:
+                raise refusal("a tensor per rank is not pickled as a list of bytes")
+            if id(data) not in self._loaded:
+                self._loaded[id(data)] = data, load(data)
+            what = self._loaded[id(data)][1]
         return name, self._tensor(name, what)
-
-    def _of_this_rank(self, record: PerRank) -> Any:
-        values = _field(record, "values")
-        data = values[self._rank] if type(values) is list else None
-        if type(data) is not bytes:
-            raise InvalidRequestError(f"a tensor per rank is not pickled as a list of bytes; {REMEDY}")
-        if id(data) not in self._loaded:
-            self._loaded[id(data)] = data, load(data)
-        return self._loaded[id(data)][1]
 
     def _check_number(self, items: list[Any]) -> None:
         if len(items) > self._max_tensors:
-            raise InvalidRequestError(
-                f"the payload has {len(items)} tensors, but its size allows for {self._max_tensors} at most; "
-                f"{REMEDY}"
+            raise refusal(
+                f"the payload has {len(items)} tensors, but its size allows for {self._max_tensors} at most"
             )
 
     def _tensor(self, name: str, what: Any) -> Tensor:
         if isinstance(what, View):
-            dtype, raw = self._storage(what.storage)
+            dtype, raw = self._storage(what.storage.data)
             dtype = _dtype(what.dtype or dtype)
             values = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
             _check_view(name, what, values.numel())
             return values.as_strided(what.size, what.stride, what.offset)
         if isinstance(what, CudaView):
             return self._in_gpu_memory(name, what)
-        raise InvalidRequestError(
-            f"the payload has a {type(what).__name__} instead of tensor {name[:80]!r}; {REMEDY}"
-        )
+        raise refusal(f"the payload has a {type(what).__name__} instead of tensor {name[:80]!r}")
 
-    def _storage(self, what: Any) -> tuple[torch.dtype, Tensor]:
-        if isinstance(what, EmptyStorage):
-            return torch.uint8, torch.empty(0, dtype=torch.uint8)
-        assert isinstance(what, SavedStorage)
-        if id(what.data) not in self._storages:
-            dtype, content = read_saved(what.data)
-            raw = (
-                torch.frombuffer(bytearray(content), dtype=torch.uint8)
-                if content
-                else torch.empty(0, dtype=torch.uint8)
-            )
-            self._storages[id(what.data)] = what.data, dtype, raw
-        return self._storages[id(what.data)][1:]
+    def _storage(self, data: bytes) -> tuple[torch.dtype, Tensor]:
+        if id(data) not in self._storages:
+            dtype, content = read_saved(data) if data else (torch.uint8, memoryview(b""))
+            raw = torch.empty(len(content), dtype=torch.uint8)
+            raw.numpy()[:] = content
+            self._storages[id(data)] = data, dtype, raw
+        return self._storages[id(data)][1:]
 
     def _unflatten(self, flattened_tensor: Any, metadata: Any) -> NamedTensors:
         if not isinstance(metadata, list) or not all(isinstance(item, TensorMetadata) for item in metadata):
-            raise InvalidRequestError(
-                f"the bucket's metadata is not a list of FlattenedTensorMetadata; {REMEDY}"
-            )
+            raise refusal("the bucket's metadata is not a list of FlattenedTensorMetadata")
         if not metadata:
             return []
         flat = self._tensor("flattened_tensor", flattened_tensor)
@@ -312,7 +287,7 @@ def _check_name(name: Any) -> None:
 def _field(record: Any, name: str) -> Any:
     fields = record.fields
     if not isinstance(fields, dict) or name not in fields:
-        raise InvalidRequestError(f"a record of the payload has no field {name!r}; {REMEDY}")
+        raise refusal(f"a record of the payload has no field {name!r}")
     return fields[name]
 
 

@@ -16,12 +16,11 @@ import torch
 from segue.errors import InvalidRequestError
 from segue.weight_update.payload.pickle_machine import (
     MAX_ITEMS,
-    REMEDY,
     Check,
     Function,
-    PickleError,
     PickleMachine,
     Record,
+    refusal,
 )
 
 DTYPES = {
@@ -44,19 +43,14 @@ _STORAGES = {
 class SavedStorage:
     """A storage in `torch.save`'s format from before zip files; see :func:`read_saved`."""
 
-    data: bytes
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class EmptyStorage:
-    """A storage of no bytes."""
+    data: bytes  # empty: a storage of no bytes
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class View:
     """A tensor in a storage; ``offset`` and ``stride`` count elements. Only the types are checked."""
 
-    storage: Any
+    storage: SavedStorage
     dtype: Any  # None: the storage's dtype
     offset: Any
     size: Any
@@ -124,13 +118,17 @@ def _is_metadata(value: Any) -> bool:
     )
 
 
-_is_bytes_storage = _is(SavedStorage, EmptyStorage)
+_is_bytes_storage = _is(SavedStorage)
 _INT, _BOOL, _TEXT, _HOOKS = _is(int), _is(bool), _is(str), _is(dict, type(None))
 _HANDLE, _MAYBE_INT = _is(bytes, type(None)), _is(int, type(None))
 
 
 def _inline(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> View:
     return View(storage=storage, dtype=None, offset=offset, size=size, stride=stride)
+
+
+def _first(tensor: Any, *_: Any) -> Any:
+    return tensor
 
 
 def _shared(_: Any, storage: Any, metadata: Any) -> View:
@@ -142,36 +140,35 @@ def _shared(_: Any, storage: Any, metadata: Any) -> View:
 
 
 _REDUCTIONS = "torch.multiprocessing.reductions"
-
-
-def _function(name: str, make: Any, *kinds: Check, least: int | None = None) -> Function:
-    return Function(name, make, kinds, len(kinds) if least is None else least)
-
-
-_CUDA = _function(
+_CUDA = Function(
     "rebuild_cuda_tensor", CudaView,
-    _TEXT, _is_sizes, _is_sizes, _INT, _TEXT, _is(torch.dtype), _is(int, str), _HANDLE, _INT, _INT, _BOOL,
-    _HANDLE, _MAYBE_INT, _HANDLE, _is(bool, type(None)),
+    (_TEXT, _is_sizes, _is_sizes, _INT, _TEXT, _is(torch.dtype), _is(int, str), _HANDLE, _INT, _INT, _BOOL,
+     _HANDLE, _MAYBE_INT, _HANDLE, _is(bool, type(None))),
 )  # fmt: skip
+_VIEW_KINDS = (_is_storage, _INT, _is_sizes, _is_sizes, _BOOL, _HOOKS, _HOOKS)
+_PARAMETER_KINDS = (_is(View, CudaView), _BOOL, _HOOKS)
 
-_CALLS = {
-    ("torch", "Size"): _function("torch.Size", tuple, _is_sizes),
-    ("collections", "OrderedDict"): _function("OrderedDict", dict),
-    ("torch._utils", "_rebuild_tensor_v2"): _function(
-        "_rebuild_tensor_v2", _inline, _is_storage, _INT, _is_sizes, _is_sizes, _BOOL, _HOOKS, _HOOKS, least=4
-    ),
-    ("torch._utils", "_rebuild_parameter"): _function(
-        "_rebuild_parameter", lambda tensor, *_: tensor, _is(View, CudaView), _BOOL, _HOOKS, least=1
-    ),
-    ("torch.storage", "_load_from_bytes"): _function("_load_from_bytes", SavedStorage, _is(bytes)),
-    (_REDUCTIONS, "rebuild_tensor"): _function("rebuild_tensor", _shared, _TEXT, _is_storage, _is_metadata),
-    (_REDUCTIONS, "rebuild_storage_empty"): _function(
-        "rebuild_storage_empty", lambda _: EmptyStorage(), _TEXT
-    ),
-    (_REDUCTIONS, "rebuild_typed_storage"): _function(
-        "rebuild_typed_storage", lambda *both: both, _is_bytes_storage, _is(torch.dtype)
-    ),
-    (_REDUCTIONS, "rebuild_cuda_tensor"): _CUDA,
+# The stand-ins for all allowed globals: functions, dtypes, and classes, of which only the names are needed.
+_GLOBALS: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): Function("torch.Size", tuple, (_is_sizes,)),
+    ("collections", "OrderedDict"): Function("OrderedDict", dict, ()),
+    ("torch._utils", "_rebuild_tensor_v2"): Function("_rebuild_tensor_v2", _inline, _VIEW_KINDS, 4),
+    ("torch._utils", "_rebuild_parameter"): Function("_rebuild_parameter", _first, _PARAMETER_KINDS, 1),
+    ("torch.storage", "_load_from_bytes"): Function("_load_from_bytes", SavedStorage, (_is(bytes),)),
+    **{
+        (_REDUCTIONS, each.name): each
+        for each in (
+            Function("rebuild_tensor", _shared, (_TEXT, _is_storage, _is_metadata)),
+            Function("rebuild_storage_empty", lambda _: SavedStorage(b""), (_TEXT,)),
+            Function("rebuild_typed_storage", lambda *both: both, (_is_bytes_storage, _is(torch.dtype))),
+            _CUDA,
+        )
+    },
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    ("torch", "Tensor"): "Tensor",
+    ("torch.nn.parameter", "Parameter"): "Parameter",
+    ("torch.storage", "TypedStorage"): "TypedStorage",
+    ("torch.storage", "UntypedStorage"): "UntypedStorage",
 }
 
 # Allowed in any module: clients have copies of SGLang's code in modules of their own.
@@ -180,15 +177,6 @@ _BY_NAME: dict[str, Any] = {
     "FlattenedTensorMetadata": TensorMetadata,
     "LocalSerializedTensor": PerRank,
 }
-
-_CLASSES = frozenset(
-    [
-        ("torch", "Tensor"),
-        ("torch.nn.parameter", "Parameter"),
-        ("torch.storage", "TypedStorage"),
-        ("torch.storage", "UntypedStorage"),
-    ]
-)
 
 _IN_SHARED_MEMORY = ("rebuild_storage_fd", "rebuild_storage_filename")
 _MAX_SHOWN = 120  # characters of a refused name
@@ -216,12 +204,10 @@ def read_saved(data: bytes) -> tuple[torch.dtype, memoryview]:
         _read(PickleMachine(file, _resolve_saved, has_persistent_ids=True)) for _ in range(5)
     )
     if (type(magic), type(protocol)) != (int, int) or (magic, protocol) != (0x1950A86A20F9469CFC6C, 1001):
-        raise InvalidRequestError(f"an inlined storage is not in torch.save's format; {REMEDY}")
+        raise refusal("an inlined storage is not in torch.save's format")
     content = memoryview(data)[file.tell() :]
     if not _is_whole(storage, keys, content):
-        raise InvalidRequestError(
-            f"an inlined storage of {len(data)} bytes contradicts its own header; {REMEDY}"
-        )
+        raise refusal(f"an inlined storage of {len(data)} bytes contradicts its own header")
     return storage[1], content[8:]
 
 
@@ -243,23 +229,17 @@ def resolve(module: str, name: str) -> Any:
     """Returns the stand-in for ``module.name``.
 
     Raises:
-        PickleError: it is not on the list of allowed globals.
+        InvalidRequestError: it is not on the list of allowed globals.
     """
-    if (module, name) in _CALLS:
-        return _CALLS[module, name]
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    if module == "torch" and name in DTYPES:
-        return DTYPES[name]
-    if (module, name) in _CLASSES:
-        return name
+    found = _GLOBALS.get((module, name), _BY_NAME.get(name))
+    if found is not None:
+        return found
     if module == _REDUCTIONS and name in _IN_SHARED_MEMORY:
-        raise PickleError(
-            "the payload's tensors are in the sender's shared memory, which only its own children can "
-            f"open; {REMEDY}"
+        raise refusal(
+            "the payload's tensors are in the sender's shared memory, which only its own children can open"
         )
     shown = f"{module[:_MAX_SHOWN]}.{name}"[:_MAX_SHOWN]
-    raise PickleError(f"the payload's pickle refers to {shown!r}, which is not allowed; {REMEDY}")
+    raise refusal(f"the payload's pickle refers to {shown!r}, which is not allowed")
 
 
 def _resolve_saved(module: str, name: str) -> Any:
@@ -269,11 +249,9 @@ def _resolve_saved(module: str, name: str) -> Any:
 
 def _read(machine: PickleMachine) -> Any:
     try:
-        return machine.run()
+        return machine.load()
     except InvalidRequestError:
         raise
     except Exception as error:  # any error of pickletools or the machine for broken bytes
-        raise PickleError(
-            f"the payload is not a pickle of tensors ({type(error).__name__}: {str(error)[:_MAX_SHOWN]}); "
-            + REMEDY
-        ) from error
+        text = f"{type(error).__name__}: {str(error)[:_MAX_SHOWN]}"
+        raise refusal(f"the payload is not a pickle of tensors ({text})") from error

@@ -131,23 +131,19 @@ def allocate_buffers(
     return kept or [allocate(size), allocate(size)], allocate(misaligned)
 
 
-def hand_over(broadcast: ReceiveSpec, received: Tensor, scratch: Tensor, sink: Sink) -> None:
-    """Give each tensor of a received broadcast to the sink; misaligned ones by way of ``scratch``."""
+def views(broadcast: ReceiveSpec, received: Tensor, scratch: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors within the bytes of a broadcast; misaligned ones are copied to ``scratch`` first."""
     for piece in broadcast.pieces:
-        part = piece_bytes(broadcast, piece, received)
+        part = received[piece.start : piece.start + piece.num_bytes]
         if piece.is_misaligned:
             part = scratch[: piece.num_bytes].copy_(part)
-        sink.store(piece.name, as_tensor(part, piece))
+        yield piece.name, part.view(piece.dtype).view(piece.shape)
 
 
-def piece_bytes(broadcast: ReceiveSpec, piece: Piece, received: Tensor) -> Tensor:
-    """Returns the bytes of ``piece`` within a received broadcast; of the tensor itself if it is direct."""
-    return received if broadcast.direct is not None else received[piece.start : piece.start + piece.num_bytes]
-
-
-def as_tensor(raw: Tensor, piece: Piece) -> Tensor:
-    """Returns a view of ``raw`` with the dtype and the shape of ``piece``."""
-    return raw.view(piece.dtype).view(piece.shape)
+def hand_over(broadcast: ReceiveSpec, received: Tensor, scratch: Tensor, sink: Sink) -> None:
+    """Give each tensor of a received broadcast to the sink."""
+    for name, tensor in views(broadcast, received, scratch):
+        sink.store(name, tensor)
 
 
 def broadcast_options(timeout: timedelta | None = None) -> dist.BroadcastOptions:

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import cast
@@ -42,39 +43,30 @@ _STUCK_S = 0.2  # a thread that has not ended after so long is taken for stuck
 _environment = threading.Lock()
 
 
+@dataclass(eq=False)
 class JoinedGroup:
-    """A process group that this rank has joined; usable until it is marked dead."""
+    """A process group that this rank, of an engine or the trainer, has joined; usable until it is dead."""
 
-    def __init__(
-        self,
-        group: Group,
-        rank: int,
-        engine_device: torch.device,
-        store: Store,
-        link: socket.socket,
-        process_group: ProcessGroup | None,
-    ) -> None:
-        """``link``: an idle connection to the trainer's store; it is closed when the trainer ends.
+    group: Group
+    rank: int
+    engine_device: torch.device
+    _store: Store
+    _link: socket.socket | None  # idle, to the trainer's store, and closed when it ends; None: at the trainer
+    _process_group: ProcessGroup | None  # None for NCCL: it is made at its first use, see `MAX_CTAS_KEY`
+    reason: str | None = None  # why it is dead; None: alive
+    num_buckets: int = 0  # of all sessions that were received so far
+    _num_announced: int = 0  # the last known value of `ANNOUNCED_KEY`
+    _is_communicator_built: bool = False
+    _registered: tuple[RegisteredBuffers, ...] = ()
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closing: threading.Thread | None = None
+    _threads: Sequence[threading.Thread] = ()  # of the last receiver
+    _idle: threading.Event | None = None  # set once these threads touch no memory any more
 
-        ``process_group``: None for NCCL, whose group is made at its first use: see `MAX_CTAS_KEY`.
-        """
-        self.group = group
-        self.rank = rank
-        self.engine_device = engine_device
-        self.device = engine_device if group.backend == "nccl" else torch.device("cpu")  # of receive buffers
-        self.reason: str | None = None  # why it is dead; None: alive
-        self.num_buckets = 0  # of all sessions that were received so far
-        self._num_announced = 0  # the last known value of `ANNOUNCED_KEY`
-        self._is_communicator_built = False
-        self._receive_buffers: tuple[RegisteredBuffers, ...] = ()
-        self._store = store
-        self._link = link
-        self._process_group = process_group
-        self._lock = threading.Lock()
-        self._closing: threading.Thread | None = None
-        self._threads: Sequence[threading.Thread] = ()
-        self._idle = threading.Event()
-        self._idle.set()
+    @property
+    def device(self) -> torch.device:
+        """The device of the receive buffers."""
+        return self.engine_device if self.group.backend == "nccl" else torch.device("cpu")
 
     @property
     def alive(self) -> bool:
@@ -86,6 +78,8 @@ class JoinedGroup:
     @property
     def connected(self) -> bool:
         """Whether the connection to the trainer's store is open."""
+        if self._link is None:
+            return True
         try:
             return self._link.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
@@ -97,7 +91,7 @@ class JoinedGroup:
     def peer(self) -> tuple[str, int] | None:
         """The address of the trainer's store; None once the connection is closed."""
         try:
-            return cast(tuple[str, int], self._link.getpeername()[:2])
+            return None if self._link is None else cast(tuple[str, int], self._link.getpeername()[:2])
         except OSError:
             return None
 
@@ -143,46 +137,46 @@ class JoinedGroup:
         """Returns the bytes that two receive buffers of ``num_bytes`` in all will still take, at most."""
         if self.group.backend != "nccl":
             return num_bytes
-        if any(2 * each.num_bytes >= num_bytes for each in self._receive_buffers):
+        if any(2 * each.num_bytes >= num_bytes for each in self._registered):
             return 0
         return round_up(num_bytes, GRANULARITY)
 
-    def receive_buffer(self, num_bytes: int) -> RegisteredBuffers:
-        """Returns two buffers of at least `num_bytes` each, to be registered; kept until the group has ended.
+    def registered_buffers(self, num_bytes: int, count: int = 2) -> RegisteredBuffers:
+        """Returns buffers of at least `num_bytes` each, to be registered; kept until the group has ended.
 
         Raises:
             WeightSyncError: the group is dead, or the device cannot register memory.
             torch.OutOfMemoryError: there is too little memory.
         """
         process_group = self.process_group
-        for receive_buffer in self._receive_buffers:
-            if receive_buffer.num_bytes >= num_bytes:
-                return receive_buffer
+        for buffers in self._registered:
+            if buffers.num_bytes >= num_bytes and len(buffers.buffers) >= count:
+                return buffers
         if not can_register(process_group, self.device):
             raise WeightSyncError(
                 f"the trainer sends from buffers that are registered with NCCL, and {self.device} cannot "
                 "register buffers (it has no multicast memory): let the trainer send with flattened=False"
             )
-        receive_buffer = RegisteredBuffers(process_group, self.device, num_bytes, 2)
+        buffers = RegisteredBuffers(process_group, self.device, num_bytes, count)
         with self._lock:
             self._check()
-            self._receive_buffers += (receive_buffer,)
-        return receive_buffer
+            self._registered += (buffers,)
+        return buffers
 
-    def register(self, receive_buffer: RegisteredBuffers) -> None:
-        """Register `receive_buffer` with the communicator, which must be connected.
+    def register(self, buffers: RegisteredBuffers) -> None:
+        """Register `buffers` with the communicator, which must be connected.
 
         Raises:
             WeightSyncError: the group is dead.
         """
         with self._lock:  # nothing may be registered with an aborted communicator
             self._check()
-            receive_buffer.register()
+            buffers.register()
 
     @property
     def is_receiving(self) -> bool:
         """Whether a `Receiver` uses the group; it checks for itself whether the trainer has gone."""
-        return not self._idle.is_set()
+        return self._idle is not None and not self._idle.is_set()
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -192,7 +186,8 @@ class JoinedGroup:
             WeightSyncError: the group is dead.
         """
         if self._process_group is None and self.reason is None:
-            made = _nccl(self._store, self.group, self.rank)  # without the lock, since it waits
+            # Without the lock, since it waits.
+            made = make_backend(self._store, self.group, self.rank, FOREVER)
             with self._lock:
                 self._process_group = made if self.reason is None else None
         process_group = self._process_group
@@ -207,16 +202,16 @@ class JoinedGroup:
                 return
             self.reason = reason
             process_group, self._process_group = self._process_group, None
-            receive_buffers, self._receive_buffers = self._receive_buffers, ()
+            registered, self._registered = self._registered, ()
         logger.info("the weight group %r is dead: %s", self.group.name, reason)
         closing = threading.Thread(
-            target=self._close, args=(process_group, receive_buffers), name="break-weight-group", daemon=True
+            target=self._close, args=(process_group, registered), name="break-weight-group", daemon=True
         )
         closing.start()
         self._closing = closing
 
     def set_receiver(self, threads: Sequence[threading.Thread], idle: threading.Event) -> None:
-        """Set the threads that receive from the group; they touch no memory any more once ``idle`` is set."""
+        """Set the threads that receive from the group; ``idle`` is set once they touch no memory any more."""
         self._threads, self._idle = threads, idle
 
     @property
@@ -228,7 +223,8 @@ class JoinedGroup:
         """After `mark_dead`, wait until connections are closed and threads ended, unless those are stuck."""
         if self._closing is not None:
             self._closing.join(timeout_s)
-        self._idle.wait(timeout_s)
+        if self._idle is not None:
+            self._idle.wait(timeout_s)
         for thread in self._threads:
             thread.join(_STUCK_S)
 
@@ -236,20 +232,12 @@ class JoinedGroup:
         if self.reason is not None:
             raise WeightSyncError(f"The group {self.group.name!r} is dead: {self.reason}. Join it again.")
 
-    def _close(
-        self, process_group: ProcessGroup | None, receive_buffers: tuple[RegisteredBuffers, ...]
-    ) -> None:
-        """Close all connections; `receive_buffers` are kept alive until the communicator has ended."""
-        if process_group is not None and self.group.backend == "nccl":
-            with suppress(Exception):
-                process_group.abort()
-        elif process_group is not None:
-            # gloo has no abort, but a receive that times out closes all connections of its group.
-            for peer in set(range(self.group.world_size)) - {self.rank}:
-                # Always raised: by this timeout, or because the connection was closed before.
-                with suppress(RuntimeError):
-                    process_group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
-        self._link.close()
+    def _close(self, process_group: ProcessGroup | None, registered: tuple[RegisteredBuffers, ...]) -> None:
+        """Close all connections; `registered` are kept alive until the communicator has ended."""
+        if process_group is not None:
+            close_backend(process_group, self.group, self.rank)
+        if self._link is not None:
+            self._link.close()
 
 
 def prefixed(store: Store, group: Group) -> Store:
@@ -257,21 +245,42 @@ def prefixed(store: Store, group: Group) -> Store:
     return PrefixStore(f"{group.name}/", PrefixStore(group.name, store))
 
 
-def _nccl(store: Store, group: Group, rank: int) -> ProcessGroup:
+def make_backend(store: Store, group: Group, rank: int, timeout: timedelta) -> ProcessGroup:
+    """Returns the backend of a group, under the prefixes that torch gives to a group of that name.
+
+    With gloo it waits for all other ranks. torch does not know the groups: trainer and engine may be in one
+    process, and destroying its default group destroys all groups that torch knows.
+    """
     part = prefixed(store, group)
+    if group.backend == "gloo":
+        gloo = dist.ProcessGroupGloo(PrefixStore("cpu/", part), rank, group.world_size, timeout)
+        return cast(ProcessGroup, gloo)  # which torch's stubs do not say
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = FOREVER
+    options._timeout = timeout
     options.group_name = group.name  # type: ignore[assignment]
     options.global_ranks_in_group = list(range(group.world_size))
     if part.check([MAX_CTAS_KEY]):
         options.config.max_ctas = int(part.get(MAX_CTAS_KEY))
-    with without_watchdog():
+    with _without_watchdog():
         nccl = dist.ProcessGroupNCCL(PrefixStore("cuda/", part), rank, group.world_size, options)
     return cast(ProcessGroup, nccl)
 
 
+def close_backend(process_group: ProcessGroup, group: Group, rank: int) -> None:
+    """Close all connections of a backend, which ends all waits on them; takes a moment."""
+    if group.backend == "nccl":
+        with suppress(Exception):
+            process_group.abort()
+        return
+    # gloo has no abort, but a receive that times out closes all connections of its group.
+    for peer in set(range(group.world_size)) - {rank}:
+        # Always raised: by this timeout, or because the connection was closed before.
+        with suppress(RuntimeError):
+            process_group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
+
+
 @contextmanager
-def without_watchdog() -> Iterator[None]:
+def _without_watchdog() -> Iterator[None]:
     """Context in which NCCL groups are made without a watchdog, so that they cannot end the process."""
     with _environment:
         before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}

@@ -1,9 +1,7 @@
 """Joining the process groups that trainers host, as one rank of an engine.
 
 The rendezvous is that of SGLang's and OpenRLHF's ``init_custom_process_group``: the TCP store of rank 0, then
-a backend under the prefixes that torch's ``_new_process_group_helper`` gives to a group of that name. The
-groups are not registered with torch: a trainer in the same process may have a group of the same name, and
-destroying its default group destroys all groups that torch knows.
+a backend under the prefixes that torch's ``_new_process_group_helper`` gives to a group of that name.
 """
 
 from __future__ import annotations
@@ -12,20 +10,20 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from datetime import timedelta
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup
+from torch._C._distributed_c10d import ProcessGroup
 
 from segue.errors import WeightSyncError
 from segue.messages.weight_operations import Group
 from segue.weight_update.transport import rendezvous
-from segue.weight_update.transport.group import FOREVER, JoinedGroup, prefixed
-from segue.weight_update.transport.rendezvous import Address, remaining
+from segue.weight_update.transport.group import FOREVER, JoinedGroup, make_backend
+from segue.weight_update.transport.rendezvous import Address, Stopped
 
 MAX_ATTEMPTS = 8  # threads that join, including those of attempts that were given up and have not ended
 _CLOSE_S = 5.0
+_GRACE_S = 1.0
 _END_S = 0.2  # between two tries to unblock the threads of attempts that were given up
 _RETRY_S, _MAX_RETRY_S = 0.1, 5.0  # delay before an address is tried again: after one failure, and at most
 _MAX_FAILED = 64  # addresses whose failures are remembered
@@ -36,8 +34,7 @@ class JoinAttempt:
     """An attempt to join a group, in a thread of its own."""
 
     group: Group
-    timeout_s: float
-    deadline: float  # by the monotonic clock
+    deadline: float  # by the monotonic clock; `Groups.wait` keeps it, and gives the attempt up
     not_before: float  # by the monotonic clock
     ended: threading.Event = field(default_factory=threading.Event)  # joined, failed, or given up
     error: str | None = None
@@ -75,23 +72,11 @@ class Groups:
                 del self._joined[name]
         return dead
 
-    def join(self, group: Group, tp_rank: int, timeout_s: float) -> bool:
-        """Join ``group``: :meth:`start`, then :meth:`wait`; False if it was joined before.
-
-        Raises:
-            WeightSyncError: as both methods.
-        """
-        attempt = self.start(group, tp_rank, timeout_s)
-        if attempt is not None:
-            self.wait(attempt, timeout_s)
-        return attempt is not None
-
     def start(self, group: Group, tp_rank: int, timeout_s: float) -> JoinAttempt | None:
         """Begin to join ``group`` as rank ``group.rank_offset + tp_rank``; returns at once.
 
         Returns None if a live group was joined with the same parameters: it is kept. A dead group is
         replaced. An attempt with the same parameters is shared; one with other parameters is given up.
-        Threads that cannot be cancelled end at their deadline.
 
         Raises:
             WeightSyncError: invalid parameters, a live group with other ones, or too many attempts.
@@ -113,14 +98,19 @@ class Groups:
             if attempt is not None and attempt.group == group:
                 return attempt
             if attempt is not None:
-                self._give_up(attempt, _superseded_error(attempt.group, group))
+                self._give_up(
+                    attempt,
+                    f"Joining the group {group.name!r} ({describe(attempt.group)}) was given up: no trainer "
+                    f"was found there, and the group was requested with other parameters ({describe(group)})"
+                    ". Retry with those, or use another group_name.",
+                )
             if len(self._running) >= MAX_ATTEMPTS:
                 raise WeightSyncError(
                     f"{len(self._running)} attempts to join a group have not ended, which is the limit: "
                     f"{'; '.join(describe(each.group) for each in self._running)}. Retry later."
                 )
             now = time.monotonic()
-            attempt = JoinAttempt(group, timeout_s, now + timeout_s, now + self._retry_delay_s(group, now))
+            attempt = JoinAttempt(group, now + timeout_s, now + self._retry_delay_s(group, now))
             self._attempts[group.name] = attempt
             self._running.add(attempt)
             threading.Thread(
@@ -137,7 +127,12 @@ class Groups:
         if not attempt.ended.wait(timeout_s):
             with self._lock:
                 if not attempt.ended.is_set():
-                    self._give_up(attempt, _timeout_error(attempt.group, timeout_s))
+                    self._give_up(
+                        attempt,
+                        f"The group {attempt.group.name!r} ({describe(attempt.group)}) was not joined within "
+                        f"{timeout_s:g} s: its trainer must listen there, and all ranks must join with the "
+                        "same name, world_size and backend. Check that, and retry.",
+                    )
         if attempt.error is not None:
             raise WeightSyncError(attempt.error)
 
@@ -216,13 +211,14 @@ class Groups:
         error: str | None = None
         try:
             joined = _meet(attempt, rank, self._device, self._allowed)
-        except TimeoutError:
-            error = _timeout_error(group, attempt.timeout_s)
         except WeightSyncError as failure:
             error = failure.message
         except Exception as failure:
-            timed_out = time.monotonic() >= attempt.deadline
-            error = _timeout_error(group, attempt.timeout_s) if timed_out else _join_error(group, failure)
+            text = str(failure).strip().split("\n")[0]
+            error = (
+                f"The group {group.name!r} ({describe(group)}) cannot be joined: {text}. Fix this cause, and "
+                "retry."
+            )
         with self._lock:
             old = None
             self._running.discard(attempt)
@@ -258,19 +254,20 @@ def _check(group: Group, rank: int, device: torch.device) -> None:
 
 
 def _meet(attempt: JoinAttempt, rank: int, device: torch.device, allowed: Sequence[str]) -> JoinedGroup:
-    group, deadline = attempt.group, attempt.deadline
+    group = attempt.group
     if attempt.stopped.wait(max(0.0, attempt.not_before - time.monotonic())):
-        raise TimeoutError
-    link = rendezvous.connect(rendezvous.resolve(group, allowed), deadline, attempt.stopped)
+        raise Stopped
+    link = rendezvous.connect(rendezvous.resolve(group, allowed), attempt.stopped)
     try:
         attempt.peer = peer = link.getpeername()[:2]
-        store = rendezvous.join_store(group, rank, peer, deadline, attempt.stopped)
+        store = rendezvous.join_store(group, rank, peer, attempt.stopped)
+        # Where torch cannot be stopped, it gives up a moment after the call that waits for the attempt.
+        timeout = timedelta(seconds=max(0.0, attempt.deadline - time.monotonic()) + _GRACE_S)
+        store.set_timeout(timeout)
         process_group: ProcessGroup | None = None
         if group.backend == "gloo":
-            part = PrefixStore("cpu/", prefixed(store, group))
-            gloo = dist.ProcessGroupGloo(part, rank, group.world_size, remaining(deadline))
-            gloo.set_timeout(FOREVER)
-            process_group = cast(ProcessGroup, gloo)  # which torch's stubs do not say
+            process_group = make_backend(store, group, rank, timeout)
+            process_group.set_timeout(FOREVER)
         store.set_timeout(FOREVER)
         return JoinedGroup(group, rank, device, store, link, process_group)
     except BaseException:
@@ -283,27 +280,4 @@ def describe(group: Group) -> str:
     return (
         f"{group.master_address}:{group.master_port}, rank_offset {group.rank_offset}, "
         f"world_size {group.world_size}, {group.backend}"
-    )
-
-
-def _timeout_error(group: Group, timeout_s: float) -> str:
-    return (
-        f"The group {group.name!r} ({describe(group)}) was not joined within {timeout_s:g} s: its trainer "
-        "must listen there, and all ranks must join with the same name, world_size and backend. Check that, "
-        "and retry."
-    )
-
-
-def _superseded_error(group: Group, other: Group) -> str:
-    return (
-        f"Joining the group {group.name!r} ({describe(group)}) was given up: no trainer was found there, and "
-        f"the group was requested with other parameters ({describe(other)}). Retry with those, or use "
-        "another group_name."
-    )
-
-
-def _join_error(group: Group, error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
-    return (
-        f"The group {group.name!r} ({describe(group)}) cannot be joined: {text}. Fix this cause, and retry."
     )

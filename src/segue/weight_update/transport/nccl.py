@@ -17,11 +17,10 @@ from segue.weight_update.transport.base import (
     ReceiveSpec,
     Sink,
     allocate_buffers,
-    as_tensor,
     broadcast_options,
     hand_over,
-    piece_bytes,
     receive_buffer_size,
+    views,
 )
 from segue.weight_update.transport.group import JoinedGroup
 
@@ -52,7 +51,7 @@ class NcclReceive:
         device = group.device
         # Allocated from the default stream's memory pool, where the next session finds the memory again.
         default = torch.cuda.default_stream(device)
-        self._registered = group.receive_buffer(receive_buffer_size(broadcasts)) if registered else None
+        self._registered = group.registered_buffers(receive_buffer_size(broadcasts)) if registered else None
         kept = None if self._registered is None else self._registered.buffers
         receive_buffers, scratch = allocate_buffers(broadcasts, device, kept=kept)
         indices = cycle((0, 1))
@@ -165,9 +164,4 @@ def _prepare_store(
         return lambda: None
     if len(broadcast.pieces) == 1 or any(piece.is_misaligned for piece in broadcast.pieces):
         return partial(hand_over, broadcast, received, scratch, sink)
-    return sink.prepare(
-        [
-            (piece.name, as_tensor(piece_bytes(broadcast, piece, received), piece))
-            for piece in broadcast.pieces
-        ]
-    )
+    return sink.prepare(list(views(broadcast, received, scratch)))

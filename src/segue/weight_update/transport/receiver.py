@@ -1,7 +1,8 @@
 """Receives one session's broadcasts, in the manifest's order, and gives the tensors to a sink.
 
 One thread receives; it blocks in a receive, or while a communicator is built. A second thread watches the
-deadlines, and ends the session even if the first thread never returns.
+connection to the trainer, and ends the session even if the first thread never returns. Deadlines are kept by
+rank 0, which cancels the session (`control/session.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
 import torch
@@ -27,63 +28,42 @@ _LINK_POLL_S = 0.2
 _LINK_GRACE_S = 0.5  # after the trainer's end is noticed, bytes that it sent may still arrive for so long
 
 
-@dataclass(frozen=True, slots=True)
-class Callbacks:
-    """Called from the receiver's threads, or from the caller of `Receiver.cancel`; they must not block."""
-
-    ready: Callable[[], None]  # the trainer may broadcast
-    progress: Callable[[int, int], None]  # buckets and bytes; first called after the first broadcast
-    done: Callable[[str | None], None]  # called once, as the last one, with the error if there is one
-
-
 class _SessionEnded(Exception):
     """Ends the receiving thread: the session was ended by another thread."""
 
 
+@dataclass(eq=False)
 class Receiver:
-    """Receives one session; begins in its constructor."""
+    """Receives one session; begins in its constructor.
 
-    def __init__(
-        self,
-        group: JoinedGroup,
-        manifest: Manifest,
-        sink: Sink | None,
-        callbacks: Callbacks,
-        *,
-        arm_timeout_s: float = math.inf,
-        timeout_s: float = math.inf,
-        gloo_timeout_s: float | None = None,
-    ) -> None:
-        """Start the threads.
+    The callbacks are called from its threads, or from the caller of `cancel`; they must not block.
+    """
 
-        Args:
-            group: to receive from.
-            manifest: of the session.
-            sink: stores the tensors; None drops them all, as ``manifest.discard`` does.
-            callbacks: told of the progress and of the end.
-            arm_timeout_s: allowed silence until the first broadcast is received.
-            timeout_s: allowed silence after that.
-            gloo_timeout_s: after which gloo itself gives up a receive; later than all deadlines.
-        """
+    group: JoinedGroup
+    manifest: Manifest
+    sink: Sink | None  # stores the tensors; None: they are dropped, as with ``manifest.discard``
+    _: KW_ONLY
+    on_ready: Callable[[], None]  # once the trainer may broadcast
+    on_progress: Callable[[int, int], None]  # after the first broadcast and each bucket: buckets and bytes
+    on_done: Callable[[str | None], None]  # once, as the last one, with the error if there is one
+    gloo_timeout_s: float | None = None  # after which gloo gives up a receive; later than all deadlines
+
+    def __post_init__(self) -> None:
         self.idle = threading.Event()  # set once no memory is touched any more, the sink's included
-        self._group, self._manifest, self._callbacks = group, manifest, callbacks
-        self._sink = None if manifest.discard else sink
-        self._gloo_timeout = FOREVER if gloo_timeout_s is None else timedelta(seconds=gloo_timeout_s)
-        self._timeouts_s = (arm_timeout_s, timeout_s)
         self._changed = threading.Condition()
         self._transport: GlooReceive | NcclReceive | None = None
         self._has_ended = False
         self._is_ready = False
         self._has_begun = False  # the first broadcast was received
-        self._is_busy = False  # storing a broadcast: meanwhile no timeout runs
-        self._last = time.monotonic()  # time of the last progress
+        self._is_busy = False  # storing a broadcast
+        self._stored_at = time.monotonic()  # when the last broadcast was stored; the present while one is
         self._num_buckets = 0
         self._num_bytes = 0
         threads = [
             threading.Thread(target=self._receive, name="receive-weights", daemon=True),
-            threading.Thread(target=self._watch, name="receive-weights-deadline", daemon=True),
+            threading.Thread(target=self._watch, name="receive-weights-watch", daemon=True),
         ]
-        group.set_receiver(threads, self.idle)
+        self.group.set_receiver(threads, self.idle)
         for thread in threads:
             thread.start()
 
@@ -100,26 +80,23 @@ class Receiver:
             raise _SessionEnded
 
     def ready(self) -> None:
-        """Start the first timeout and tell the caller that the trainer may broadcast."""
-        self._last = time.monotonic()
+        """Tell the caller that the trainer may broadcast."""
         with self._changed:
             self._is_ready = True
             if not self._has_ended:
-                self._callbacks.ready()
+                self.on_ready()
 
     def received(self, broadcast: ReceiveSpec) -> None:
-        """Count a received broadcast; the first one ends the first timeout."""
+        """Count a received broadcast, and report the first one."""
         self._is_busy = True
         self._num_bytes += broadcast.num_bytes
         if not self._has_begun:
-            with self._changed:
-                self._has_begun = True
-                self._changed.notify()  # from here on the other timeout counts
+            self._has_begun = True
             self._report_progress(self._num_buckets)
 
     def stored(self, broadcast: ReceiveSpec) -> None:
         """Count the buckets that are stored, including empty ones before them."""
-        self._last = time.monotonic()
+        self._stored_at = time.monotonic()
         self._is_busy = False
         if broadcast.num_buckets > self._num_buckets:
             self._report_progress(broadcast.num_buckets)
@@ -128,60 +105,54 @@ class Receiver:
         with self._changed:
             self._num_buckets = num_buckets
             if not self._has_ended:
-                self._callbacks.progress(num_buckets, self._num_bytes)
+                self.on_progress(num_buckets, self._num_bytes)
 
     def _receive(self) -> None:
+        group, manifest = self.group, self.manifest
+        sink = None if manifest.discard else self.sink
         try:
-            device = self._group.device
-            broadcasts = plan(self._manifest, self._sink, device)
+            broadcasts = plan(manifest, sink, group.device)
             if not broadcasts:
                 self.ready()
-            elif device.type == "cuda":
-                torch.cuda.set_device(device)
-                registered = self._manifest.flattened and self._group.registers
-                self._transport = NcclReceive(self._group, broadcasts, self._sink, registered=registered)
+            elif group.device.type == "cuda":
+                torch.cuda.set_device(group.device)
+                registered = manifest.flattened and group.registers
+                self._transport = NcclReceive(group, broadcasts, sink, registered=registered)
             else:
-                self._transport = GlooReceive(self._group, broadcasts, self._sink, self._gloo_timeout)
+                seconds = self.gloo_timeout_s
+                timeout = FOREVER if seconds is None else timedelta(seconds=seconds)
+                self._transport = GlooReceive(group, broadcasts, sink, timeout)
             if self._transport is not None:
                 self._transport.receive(self)
-            self._group.num_buckets += len(self._manifest.buckets)
-            if self._num_buckets < len(self._manifest.buckets):  # empty buckets at the end
-                self._report_progress(len(self._manifest.buckets))
+            group.num_buckets += len(manifest.buckets)
+            if self._num_buckets < len(manifest.buckets):  # empty buckets at the end
+                self._report_progress(len(manifest.buckets))
             self._end(None)
         except _SessionEnded:
             pass
         except Exception as error:
-            self._end(_explain(error, self._group))
+            self._end(_explain(error, self.group))
         finally:
             if self._transport is not None:
                 self._transport.wait_idle()
             self.idle.set()
 
     def _watch(self) -> None:
-        lost: float | None = None  # when the connection to the trainer's store was found closed
-        error = ""
+        """End the session once the trainer is gone. Then free the buffers if the other thread only waits."""
+        # NCCL does not notice that its peer has gone; nor does gloo in the middle of a message.
+        lost_at = math.inf  # when the connection to the trainer's store was found closed
         with self._changed:
-            while not self._has_ended:
-                now = time.monotonic()
+            while not self._has_ended and time.monotonic() < max(lost_at, self._stored_at) + _LINK_GRACE_S:
+                self._changed.wait(_LINK_POLL_S)
                 if self._is_busy:
-                    self._last = now
-                timeout_s = self._timeouts_s[self._has_begun]
-                if now >= self._last + timeout_s:
-                    error = _timeout_error(self._has_begun, timeout_s)
-                    break
-                wait_s = self._last + timeout_s - now
-                # NCCL does not notice that its peer has gone; nor does gloo in the middle of a message.
-                if lost is None and not self._group.connected:
-                    lost = now
-                if lost is not None and now >= max(lost, self._last) + _LINK_GRACE_S:
-                    error = "the connection to the trainer was lost: its store is closed"
-                    break
-                self._changed.wait(min(wait_s, _LINK_POLL_S))
-        self._end(error)
+                    self._stored_at = time.monotonic()
+                if lost_at == math.inf and not self.group.connected:
+                    lost_at = time.monotonic()
+        self._end("the connection to the trainer was lost: its store is closed")
         pause_s = _RELEASE_POLL_S
         while not self.idle.wait(pause_s):
             pause_s = min(2 * pause_s, 1.0)
-            if self._group.is_closed and self._transport is not None and self._transport.try_release():
+            if self.group.is_closed and self._transport is not None and self._transport.try_release():
                 self.idle.set()
 
     def _end(self, error: str | None) -> None:
@@ -191,14 +162,8 @@ class Receiver:
             self._has_ended = True
             self._changed.notify()
         if error is not None and self._is_ready:
-            self._group.mark_dead(error)
-        self._callbacks.done(error)
-
-
-def _timeout_error(has_started_requests: bool, timeout_s: float) -> str:
-    if has_started_requests:
-        return f"nothing was received for {timeout_s:g} s (timeout_s), in the middle of the update"
-    return f"nothing was received within {timeout_s:g} s (arm_timeout_s)"
+            self.group.mark_dead(error)
+        self.on_done(error)
 
 
 def _explain(error: Exception, group: JoinedGroup) -> str:

@@ -1,4 +1,4 @@
-"""Connecting to a trainer's store at an allowed address, with deadlines and a way to stop.
+"""Connecting to a trainer's store at an allowed address, with a way to stop.
 
 torch's client of a store waits without limit for a reply from the peer that accepts its connection, and
 cannot be told to stop. So its constructor gets a few seconds at a time, and later waits are ended by shutting
@@ -11,7 +11,6 @@ import ipaddress
 import os
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -28,6 +27,10 @@ _CONNECT_RETRY_S = 0.1
 _CONNECT_S = 1.0  # per address, before the next one is tried
 _STORE_S = 5.0  # per try of torch to connect to a peer that listens
 Address = tuple[str, int]
+
+
+class Stopped(Exception):
+    """The attempt to connect was given up."""
 
 
 def resolve(group: Group, allowed: Sequence[str]) -> list[Address]:
@@ -52,41 +55,39 @@ def resolve(group: Group, allowed: Sequence[str]) -> list[Address]:
     return found
 
 
-def connect(addresses: Sequence[Address], deadline: float, stopped: threading.Event) -> socket.socket:
+def connect(addresses: Sequence[Address], stopped: threading.Event) -> socket.socket:
     """Wait until one of the addresses accepts connections, and return a connection to it.
 
     Raises:
-        TimeoutError: none accepts one before the deadline, or ``stopped`` is set.
+        Stopped: ``stopped`` was set before.
     """
     # torch would wait for a listener too, but prints a stack trace to standard error at each try.
-    while True:
+    while not stopped.is_set():
         for address in addresses:
-            if stopped.is_set():
-                raise TimeoutError
             with suppress(OSError):
-                patience = min(_CONNECT_S, remaining(deadline).total_seconds())
-                return _with_keepalive(socket.create_connection(address, timeout=patience))
-        if time.monotonic() + _CONNECT_RETRY_S >= deadline or stopped.wait(_CONNECT_RETRY_S):
-            raise TimeoutError
+                return _with_keepalive(socket.create_connection(address, timeout=_CONNECT_S))
+        stopped.wait(_CONNECT_RETRY_S)
+    raise Stopped
 
 
-def join_store(group: Group, rank: int, peer: Address, deadline: float, stopped: threading.Event) -> Store:
+def join_store(group: Group, rank: int, peer: Address, stopped: threading.Event) -> Store:
     """Returns the store at ``peer``, which counts this rank as joined.
 
     Raises:
-        TimeoutError: the store did not answer before the deadline, or ``stopped`` is set.
+        Stopped: ``stopped`` was set before the store has answered.
     """
-    host = f"[{peer[0]}]" if ":" in peer[0] else peer[0]
-    while True:
-        timeout = min(remaining(deadline), timedelta(seconds=_STORE_S))
-        try:
-            store, _, _ = next(rendezvous(f"tcp://{host}:{peer[1]}", rank, group.world_size, timeout=timeout))
-        except dist.DistError:  # of any kind: torch has retried it itself
-            if stopped.wait(_CONNECT_RETRY_S):
-                raise TimeoutError from None
-            continue
-        store.set_timeout(remaining(deadline))
-        return cast(Store, store)
+    where = f"tcp://{bracketed(peer[0])}:{peer[1]}"
+    while not stopped.is_set():
+        with suppress(dist.DistError):  # of any kind: torch has retried it itself
+            store, _, _ = next(rendezvous(where, rank, group.world_size, timeout=timedelta(seconds=_STORE_S)))
+            return cast(Store, store)
+        stopped.wait(_CONNECT_RETRY_S)
+    raise Stopped
+
+
+def bracketed(address: str) -> str:
+    """Returns an address as it is written in a URL: an IPv6 address in brackets."""
+    return f"[{address}]" if ":" in address else address
 
 
 def shut_down(peer: Address) -> None:
@@ -107,18 +108,6 @@ def _duplicate(descriptor: int) -> socket.socket:
     except OSError:
         os.close(copy)
         raise
-
-
-def remaining(deadline: float) -> timedelta:
-    """Returns the time until the deadline, by the monotonic clock.
-
-    Raises:
-        TimeoutError: the deadline has passed.
-    """
-    seconds = deadline - time.monotonic()
-    if seconds <= 0:
-        raise TimeoutError
-    return timedelta(seconds=seconds)
 
 
 def _addresses(host: str, port: int) -> list[Address]:
