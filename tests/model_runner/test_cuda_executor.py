@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from segue.attention.prefill_grid import GridPrefill
 from torch import Tensor
 
 import segue.model_runner
-from segue.attention.base import AttentionShape
+from segue.attention.base import AttentionShape, GridPrefill
 from segue.attention.context import Context
 from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
