@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import segue.model_runner
-from segue.attention.base import AttentionShape, GridPrefill
+from segue.attention.base import AttentionShape, PagedBackend
 from segue.attention.context import Context
 from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
@@ -29,7 +29,7 @@ NAME = "segue.model_runner.cuda_executor"
 WORK = [(17, 0, 0, 0), (1, 30, 5, 0), (1, 1, 9, 40), (1, 1, 1, 1), (1, 1, 1, 1)]
 
 
-class Paged(GridPrefill):
+class Paged(PagedBackend):
     """Attention that reads device tensors only, one sequence after the other."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
@@ -37,6 +37,11 @@ class Paged(GridPrefill):
 
     def queries_per_block(self, tokens: int) -> int:
         return 16
+
+    def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
+        raise AssertionError("forward does the work of both halves")
+
+    prefill = decode
 
     def prepare(self, ctx: Context) -> None:
         assert not ctx.q_lens and not ctx.kv_lens and not ctx.slots
