@@ -85,7 +85,7 @@ def _add_rms_norm(
     epoch = tl.load(epochs + program) + 1
     flag = _flag(epoch)
     half = tl.full((), WORLD, tl.int64) * max_rows * size
-    own = load_split_k(x, row * size + columns, num_rows.to(tl.int64) * size, inside, SPLITS)
+    own = load_split_k(x + row * size, columns, num_rows.to(tl.int64) * size, inside, SPLITS)
     word = flag | own.to(tl.uint32, bitcast=True).to(tl.uint64)
     for step in tl.static_range(1, WORLD):
         inbox = _inbox(inboxes, (RANK + step) % WORLD, epoch, half)

@@ -28,7 +28,7 @@ def _add_rms_norm(
     inside = columns < size
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_wait(PDL)
-    total = load_split_k(x, row * size + columns, num_rows.to(tl.int64) * size, inside, SPLITS)
+    total = load_split_k(x + row * size, columns, num_rows.to(tl.int64) * size, inside, SPLITS)
     if residual is not None:
         total += tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_launch_dependents(PDL)

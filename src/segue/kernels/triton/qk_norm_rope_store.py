@@ -44,8 +44,8 @@ def _qk_norm_rope_store(
     position = tl.load(positions + token).to(tl.int64)  # loaded first, since other loads depend on them
     row = tl.load(slot_mapping + token).to(tl.int64)
     stride = num_tokens.to(tl.int64) * width
-    low = load_split_k(qkv, token * width + head * D + d, stride, inside, SPLITS)
-    high = load_split_k(qkv, token * width + head * D + half + d, stride, inside, SPLITS)
+    low = load_split_k(qkv + token * width, head * D + d, stride, inside, SPLITS)
+    high = load_split_k(qkv + token * width, head * D + half + d, stride, inside, SPLITS)
     if first < HEADS + KV_HEADS:
         dtype = query.dtype.element_ty
         cos = tl.load(cosines + position * half + d, mask=inside, other=0.0)
