@@ -54,6 +54,8 @@ def random_model(dtype: torch.dtype, deterministic: bool) -> Decoder:
         owner, _, leaf = name.rpartition(".")
         weight = torch.randn(parameter.shape) * 0.02 if parameter.dim() > 1 else torch.ones(parameter.shape)
         setattr(model.get_submodule(owner), leaf, nn.Parameter(weight.to(dtype), requires_grad=False))
+    if SMOLLM2.tie_embeddings:
+        model.lm_head.weight = model.embed.weight
     model.build_derived()
     return model
 

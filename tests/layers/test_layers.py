@@ -1,55 +1,17 @@
 """Each layer compared with the formula in plain torch, unsharded and as shards whose results are combined."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
-from segue.distributed.collectives import Collectives
-from segue.distributed.info import TPInfo
-from segue.layers.blocks import (
-    MLP,
-    Linear,
-    ParallelHead,
-    RMSNorm,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
-from segue.layers.moe import MoE
-from segue.layers.moe_backend import run_by_expert
+from segue.layers.blocks import Linear, RMSNorm, RowParallelLinear, VocabParallelEmbedding
 from segue.models.rope import Rotary
-
-DTYPES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-class OneOfSeveralRanks(Collectives):
-    """The collectives of one of several ranks; they return its partial results unchanged."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.tp = TPInfo(rank, size)
+from tests.layers.filling import DTYPES, OneOfSeveralRanks, check_close, fill
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
-
-
-def fill(layer: Any, **weights: Tensor) -> Any:
-    """Set the parameters of `layer` by dotted name (`__` for a dot), then build its derived tensors."""
-    for name, weight in weights.items():
-        owner, _, leaf = name.replace("__", ".").rpartition(".")
-        setattr(layer.get_submodule(owner), leaf, nn.Parameter(weight.contiguous(), requires_grad=False))
-    for module in layer.modules():
-        if hasattr(module, "build_derived"):
-            module.build_derived()
-    return layer
-
-
-def check_close(actual: Tensor, expected: Tensor) -> None:
-    tolerance = DTYPES[actual.dtype]
-    torch.testing.assert_close(actual.double(), expected.double(), atol=4 * tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 19])
@@ -100,20 +62,16 @@ def test_embedding_and_head_shards_of_an_uneven_vocabulary_add_up(vocab: int, si
             VocabParallelEmbedding(rows, 6, collectives=OneOfSeveralRanks(rank, size)), weight=mine
         )
         embedded.append(embedding(ids))
-        tied = {"tied": embedding, "collectives": OneOfSeveralRanks(rank, size)}
-        head = fill(ParallelHead(rows, 6, rows * size, **tied))
-        assert not list(head.parameters()), "a tied weight is a parameter of the embedding only"
-        logits.append(head(hidden))
+        logits.append(fill(Linear(6, rows, float32_output=True), weight=mine)(hidden))
     check_close(torch.stack(embedded).sum(0), weight)
     check_close(torch.cat(logits, -1)[:, :vocab], hidden @ weight.T)
 
 
-def test_an_untied_head_gives_float32_logits_without_the_padding() -> None:
+def test_a_linear_layer_with_float32_output_gives_the_logits_of_half_weights_in_float32() -> None:
     weight, hidden = torch.randn(8, 6).bfloat16(), torch.randn(4, 6).bfloat16()
-    head = fill(ParallelHead(8, 6, 7, tied=None, collectives=Collectives()), weight=weight)
-    logits = head(hidden)
-    assert (logits.dtype, logits.shape) == (torch.float32, (4, 7))
-    check_close(logits.bfloat16(), (hidden.double() @ weight.double().T)[:, :7])
+    logits = fill(Linear(6, 8, float32_output=True), weight=weight)(hidden)
+    assert (logits.dtype, logits.shape) == (torch.float32, (4, 8))
+    check_close(logits.bfloat16(), hidden.double() @ weight.double().T)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,67 +90,6 @@ def test_add_adds_the_residual_before_the_norm() -> None:
     normed, summed = layer(x, residual)
     check_close(summed, total)
     check_close(normed, layer(total)[0])
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
-def test_mlp_shards_sum_to_the_gated_mlp(size: int, bias: bool) -> None:
-    x, gate, up, down = torch.randn(5, 6), torch.randn(8, 6), torch.randn(8, 6), torch.randn(6, 8)
-    biases = [torch.randn(n) if bias else torch.zeros(n) for n in (8, 8, 6)]
-    hidden = F.silu(F.linear(x, gate, biases[0])) * F.linear(x, up, biases[1])
-    parts = []
-    for rank in range(size):
-
-        def shard(weight: Tensor, dim: int = 0, rank: int = rank) -> Tensor:
-            return weight.chunk(size, dim)[rank]
-
-        weights = {"gate_up__weight": torch.cat([shard(gate), shard(up)]), "down__weight": shard(down, 1)}
-        if bias:
-            weights |= {
-                "gate_up__bias": torch.cat([shard(biases[0]), shard(biases[1])]),
-                "down__bias": biases[2],
-            }
-        parts.append(
-            fill(MLP(6, 8 // size, bias=bias, collectives=OneOfSeveralRanks(rank, size)), **weights)(x)
-        )
-    check_close(torch.stack(parts).sum(0), F.linear(hidden, down, biases[2]))
-
-
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
-def test_moe_shards_sum_to_the_weighted_experts(size: int, norm: bool) -> None:
-    x, router = torch.randn(5, 6), torch.randn(4, 6)
-    gate, up, down = torch.randn(4, 8, 6), torch.randn(4, 8, 6), torch.randn(4, 6, 8)
-    weights, chosen = (x @ router.T).softmax(-1).topk(2)
-    if norm:
-        weights = weights / weights.sum(-1, keepdim=True)
-    expected = torch.stack(
-        [
-            sum(
-                w * (down[e] @ (F.silu(gate[e] @ token) * (up[e] @ token)))
-                for w, e in zip(ws, es, strict=True)
-            )
-            for token, ws, es in zip(x, weights, chosen, strict=True)
-        ]
-    )
-    parts = []
-    for rank in range(size):
-        layer = MoE(
-            hidden_size=6,
-            num_experts=4,
-            num_experts_per_tok=2,
-            intermediate_size=8 // size,
-            norm_topk_prob=norm,
-            backend=run_by_expert,
-        )
-        fill(
-            layer,
-            router__weight=router,
-            experts__gate_up=torch.cat([gate.chunk(size, 1)[rank], up.chunk(size, 1)[rank]], 1),
-            experts__down=down.chunk(size, 2)[rank],
-        )
-        parts.append(layer(x.clone()))
-    check_close(torch.stack(parts).sum(0), expected)
 
 
 def test_rotary_angles_are_exact_at_large_positions() -> None:

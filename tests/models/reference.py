@@ -58,6 +58,8 @@ def our_model(model: nn.Module, collectives: Any = None, dtype: torch.dtype = to
         assert weight.shape == expected[name].shape, name
         owner, _, leaf = name.rpartition(".")
         setattr(ours.get_submodule(owner), leaf, nn.Parameter(weight.to(dtype), requires_grad=False))
+    if config.tie_embeddings:
+        ours.lm_head.weight = ours.embed.weight
     ours.build_derived()
     return ours
 

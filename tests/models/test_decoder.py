@@ -1,7 +1,17 @@
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from tests.models.reference import Batch, hf_model, our_model
+from segue.distributed.info import TPInfo
+from segue.layers.moe_backend import run_by_expert
+from segue.models.config import ModelConfig
+from segue.models.decoder import MLP, MoE, build_model
+from segue.models.sharding import shard as shard_of
+from tests.layers.filling import OneOfSeveralRanks, check_close, fill
+from tests.models.reference import SIZES, Batch, hf_model, our_model
 
 FAMILIES = {
     "llama": ("LlamaForCausalLM", {}),
@@ -111,3 +121,81 @@ def test_chunks_and_decode_in_ragged_steps_give_the_logits_of_transformers(
             got[slot].append(rows)
     for slot, ids in enumerate(PROMPTS):
         assert_equal(torch.cat(got[slot]), expected(model, ids))
+
+
+def small_config(architecture: str, **sizes: Any) -> ModelConfig:
+    """Return the config of a model with hidden states of 6 channels."""
+    return ModelConfig.from_hf({"architectures": [architecture], **SIZES, "hidden_size": 6, **sizes})
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_mlp_shards_sum_to_the_gated_mlp(size: int, bias: bool) -> None:
+    x, gate, up, down = torch.randn(5, 6), torch.randn(8, 6), torch.randn(8, 6), torch.randn(6, 8)
+    biases = [torch.randn(n) if bias else torch.zeros(n) for n in (8, 8, 6)]
+    hidden = F.silu(F.linear(x, gate, biases[0])) * F.linear(x, up, biases[1])
+    config, parts = small_config("LlamaForCausalLM", intermediate_size=8, mlp_bias=bias), []
+    for rank in range(size):
+
+        def shard(weight: Tensor, dim: int = 0, rank: int = rank) -> Tensor:
+            return weight.chunk(size, dim)[rank]
+
+        weights = {"gate_up__weight": torch.cat([shard(gate), shard(up)]), "down__weight": shard(down, 1)}
+        if bias:
+            weights |= {
+                "gate_up__bias": torch.cat([shard(biases[0]), shard(biases[1])]),
+                "down__bias": biases[2],
+            }
+        mlp = MLP(config, shard_of(config, TPInfo(rank, size)), OneOfSeveralRanks(rank, size))
+        parts.append(fill(mlp, **weights)(x))
+    check_close(torch.stack(parts).sum(0), F.linear(hidden, down, biases[2]))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_moe_shards_sum_to_the_weighted_experts(size: int, norm: bool) -> None:
+    x, router = torch.randn(5, 6), torch.randn(4, 6)
+    gate, up, down = torch.randn(4, 8, 6), torch.randn(4, 8, 6), torch.randn(4, 6, 8)
+    weights, chosen = (x @ router.T).softmax(-1).topk(2)
+    if norm:
+        weights = weights / weights.sum(-1, keepdim=True)
+    expected = torch.stack(
+        [
+            sum(
+                w * (down[e] @ (F.silu(gate[e] @ token) * (up[e] @ token)))
+                for w, e in zip(ws, es, strict=True)
+            )
+            for token, ws, es in zip(x, weights, chosen, strict=True)
+        ]
+    )
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": norm}
+    config, parts = small_config("Qwen3MoeForCausalLM", **experts), []
+    assert config.moe is not None
+    for rank in range(size):
+        layer = MoE(config.moe, config.hidden_size, shard_of(config, TPInfo(rank, size)), run_by_expert)
+        fill(
+            layer,
+            router__weight=router,
+            experts__gate_up=torch.cat([gate.chunk(size, 1)[rank], up.chunk(size, 1)[rank]], 1),
+            experts__down=down.chunk(size, 2)[rank],
+        )
+        parts.append(layer(x.clone()))
+    check_close(torch.stack(parts).sum(0), expected)
+
+
+def test_a_tied_head_shares_the_weight_of_the_embedding() -> None:
+    config = small_config("LlamaForCausalLM", tie_word_embeddings=True)
+    model = build_model(config, dtype=torch.bfloat16)
+    assert model.lm_head.weight is model.embed.weight
+    assert "lm_head.weight" not in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_only_what_depends_on_changed_weights_is_built_again(is_tied: bool) -> None:
+    model = our_model(hf_model("Qwen3ForCausalLM", tie_word_embeddings=is_tied))
+    before = {name: getattr(module, "packed", None) for name, module in model.named_modules()}
+    model.build_derived(["embed.weight", "layers.1.attn.qkv.weight"])
+    built = [
+        name for name, module in model.named_modules() if getattr(module, "packed", None) is not before[name]
+    ]
+    assert built == ["layers.1.attn.qkv", *(["lm_head"] if is_tied else [])]

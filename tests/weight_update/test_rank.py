@@ -43,8 +43,9 @@ def derived(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yields what is derived from the weights, as the steps use it."""
     for name, module in model.named_modules():
         if (gemm := getattr(module, "packed", None)) is not None:
-            size = module._weight().shape[1] if hasattr(module, "_weight") else module.weight.shape[1]
-            x = torch.randn(3, size, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+            x = torch.randn(3, module.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(
+                torch.bfloat16
+            )
             yield name, gemm(x, None)
         elif isinstance(module, RMSNorm):
             yield name, module.weight_float32

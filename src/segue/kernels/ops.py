@@ -154,9 +154,7 @@ def linear(
     return result.float() if float32_output else result
 
 
-def gate_up_silu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, packed: Gemm | None, *, deterministic: bool = False
-) -> Tensor:
+def gate_up_silu(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Gemm | None) -> Tensor:
     """Returns `silu_mul(linear(x, weight, bias, packed))`, `[T, K] -> [T, I]`.
 
     `weight` is `[2 * I, K]`, gate rows first. On CUDA one kernel does both where that is faster.
@@ -168,7 +166,7 @@ def gate_up_silu(
         if gated is not None:
             return gated
     gate_up = linear(x, weight, bias, packed, may_split=True)
-    if deterministic and not x.is_cuda:  # on CUDA the ordinary kernel is batch-invariant
+    if isinstance(packed, BatchInvariantGemm):  # on CUDA the ordinary kernel is batch-invariant
         return batch_invariant.silu_mul(gate_up, x.dtype)
     return silu_mul(gate_up, x.dtype)
 

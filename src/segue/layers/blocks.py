@@ -1,4 +1,4 @@
-"""The tensor-parallel blocks of a decoder: norm, linear layers, MLP, embedding and output head."""
+"""The tensor-parallel blocks of a decoder: norm, linear layers and embedding."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
-from segue.kernels.ops import add_rms_norm, embed, gate_up_silu, linear, pack
+from segue.kernels.ops import add_rms_norm, embed, linear, pack
 
 
 class Layer(nn.Module):
@@ -58,25 +58,32 @@ class Linear(Layer):
         *,
         bias: bool = False,
         may_split: bool = False,
-        deterministic: bool = False,
+        float32_output: bool = False,
     ) -> None:
-        """`out_features` is this rank's number; `may_split` is that of `kernels.ops.linear`."""
+        """`out_features` is this rank's number; the options are those of `kernels.ops.linear`."""
         super().__init__()
         self.may_split = may_split
-        self.deterministic = deterministic
+        self.float32_output = float32_output
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.packed: Gemm | None = None
 
-    def build_derived(self) -> int:
-        """Pack the weight again; returns the bytes of the packed copy."""
+    def build_derived(self, *, deterministic: bool = False) -> int:
+        """Pack the weight again, as a batch-invariant GEMM with `deterministic`; returns the copy's bytes."""
         self.packed = None  # frees its memory first
-        self.packed = pack(self.weight, deterministic=self.deterministic)
+        self.packed = pack(self.weight, deterministic=deterministic, float32_output=self.float32_output)
         return 0 if self.packed is None else self.packed.num_bytes
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`."""
-        return linear(x, self.weight, self.bias, self.packed, may_split=self.may_split)
+        return linear(
+            x,
+            self.weight,
+            self.bias,
+            self.packed,
+            may_split=self.may_split,
+            float32_output=self.float32_output,
+        )
 
 
 class RowParallelLinear(Linear):
@@ -86,16 +93,10 @@ class RowParallelLinear(Linear):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        collectives: Collectives,
-        bias: bool = False,
-        deterministic: bool = False,
+        self, in_features: int, out_features: int, *, collectives: Collectives, bias: bool = False
     ) -> None:
         """`in_features` is this rank's number."""
-        super().__init__(in_features, out_features, bias=bias, deterministic=deterministic)
+        super().__init__(in_features, out_features, bias=bias)
         self.collectives = collectives
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,33 +104,6 @@ class RowParallelLinear(Linear):
         tp, fused_all_reduce = self.collectives.tp, self.collectives.fused_all_reduce
         may_split = tp.size == 1 or (fused_all_reduce is not None and len(x) <= fused_all_reduce.max_rows)
         return linear(x, self.weight, self.bias if tp.is_first else None, self.packed, may_split=may_split)
-
-
-class MLP(Layer):
-    """`down(silu(gate(x)) * up(x))`, with gate and up in one GEMM."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        bias: bool,
-        collectives: Collectives,
-        deterministic: bool = False,
-    ) -> None:
-        """`intermediate_size` is this rank's share."""
-        super().__init__()
-        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias, deterministic=deterministic)
-        self.down = RowParallelLinear(
-            intermediate_size, hidden_size, bias=bias, collectives=collectives, deterministic=deterministic
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden] -> [T, hidden]`; this rank's summand, which `RMSNorm` sums over the ranks."""
-        own = self.gate_up
-        gated = gate_up_silu(x, own.weight, own.bias, own.packed, deterministic=own.deterministic)
-        output: Tensor = self.down(gated)
-        return output
 
 
 class VocabParallelEmbedding(Layer):
@@ -146,48 +120,3 @@ class VocabParallelEmbedding(Layer):
         """`[T] -> [T, size]`; this rank's summand, which `RMSNorm` sums over the ranks."""
         tp = self.collectives.tp
         return F.embedding(ids, self.weight) if tp.size == 1 else embed(ids, self.weight, tp.rank * self.rows)
-
-
-class ParallelHead(Layer):
-    """One rank's shard of the output head; the logits are gathered on rank 0."""
-
-    def __init__(
-        self,
-        rows: int,
-        size: int,
-        vocab_size: int,
-        *,
-        tied: VocabParallelEmbedding | None,
-        collectives: Collectives,
-        deterministic: bool = False,
-    ) -> None:
-        """`rows` counts this rank's, with padding; `vocab_size` is the model's; `tied` shares its weight."""
-        super().__init__()
-        self.collectives = collectives
-        self.deterministic = deterministic
-        self.vocab_size = vocab_size
-        # A tuple hides the module from torch, so that the weight is not a parameter of two modules.
-        self._tied = (tied,)
-        self.weight = None if tied else nn.Parameter(torch.empty(rows, size), requires_grad=False)
-        self.packed: Gemm | None = None
-
-    def build_derived(self) -> int:
-        """Pack the weight again; returns the bytes of the packed copy."""
-        self.packed = None  # frees its memory first
-        self.packed = pack(self._weight(), deterministic=self.deterministic, float32_output=True)
-        return 0 if self.packed is None else self.packed.num_bytes
-
-    def forward(self, hidden: Tensor) -> Tensor | None:
-        """`[L, size] -> [L, vocab_size]` in float32 on rank 0; None elsewhere."""
-        logits = self.collectives.gather(self.local(hidden))
-        return None if logits is None else logits[:, : self.vocab_size]
-
-    def local(self, hidden: Tensor) -> Tensor:
-        """Returns this rank's logits, padding included, in float32: `[L, size] -> [L, rows]`."""
-        return linear(hidden, self._weight(), None, self.packed, float32_output=True)
-
-    def _weight(self) -> Tensor:
-        (tied,) = self._tied
-        weight = tied.weight if tied is not None else self.weight
-        assert weight is not None
-        return weight

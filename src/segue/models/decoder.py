@@ -7,64 +7,161 @@ from torch import Tensor, nn
 
 from segue.attention.context import Context
 from segue.distributed.collectives import Collectives
-from segue.errors import UnsupportedModelError
-from segue.layers.attention import Angles, Attention
-from segue.layers.blocks import MLP, Layer, Linear, ParallelHead, RMSNorm, VocabParallelEmbedding
-from segue.layers.moe import MoE
+from segue.kernels.ops import gate_up_silu, rms_norm, rotate, route
+from segue.layers.blocks import Layer, Linear, RMSNorm, RowParallelLinear, VocabParallelEmbedding
 from segue.layers.moe_backend import MoEBackend, run_by_expert
-from segue.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from segue.models.config import ModelConfig, MoEConfig
 from segue.models.rope import Rotary, inverse_frequencies
 from segue.models.sharding import Shard, shard
+
+Angles = tuple[Tensor, Tensor]
+"""The cosines and sines of RoPE, computed once per step for all layers; see `models.rope.Rotary.angles`."""
+
+
+class Attention(Layer):
+    """Projections, optional QK-norm, RoPE and attention over the paged cache."""
+
+    def __init__(self, layer: int, config: ModelConfig, sizes: Shard, collectives: Collectives) -> None:
+        """Make this rank's share; `layer` is the index into the KV pool."""
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads = sizes.num_heads, sizes.num_kv_heads
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        width = self.num_heads * self.head_dim
+        size = width + 2 * self.num_kv_heads * self.head_dim
+        self.qkv = Linear(config.hidden_size, size, bias=config.qkv_bias, may_split=True)
+        self.o = RowParallelLinear(width, config.hidden_size, collectives=collectives, bias=config.o_bias)
+        self.q_norm = RMSNorm(self.head_dim, self.eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, self.eps) if config.qk_norm else None
+        self.qk_weight: Tensor | None = None
+
+    def build_derived(self) -> int:
+        """Concatenate the query and key norms' weights, so that one pass normalises both; returns its bytes.
+
+        The address stays the same, because captured graphs read from it.
+        """
+        if self.q_norm is None or self.k_norm is None:
+            return 0
+        query = self.q_norm.weight.float().expand(self.num_heads, -1)
+        key = self.k_norm.weight.float().expand(self.num_kv_heads, -1)
+        weight = torch.cat([query, key])
+        self.qk_weight = weight if self.qk_weight is None else self.qk_weight.copy_(weight)
+        return self.qk_weight.nbytes
+
+    def forward(
+        self, x: Tensor, angles: Angles, ctx: Context, logits_indices: Tensor | None = None
+    ) -> Tensor:
+        """`[T, hidden] -> [T, hidden]`, or `[L, hidden]` of the tokens `logits_indices` (int `[L]`).
+
+        The result is this rank's summand, which `RMSNorm` sums over the ranks.
+        """
+        norm_rope_store = self._norm_rope_store_cuda if x.is_cuda else self._norm_rope_store
+        query, key, value = norm_rope_store(self.qkv(x), angles, ctx)
+        attended = ctx.backend.forward(query, key, value, self.layer, ctx).flatten(1)
+        output: Tensor = self.o(
+            attended if logits_indices is None else attended.index_select(0, logits_indices)
+        )
+        return output
+
+    def _norm_rope_store(self, qkv: Tensor, angles: Angles, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.num_heads + self.num_kv_heads
+        qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
+        qk = qkv[:, :heads]
+        if self.q_norm is not None:
+            assert self.qk_weight is not None, "build_derived comes first"
+            qk = rms_norm(qk, self.qk_weight, self.eps)
+        qk = rotate(qk, *angles)
+        query, key, value = qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, heads:]
+        ctx.kv.write(self.layer, ctx.slot_mapping, key, value)
+        return query, key, value
+
+    def _norm_rope_store_cuda(self, qkv: Tensor, angles: Angles, ctx: Context) -> tuple[Tensor, None, None]:
+        from segue.kernels.triton.qk_norm_rope_store import qk_norm_rope_store
+
+        query = qk_norm_rope_store(
+            qkv,
+            self.qk_weight,
+            self.eps,
+            *angles,
+            ctx.positions,
+            ctx.slot_mapping,
+            ctx.kv.key_rows[self.layer],
+            ctx.kv.value_rows[self.layer],
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+        return query, None, None
+
+
+class MLP(Layer):
+    """`down(silu(gate(x)) * up(x))`, with gate and up in one GEMM."""
+
+    def __init__(self, config: ModelConfig, sizes: Shard, collectives: Collectives) -> None:
+        """Make this rank's share."""
+        super().__init__()
+        hidden, own, bias = config.hidden_size, sizes.intermediate_size, config.mlp_bias
+        self.gate_up = Linear(hidden, 2 * own, bias=bias)
+        self.down = RowParallelLinear(own, hidden, collectives=collectives, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[T, hidden] -> [T, hidden]`; this rank's summand, which `RMSNorm` sums over the ranks."""
+        own = self.gate_up
+        output: Tensor = self.down(gate_up_silu(x, own.weight, own.bias, own.packed))
+        return output
+
+
+class MoE(Layer):
+    """Sums the outputs of each token's most probable experts, weighted by the router's probabilities.
+
+    Each expert is sharded over the ranks like an MLP.
+    """
+
+    def __init__(self, moe: MoEConfig, hidden_size: int, sizes: Shard, backend: MoEBackend) -> None:
+        """Make this rank's share."""
+        super().__init__()
+        self.moe = moe
+        self.backend = backend
+        self.router = Linear(hidden_size, moe.num_experts)
+        own = sizes.expert_intermediate_size
+        shapes = {"gate_up": (2 * own, hidden_size), "down": (hidden_size, own)}
+        self.experts = nn.ParameterDict(
+            {
+                name: nn.Parameter(torch.empty(moe.num_experts, *shape), requires_grad=False)
+                for name, shape in shapes.items()
+            }
+        )
+
+    def forward(self, x: Tensor, num_unpadded: Tensor | None = None) -> Tensor:
+        """`[T, hidden] -> [T, hidden]`; this rank's summand, which `RMSNorm` sums over the ranks.
+
+        Tokens after the first `num_unpadded` (int32 `[1]`) are routed to no expert.
+        """
+        weights, experts = route(
+            self.router(x),
+            self.moe.num_experts_per_tok,
+            renormalise=self.moe.norm_topk_prob,
+            num_unpadded=num_unpadded,
+        )
+        return self.backend(x, self.experts["gate_up"], self.experts["down"], weights, experts)
 
 
 class DecoderLayer(Layer):
     """Attention and an MLP (or experts), each applied to the normalised residual stream."""
 
     def __init__(
-        self,
-        index: int,
-        config: ModelConfig,
-        sizes: Shard,
-        collectives: Collectives,
-        moe_backend: MoEBackend,
-        deterministic: bool,
+        self, index: int, config: ModelConfig, sizes: Shard, collectives: Collectives, moe_backend: MoEBackend
     ) -> None:
         """Make layer `index`, counted from 0, for the rank with `sizes`."""
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
-        self.attn = Attention(
-            layer=index,
-            hidden_size=config.hidden_size,
-            num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.qkv_bias,
-            o_bias=config.o_bias,
-            qk_norm=config.qk_norm,
-            eps=config.rms_norm_eps,
-            collectives=collectives,
-            deterministic=deterministic,
-        )
+        self.attn = Attention(index, config, sizes, collectives)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
         self.is_sparse = config.is_sparse(index)
         if config.moe is not None and self.is_sparse:
-            self.mlp: MLP | MoE = MoE(
-                hidden_size=config.hidden_size,
-                num_experts=config.moe.num_experts,
-                num_experts_per_tok=config.moe.num_experts_per_tok,
-                intermediate_size=sizes.expert_intermediate_size,
-                norm_topk_prob=config.moe.norm_topk_prob,
-                backend=moe_backend,
-                deterministic=deterministic,
-            )
+            self.mlp: MLP | MoE = MoE(config.moe, config.hidden_size, sizes, moe_backend)
         else:
-            self.mlp = MLP(
-                config.hidden_size,
-                sizes.intermediate_size,
-                bias=config.mlp_bias,
-                collectives=collectives,
-                deterministic=deterministic,
-            )
+            self.mlp = MLP(config, sizes, collectives)
 
     def forward(
         self,
@@ -108,23 +205,20 @@ class Decoder(Layer):
         """
         super().__init__()
         self.config = config
+        self.collectives = collectives
+        self.deterministic = deterministic
         self.shard = shard(config, collectives.tp)
         self.embed = VocabParallelEmbedding(
             self.shard.vocab_size, config.hidden_size, collectives=collectives
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(index, config, self.shard, collectives, moe_backend, deterministic)
+            DecoderLayer(index, config, self.shard, collectives, moe_backend)
             for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
-        self.lm_head = ParallelHead(
-            self.shard.vocab_size,
-            config.hidden_size,
-            config.vocab_size,
-            tied=self.embed if config.tie_embeddings else None,
-            collectives=collectives,
-            deterministic=deterministic,
-        )
+        self.lm_head = Linear(config.hidden_size, self.shard.vocab_size, float32_output=True)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed.weight
         with torch.device("cpu"):
             self.rotary = Rotary(*inverse_frequencies(config.rope, config.head_dim), config.max_position)
 
@@ -146,12 +240,13 @@ class Decoder(Layer):
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return the float32 logits `[L, vocab_size]` of `[L, hidden]` on rank 0, None on other ranks."""
-        logits: Tensor | None = self.lm_head(hidden)
-        return logits
+        logits = self.collectives.gather(self.lm_head(hidden))
+        return None if logits is None else logits[:, : self.config.vocab_size]
 
     def local_logits(self, hidden: Tensor) -> Tensor:
         """Return the float32 logits of `[L, hidden]` for this rank's vocabulary shard, padding included."""
-        return self.lm_head.local(hidden)
+        logits: Tensor = self.lm_head(hidden)
+        return logits
 
     def weights_per_token(self) -> int:
         """Return how many weights of this rank's layers one token uses; of experts, only those it needs."""
@@ -167,19 +262,16 @@ class Decoder(Layer):
         Must be called when the weights are loaded, and after every change of them. `changed` names the
         changed parameters; None means all.
         """
-        owners = (Linear, RMSNorm, Attention, ParallelHead)
-        derived = sum(
-            module.build_derived()
-            for name, module in self.named_modules()
-            if isinstance(module, owners) and (changed is None or self._depends(name, changed))
-        )
-        return derived + self.rotary.build_derived(self.embed.weight.device)
-
-    def _depends(self, name: str, changed: Collection[str]) -> bool:
-        """Whether the module `name` has one of the `changed` parameters, or shares one."""
-        if name == "lm_head" and self.config.tie_embeddings:
-            name = "embed"
-        return any(f"{name}.{leaf}" in changed for leaf, _ in self.get_submodule(name).named_parameters())
+        derived = self.rotary.build_derived(self.embed.weight.device)
+        weights = {self.get_parameter(name) for name in changed or ()}
+        for module in self.modules():
+            if changed is not None and weights.isdisjoint(module.parameters()):
+                continue
+            if isinstance(module, Linear):
+                derived += module.build_derived(deterministic=self.deterministic)
+            elif isinstance(module, (RMSNorm, Attention)):
+                derived += module.build_derived()
+        return derived
 
 
 def build_model(
@@ -195,13 +287,7 @@ def build_model(
     With `deterministic` the bits of a token's results do not depend on the other tokens of a step.
 
     Raises:
-        UnsupportedModelError: there is no model for `config.architecture`.
         TensorParallelError: the model cannot be split over so many ranks.
     """
-    if config.architecture not in SUPPORTED_ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"model architecture {config.architecture!r} is not supported; supported: "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
     with torch.device("meta"):
         return Decoder(config, collectives or Collectives(), moe_backend, deterministic).to(dtype)
