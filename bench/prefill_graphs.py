@@ -30,8 +30,8 @@ from segue.distributed.info import TPInfo
 from segue.messages.requests import AddRequest, SamplingParams, pack_ids
 from segue.model_runner import graphs
 from segue.model_runner.cuda_executor import CUDAExecutor
+from segue.model_runner.executor import ForwardOutput
 from segue.model_runner.runner import ModelRunner
-from segue.model_runner.step_result import ForwardOutput
 from segue.scheduler.scheduler import Scheduler
 from segue.worker.main import limits_of
 

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from segue.logs import logger
 from segue.memory.budget import GRAPH_RESERVE
-from segue.model_runner import graph_capture
+from segue.model_runner import startup
 from segue.model_runner.graphs import GraphMismatchError
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
@@ -239,7 +239,7 @@ def test_sizes_that_do_not_fit_the_reserve_are_left_out_with_a_warning_and_run_e
     caplog.set_level("WARNING", logger.name)
     free = itertools.count(80 << 30, -1 << 20)  # every call returns 1 MiB less
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 80 << 30))
-    monkeypatch.setattr(graph_capture, "GRAPH_RESERVE", 20 << 20)
+    monkeypatch.setattr(startup, "GRAPH_RESERVE", 20 << 20)
     runner = make(dtype="float32")
     assert executor_of(runner).num_graphs == 19  # 8 for decode, 8 for sampling, 3 forward
     assert "19 CUDA graphs took" in caplog.text

@@ -301,7 +301,7 @@ def test_filtered_draws_agree_with_the_cpu(vocab) -> None:
 
 
 def test_scattered_values_of_32_and_64_bits() -> None:
-    from segue.model_runner.device_writes import CUDAWriter
+    from segue.model_runner.batch_state import CUDAWriter
 
     writer = CUDAWriter(torch.device("cuda"), capacity=16)
     small = torch.zeros(10, 7, dtype=torch.int32, device="cuda")

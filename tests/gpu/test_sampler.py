@@ -26,9 +26,7 @@ KINDS = [
 
 def _sample(device: str, logits: torch.Tensor):
     table = PageTable(max_running=ROWS, max_seq_len=64, page_size=4, scratch_page=99, device=device)
-    state = BatchState(
-        max_running_requests=ROWS, max_seq_len=64, page_table=table, device=torch.device(device)
-    )
+    state = BatchState(table, max_seq_len=64)
     new_slots = [
         NewSlot(
             slot, pack_ids(range(slot, slot + 20)), 15, SamplingParams(max_new_tokens=9, seed=slot, **kind)

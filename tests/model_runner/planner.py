@@ -5,8 +5,8 @@ from typing import Any
 
 from segue.messages.requests import SamplingParams, TokenLogprob, pack_ids
 from segue.messages.steps import NewSlot, StepPlan, StepResult
+from segue.model_runner.executor import ForwardOutput
 from segue.model_runner.runner import ModelRunner
-from segue.model_runner.step_result import ForwardOutput
 
 
 @dataclass

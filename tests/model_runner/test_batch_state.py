@@ -16,7 +16,7 @@ SCRATCH = 99
 
 def _state() -> BatchState:
     table = PageTable(max_running=3, max_seq_len=64, page_size=4, scratch_page=SCRATCH, device="cpu")
-    return BatchState(max_running_requests=3, max_seq_len=64, page_table=table, device=torch.device("cpu"))
+    return BatchState(table, max_seq_len=64)
 
 
 def _new_slot(slot: int, tokens: list[int], prompt_len: int | None = None, **params: Any) -> NewSlot:

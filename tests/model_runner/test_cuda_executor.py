@@ -129,13 +129,13 @@ def make(llama: Any, cuda_executor: Any) -> Iterator[Any]:
         runner = making.make_runner(llama[0], chunked_prefill_size=256, page_size=16, num_kv_tokens=4096)
         made.append(runner)
         parts = runner._startup
+        parts.model.collectives = Collectives(TPInfo(0, ranks))
         runner._executor = executor = cuda_executor.CUDAExecutor(
             model=parts.model,
             state=parts._state,
             kv=runner.kv,
             backend=Paged(parts._shape, runner.kv),
             sampler=parts._sampler,
-            collectives=Collectives(TPInfo(0, ranks)),
             max_rows=8,
             chunk=256,
         )

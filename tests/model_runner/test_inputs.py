@@ -21,7 +21,7 @@ def build():
     sizes = KVShape(num_pages=50, num_layers=1, page_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32)
     kv = KVPool(sizes, torch.zeros(sizes.num_bytes, dtype=torch.uint8))
     table = PageTable(max_running=4, max_seq_len=64, page_size=4, scratch_page=kv.scratch_page, device="cpu")
-    state = BatchState(max_running_requests=4, max_seq_len=64, page_table=table, device=torch.device("cpu"))
+    state = BatchState(table, max_seq_len=64)
     shape = AttentionShape(num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
     backend = CPUAttention(shape, kv)
 

@@ -18,7 +18,7 @@ from segue.errors import ConfigError, OutOfMemoryError, TensorParallelError
 from segue.layers import moe_backend
 from segue.logs import logger
 from segue.memory.budget import GIB, Demand, Reserve, formula_pages
-from segue.model_runner import graph_capture
+from segue.model_runner import startup
 from segue.model_runner.batch_state import PlanError
 from segue.model_runner.grid import resolve_grid
 from segue.model_runner.resolved_config import resolve_config
@@ -385,8 +385,8 @@ def test_no_memory_is_reserved_for_graphs_that_cannot_be_captured(llama, warning
         "experts": None,
         "can_capture_collectives": True,
     }
-    assert graph_capture.reserve_for_graphs(config=config, **usual) == usual["demand"]
+    assert startup.reserve_for_graphs(config=config, **usual) == usual["demand"]
     given = {**usual, **case}
-    demand = graph_capture.reserve_for_graphs(config=config, **given)
+    demand = startup.reserve_for_graphs(config=config, **given)
     assert demand.reserve.graphs == 0 and formula_pages(demand) == formula_pages(given["demand"]) + 1024
     assert re.search(warning, warnings.text)

@@ -23,9 +23,7 @@ class Slots:
         self.count = len(params)
         tokens = [*PROMPT, *output]
         table = PageTable(max_running=self.count, max_seq_len=64, page_size=4, scratch_page=99, device="cpu")
-        self.state = BatchState(
-            max_running_requests=self.count, max_seq_len=64, page_table=table, device=torch.device("cpu")
-        )
+        self.state = BatchState(table, max_seq_len=64)
         new_slots = [
             NewSlot(slot, pack_ids(tokens), len(PROMPT), SamplingParams(**{"max_new_tokens": 9, **options}))
             for slot, options in enumerate(params)

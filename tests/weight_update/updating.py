@@ -23,7 +23,7 @@ from segue.distributed.info import TPInfo
 from segue.memory.rank_memory import PrivateMemory
 from segue.messages.weight_operations import Bucket, Group, Manifest, UpdateFromDisk
 from segue.messages.weight_update import Join, Load, RankReply, Receive, Received, Stage
-from segue.model_runner.stream import ComputeStream, make_stream
+from segue.model_runner.executor import ComputeStream, make_stream
 from segue.models import weight_map
 from segue.models.decoder import Decoder, build_model
 from segue.weight_update.rank import WeightUpdater

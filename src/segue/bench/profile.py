@@ -19,8 +19,8 @@ from segue.distributed.info import TPInfo
 from segue.errors import ConfigError
 from segue.messages.control import InitStep
 from segue.messages.requests import Abort, AddRequest, Rejected, SamplingParams, pack_ids
+from segue.model_runner.executor import ForwardOutput
 from segue.model_runner.runner import ModelRunner
-from segue.model_runner.step_result import ForwardOutput
 from segue.scheduler.scheduler import Scheduler
 from segue.sizes import ceil_div
 from segue.worker.main import limits_of

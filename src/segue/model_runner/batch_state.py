@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segue.kvcache.page_table import PageTable
-from segue.memory.backing import to_device
+from segue.memory import backing
 from segue.messages.requests import SamplingParams
 from segue.messages.steps import NewSlot, StepPlan
-from segue.model_runner.device_writes import CUDAWriter, DeviceWriter
 from segue.model_runner.inputs import PlanArrays
 
 # Below the lowest temperature a draw is the argmax unless two logits are equal; above the highest all tokens
@@ -72,16 +71,10 @@ class BatchState:
     not cleared: a slot is read up to its length only, and its next request writes that far first.
     """
 
-    def __init__(
-        self,
-        *,
-        max_running_requests: int,
-        max_seq_len: int,
-        page_table: PageTable,
-        device: torch.device,
-    ) -> None:
-        num_slots = max_running_requests + 1
-        self.device = device
+    def __init__(self, page_table: PageTable, max_seq_len: int) -> None:
+        """Make the state of the slots of `page_table`, on its device."""
+        num_slots = len(page_table.data)
+        self.device = device = page_table.data.device
         self.writer = DeviceWriter() if device.type == "cpu" else CUDAWriter(device)
         self.step = 0  # the number of the last plan applied
         self.page_table = page_table
@@ -140,7 +133,7 @@ class BatchState:
 
         `NON_FINITE` is written as 0, because a step that was planned ahead must read a valid id.
         """
-        where = to_device(np.stack([slots, positions]), self.device)
+        where = backing.to_device(np.stack([slots, positions]), self.device)
         self.token_pool[where[0], where[1]] = tokens.clamp(min=0).to(torch.int32)
 
     def _add_slots(self, new_slots: Sequence[NewSlot]) -> None:
@@ -204,3 +197,62 @@ class BatchState:
                 f"tokens are computed"
             )
         self.lengths[slots] = arrays.kv_lens
+
+
+class DeviceWriter:
+    """Writes single elements of contiguous tensors of 4- or 8-byte elements; this class writes on the CPU."""
+
+    def write(self, tensor: Tensor, index: NDArray[np.int64], values: NDArray[Any]) -> None:
+        """Set the elements `index` of the flattened tensor to `values`, which have the tensor's dtype.
+
+        An element must not be written twice between two flushes.
+        """
+        tensor.view(-1).numpy()[index] = values
+
+    def flush(self) -> None:
+        """Launch all writes since the last flush; on a CPU they are done."""
+
+
+class CUDAWriter(DeviceWriter):
+    """Stages writes in a ring of pinned buffers; a buffer is used again when its copy is done."""
+
+    _RING = 4
+
+    def __init__(self, device: torch.device, capacity: int = 1 << 15) -> None:
+        """Allocate the ring. `capacity` counts the 4-byte words of one copy; more words take several."""
+        self._capacity = capacity
+        size = (self._RING, 3 * capacity)
+        self._staged = backing.pinned(size, torch.int32, device)
+        self._received = torch.empty(size, dtype=torch.int32, device=device)
+        self._copied = [torch.Event(device) for _ in range(self._RING)]
+        self._next = 0
+        self._addresses: list[NDArray[np.int64]] = []
+        self._values: list[NDArray[np.int32]] = []
+
+    def write(self, tensor: Tensor, index: NDArray[np.int64], values: NDArray[Any]) -> None:
+        size = tensor.element_size()
+        addresses = tensor.data_ptr() + index * size
+        words = np.ascontiguousarray(values).view(np.int32)
+        if size == 8:
+            addresses = (addresses[:, None] + np.array([0, 4])).ravel()
+        self._addresses.append(addresses)
+        self._values.append(words)
+
+    def flush(self) -> None:
+        from segue.kernels.triton.scatter import scatter
+
+        if not self._addresses:
+            return
+        addresses, values = np.concatenate(self._addresses), np.concatenate(self._values)
+        self._addresses, self._values = [], []
+        for start in range(0, len(values), self._capacity):
+            count = min(self._capacity, len(values) - start)
+            ring_index, self._next = self._next, (self._next + 1) % self._RING
+            self._copied[ring_index].synchronize()
+            staged, received = self._staged[ring_index], self._received[ring_index]
+            host = staged.numpy()
+            host[: 2 * count].view(np.int64)[:] = addresses[start : start + count]
+            host[2 * count : 3 * count] = values[start : start + count]
+            received[: 3 * count].copy_(staged[: 3 * count], non_blocking=True)
+            self._copied[ring_index].record()
+            scatter(received[: 2 * count].view(torch.int64), received[2 * count :], count)

@@ -17,7 +17,7 @@ from segue.kernels.triton.sampling import VocabShard, sample_plain
 from segue.memory import backing
 from segue.messages.requests import SamplingMode
 from segue.messages.steps import StepPlan
-from segue.model_runner.executor import StepExecutor
+from segue.model_runner.executor import DeviceStepResult, StepExecutor, free_garbage
 from segue.model_runner.graphs import (
     CaptureSizes,
     Graphs,
@@ -35,8 +35,6 @@ from segue.model_runner.graphs import (
 from segue.model_runner.inputs import PlanArrays, PromptRun
 from segue.model_runner.sampler import Sampled
 from segue.model_runner.static_inputs import RING, DeviceInputs, StepShape
-from segue.model_runner.step_result import DeviceStepResult
-from segue.model_runner.stream import free_garbage
 from segue.sampling.logprobs import Logprobs
 
 
@@ -55,7 +53,8 @@ class CUDAExecutor(StepExecutor):
 
     def __post_init__(self) -> None:
         """Allocate the static inputs; `capture` makes the graphs."""
-        model, state, collectives, max_rows = self.model, self.state, self.collectives, self.max_rows
+        model, state, max_rows = self.model, self.state, self.max_rows
+        collectives = model.collectives
         self._vocab_shard: VocabShard | None = None
         self._captured_modes: Sequence[SamplingMode] = ("plain", "filtered")
         if isinstance(collectives.fused_all_reduce, OneShotAllReduce):

@@ -1,10 +1,17 @@
-"""One step: the forward pass up to the logits, then sampling. This executor is for a CPU."""
+"""One step: the queue that it runs in, the forward pass up to the logits, sampling, and its results.
+
+This executor is for a CPU.
+"""
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -12,15 +19,139 @@ from torch import Tensor
 
 from segue.attention.base import AttentionBackend
 from segue.attention.context import Context
-from segue.distributed.collectives import Collectives
 from segue.kvcache.pool import KVPool
-from segue.messages.steps import EagerReason, StepPlan
+from segue.messages.requests import TokenLogprob
+from segue.messages.steps import EagerReason, StepPlan, StepResult
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.inputs import PlanArrays, PromptRun
 from segue.model_runner.sampler import Sampled, Sampler
-from segue.model_runner.step_result import DeviceStepResult
 from segue.models.decoder import Decoder
 from segue.sampling.logprobs import Logprobs, logprobs_of
+
+Result = TypeVar("Result")
+
+
+class ComputeStream:
+    """The queue that steps run in, one after the other: this class is a thread, for a CPU.
+
+    After one piece of work has failed, all later work fails with the same error: its input is missing.
+    """
+
+    _failure: BaseException | None = None
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="segue-stream")
+
+    def submit(self, work: Callable[[], Result]) -> Future[Result]:
+        """Queue `work`; the future is done when `work` has run, or on CUDA when it has been launched."""
+        return self._executor.submit(self._run, work)
+
+    def close(self) -> None:
+        """Finish all submitted work; no more may be submitted afterwards."""
+        self._executor.shutdown(wait=True)
+
+    def _run(self, work: Callable[[], Result]) -> Result:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return work()
+        except BaseException as failure:
+            self._failure = failure
+            raise
+
+
+class CUDAStream(ComputeStream):
+    """A compute stream of one device; work is launched on the thread that submits it."""
+
+    def __init__(self, device: torch.device) -> None:
+        # High priority, because its kernels go first, and because torch reuses streams: code that asks for a
+        # stream of the default priority never gets this one.
+        self._stream = torch.Stream(device, priority=-1)
+        self._lock = threading.Lock()
+
+    def submit(self, work: Callable[[], Result]) -> Future[Result]:
+        done: Future[Result] = Future()
+        with self._lock, self._stream:
+            try:
+                done.set_result(self._run(work))
+            except Exception as failure:
+                done.set_exception(failure)
+        return done
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+def make_stream(device: torch.device) -> ComputeStream:
+    """Return the stream for steps on `device`."""
+    return ComputeStream() if device.type == "cpu" else CUDAStream(device)
+
+
+def free_garbage() -> None:
+    """Return memory to CUDA that only garbage holds: of the profile run, or of an engine closed before.
+
+    Later the garbage collector might free it in the middle of a capture.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStepResult:
+    """One launched step. The host tensors are valid once `copy_done` has completed."""
+
+    step: int
+    started: float  # seconds of the monotonic clock
+    next_tokens_host: Tensor  # integers, one per sampling sequence
+    copy_done: torch.Event | None  # None: there is nothing to wait for
+    logprobs: Logprobs | None = None  # of the tokens `logprob_indices`
+    logprob_indices: Sequence[int] = ()  # indices into `next_tokens_host`
+    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # slot -> parts, in order
+    finished: float = 0.0  # seconds of the monotonic clock, on a CPU; 0: the step ends with `copy_done`
+    eager: EagerReason | None = "disabled"  # why the step ran without a graph; None: a graph was replayed
+    padded_tokens: int = 0
+
+    def is_ready(self) -> bool:
+        """Whether the results are on the host."""
+        return self.copy_done is None or self.copy_done.query()
+
+    def result(self) -> StepResult:
+        """Wait for the copy and return the result for the scheduler."""
+        if self.copy_done is not None:
+            self.copy_done.synchronize()
+        tokens = self.next_tokens_host.tolist()
+        logprobs: list[TokenLogprob | None] | None = None
+        if self.logprobs is not None:
+            logprobs = [None] * len(tokens)
+            for index, entry in zip(self.logprob_indices, self.logprobs.messages(), strict=True):
+                logprobs[index] = entry
+        return StepResult(
+            step=self.step,
+            tokens=tokens,
+            seconds=(self.finished or time.monotonic()) - self.started,
+            logprobs=logprobs,
+            prompt_logprobs={
+                slot: [message for part in parts for message in part.messages() if message is not None]
+                for slot, parts in self.prompt_logprobs.items()
+            },
+            eager=self.eager,
+            padded_tokens=self.padded_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """The handle of a submitted step."""
+
+    pending: Future[DeviceStepResult]
+
+    def ready(self) -> bool:
+        """Whether :meth:`result` would return at once."""
+        return self.pending.done() and self.pending.result().is_ready()
+
+    def result(self) -> StepResult:
+        """Wait for the step and return its result, or raise the error of the step."""
+        return self.pending.result().result()
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -32,7 +163,6 @@ class StepExecutor:
     kv: KVPool
     backend: AttentionBackend
     sampler: Sampler
-    collectives: Collectives
 
     logits_bytes: ClassVar[int] = 16 << 20  # float32 logits of prompt tokens held at a time
 
@@ -57,7 +187,7 @@ class StepExecutor:
         else:
             sampled = Sampled(tokens=torch.empty(len(slots), dtype=torch.int64, device=hidden.device))
         if len(slots):
-            self.state.write_tokens(slots, positions, self.collectives.broadcast(sampled.tokens))
+            self.state.write_tokens(slots, positions, self.model.collectives.broadcast(sampled.tokens))
         return sampled
 
     def _result(

@@ -12,9 +12,8 @@ from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.messages.control import InitStep
 from segue.messages.steps import StepPlan
+from segue.model_runner.executor import ForwardOutput, Result, make_stream
 from segue.model_runner.startup import Made, Startup
-from segue.model_runner.step_result import ForwardOutput
-from segue.model_runner.stream import Result, make_stream
 from segue.models import weight_map
 from segue.options import parse_list
 from segue.weight_update.served import ServedWeights

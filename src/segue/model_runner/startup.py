@@ -5,28 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from segue.attention import registry as attention
 from segue.attention.base import AttentionShape, PagedBackend
+from segue.attention.registry import Selection
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.collectives import GroupCollectives
-from segue.distributed.groups import connect
+from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
 from segue.distributed.symmetric import all_devices_have_peer_access
 from segue.host import free_cpu_memory, keep_freed_memory
 from segue.kvcache.page_table import PageTable
 from segue.layers import moe_backend
+from segue.layers.moe_backend import MoEEntry
 from segue.logs import logger
 from segue.memory.budget import (
     CPU_POOL_LIMIT,
     GRAPH_RESERVE,
     Demand,
     Reserve,
+    afford_graphs,
     agree_on_free,
     gib,
     plan_pages,
@@ -35,15 +38,16 @@ from segue.memory.rank_memory import PrivateMemory, RankMemory
 from segue.messages.control import EngineLimits
 from segue.model_runner import grid
 from segue.model_runner.batch_state import BatchState
-from segue.model_runner.executor import StepExecutor
-from segue.model_runner.graph_capture import capture, reserve_for_graphs
+from segue.model_runner.executor import StepExecutor, free_garbage
 from segue.model_runner.profile_run import check_sizes, make_pool, measure_activations, min_activations
 from segue.model_runner.resolved_config import resolve_config
 from segue.model_runner.sampler import Sampler
-from segue.model_runner.stream import free_garbage
 from segue.models.decoder import build_model
 from segue.models.sharding import shard
 from segue.options import parse_sizes
+
+if TYPE_CHECKING:
+    from segue.model_runner.cuda_executor import CUDAExecutor
 
 _EAGER = "none: steps run eagerly"
 
@@ -187,20 +191,15 @@ class Startup:
         return self.kv.data.nbytes, ""
 
     def _make_state(self) -> Made:
-        limits, device = self.limits, self.resolved.device
+        limits = self.limits
         page_table = PageTable(
             max_running=limits.max_running_requests,
             max_seq_len=limits.max_seq_len,
             page_size=limits.page_size,
             scratch_page=self.kv.scratch_page,
-            device=device,
+            device=self.resolved.device,
         )
-        self._state = BatchState(
-            max_running_requests=limits.max_running_requests,
-            max_seq_len=limits.max_seq_len,
-            page_table=page_table,
-            device=device,
-        )
+        self._state = BatchState(page_table, limits.max_seq_len)
         return page_table.data.nbytes + self._state.token_pool.nbytes, ""
 
     def _make_backend(self) -> Made:
@@ -233,7 +232,6 @@ class Startup:
             kv=self.kv,
             backend=self._backend,
             sampler=self._sampler,
-            collectives=self._groups.collectives,
         )
         return 0, _EAGER
 
@@ -247,7 +245,6 @@ class Startup:
             kv=self.kv,
             backend=cast(PagedBackend, self._backend),
             sampler=self._sampler,
-            collectives=self._groups.collectives,
             max_rows=self.limits.max_running_requests,
             chunk=self.limits.chunked_prefill_size,
             row_buckets=_sizes(config.precompile_bs_paddings, "precompile_bs_paddings"),
@@ -307,3 +304,65 @@ class Startup:
 
 def _sizes(text: str | None, name: str) -> list[int] | None:
     return None if text is None else parse_sizes(text, name)
+
+
+def reserve_for_graphs(
+    demand: Demand,
+    config: EngineConfig,
+    selection: Selection,
+    experts: MoEEntry | None,
+    *,
+    can_capture_collectives: bool,
+) -> Demand:
+    """Return the demand, without memory for graphs if none can be captured; a warning says why.
+
+    `can_capture_collectives` is False where a warning has been logged already.
+    """
+    reserved, slow = demand.reserve.graphs, "all steps run eagerly and launch every kernel"
+    if not reserved:
+        return demand
+    if not selection.graphs:
+        logger.warning(
+            "attention backend %s cannot be captured in CUDA graphs: %s; choose another one with "
+            "--attention-backend",
+            selection.name,
+            slow,
+        )
+    elif experts is not None and not experts.graph:
+        logger.warning("MoE backend %s cannot be captured in CUDA graphs: %s", experts.name, slow)
+    elif not afford_graphs(demand, config.num_kv_tokens):
+        logger.warning(
+            "no CUDA graphs: the %s reserved for them would leave less than that for KV, or no room for "
+            "--num-kv-tokens; steps run eagerly. Raise --memory-ratio, lower --num-kv-tokens, "
+            "--chunked-prefill-size or --max-running-requests, or free memory",
+            gib(reserved),
+        )
+    elif can_capture_collectives:
+        return demand
+    return demand.without_graphs()
+
+
+def capture(executor: CUDAExecutor, groups: TPGroups, device: torch.device) -> int:
+    """Capture the graphs and return the bytes that they take, on the rank where they take most.
+
+    The graphs may take `GRAPH_RESERVE` bytes, because KV pages and activations have the rest. Sizes that do
+    not fit are left out on every rank alike: their steps run eagerly, slower but with correct results.
+    """
+    free = executor.warm_up()
+
+    def taken() -> int:
+        used = free - torch.cuda.mem_get_info(device)[0]
+        return max(values[0] for values in groups.all_gather([used]))
+
+    left_out = executor.capture(lambda: taken() < GRAPH_RESERVE)
+    used = taken()
+    if left_out:
+        logger.warning(
+            "%d CUDA graphs took %s of the %s reserved for them; sizes left out, to run eagerly: %s. Lower "
+            "--max-running-requests or --chunked-prefill-size, or shorten --batch-prefill-batch-sizes",
+            executor.num_graphs,
+            gib(used),
+            gib(GRAPH_RESERVE),
+            "; ".join(left_out),
+        )
+    return used

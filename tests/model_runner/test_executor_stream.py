@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from segue.model_runner.stream import CPUStream
+from segue.model_runner.executor import ComputeStream
 
 
 @pytest.fixture
 def stream():
-    stream = CPUStream()
+    stream = ComputeStream()
     yield stream
     stream.close()
 
@@ -46,7 +46,7 @@ def test_after_a_failure_later_work_fails_with_the_same_error(stream):
 
 
 def test_close_finishes_submitted_work():
-    stream = CPUStream()
+    stream = ComputeStream()
     seen = []
     for i in range(5):
         stream.submit(lambda i=i: seen.append(i))
