@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from bench import report
 from bench.tune_gemm import chain_time
 from segue.attention import registry
-from segue.attention.base import AttentionShape
-from segue.attention.context import Context
+from segue.attention.base import AttentionShape, Context
 from segue.attention.registry import Setting
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool, KVShape

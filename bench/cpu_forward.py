@@ -15,8 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from segue.attention.base import AttentionShape
-from segue.attention.context import Context
+from segue.attention.base import AttentionShape, Context
 from segue.attention.registry import Setting, select
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool, KVShape

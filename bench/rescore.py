@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segue.attention import registry as attention
-from segue.attention.base import AttentionShape
-from segue.attention.context import Context
+from segue.attention.base import AttentionShape, Context
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import resolve
 from segue.config import EngineConfig

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from segue.attention import cpu
-from segue.attention.base import AttentionBackend, AttentionShape
-from segue.attention.context import Context
+from segue.attention.base import AttentionBackend, AttentionShape, Context
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool, KVShape
 from segue.memory import backing

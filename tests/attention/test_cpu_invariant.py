@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from segue.attention import cpu_invariant
-from segue.attention.base import AttentionBackend
-from segue.attention.context import Context
+from segue.attention.base import AttentionBackend, Context
 from segue.attention.cpu_invariant import InvariantCPUAttention
 from segue.errors import ConfigError
 from tests.attention.case import TOLERANCE, Case

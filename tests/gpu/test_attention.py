@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from segue.attention import registry
-from segue.attention.base import AttentionBackend, AttentionShape
-from segue.attention.context import Context
+from segue.attention.base import AttentionBackend, AttentionShape, Context
 from segue.kvcache.pool import KVPool, KVShape
 from segue.memory import backing
 from tests.attention.case import TOLERANCE, Case

@@ -15,8 +15,7 @@ from torch import Tensor
 
 import segue
 from bench import suite
-from segue.attention.base import AttentionShape
-from segue.attention.context import Context
+from segue.attention.base import AttentionShape, Context
 from segue.errors import ConfigError
 from segue.kernels.ops import add_rms_norm, silu_mul
 from segue.kvcache.page_table import PageTable

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import segue.model_runner
-from segue.attention.base import AttentionShape, PagedBackend
-from segue.attention.context import Context
+from segue.attention.base import AttentionShape, Context, PagedBackend
 from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
 from segue.kvcache.pool import KVPool
@@ -141,7 +140,7 @@ def make(llama: Any, cuda_executor: Any) -> Iterator[Any]:
         )
         if has_grid:
             sizes = grid.grid_sizes([1, 2, 4], [16, 32, 64], max_len=64, rows=8, tokens=264)
-            grid.register(executor, executor.backend, sizes)
+            grid.register(executor, sizes)
         if captures:
             assert executor.capture(lambda: True) == [] and executor.num_graphs > 20
         return runner

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from segue.attention.base import AttentionShape
-from segue.attention.context import Context
+from segue.attention.base import AttentionShape, Context
 from segue.attention.cpu import CPUAttention
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool, KVShape

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from segue.attention import registry as attention
-from segue.attention.context import Context
+from segue.attention.base import Context
 from segue.attention.registry import Capabilities
 from segue.checkpoint.source import resolve
 from segue.config import EngineConfig

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segue.attention.base import AttentionBackend, AttentionShape
-from segue.attention.context import Context
+from segue.attention.base import AttentionBackend, AttentionShape, Context
 from segue.kvcache.pool import KVPool
 from segue.sizes import ceil_div, round_up
 

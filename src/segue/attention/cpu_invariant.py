@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from segue.attention import cpu
-from segue.attention.base import AttentionShape
-from segue.attention.context import Context
+from segue.attention.base import AttentionShape, Context
 from segue.errors import ConfigError
 from segue.kernels.batch_invariant import cancelling_inputs
 from segue.kvcache.pool import KVPool

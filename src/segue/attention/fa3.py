@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from segue.attention.base import AttentionShape, PagedBackend
-from segue.attention.context import Context
+from segue.attention.base import AttentionShape, Context, PagedBackend
 from segue.kvcache.pool import KVPool
 
 

@@ -13,8 +13,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from segue.attention.base import AttentionShape, PagedBackend, block_table
-from segue.attention.context import Context
+from segue.attention.base import AttentionShape, Context, PagedBackend, block_table
 from segue.kernels.triton.attention import attend, decode
 from segue.kernels.triton.launch import is_hopper, launch_options
 from segue.kvcache.pool import KVPool
@@ -37,7 +36,6 @@ class TritonAttention(PagedBackend):
         self._group = shape.num_heads // shape.num_kv_heads
         self._partial = pool.data.new_empty(_MAX_PROGRAMS * self._group * dim, dtype=torch.float32)
         self._maxima = pool.data.new_empty(_MAX_PROGRAMS * self._group * 2, dtype=torch.float32)
-        self._counters = pool.data.new_zeros(_MAX_PROGRAMS, dtype=torch.int32)
         self._max_spans = 0
         self._is_float32 = pool.data.dtype == torch.float32
         self._keys_per_block = 32 if self._is_float32 else 64
@@ -46,7 +44,11 @@ class TritonAttention(PagedBackend):
         # TMA counts token rows in 32 bits.
         tma = is_hopper() and fits_tma and not self._is_float32 and len(rows) < 2**31
         self._rows = TensorDescriptor.from_tensor(rows, [self._keys_per_block, dim]) if tma else None
+        # The arguments that are the same in every launch of both kernels.
         self._constants: dict[str, object] = {
+            "counters": pool.data.new_zeros(_MAX_PROGRAMS, dtype=torch.int32),
+            "scale": shape.scale * _LOG2_E,
+            "page_rows": pool.page_rows,
             "KV_HEADS": shape.num_kv_heads,
             "G": self._group,
             "D": dim,
@@ -79,24 +81,13 @@ class TritonAttention(PagedBackend):
         heads, splits = self._shape.num_kv_heads, self._num_splits(ctx.num_decode, _MAX_SPLITS)
         decode[(heads, ctx.num_decode) if splits == 1 else (splits, heads, ctx.num_decode)](
             query=query,
-            keys=self._pool.key_rows[layer],
-            values=self._pool.value_rows[layer],
-            page_table=ctx.page_table.data,
-            slots=ctx.slots_device,
-            kv_lens=ctx.kv_lens_device,
-            num_decode=ctx.num_decode_device,
             output=output,
-            partial=self._partial,
-            maxima=self._maxima,
-            counters=self._counters,
-            scale=self._shape.scale * _LOG2_E,
-            page_rows=self._pool.page_rows,
-            table_stride=ctx.page_table.data.stride(0),
+            num_decode=ctx.num_decode_device,
             BLOCK=self._keys_per_block,
             SPLITS=splits,
             STAGES=2 if self._is_float32 else 3,
             GP=max(16, triton.next_power_of_2(self._group)),
-            **self._constants,
+            **self._cache_arguments(layer, ctx),
             **launch_options(2 if ctx.num_decode < 8 else 4, len(query)),
         )
 
@@ -114,32 +105,35 @@ class TritonAttention(PagedBackend):
         count = ctx.num_decode if blocks is None else len(blocks)
         attend[(self._shape.num_kv_heads, count, splits)](
             query=query,
-            keys=self._pool.key_rows[layer],
-            values=self._pool.value_rows[layer],
+            output=output,
             pool=self._rows,
             layer_row=layer * 2 * self._pool.page_size,
-            page_table=ctx.page_table.data,
-            slots=ctx.slots_device,
             cu_seqlens_q=ctx.cu_seqlens_q_device,
-            kv_lens=ctx.kv_lens_device,
             blocks=blocks,
             num_decode=ctx.num_decode_device if blocks is None else None,
-            output=output,
-            partial=self._partial,
-            maxima=self._maxima,
-            counters=self._counters,
             max_spans=self._max_spans,
-            scale=self._shape.scale * _LOG2_E,
-            page_rows=self._pool.page_rows,
-            table_stride=ctx.page_table.data.stride(0),
             BM=self._rows_per_block(len(query)),
             BN=self._keys_per_block,
             SPAN=self._span,
             STAGES=_STAGES,
             SPLITS=splits,
-            **self._constants,
+            **self._cache_arguments(layer, ctx),
             **options,
         )
+
+    def _cache_arguments(self, layer: int, ctx: Context) -> dict[str, object]:
+        """Returns the arguments of both kernels that describe the cache and where splits meet."""
+        return {
+            "keys": self._pool.key_rows[layer],
+            "values": self._pool.value_rows[layer],
+            "page_table": ctx.page_table.data,
+            "table_stride": ctx.page_table.data.stride(0),
+            "slots": ctx.slots_device,
+            "kv_lens": ctx.kv_lens_device,
+            "partial": self._partial,
+            "maxima": self._maxima,
+            **self._constants,
+        }
 
     def _num_splits(self, num_decode: int, max_splits: int) -> int:
         """Returns how many programs share the keys of a decode row: more than one in small batches."""

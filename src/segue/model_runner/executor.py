@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segue.attention.base import AttentionBackend
-from segue.attention.context import Context
+from segue.attention.base import AttentionBackend, Context
 from segue.kvcache.pool import KVPool
 from segue.messages.requests import TokenLogprob
 from segue.messages.steps import EagerReason, StepPlan, StepResult

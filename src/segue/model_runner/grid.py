@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 GridSize = tuple[int, int]  # prompts, tokens per prompt
 
 
-def register(executor: CUDAExecutor, backend: AttentionBackend, sizes: Sequence[GridSize]) -> None:
-    """Let `executor` capture and replay the grid of `sizes`, which the backend must support."""
+def register(executor: CUDAExecutor, sizes: Sequence[GridSize]) -> None:
+    """Let `executor` capture and replay the grid of `sizes`, which its backend must support."""
     if sizes:
-        backend.init_batch_prefill_cuda_graph_state(*map(max, zip(*sizes, strict=True)))
+        executor.backend.init_batch_prefill_cuda_graph_state(*map(max, zip(*sizes, strict=True)))
         executor.register("grid", sizes, _shape, choose, warm_ups=2)
 
 

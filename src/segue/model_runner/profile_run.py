@@ -11,8 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from segue.attention.base import AttentionShape
-from segue.attention.context import Context
+from segue.attention.base import AttentionShape, Context
 from segue.attention.registry import Selection
 from segue.errors import OutOfMemoryError
 from segue.kvcache.page_table import PageTable

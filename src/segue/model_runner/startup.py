@@ -11,7 +11,6 @@ import torch
 
 from segue.attention import registry as attention
 from segue.attention.base import AttentionShape, PagedBackend
-from segue.attention.registry import Selection
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
@@ -22,7 +21,6 @@ from segue.distributed.symmetric import all_devices_have_peer_access
 from segue.host import free_cpu_memory, keep_freed_memory
 from segue.kvcache.page_table import PageTable
 from segue.layers import moe_backend
-from segue.layers.moe_backend import MoEEntry
 from segue.logs import logger
 from segue.memory.budget import (
     CPU_POOL_LIMIT,
@@ -253,7 +251,7 @@ class Startup:
         )
         num_bytes = 0
         if self._captures:
-            grid.register(executor, self._backend, sizes)
+            grid.register(executor, sizes)
             num_bytes = capture(executor, self._groups, self.resolved.device)
         if executor.num_graphs:
             return num_bytes, f"{executor.num_graphs} graphs"
@@ -309,8 +307,8 @@ def _sizes(text: str | None, name: str) -> list[int] | None:
 def reserve_for_graphs(
     demand: Demand,
     config: EngineConfig,
-    selection: Selection,
-    experts: MoEEntry | None,
+    selection: attention.Selection,
+    experts: moe_backend.MoEEntry | None,
     *,
     can_capture_collectives: bool,
 ) -> Demand:

@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segue.attention.base import GridMetadata, PagedBackend, block_table
-from segue.attention.context import Context
+from segue.attention.base import Context, GridMetadata, PagedBackend, block_table
 from segue.kvcache.pool import KVPool
 from segue.memory import backing
 from segue.messages.steps import StepPlan

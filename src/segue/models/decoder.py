@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from segue.attention.context import Context
+from segue.attention.base import Context
 from segue.distributed.collectives import Collectives
 from segue.kernels.ops import gate_up_silu, rms_norm, rotate, route
 from segue.layers.blocks import Layer, Linear, RMSNorm, RowParallelLinear, VocabParallelEmbedding

@@ -3,9 +3,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from segue.attention.base import AttentionShape
-from segue.attention.context import Context
-from segue.attention.hybrid import PairedAttention
+from segue.attention.base import AttentionShape, Context
+from segue.attention.registry import PairedAttention
 from segue.kvcache.pool import KVPool
 from tests.attention.case import Case
 
