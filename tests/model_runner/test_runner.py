@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,11 +19,11 @@ from segue.errors import ConfigError, OutOfMemoryError, TensorParallelError
 from segue.layers import moe_backend
 from segue.logs import logger
 from segue.memory.budget import GIB, Demand, Reserve, formula_pages
-from segue.model_runner import startup
 from segue.model_runner.batch_state import PlanError
 from segue.model_runner.grid import resolve_grid
 from segue.model_runner.resolved_config import resolve_config
 from segue.model_runner.runner import ModelRunner
+from segue.model_runner.startup import Startup
 from segue.models.decoder import Decoder
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
@@ -371,22 +372,25 @@ EXPERTS = moe_backend.MoEEntry(name="experts", devices=("cuda",), graph=False, r
 @pytest.mark.parametrize(
     ("case", "warning"),
     [
-        ({"selection": _selection(False)}, "attention backend some cannot.*--attention-backend"),
-        ({"experts": EXPERTS}, "MoE backend experts cannot be captured"),
-        ({"demand": _demand(free_before=4 * GIB)}, "1.00 GiB.*--memory-ratio"),
-        ({"can_capture_collectives": False}, "^$"),
+        ({"selection": _selection(graphs=False)}, "attention backend some cannot.*--attention-backend"),
+        ({"_experts": EXPERTS}, "MoE backend experts cannot be captured"),
+        ({"demand": {"free_before": 4 * GIB}}, "1.00 GiB.*--memory-ratio"),
+        ({"_can_capture_collectives": False}, "^$"),
     ],
 )
 def test_no_memory_is_reserved_for_graphs_that_cannot_be_captured(llama, warnings, case, warning):
     config = EngineConfig(**making.options(llama[0], num_kv_tokens=None))
-    usual = {
-        "demand": _demand(),
-        "selection": _selection(True),
-        "experts": None,
-        "can_capture_collectives": True,
-    }
-    assert startup.reserve_for_graphs(config=config, **usual) == usual["demand"]
-    given = {**usual, **case}
-    demand = startup.reserve_for_graphs(config=config, **given)
-    assert demand.reserve.graphs == 0 and formula_pages(demand) == formula_pages(given["demand"]) + 1024
+    sparse = SimpleNamespace(config=SimpleNamespace(moe=object()))
+    made = Startup(config, sparse, TPInfo(), Path("/nonexistent"))
+    made.selection, made._can_capture_collectives = _selection(graphs=True), True
+    made._experts = replace(EXPERTS, graph=True)
+    assert made._reserve_for_graphs(_demand()) == _demand() and not warnings.text
+    dense = Startup(config, SimpleNamespace(config=SimpleNamespace(moe=None)), TPInfo(), Path("/nonexistent"))
+    dense.selection, dense._can_capture_collectives, dense._experts = _selection(graphs=True), True, EXPERTS
+    assert dense._reserve_for_graphs(_demand()) == _demand() and not warnings.text
+    given = _demand(**case.get("demand", {}))
+    for name in case.keys() - {"demand"}:
+        setattr(made, name, case[name])
+    demand = made._reserve_for_graphs(given)
+    assert demand.reserve.graphs == 0 and formula_pages(demand) == formula_pages(given) + 1024
     assert re.search(warning, warnings.text)

@@ -15,7 +15,7 @@ from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.collectives import GroupCollectives
-from segue.distributed.groups import TPGroups, connect
+from segue.distributed.groups import connect
 from segue.distributed.info import TPInfo
 from segue.distributed.symmetric import all_devices_have_peer_access
 from segue.host import free_cpu_memory, keep_freed_memory
@@ -163,12 +163,8 @@ class Startup:
         resolved, model = self.resolved, self.source.config
         activations = measure_activations(self.model, resolved, self.selection, self._shape)
         self.headroom = activations + Sampler.num_bytes(resolved.max_running_requests, model.vocab_size)
-        demand = reserve_for_graphs(
-            self._demand(arena_bytes=self.arena.num_bytes, derived=self._derived, activations=activations),
-            self.config,
-            self.selection,
-            self._experts if model.moe else None,
-            can_capture_collectives=self._can_capture_collectives,
+        demand = self._reserve_for_graphs(
+            self._demand(arena_bytes=self.arena.num_bytes, derived=self._derived, activations=activations)
         )
         self._captures = demand.reserve.graphs > 0
         budget = plan_pages(demand, self.config.num_kv_tokens)
@@ -252,7 +248,7 @@ class Startup:
         num_bytes = 0
         if self._captures:
             grid.register(executor, sizes)
-            num_bytes = capture(executor, self._groups, self.resolved.device)
+            num_bytes = self._capture(executor)
         if executor.num_graphs:
             return num_bytes, f"{executor.num_graphs} graphs"
         self._warn_without_graphs()
@@ -299,68 +295,57 @@ class Startup:
             pool_limit=CPU_POOL_LIMIT if self._on_cpu else None,
         )
 
+    def _reserve_for_graphs(self, demand: Demand) -> Demand:
+        """Return the demand, without memory for graphs if none can be captured; a warning says why."""
+        reserved, slow = demand.reserve.graphs, "all steps run eagerly and launch every kernel"
+        if not reserved:
+            return demand
+        if not self.selection.graphs:
+            logger.warning(
+                "attention backend %s cannot be captured in CUDA graphs: %s; choose another one with "
+                "--attention-backend",
+                self.selection.name,
+                slow,
+            )
+        elif self.source.config.moe is not None and not self._experts.graph:
+            logger.warning("MoE backend %s cannot be captured in CUDA graphs: %s", self._experts.name, slow)
+        elif not afford_graphs(demand, self.config.num_kv_tokens):
+            logger.warning(
+                "no CUDA graphs: the %s reserved for them would leave less than that for KV, or no room for "
+                "--num-kv-tokens; steps run eagerly. Raise --memory-ratio, lower --num-kv-tokens, "
+                "--chunked-prefill-size or --max-running-requests, or free memory",
+                gib(reserved),
+            )
+        elif self._can_capture_collectives:  # if not, a warning has been logged already
+            return demand
+        return demand.without_graphs()
+
+    def _capture(self, executor: CUDAExecutor) -> int:
+        """Capture the graphs and return the bytes that they take, on the rank where they take most.
+
+        The graphs may take `GRAPH_RESERVE` bytes, because KV pages and activations have the rest. Sizes that
+        do not fit are left out on every rank alike: their steps run eagerly, slower but with correct results.
+        """
+        free = executor.warm_up()
+
+        def taken() -> int:
+            used = free - torch.cuda.mem_get_info(self.resolved.device)[0]
+            return max(values[0] for values in self._groups.all_gather([used]))
+
+        left_out = executor.capture(lambda: taken() < GRAPH_RESERVE)
+        used = taken()
+        if left_out:
+            logger.warning(
+                "%d CUDA graphs took %s of the %s reserved for them; sizes left out, to run eagerly: %s. "
+                "Lower --max-running-requests or --chunked-prefill-size, or shorten "
+                "--batch-prefill-batch-sizes",
+                executor.num_graphs,
+                gib(used),
+                gib(GRAPH_RESERVE),
+                "; ".join(left_out),
+            )
+        return used
+
 
 def _sizes(text: str | None, name: str) -> list[int] | None:
     return None if text is None else parse_sizes(text, name)
-
-
-def reserve_for_graphs(
-    demand: Demand,
-    config: EngineConfig,
-    selection: attention.Selection,
-    experts: moe_backend.MoEEntry | None,
-    *,
-    can_capture_collectives: bool,
-) -> Demand:
-    """Return the demand, without memory for graphs if none can be captured; a warning says why.
-
-    `can_capture_collectives` is False where a warning has been logged already.
-    """
-    reserved, slow = demand.reserve.graphs, "all steps run eagerly and launch every kernel"
-    if not reserved:
-        return demand
-    if not selection.graphs:
-        logger.warning(
-            "attention backend %s cannot be captured in CUDA graphs: %s; choose another one with "
-            "--attention-backend",
-            selection.name,
-            slow,
-        )
-    elif experts is not None and not experts.graph:
-        logger.warning("MoE backend %s cannot be captured in CUDA graphs: %s", experts.name, slow)
-    elif not afford_graphs(demand, config.num_kv_tokens):
-        logger.warning(
-            "no CUDA graphs: the %s reserved for them would leave less than that for KV, or no room for "
-            "--num-kv-tokens; steps run eagerly. Raise --memory-ratio, lower --num-kv-tokens, "
-            "--chunked-prefill-size or --max-running-requests, or free memory",
-            gib(reserved),
-        )
-    elif can_capture_collectives:
-        return demand
-    return demand.without_graphs()
-
-
-def capture(executor: CUDAExecutor, groups: TPGroups, device: torch.device) -> int:
-    """Capture the graphs and return the bytes that they take, on the rank where they take most.
-
-    The graphs may take `GRAPH_RESERVE` bytes, because KV pages and activations have the rest. Sizes that do
-    not fit are left out on every rank alike: their steps run eagerly, slower but with correct results.
-    """
-    free = executor.warm_up()
-
-    def taken() -> int:
-        used = free - torch.cuda.mem_get_info(device)[0]
-        return max(values[0] for values in groups.all_gather([used]))
-
-    left_out = executor.capture(lambda: taken() < GRAPH_RESERVE)
-    used = taken()
-    if left_out:
-        logger.warning(
-            "%d CUDA graphs took %s of the %s reserved for them; sizes left out, to run eagerly: %s. Lower "
-            "--max-running-requests or --chunked-prefill-size, or shorten --batch-prefill-batch-sizes",
-            executor.num_graphs,
-            gib(used),
-            gib(GRAPH_RESERVE),
-            "; ".join(left_out),
-        )
-    return used
