@@ -28,7 +28,7 @@ from segue.memory.rank_memory import PrivateMemory
 from segue.model_runner.profile_run import make_pool
 from segue.model_runner.resolved_config import resolve_config
 from segue.models.decoder import build_model
-from segue.sampling.rng import gumbel
+from segue.sampling.gumbel_max import gumbel
 
 MIN_BOUND = 0.1  # of a regret, in logits
 MAX_BOUND = 1.0  # more is not rounding: the eager forward, which shares kernels with the engine, is wrong

@@ -249,7 +249,7 @@ class CUDAExecutor(StepExecutor):
         self._sample_plain(self._sampled_hidden[:size], slots, positions)
 
     def _sample_plain(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> None:
-        logits = self.model.local_logits(hidden)
+        logits = self.model.lm_head(hidden)  # this rank's shard of the vocabulary, padding included
         if self._checked_logits is not None:
             self._checked_logits[: len(logits)].copy_(logits)
         columns = self.state.on_device

@@ -243,11 +243,6 @@ class Decoder(Layer):
         logits = self.collectives.gather(self.lm_head(hidden))
         return None if logits is None else logits[:, : self.config.vocab_size]
 
-    def local_logits(self, hidden: Tensor) -> Tensor:
-        """Return the float32 logits of `[L, hidden]` for this rank's vocabulary shard, padding included."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits
-
     def weights_per_token(self) -> int:
         """Return how many weights of this rank's layers one token uses; of experts, only those it needs."""
         moe = self.config.moe

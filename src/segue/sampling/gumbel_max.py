@@ -1,5 +1,7 @@
 """Chooses one token per row of logits: the most likely one, or a draw keyed by seed and position.
 
+The random numbers are stateless: each one is a hash of (seed, position, counter).
+
 Shapes: B rows, V tokens of the vocabulary, N blocks of the vocabulary, K candidates. A row that has NaN or
 plus infinity, or nothing but minus infinity, gets `NON_FINITE` instead of a token.
 """
@@ -11,10 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segue.messages.steps import NON_FINITE
-from segue.sampling.rng import gumbel
 
 _BLOCK = 128  # divides the vocabulary size of most models, so that the blocks are a view
 _SMALL_BLOCK = 32
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+# SplitMix64 (Steele, Lea, Flood 2014): a Weyl sequence with this increment, hashed with these multipliers.
+_INCREMENT = _signed(0x9E3779B97F4A7C15)
+_MULTIPLIER_1, _MULTIPLIER_2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -93,3 +103,32 @@ def _in_blocks(x: Tensor, size: int, filler: float) -> Tensor:
 def _gather_block(blocks: Tensor, block: Tensor) -> Tensor:
     index = block[:, None, None].expand(-1, 1, blocks.shape[-1])
     return blocks.gather(1, index).squeeze(1)
+
+
+def hash64(seeds: Tensor, positions: Tensor, counters: Tensor) -> Tensor:
+    """Return 64 random bits, int64 `[B, N]`, for each key.
+
+    A key is a seed and a position (int64 `[B, 1]`), and a counter (int64 `[N]` or `[B, N]`).
+    """
+    keys = _mix(_mix(seeds) + positions * _INCREMENT)
+    return _mix(keys + (counters + 1) * _INCREMENT)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, counters: Tensor) -> Tensor:
+    """Return standard Gumbel noise, float64 `[B, N]`, with the same key as `hash64`.
+
+    The argmax of log-weights plus this noise is a draw from the distribution with these weights.
+    """
+    bits = _shift_right(hash64(seeds, positions, counters), 12)
+    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-52  # never 0 or 1
+    return -torch.log(-torch.log(uniform))
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MULTIPLIER_1
+    x = (x ^ _shift_right(x, 27)) * _MULTIPLIER_2
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, count: int) -> Tensor:
+    return (x >> count) & ((1 << (64 - count)) - 1)  # the mask clears the copies of the sign bit

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from segue.sampling.rng import gumbel, hash64
+from segue.sampling.gumbel_max import gumbel, hash64
 
 MASK = (1 << 64) - 1
 
