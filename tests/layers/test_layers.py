@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segue.layers.blocks import Linear, RMSNorm, RowParallelLinear, VocabParallelEmbedding
+from segue.kernels.ops import embed
+from segue.layers.blocks import Linear, RMSNorm, RowParallelLinear
 from segue.models.rope import Rotary
 from tests.layers.filling import DTYPES, OneOfSeveralRanks, check_close, fill
 
@@ -58,10 +59,7 @@ def test_embedding_and_head_shards_of_an_uneven_vocabulary_add_up(vocab: int, si
     embedded, logits = [], []
     for rank in range(size):
         mine = padded[rows * rank : rows * (rank + 1)]
-        embedding = fill(
-            VocabParallelEmbedding(rows, 6, collectives=OneOfSeveralRanks(rank, size)), weight=mine
-        )
-        embedded.append(embedding(ids))
+        embedded.append(embed(ids, mine, rows * rank))
         logits.append(fill(Linear(6, rows, float32_output=True), weight=mine)(hidden))
     check_close(torch.stack(embedded).sum(0), weight)
     check_close(torch.cat(logits, -1)[:, :vocab], hidden @ weight.T)

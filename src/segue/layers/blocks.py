@@ -1,14 +1,13 @@
-"""The tensor-parallel blocks of a decoder: norm, linear layers and embedding."""
+"""The tensor-parallel blocks of a decoder: norm and linear layers."""
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
-from segue.kernels.ops import add_rms_norm, embed, linear, pack
+from segue.kernels.ops import add_rms_norm, linear, pack
 
 
 class Layer(nn.Module):
@@ -64,7 +63,7 @@ class Linear(Layer):
         super().__init__()
         self.may_split = may_split
         self.float32_output = float32_output
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.weight: Tensor = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.packed: Gemm | None = None
 
@@ -104,19 +103,3 @@ class RowParallelLinear(Linear):
         tp, fused_all_reduce = self.collectives.tp, self.collectives.fused_all_reduce
         may_split = tp.size == 1 or (fused_all_reduce is not None and len(x) <= fused_all_reduce.max_rows)
         return linear(x, self.weight, self.bias if tp.is_first else None, self.packed, may_split=may_split)
-
-
-class VocabParallelEmbedding(Layer):
-    """One rank's shard of the embedding table; ids of other shards give 0."""
-
-    def __init__(self, rows: int, size: int, *, collectives: Collectives) -> None:
-        """`rows` is this rank's number of rows, padding included."""
-        super().__init__()
-        self.collectives = collectives
-        self.rows = rows
-        self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """`[T] -> [T, size]`; this rank's summand, which `RMSNorm` sums over the ranks."""
-        tp = self.collectives.tp
-        return F.embedding(ids, self.weight) if tp.size == 1 else embed(ids, self.weight, tp.rank * self.rows)

@@ -3,12 +3,13 @@
 from collections.abc import Collection
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segue.attention.base import Context
 from segue.distributed.collectives import Collectives
-from segue.kernels.ops import gate_up_silu, rms_norm, rotate, route
-from segue.layers.blocks import Layer, Linear, RMSNorm, RowParallelLinear, VocabParallelEmbedding
+from segue.kernels.ops import embed, gate_up_silu, rms_norm, rotate, route
+from segue.layers.blocks import Layer, Linear, RMSNorm, RowParallelLinear
 from segue.layers.moe_backend import MoEBackend, run_by_expert
 from segue.models.config import ModelConfig, MoEConfig
 from segue.models.rope import Rotary, inverse_frequencies
@@ -208,9 +209,8 @@ class Decoder(Layer):
         self.collectives = collectives
         self.deterministic = deterministic
         self.shard = shard(config, collectives.tp)
-        self.embed = VocabParallelEmbedding(
-            self.shard.vocab_size, config.hidden_size, collectives=collectives
-        )
+        # This rank's rows of the table, padding included.
+        self.embed = nn.Embedding(self.shard.vocab_size, config.hidden_size).requires_grad_(False)
         self.layers = nn.ModuleList(
             DecoderLayer(index, config, self.shard, collectives, moe_backend)
             for index in range(config.num_layers)
@@ -228,7 +228,7 @@ class Decoder(Layer):
         They are `[L, hidden]`, of the tokens `ctx.logits_indices`, or `[T, hidden]` if that is None.
         """
         ctx.backend.prepare(ctx)
-        x = self.embed(ctx.input_ids)
+        x = self._embed(ctx.input_ids)
         angles = self.rotary.angles(ctx.positions, x.dtype)
         residual = None
         *layers, last = self.layers
@@ -237,6 +237,13 @@ class Decoder(Layer):
         x, residual = last(x, residual, angles, ctx, ctx.logits_indices)
         hidden: Tensor = self.norm(x, residual)[0]
         return hidden
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """Return this rank's summand, which the first norm sums: ids of other ranks' shards give 0."""
+        weight = self.embed.weight
+        if self.shard.tp.size == 1:
+            return F.embedding(ids, weight)
+        return embed(ids, weight, self.shard.vocab_start)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return the float32 logits `[L, vocab_size]` of `[L, hidden]` on rank 0, None on other ranks."""
