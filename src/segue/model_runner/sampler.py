@@ -65,13 +65,13 @@ class Sampler:
         """
         num_top = self._state.host.num_top[slots]
         requested = (num_top >= 0).nonzero()[0]
-        raw, filtered = logits, None if sampling_mode == "plain" else self._filtered(slots)
+        raw = logits
         if 0 < len(requested) < len(slots) or (sampling_mode == "full" and len(requested)):
             raw = logits[self._index(requested)]
         if sampling_mode == "full":
             self._penalise(logits, slots, positions)
             self._bias(logits, slots, positions)
-        tokens = self._choose(logits, slots, positions, filtered=filtered)
+        tokens = self._choose(logits, slots, positions, filters=sampling_mode != "plain")
         if not len(requested):
             return Sampled(tokens=tokens)
         # A row without a token gets the log-probability of token 0, which is not read.
@@ -79,18 +79,13 @@ class Sampler:
         logprobs = logprobs_of(raw, chosen, num_top[requested].tolist())
         return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=requested.tolist())
 
-    def _filtered(self, slots: Indices) -> NDArray[np.bool_]:
-        host = self._state.host
-        return (host.top_k[slots] > 0) | (host.top_p[slots] < 1.0) | (host.min_p[slots] > 0.0)
-
-    def _choose(
-        self, logits: Tensor, slots: Indices, positions: Indices, *, filtered: NDArray[np.bool_] | None
-    ) -> Tensor:
+    def _choose(self, logits: Tensor, slots: Indices, positions: Indices, *, filters: bool) -> Tensor:
         if logits.is_cuda:
-            return self._choose_on_cuda(logits, slots, positions, filters=filtered is not None)
-        draws = self._state.host.temperature[slots] > 0.0
-        if filtered is None:
-            filtered = np.zeros(len(slots), dtype=np.bool_)
+            return self._choose_on_cuda(logits, slots, positions, filters=filters)
+        host = self._state.host
+        draws, filtered = host.temperature[slots] > 0.0, np.zeros(len(slots), dtype=np.bool_)
+        if filters:
+            filtered = (host.top_k[slots] > 0) | (host.top_p[slots] < 1.0) | (host.min_p[slots] > 0.0)
         tokens = torch.empty(len(slots), dtype=torch.int64)
         for kind, method in (
             (~draws, self._argmax),
