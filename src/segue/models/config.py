@@ -51,10 +51,6 @@ class MoEConfig:
     sparse_step: int = 1  # every sparse_step-th layer is sparse
     dense_layers: tuple[int, ...] = ()  # exceptions: layers that are dense
 
-    def is_sparse(self, layer: int) -> bool:
-        """Whether decoder layer `layer` (from 0) has experts instead of one MLP."""
-        return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -80,8 +76,9 @@ class ModelConfig:
     moe: MoEConfig | None = None
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether decoder layer `layer` (from 0) is a mixture of experts."""
-        return self.moe is not None and self.moe.is_sparse(layer)
+        """Whether decoder layer `layer` (from 0) has experts instead of one MLP."""
+        moe = self.moe
+        return moe is not None and layer not in moe.dense_layers and (layer + 1) % moe.sparse_step == 0
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":

@@ -5,7 +5,7 @@ loops over it: `for part in weight_map.slices[name]: parameter[part.destination]
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -42,12 +42,18 @@ class Coverage:
 class WeightMap:
     """All names that a checkpoint of one architecture may use, and the slices of one rank."""
 
-    parameters: Mapping[str, Shape]  # parameter of this rank -> its shape
-    shapes: Mapping[str, Shape]  # checkpoint name -> shape of the whole tensor
-    slices: Mapping[str, tuple[Slice, ...]]  # checkpoint name -> slices of this rank, perhaps none
-    padding: Mapping[str, Box]  # parameter -> vocabulary rows without a token; they are zero
-    aliases: Mapping[str, str]  # checkpoint name of a tied tensor, which may be absent -> what it is tied to
-    stacked: Mapping[str, tuple[str, ...]]  # name of a tensor of all experts -> their own tensors' names
+    # Parameter of this rank -> its shape.
+    parameters: dict[str, Shape] = field(default_factory=dict)
+    # Checkpoint name -> shape of the whole tensor.
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    # Checkpoint name -> slices of this rank, perhaps none.
+    slices: dict[str, tuple[Slice, ...]] = field(default_factory=dict)
+    # Parameter -> vocabulary rows without a token; they are zero.
+    padding: dict[str, Box] = field(default_factory=dict)
+    # Checkpoint name of a tied tensor, which may be absent -> what it is tied to.
+    aliases: dict[str, str] = field(default_factory=dict)
+    # Name of a tensor of all experts -> their own tensors' names.
+    stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -86,36 +92,25 @@ def build(config: ModelConfig, tp: TPInfo) -> WeightMap:
     Raises:
         TensorParallelError: the model cannot be split over `tp.size` ranks.
     """
-    builder = _WeightMapBuilder(config, shard(config, tp))
-    builder.add_model()
-    return WeightMap(
-        parameters=builder.parameters,
-        shapes=builder.shapes,
-        slices=builder.slices,
-        padding=builder.padding,
-        aliases={"lm_head.weight": "model.embed_tokens.weight"} if config.tie_embeddings else {},
-        stacked=builder.stacked,
-    )
+    weight_map = WeightMap()
+    _WeightMapBuilder(weight_map, config, shard(config, tp)).add_model()
+    return weight_map
 
 
 class _WeightMapBuilder:
-    """Collects the entries of a weight map; `theirs` is a name in the checkpoint, `ours` one in the model."""
+    """Adds the entries of a weight map; `theirs` is a name in the checkpoint, `ours` one in the model."""
 
-    def __init__(self, config: ModelConfig, sizes: Shard) -> None:
-        self.config = config
-        self.sizes = sizes
-        self.parameters: dict[str, Shape] = {}
-        self.shapes: dict[str, Shape] = {}
-        self.slices: dict[str, tuple[Slice, ...]] = {}
-        self.padding: dict[str, Box] = {}
-        self.stacked: dict[str, tuple[str, ...]] = {}
+    def __init__(self, weight_map: WeightMap, config: ModelConfig, sizes: Shard) -> None:
+        self.map, self.config, self.sizes = weight_map, config, sizes
 
     def add_model(self) -> None:
         self._vocabulary("model.embed_tokens.weight", "embed.weight")
         for layer in range(self.config.num_layers):
             self._layer(layer, f"model.layers.{layer}", f"layers.{layer}")
         self._whole("model.norm.weight", "norm.weight", (self.config.hidden_size,))
-        if not self.config.tie_embeddings:
+        if self.config.tie_embeddings:
+            self.map.aliases["lm_head.weight"] = "model.embed_tokens.weight"
+        else:
             self._vocabulary("lm_head.weight", "lm_head.weight")
 
     def _layer(self, layer: int, theirs: str, ours: str) -> None:
@@ -156,8 +151,8 @@ class _WeightMapBuilder:
         all_rows, mine, own = _span(0, hidden), _span(first, width), _span(0, width)
         gate_up, down = f"{ours}.experts.gate_up", f"{ours}.experts.down"
         self._whole(f"{theirs}.gate.weight", f"{ours}.router.weight", (count, hidden))
-        self.parameters[gate_up] = (count, 2 * width, hidden)
-        self.parameters[down] = (count, hidden, width)
+        self.map.parameters[gate_up] = (count, 2 * width, hidden)
+        self.map.parameters[down] = (count, hidden, width)
         halves = {"gate_proj": _span(0, width), "up_proj": _span(width, width)}
         names = [f"{theirs}.experts.{expert}" for expert in range(count)]
         for expert, name in enumerate(names):
@@ -176,18 +171,18 @@ class _WeightMapBuilder:
         self._add(f"{stacked}.gate_up_proj", (count, 2 * total, hidden), *parts)
         part = Slice(down, (every, all_rows, own), (every, all_rows, mine))
         self._add(f"{stacked}.down_proj", (count, hidden, total), part)
-        self.stacked[f"{stacked}.gate_up_proj"] = tuple(f"{n}.{p}.weight" for n in names for p in halves)
-        self.stacked[f"{stacked}.down_proj"] = tuple(f"{name}.down_proj.weight" for name in names)
+        self.map.stacked[f"{stacked}.gate_up_proj"] = tuple(f"{n}.{p}.weight" for n in names for p in halves)
+        self.map.stacked[f"{stacked}.down_proj"] = tuple(f"{name}.down_proj.weight" for name in names)
 
     def _vocabulary(self, theirs: str, ours: str) -> None:
         config, sizes = self.config, self.sizes
-        self.parameters[ours] = (sizes.vocab_size, config.hidden_size)
+        self.map.parameters[ours] = (sizes.vocab_size, config.hidden_size)
         real = min(max(config.vocab_size - sizes.vocab_start, 0), sizes.vocab_size)
         columns = _span(0, config.hidden_size)
         part = Slice(ours, (_span(0, real), columns), (_span(sizes.vocab_start, real), columns))
         self._add(theirs, (config.vocab_size, config.hidden_size), *([part] if real else []))
         if real < sizes.vocab_size:
-            self.padding[ours] = (_span(real, sizes.vocab_size - real), columns)
+            self.map.padding[ours] = (_span(real, sizes.vocab_size - real), columns)
 
     def _fused_rows(
         self, theirs: str, ours: str, rows: Mapping[str, tuple[int, int, int]], columns: int, *, bias: bool
@@ -204,13 +199,13 @@ class _WeightMapBuilder:
             if bias:
                 self._add(f"{theirs}.{name}.bias", (total,), Slice(f"{ours}.bias", (to,), (source,)))
             start += width
-        self.parameters[f"{ours}.weight"] = (start, columns)
+        self.map.parameters[f"{ours}.weight"] = (start, columns)
         if bias:
-            self.parameters[f"{ours}.bias"] = (start,)
+            self.map.parameters[f"{ours}.bias"] = (start,)
 
     def _columns(self, theirs: str, ours: str, first: int, width: int, shape: Shape, *, bias: bool) -> None:
         """Add this rank's columns of a row-parallel layer; the bias is whole, and rank 0 adds it."""
-        self.parameters[f"{ours}.weight"] = (shape[0], width)
+        self.map.parameters[f"{ours}.weight"] = (shape[0], width)
         rows = _span(0, shape[0])
         weight = Slice(f"{ours}.weight", (rows, _span(0, width)), (rows, _span(first, width)))
         self._add(f"{theirs}.weight", shape, weight)
@@ -219,12 +214,12 @@ class _WeightMapBuilder:
 
     def _whole(self, theirs: str, ours: str, shape: Shape) -> None:
         box = tuple(_span(0, size) for size in shape)
-        self.parameters[ours] = shape
+        self.map.parameters[ours] = shape
         self._add(theirs, shape, Slice(ours, box, box))
 
     def _add(self, name: str, shape: Shape, *parts: Slice) -> None:
-        self.shapes[name] = shape
-        self.slices[name] = parts
+        self.map.shapes[name] = shape
+        self.map.slices[name] = parts
 
 
 def _span(start: int, size: int) -> slice:
