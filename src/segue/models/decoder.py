@@ -125,13 +125,12 @@ class MoE(Layer):
         self.backend = backend
         self.router = Linear(hidden_size, moe.num_experts)
         own = sizes.expert_intermediate_size
-        shapes = {"gate_up": (2 * own, hidden_size), "down": (hidden_size, own)}
         self.experts = nn.ParameterDict(
             {
-                name: nn.Parameter(torch.empty(moe.num_experts, *shape), requires_grad=False)
-                for name, shape in shapes.items()
+                "gate_up": torch.empty(moe.num_experts, 2 * own, hidden_size),
+                "down": torch.empty(moe.num_experts, hidden_size, own),
             }
-        )
+        ).requires_grad_(False)
 
     def forward(self, x: Tensor, num_unpadded: Tensor | None = None) -> Tensor:
         """`[T, hidden] -> [T, hidden]`; this rank's summand, which `RMSNorm` sums over the ranks.
@@ -193,11 +192,7 @@ class Decoder(Layer):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        collectives: Collectives,
-        moe_backend: MoEBackend,
-        deterministic: bool = False,
+        self, config: ModelConfig, collectives: Collectives, moe_backend: MoEBackend, deterministic: bool
     ) -> None:
         """Shard `config` for the rank of `collectives`; for `deterministic` see `EngineConfig`.
 
