@@ -22,8 +22,7 @@ from segue.messages.control import (
 )
 from segue.messages.requests import Abort, Finish
 from segue.messages.steps import StepPlan
-from segue.scheduler.prefill import PrefillPolicy
-from segue.scheduler.queue import NewTokenRatio
+from segue.scheduler.prefill import NewTokenRatio, PrefillPolicy
 from tests.scheduler.simulation import Simulation
 
 MODES: tuple[PauseMode, ...] = get_args(PauseMode)  # from the weakest to the strongest
@@ -135,7 +134,7 @@ class PausingSimulation(Simulation):
 
     def end_commit(self, version: str) -> None:
         """Commit weights; no step may be in flight."""
-        self.scheduler.set_weight_version(version)
+        self.scheduler.commit(version, flush_cache=False)
         self.committing = False
         self.control.release(COMMIT)
         self._after(True)

@@ -16,7 +16,7 @@ from segue.messages.control import EngineLimits
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Resources that were released; they become free once step number ``step`` is applied."""
+    """Resources that steps up to ``step`` may still use; they become free once that step is applied."""
 
     step: int
     slot: int | None
@@ -44,12 +44,6 @@ class Resources:
         if missing > 0:
             self.allocator.release(self.prefix.evict(missing))
         return self.allocator.allocate(count)
-
-    def release(
-        self, step: int, *, slot: int | None = None, pages: list[int], node: Node | None = None
-    ) -> None:
-        """Release resources that steps up to ``step``, the last one launched, may still use."""
-        self.pending_free.append(Released(step, slot, pages, node))
 
     def settle(self, oldest: int) -> None:
         """Free the pending resources that only steps before step number ``oldest`` use."""

@@ -38,7 +38,6 @@ from segue.messages.weight_update import RankReply, Received, WeightCall, Weight
 from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.scheduler import Scheduler
-from segue.scheduler.weight_port import SchedulerPort
 from segue.weight_update.control.calls import WeightControl
 
 
@@ -107,7 +106,7 @@ class SchedulerLoop:
 
     def __post_init__(self) -> None:
         """Prepare what the loop keeps from turn to turn."""
-        self._weights = WeightControl(SchedulerPort(self.scheduler), 1 + len(self.followers))
+        self._weights = WeightControl(self.scheduler, 1 + len(self.followers))
         self._early_events: deque[RankEvent] = deque()  # read while the ranks' drain was awaited
         self._poller = zmq.Poller()
         for socket in (self.inbox, self.events):
