@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 
+from segue.heartbeat import Turn
 from segue.messages.control import (
     Continue,
     Continued,
@@ -244,7 +245,7 @@ def test_followers_get_every_plan_in_order(leader: Client) -> None:
             return Done(StepResult(plan.step, [], 0.0))
 
     with pytest.raises(Stop):
-        follow(Recorder(), NO_UPDATER, leader.plans, leader.send_event)
+        follow(Recorder(), NO_UPDATER, leader.plans, leader.send_event, Turn())
     assert ran == list(range(1, 10))
 
 
@@ -357,7 +358,7 @@ def follower(leader: Client) -> Iterator[list[int]]:
 
     def run() -> None:
         with suppress(msgspec.DecodeError):
-            follow(Runner(), NO_UPDATER, leader.plans, leader.send_event)
+            follow(Runner(), NO_UPDATER, leader.plans, leader.send_event, Turn())
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -33,40 +33,17 @@ from segue.messages.control import (
     State,
 )
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected
-from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
-from segue.messages.weight_update import RankReply, Received, WeightCall, WeightCommand, WithdrawCall
+from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan
+from segue.messages.weight_update import RankReply, Received, WeightCall, WithdrawCall
 from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.control.calls import WeightControl
 
-
-class Pending(Protocol):
-    """A launched step."""
-
-    def ready(self) -> bool:
-        """Whether :meth:`result` would return at once."""
-        ...
-
-    def result(self) -> StepResult:
-        """Wait for the step and return its result; raises what the step raised."""
-        ...
-
-
-class Runner(Protocol):
-    """The part of a model runner that the loops use."""
-
-    def forward_batch(self, plan: StepPlan) -> Pending:
-        """Launch a step and return at once; steps run in launch order."""
-        ...
-
-
-class Updater(Protocol):
-    """The part of a rank's weight updater that the loops use."""
-
-    def handle(self, command: WeightCommand) -> None:
-        """Start the command and return at once; the reply goes to rank 0 as a ``RankEvent``."""
-        ...
+if TYPE_CHECKING:  # both need torch, which these loops do not
+    from segue.model_runner.runner import ModelRunner
+    from segue.model_runner.step_result import ForwardOutput
+    from segue.weight_update.rank import WeightUpdater
 
 
 # A step that is expected to take LONG_S or more is "long": the next step is launched only LEAD_S before its
@@ -82,7 +59,7 @@ MAX_POLL_S = 3600.0  # the socket takes milliseconds as an integer; a client may
 class Launched:
     """A step in flight."""
 
-    pending: Pending
+    pending: ForwardOutput
     num_tokens: int
     at: float  # the time of its launch, in seconds of the monotonic clock
 
@@ -92,8 +69,8 @@ class SchedulerLoop:
     """Rank 0's loop."""
 
     scheduler: Scheduler
-    runner: Runner
-    updater: Updater
+    runner: ModelRunner
+    updater: WeightUpdater
     _: KW_ONLY
     inbox: zmq.Socket[bytes]  # PULL, of `FrontendMessage`
     outbox: zmq.Socket[bytes]  # PUSH, of `SchedulerMessage`
@@ -133,17 +110,14 @@ class SchedulerLoop:
             self._receive(block=idle)
             if in_flight:
                 self._wait_for_turn(in_flight[0])
-            launched = self._launch()
-            if launched is not None:
-                in_flight.append(launched)
+            plan = self.scheduler.plan(time.monotonic())
+            if plan is not None:
+                in_flight.append(self._launch(plan))
             idle = not in_flight
-            if in_flight and (launched is None or len(in_flight) == depth):
+            if in_flight and (plan is None or len(in_flight) == depth):
                 self._apply(in_flight.popleft())
 
-    def _launch(self) -> Launched | None:
-        plan = self.scheduler.plan(time.monotonic())
-        if plan is None:
-            return None
+    def _launch(self, plan: StepPlan) -> Launched:
         now = time.monotonic()
         self._send_to_followers(plan)
         return Launched(self.runner.forward_batch(plan), plan.num_tokens, now)
@@ -371,20 +345,18 @@ class StepSpeed:
 
 
 def follow(
-    runner: Runner,
-    updater: Updater,
+    runner: ModelRunner,
+    updater: WeightUpdater,
     messages: zmq.Socket[bytes],
     send: Callable[[RankEvent], None],
-    *,
-    turn: Turn | None = None,
+    turn: Turn,
 ) -> None:
     """The loop of the other ranks: run every plan in order, with at most ``OVERLAP_DEPTH`` steps in flight.
 
     It never returns.
     """
     decode = msgspec.msgpack.Decoder(RankMessage).decode
-    in_flight: deque[Pending] = deque()
-    turn = turn or Turn()
+    in_flight: deque[ForwardOutput] = deque()
     while True:
         turn.rest()
         frame = messages.recv()

@@ -177,7 +177,7 @@ def _run_follower(
         freeze_heap()
         runner, sender = started[0], EventSender(context, run_dir)
         updater = WeightUpdater(runner.served_weights(), sender.send)
-        follow(runner, updater, messages, sender.send, turn=turn)
+        follow(runner, updater, messages, sender.send, turn)
 
 
 def _watch_lifeline(run_dir: Path) -> None:
