@@ -303,7 +303,7 @@ class PausingSimulation(Simulation):
         used = {page for step in self.device.unapplied for page in step}
         slots = {slot for step in self.launched_slots for slot in step}
         unlocked = {node.page for node in resources.prefix.nodes() if not node.locks}
-        assert not used & {*resources.allocator.free_pages()}, "a page is free while a step in flight uses it"
+        assert not used & {*resources.allocator.free_pages}, "a page is free while a step in flight uses it"
         assert not used & unlocked, "a cached page may be evicted while a step in flight uses it"
         assert not slots & {*resources.free_slots}, "a slot is free while a step in flight uses it"
         for rid, state in self.kept.items() if self.settled else ():

@@ -12,19 +12,18 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self.free_pages = list(range(num_pages - 1, -1, -1))
         self._is_free = bytearray(b"\x01" * num_pages)
 
     @property
     def num_free(self) -> int:
         """The number of pages that can be allocated now."""
-        return len(self._free)
+        return len(self.free_pages)
 
     def allocate(self, count: int) -> list[int]:
         """Allocate ``count`` pages; the caller has checked ``num_free``."""
-        assert count <= len(self._free), f"asked for {count} pages, {len(self._free)} are free"
-        pages = [self._free.pop() for _ in range(count)]
+        assert count <= len(self.free_pages), f"asked for {count} pages, {len(self.free_pages)} are free"
+        pages = [self.free_pages.pop() for _ in range(count)]
         for page in pages:
             self._is_free[page] = 0
         return pages
@@ -34,8 +33,4 @@ class PageAllocator:
         for page in pages:
             assert not self._is_free[page], f"page {page} was freed twice"
             self._is_free[page] = 1
-            self._free.append(page)
-
-    def free_pages(self) -> list[int]:
-        """The free page ids, for checks of invariants."""
-        return list(self._free)
+            self.free_pages.append(page)
