@@ -17,25 +17,27 @@ class _Tagged(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=Tr
     pass
 
 
-class WeightCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """An operation that a client asks for."""
+class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A call of the frontend that the scheduler answers, or the answer: both carry the same number."""
 
     call: int
+
+
+class WeightCall(Call, frozen=True, tag=True, array_like=True):
+    """An operation that a client asks for."""
+
     operation: operations.WeightOperation
     roots: list[str] | None = None  # directories that a checkpoint may be read from; None: any
     from_hub: bool = True  # whether a checkpoint may be named by its hub id
 
 
-class WithdrawCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class WithdrawCall(Call, frozen=True, tag=True, array_like=True):
     """The client of a :class:`WeightCall` has gone; this ends the joining of a group, and no other call."""
 
-    call: int
 
-
-class WeightAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class WeightAnswer(Call, frozen=True, tag=True, array_like=True):
     """The answer to :class:`WeightCall`; the content of ``fields`` depends on the request."""
 
-    call: int
     success: bool
     message: str = ""
     fields: dict[str, Any] = {}

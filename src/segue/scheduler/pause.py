@@ -226,12 +226,12 @@ class PauseControl:
         if s.running or (s.waiting and self.state is not PauseState.PAUSED):
             if now < flush.deadline:
                 return False
-            self._replies.append(Flushed(call, False, 0, self._why_not_flushed()))
+            self._replies.append(Flushed(call=call, success=False, error_msg=self._why_not_flushed()))
             return True
         if s.in_flight:  # a surplus step, all of whose requests have ended
             return False
         count = s.forget_cache()
-        self._replies += [s.output(), Flushed(call, True, count)]
+        self._replies += [s.output(), Flushed(call=call, success=True, flushed_items=count)]
         return True
 
     def _why_not_flushed(self) -> str:
