@@ -171,7 +171,7 @@ def test_retract_frees_slots_and_pages_and_keeps_the_order_of_arrival(sim: Loop)
     state = sim.state()
     assert state["waiting_queue_rids"] == list("abcdef")
     assert (state["running_batch_rids"], state["req_to_token_pool_used"]) == ([], 0)
-    assert sim.scheduler.resources.allocator.num_free == sim.limits.num_pages > available
+    assert len(sim.scheduler.resources.free_pages) == sim.limits.num_pages > available
     sim.proceed()
     sim.turns(4)
     assert sim.state()["running_batch_rids"] == list("abcd")
@@ -280,10 +280,10 @@ def test_an_abort_or_a_disconnect_while_paused_acts_at_once_in_every_phase(
         phases = {rid: sim.scheduler.requests[rid].phase for rid in ("decoding", "prefilling", "queued")}
         assert list(phases.values()) == [RequestPhase.DECODE, RequestPhase.PREFILL, RequestPhase.WAITING]
     owned = len(sim.scheduler.requests[victim].own_pages)
-    free = sim.scheduler.resources.allocator.num_free
+    free = len(sim.scheduler.resources.free_pages)
     sim.abort(victim)
     sim.check()
-    assert sim.scheduler.resources.allocator.num_free == free + owned, "its KV is free at once"
+    assert len(sim.scheduler.resources.free_pages) == free + owned, "its KV is free at once"
     assert sim.state()["engine_paused"], "the pause goes on"
     assert len(sim.live) == 6
 

@@ -237,9 +237,9 @@ def test_an_abort_in_flight_frees_pages_only_when_the_step_is_applied() -> None:
     sim.add("r", [1, 2, 3])
     sim.launch()
     sim.end(sim.scheduler.abort(Abort("r")))
-    assert sim.scheduler.resources.allocator.num_free < sim.limits.num_pages
+    assert len(sim.scheduler.resources.free_pages) < sim.limits.num_pages
     sim.apply()
-    assert sim.scheduler.resources.allocator.num_free == sim.limits.num_pages
+    assert len(sim.scheduler.resources.free_pages) == sim.limits.num_pages
     assert sim.outputs["r"] == []
 
 
@@ -311,7 +311,7 @@ def test_a_rid_in_flight_is_rejected_and_accepted_again_after_its_end() -> None:
 
 def test_the_invariants_find_a_lost_page() -> None:
     sim = Simulation()
-    sim.scheduler.resources.allocator.allocate(1)
+    sim.scheduler.resources.take_pages(1)
     assert find_problems(sim.scheduler) == ["pages [0] have no owner"]
 
 
@@ -594,7 +594,7 @@ def test_the_invariants_find_a_page_and_a_slot_with_two_owners() -> None:
     sim.add("r", [1, 2, 3])
     sim.step()
     (request,) = sim.scheduler.running.values()
-    sim.scheduler.resources.allocator.release(request.pages)
+    sim.scheduler.resources.free(request.pages)
     sim.scheduler.resources.free_slots.append(request.slot)
     assert find_problems(sim.scheduler) == [
         f"page {request.pages[0]} belongs to the free list and to request r",

@@ -299,15 +299,11 @@ def test_a_rejection_is_answered(client: Client) -> None:
 
 
 def test_throughput_is_that_of_the_last_window_and_becomes_zero() -> None:
-    now = 0.0
-    throughput = Throughput(lambda: now)
-    now = 0.5
-    throughput.add(100)
-    now = 1.0
-    throughput.add(100)
-    assert throughput.per_second() == 200
-    now = 3.5
-    assert throughput.per_second() == 0
+    throughput = Throughput(0.0)
+    throughput.add(100, 0.5)
+    throughput.add(100, 1.0)
+    assert throughput.per_second(1.0) == 200
+    assert throughput.per_second(3.5) == 0
 
 
 class Slow:

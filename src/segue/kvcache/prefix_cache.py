@@ -96,21 +96,20 @@ class PrefixCache:
                 if not n.children:
                     self._push_leaf(n)
 
-    def extend(self, node: Node, key: Key, page: int) -> tuple[Node, bool]:
+    def extend(self, node: Node, key: Key, page: int) -> Node:
         """Extend a holder's lock from ``node`` to the child for the page with the tokens ``key``.
 
-        Returns the child, and whether ``page`` now belongs to the cache. It does not if another request has
-        cached the same tokens before: then the page of that request stays.
+        Returns the child. ``page`` now belongs to the cache, unless the child has another page: then another
+        request has cached the same tokens before, and the page of that request stays.
         """
         child = node.children.get(key)
-        inserted = child is None
         if child is None:
             child = node.children[key] = Node(node, key, page)
             self.num_pages += 1
         if child.locks == 0:
             self._num_locked += 1
         child.locks += 1
-        return child, inserted
+        return child
 
     def evict(self, count: int) -> list[int]:
         """Evict ``count`` pages, the least recently used first; the caller has checked ``num_evictable``.

@@ -172,16 +172,5 @@ class Flushed(FlushResult, frozen=True, tag=True, array_like=True, kw_only=True)
     call: int
 
 
-SchedulerMessage = (
-    Ready
-    | StartFailed
-    | Heartbeat
-    | SchedulerOutput
-    | Rejected
-    | State
-    | Paused
-    | Continued
-    | Flushed
-    | WeightAnswer
-    | WeightNotice
-)
+CallAnswer = State | Paused | Continued | Flushed | WeightAnswer
+SchedulerMessage = Ready | StartFailed | Heartbeat | SchedulerOutput | Rejected | CallAnswer | WeightNotice

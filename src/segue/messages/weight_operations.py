@@ -274,21 +274,9 @@ class CheckWeights(Operation, frozen=True, kw_only=True):
     action: Literal["checksum", "snapshot", "compare"] = "checksum"
 
 
-WeightOperation = (
-    JoinGroup
-    | LeaveGroup
-    | Prepare
-    | Complete
-    | CommitSession
-    | AbortSession
-    | GetUpdateStatus
-    | UpdateFromDistributed
-    | UpdateFromDisk
-    | UpdateFromTensor
-    | BeginUpdate
-    | EndUpdate
-    | SetVersion
-    | GetWeights
-    | CheckWeights
-)
+GroupOperation = JoinGroup | LeaveGroup
+SessionOperation = Prepare | Complete | CommitSession | AbortSession | GetUpdateStatus
+UpdateOperation = UpdateFromDistributed | UpdateFromDisk | UpdateFromTensor | BeginUpdate | EndUpdate
+ReadOperation = GetWeights | CheckWeights
+WeightOperation = GroupOperation | SessionOperation | UpdateOperation | SetVersion | ReadOperation
 OPERATIONS: dict[str, type[WeightOperation]] = {kind.route: kind for kind in get_args(WeightOperation)}

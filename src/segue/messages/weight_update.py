@@ -13,10 +13,6 @@ import msgspec
 from segue.messages import weight_operations as operations
 
 
-class _Tagged(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
-    pass
-
-
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A call of the frontend that the scheduler answers, or the answer: both carry the same number."""
 
@@ -58,7 +54,7 @@ class WeightNotice(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_on
 # --- rank 0 -> every rank; each is answered by a `RankReply` with its `call` ---
 
 
-class _Command(_Tagged, frozen=True, kw_only=True):
+class _Command(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     call: int = 0  # its number, which the sender sets
 
 
@@ -146,7 +142,7 @@ SessionCommand = AddCommand | Receive | Commit | Discard
 WeightCommand = Join | StopJoin | Leave | SessionCommand | Inspect
 
 
-class RankReply(_Tagged, frozen=True):
+class RankReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """A rank's answer to a command; it is done if ``errors``, a list of sentences, is empty."""
 
     rank: int
@@ -155,7 +151,7 @@ class RankReply(_Tagged, frozen=True):
     fields: dict[str, Any] = {}
 
 
-class Received(_Tagged, frozen=True):
+class Received(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """A rank's progress report: sent at the first byte, after each bucket, and at the end.
 
     With ``done`` everything was received and checked; with ``error`` the receive has failed. Deadlines are

@@ -199,7 +199,7 @@ class PauseControl:
             node = request.node
             assert node is not None
             s.retract(request)
-            s.resources.allocator.release(s.resources.prefix.discard(node))
+            s.resources.free(s.resources.prefix.discard(node))
         return len(started)
 
     def _answer_pauses(self, now: float | None = None, num_retracted: int = 0, num_aborted: int = 0) -> None:

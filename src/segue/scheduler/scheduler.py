@@ -338,10 +338,9 @@ class Scheduler:
         node, pages, given_back = request.node, request.pages, list[int]()
         assert node is not None
         for index in range(first, computed // size):
-            node, inserted = self.resources.prefix.extend(
-                node, tuple(request.tokens[index * size : (index + 1) * size]), pages[index]
-            )
-            if not inserted:
+            key = tuple(request.tokens[index * size : (index + 1) * size])
+            node = self.resources.prefix.extend(node, key, pages[index])
+            if node.page != pages[index]:
                 given_back.append(pages[index])
                 pages[index] = node.page
             request.num_inserted += 1
@@ -357,7 +356,7 @@ class Scheduler:
         totals.is_paused = self.control.client_state is PauseState.PAUSED
         totals.num_running, totals.num_waiting = len(self.running), len(self.waiting)
         totals.num_accepted = self._arrivals
-        totals.used_pages = self.limits.num_pages - self.resources.allocator.num_free
+        totals.used_pages = self.limits.num_pages - len(self.resources.free_pages)
         totals.cached_pages = self.resources.prefix.num_pages
         return SchedulerOutput(**({"rids": [], "tokens": [], "finished": []} | columns), counters=totals)
 
@@ -369,7 +368,7 @@ class Scheduler:
         assert not self.in_flight and not self.running
         prefix = self.resources.prefix
         count = prefix.num_pages
-        self.resources.allocator.release(prefix.evict(count))
+        self.resources.free(prefix.evict(count))
         self.new_token_ratio = NewTokenRatio()
         self.num_decode_steps = 0
         return count * self.limits.page_size

@@ -91,7 +91,7 @@ class SchedulerLoop:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FrontendMessage).decode
         self._decode_event = msgspec.msgpack.Decoder(RankEvent).decode
-        self._throughput = Throughput(time.perf_counter)
+        self._throughput = Throughput(time.monotonic())
         self._speed = StepSpeed()
         self._warned_of_non_finite = False
         self._running = True
@@ -129,7 +129,7 @@ class SchedulerLoop:
         if output.counters.non_finite_logits and not self._warned_of_non_finite:
             self._warned_of_non_finite = True
             self._warn_of_non_finite(output)
-        self._throughput.add(len(output.tokens))
+        self._throughput.add(len(output.tokens), time.monotonic())
         self._send(output)
         self._advance()
 
@@ -283,7 +283,7 @@ class SchedulerLoop:
         state: dict[str, Any] = internal_state(self.scheduler) | {
             "memory_usage": self.memory_usage,
             "weight_update": self._weights.status(time.monotonic()),
-            "last_gen_throughput": self._throughput.per_second(),
+            "last_gen_throughput": self._throughput.per_second(time.monotonic()),
         }
         problems = find_problems(self.scheduler) if message.check else []
         self._send(State(message.call, state, problems))
@@ -294,23 +294,21 @@ class Throughput:
 
     WINDOW = 1.0  # seconds
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._since = clock()
+    def __init__(self, now: float) -> None:
+        self._since = now
         self._count = 0
         self._last = 0.0
 
-    def add(self, count: int) -> None:
+    def add(self, count: int, now: float) -> None:
         """Count ``count`` tokens as generated now."""
         self._count += count
-        now = self._clock()
         if (elapsed := now - self._since) >= self.WINDOW:
             self._last = self._count / elapsed
             self._since, self._count = now, 0
 
-    def per_second(self) -> float:
+    def per_second(self, now: float) -> float:
         """Tokens per second; 0 once the last full window ended two windows ago."""
-        return self._last if self._clock() - self._since < 2 * self.WINDOW else 0.0
+        return self._last if now - self._since < 2 * self.WINDOW else 0.0
 
 
 class StepSpeed:
