@@ -15,10 +15,11 @@ from collections.abc import Callable
 import msgspec
 
 from bench import report
-from segue.messages.control import SchedulerOutput
+from segue.config import EngineConfig
+from segue.messages.control import EngineLimits, SchedulerOutput
 from segue.messages.requests import AddRequest, SamplingParams, pack_ids
 from segue.messages.steps import StepPlan, StepResult
-from segue.scheduler.scheduler import Scheduler, SchedulerLimits
+from segue.scheduler.scheduler import Scheduler
 
 BAR_MS = 0.5
 
@@ -29,14 +30,14 @@ def measure(
     """Return the mean milliseconds per step by ``clock``, by part."""
     rng = random.Random(0)
     scheduler = Scheduler(
-        SchedulerLimits(
+        EngineLimits(
             num_pages=num_requests * 1024 // page_size,
             page_size=page_size,
             max_seq_len=4096,
             max_running_requests=num_requests,
-            max_queued_requests=num_requests,
             chunked_prefill_size=1 << 20,
-        )
+        ),
+        EngineConfig(max_queued_requests=num_requests),
     )
     params = SamplingParams(max_new_tokens=num_steps + 100, temperature=0.6)
     for index in range(num_requests):

@@ -33,7 +33,6 @@ from segue.model_runner.cuda_executor import CUDAExecutor
 from segue.model_runner.executor import ForwardOutput
 from segue.model_runner.runner import ModelRunner
 from segue.scheduler.scheduler import Scheduler
-from segue.worker.main import limits_of
 
 MEDIAN, SIGMA, MAX_LEN = 17, 1.6, 256  # tokens; of the logarithm; tokens
 CONCURRENCY = (1, 4, 16, 64)
@@ -67,7 +66,7 @@ class Server:
             executor = self.runner._executor
             assert isinstance(executor, CUDAExecutor)
             executor._capture_sizes = replace(executor._capture_sizes, forward=(), prefill=())
-        self.scheduler = Scheduler(limits_of(config, self.runner))
+        self.scheduler = Scheduler(self.runner.limits, config)
         self._count = 0
 
     def serve(self, clients: int, num_requests: int, seed: int) -> tuple[float, list[float]]:

@@ -25,7 +25,7 @@ def pure_modules() -> list[str]:
     rooms = ("scheduler", "weight_update/control", "messages")
     paths = [path for room in rooms for path in sorted((SOURCE / room).glob("*.py"))]
     names = [".".join(["segue", *path.relative_to(SOURCE).with_suffix("").parts]) for path in paths]
-    return [*names, "segue.kvcache.allocator", "segue.kvcache.prefix_cache"]
+    return [*names, "segue.kvcache.prefix_cache"]
 
 
 def imports_without_torch(modules: list[str]) -> subprocess.CompletedProcess[str]:

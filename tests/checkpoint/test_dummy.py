@@ -102,7 +102,9 @@ def test_norms_are_near_one() -> None:
 def test_bfloat16_is_float32_rounded(load: Load) -> None:
     exact = load("qwen2")
     tiny.assert_equal(
-        load("qwen2", dtype=torch.bfloat16), {name: exact.view(name) for name in exact.table}, torch.bfloat16
+        load("qwen2", dtype=torch.bfloat16),
+        {name: exact.view(name) for name in exact.layout.table},
+        torch.bfloat16,
     )
 
 

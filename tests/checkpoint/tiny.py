@@ -98,6 +98,6 @@ def load_source(
 
 def assert_equal(arena: Arena, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
     """Asserts that the arena holds exactly `weights`, cast to `dtype`."""
-    assert arena.table.keys() == weights.keys()
+    assert arena.layout.table.keys() == weights.keys()
     for name, weight in weights.items():
         assert torch.equal(arena.view(name), weight.to(dtype)), name

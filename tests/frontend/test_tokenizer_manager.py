@@ -426,7 +426,11 @@ CALLS: list[tuple[Callable[[TokenizerManager], Coroutine[Any, Any, Any]], Fronte
     (lambda manager: manager.pause_generation("retract"), Pause(1, "retract"), PAUSED),
     (lambda manager: manager.pause_generation("wait", 2.5), Pause(1, "wait", 2.5), PAUSED),
     (lambda manager: manager.continue_generation(), Continue(1), Continued(0)),
-    (lambda manager: manager.flush_cache(3.0), Flush(1, 3.0), Flushed(0, False, 0, "not now")),
+    (
+        lambda manager: manager.flush_cache(3.0),
+        Flush(1, 3.0),
+        Flushed(call=0, success=False, error_msg="not now"),
+    ),
 ]
 
 
@@ -481,7 +485,7 @@ def test_state_answers_find_their_callers(bench: Bench) -> None:
         await asyncio.sleep(0)
         numbers = [message.call for message in bench.sent if isinstance(message, GetState)]
         for number in reversed(numbers):
-            bench.manager.receive(State(number, {"n": number}))
+            bench.manager.receive(State(number, {"n": number}, []))
         assert [(await call).state["n"] for call in calls] == numbers
 
     run(work())

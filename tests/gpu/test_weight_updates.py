@@ -34,7 +34,7 @@ def assert_committed(rank: Rank, path: Path, places: list[int]) -> None:
     """Check that the device has the weights of `path`, at the addresses of the old ones."""
     _, fresh = tiny.load(path, tp=rank.served.tp, dtype=torch.bfloat16)
     arena = rank.served.arena
-    assert [arena.view(name).data_ptr() for name in arena.table] == places
+    assert [arena.view(name).data_ptr() for name in arena.layout.table] == places
     assert arena.checksum() == fresh.checksum()
 
 
@@ -46,7 +46,7 @@ def test_weights_of_any_dtype_are_committed(kind: str, tp: TPInfo, case: str, tm
     new, state = checkpoint(kind, tmp_path / "new", 1)
     state = {name: value.bfloat16() if "v_proj" in name else value for name, value in state.items()}
     with rank_of(old, tp, device=DEVICE, **PLACES[case]) as rank:
-        places = [rank.served.arena.view(name).data_ptr() for name in rank.served.arena.table]
+        places = [rank.served.arena.view(name).data_ptr() for name in rank.served.arena.layout.table]
         trainer = Trainer([rank])
         for session in range(1, 5):
             path, sent = ((old, before), (new, state))[session % 2]
@@ -102,7 +102,7 @@ def test_tensors_on_the_device_are_committed(
     sent: State = {name: tensor.bfloat16() if "mlp" in name else tensor for name, tensor in state.items()}
     assert HEAD in sent
     with rank_of(old, tp, device=DEVICE) as rank:
-        places = [rank.served.arena.view(name).data_ptr() for name in rank.served.arena.table]
+        places = [rank.served.arena.view(name).data_ptr() for name in rank.served.arena.layout.table]
         rank.do(Take, session=1, payload=b"", load_format=None, copy=copy)
         rank.do(Commit, session=1)
         assert_committed(rank, new, places)

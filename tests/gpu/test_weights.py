@@ -52,6 +52,6 @@ def test_the_device_holds_what_the_cpu_would(
 ) -> None:
     source = resolve(str(directory), load_format, "/nonexistent")
     on_cpu, on_cuda = (load(source, device, tp, dtype) for device in ("cpu", "cuda"))
-    for name in on_cpu.table:
+    for name in on_cpu.layout.table:
         assert torch.equal(on_cpu.view(name), on_cuda.view(name).cpu()), name
     assert on_cuda.checksum() == on_cpu.checksum()

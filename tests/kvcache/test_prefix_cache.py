@@ -11,7 +11,7 @@ def insert(cache: PrefixCache, tokens: list[int], pages: list[int], epoch: int =
     """Insert ``tokens`` page by page, and return the deepest node, which is locked."""
     node, size = cache.root(epoch), cache.page_size
     for index, page in enumerate(pages):
-        node, _ = cache.extend(node, tuple(tokens[index * size : (index + 1) * size]), page)
+        node = cache.extend(node, tuple(tokens[index * size : (index + 1) * size]), page)
     return node
 
 
@@ -33,8 +33,8 @@ def test_pages_of_another_epoch_never_match() -> None:
 def test_of_two_pages_with_equal_tokens_the_first_stays() -> None:
     cache = PrefixCache(1)
     first = insert(cache, [1], [10])
-    node, inserted = cache.extend(cache.root(0), (1,), 20)
-    assert node is first and not inserted and cache.num_pages == 1
+    assert cache.extend(cache.root(0), (1,), 20) is first
+    assert first.page == 10 and cache.num_pages == 1
 
 
 def test_locked_pages_are_not_evictable() -> None:
@@ -87,8 +87,8 @@ def test_held_pages_are_never_evicted_and_counts_are_right_after_any_operations(
                 cache.lock(holders[-1])
             case "extend" if free and holders:
                 which = random.randrange(len(holders))
-                holders[which], inserted = cache.extend(holders[which], (random.randrange(2),), free[-1])
-                if inserted:
+                holders[which] = cache.extend(holders[which], (random.randrange(2),), free[-1])
+                if holders[which].page == free[-1]:
                     free.pop()
             case "release" if holders:
                 cache.unlock(holders.pop(random.randrange(len(holders))))
@@ -109,11 +109,11 @@ def test_discard_frees_a_path_up_to_a_node_that_others_use() -> None:
     cache = PrefixCache(1)
     root = cache.root(0)
     cache.lock(root)
-    shared, _ = cache.extend(root, (1,), 10)
-    left, _ = cache.extend(shared, (2,), 11)
-    left, _ = cache.extend(left, (3,), 12)
+    shared = cache.extend(root, (1,), 10)
+    left = cache.extend(shared, (2,), 11)
+    left = cache.extend(left, (3,), 12)
     cache.lock(shared)  # a second holder extends the same path
-    right, _ = cache.extend(shared, (4,), 13)
+    right = cache.extend(shared, (4,), 13)
     cache.unlock(left)
     assert cache.discard(left) == [12, 11]
     assert cache.discard(right) == []  # locked

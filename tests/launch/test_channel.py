@@ -58,9 +58,9 @@ def test_every_message_of_a_burst_is_received(addresses: Addresses) -> None:
         for burst in (1, 5000, 1):
             del got[:]
             for call in range(burst):
-                outbox.send(msgspec.msgpack.encode(State(call, {})))
+                outbox.send(msgspec.msgpack.encode(State(call, {}, [])))
             await until(lambda burst=burst: len(got) == burst)
-            assert got == [State(call, {}) for call in range(burst)]
+            assert got == [State(call, {}, []) for call in range(burst)]
         channel.close()
         outbox.close()
         context.term()

@@ -4,6 +4,7 @@ import gc
 import mmap
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from segue.memory import backing
 from segue.memory.arena import ALIGNMENT
 
 CPU = torch.device("cpu")
+huge_pages = partial(backing.pageable, huge=True)
 
 
-@pytest.mark.parametrize("take", [backing.pageable, backing.huge_pages])
+@pytest.mark.parametrize("take", [backing.pageable, huge_pages])
 def test_memory_of_the_host_is_zero_and_aligned_to_pages(take: Callable[[int], Tensor]) -> None:
     for num_bytes in (1, 5000, 3 << 20):
         memory = take(num_bytes)
@@ -26,7 +28,7 @@ def test_memory_of_the_host_is_zero_and_aligned_to_pages(take: Callable[[int], T
     assert take(0).numel() == 0
 
 
-@pytest.mark.parametrize("take", [backing.pageable, backing.huge_pages])
+@pytest.mark.parametrize("take", [backing.pageable, huge_pages])
 def test_memory_of_the_host_is_private(take: Callable[[int], Tensor]) -> None:
     # A kernel's setting for huge pages rarely covers shared memory, and a fork would write to it.
     memory = take(3 << 20)
@@ -41,7 +43,7 @@ def test_memory_of_the_host_is_private(take: Callable[[int], Tensor]) -> None:
 
 def test_a_pool_is_taken_on_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backing.mmap, "MADV_HUGEPAGE", 12345, raising=False)  # madvise raises EINVAL
-    assert backing.huge_pages(4096).count_nonzero() == 0
+    assert huge_pages(4096).count_nonzero() == 0
     assert backing.zeros(4096, CPU).count_nonzero() == 0
 
 

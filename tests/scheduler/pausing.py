@@ -22,8 +22,7 @@ from segue.messages.control import (
 )
 from segue.messages.requests import Abort, Finish
 from segue.messages.steps import StepPlan
-from segue.scheduler.prefill import PrefillPolicy
-from segue.scheduler.queue import NewTokenRatio
+from segue.scheduler.prefill import NewTokenRatio, PrefillPolicy
 from tests.scheduler.simulation import Simulation
 
 MODES: tuple[PauseMode, ...] = get_args(PauseMode)  # from the weakest to the strongest
@@ -135,7 +134,7 @@ class PausingSimulation(Simulation):
 
     def end_commit(self, version: str) -> None:
         """Commit weights; no step may be in flight."""
-        self.scheduler.set_weight_version(version)
+        self.scheduler.commit(version, flush_cache=False)
         self.committing = False
         self.control.release(COMMIT)
         self._after(True)
@@ -285,7 +284,7 @@ class PausingSimulation(Simulation):
         assert not self.results, "flushed while a step is in flight"
         assert not scheduler.running, "flushed the KV of a running request"
         assert not scheduler.waiting or self.mode is not None, "flushed although requests wait"
-        assert resources.allocator.num_free == self.limits.num_pages
+        assert len(resources.free_pages) == self.limits.num_pages
         assert len(resources.free_slots) == self.limits.max_running_requests
         assert (resources.prefix.num_pages, scheduler.num_decode_steps) == (0, 0)
         assert scheduler.new_token_ratio == NewTokenRatio()
@@ -304,7 +303,7 @@ class PausingSimulation(Simulation):
         used = {page for step in self.device.unapplied for page in step}
         slots = {slot for step in self.launched_slots for slot in step}
         unlocked = {node.page for node in resources.prefix.nodes() if not node.locks}
-        assert not used & {*resources.allocator.free_pages()}, "a page is free while a step in flight uses it"
+        assert not used & {*resources.free_pages}, "a page is free while a step in flight uses it"
         assert not used & unlocked, "a cached page may be evicted while a step in flight uses it"
         assert not slots & {*resources.free_slots}, "a slot is free while a step in flight uses it"
         for rid, state in self.kept.items() if self.settled else ():

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from segue.messages.control import SchedulerOutput
+from segue.config import EngineConfig
+from segue.messages.control import EngineLimits, SchedulerOutput
 from segue.messages.requests import (
     AddRequest,
     Finished,
@@ -23,7 +24,7 @@ from segue.messages.requests import (
 from segue.messages.steps import StepPlan, StepResult
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.prefill import PrefillChoice, PrefillPolicy, PrefillView
-from segue.scheduler.scheduler import Scheduler, SchedulerLimits
+from segue.scheduler.scheduler import Scheduler
 
 VOCAB = 50
 
@@ -48,7 +49,7 @@ def expected_output(prompt: list[int], params: SamplingParams, max_seq_len: int)
 class FakeDevice:
     """Executes plans in launch order, as one CUDA stream would."""
 
-    limits: SchedulerLimits
+    limits: EngineLimits
     step: int = 0
     num_owners: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)  # slot -> token pool
@@ -133,8 +134,8 @@ class Simulation:
     Its clock ``now``, in seconds, moves only by :meth:`pass_time`.
     """
 
-    def __init__(self, policy: PrefillPolicy | None = None, **limits: int | bool) -> None:
-        defaults = {
+    def __init__(self, policy: PrefillPolicy | None = None, **options: int | str) -> None:
+        defaults: dict[str, int | str] = {
             "num_pages": 64,
             "page_size": 4,
             "max_seq_len": 100,
@@ -142,8 +143,10 @@ class Simulation:
             "max_queued_requests": 100,
             "chunked_prefill_size": 16,
         }
-        self.limits = SchedulerLimits(**(defaults | limits))  # type: ignore[arg-type]
-        self.scheduler = Scheduler(self.limits, policy)
+        options = defaults | options
+        sizes = {name: options.pop(name) for name in EngineLimits.__struct_fields__}
+        self.limits = EngineLimits(**sizes)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.limits, EngineConfig(**options), policy)  # type: ignore[arg-type]
         self.now = 0.0
         self.device = FakeDevice(self.limits)
         self.results: deque[StepResult] = deque()

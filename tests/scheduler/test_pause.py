@@ -50,9 +50,11 @@ class Loop(PausingSimulation):
         return internal_state(self.scheduler)
 
 
-def make(page_size: int, prefix: bool, overlap: bool, **limits: int | bool) -> Loop:
+def make(page_size: int, prefix: bool, overlap: bool, **options: int | str) -> Loop:
     num_pages = 256 // page_size
-    sim = Loop(**({"page_size": page_size, "num_pages": num_pages, "prefix_cache": prefix} | limits))
+    sim = Loop(
+        **({"page_size": page_size, "num_pages": num_pages, "disable_prefix_cache": not prefix} | options)
+    )
     sim.overlap = overlap
     return sim
 
@@ -169,7 +171,7 @@ def test_retract_frees_slots_and_pages_and_keeps_the_order_of_arrival(sim: Loop)
     state = sim.state()
     assert state["waiting_queue_rids"] == list("abcdef")
     assert (state["running_batch_rids"], state["req_to_token_pool_used"]) == ([], 0)
-    assert sim.scheduler.resources.allocator.num_free == sim.limits.num_pages > available
+    assert len(sim.scheduler.resources.free_pages) == sim.limits.num_pages > available
     sim.proceed()
     sim.turns(4)
     assert sim.state()["running_batch_rids"] == list("abcd")
@@ -243,8 +245,8 @@ def test_a_request_that_arrives_while_paused_is_queued_and_visible(sim: Loop, mo
     assert sim.finished["late"].reason == "length"
 
 
-def test_a_request_that_arrives_while_paused_is_rejected_with_reject_while_paused() -> None:
-    sim = make(4, True, True, reject_while_paused=True)
+def test_a_request_that_arrives_while_paused_is_rejected_if_the_paused_policy_is_reject() -> None:
+    sim = make(4, True, True, paused_policy="reject")
     sim.add("early", PROMPT, max_new_tokens=6)
     sim.turns(2)
     message = AddRequest(rid="late", prompt=pack_ids(PROMPT), params=SamplingParams(max_new_tokens=4))
@@ -278,10 +280,10 @@ def test_an_abort_or_a_disconnect_while_paused_acts_at_once_in_every_phase(
         phases = {rid: sim.scheduler.requests[rid].phase for rid in ("decoding", "prefilling", "queued")}
         assert list(phases.values()) == [RequestPhase.DECODE, RequestPhase.PREFILL, RequestPhase.WAITING]
     owned = len(sim.scheduler.requests[victim].own_pages)
-    free = sim.scheduler.resources.allocator.num_free
+    free = len(sim.scheduler.resources.free_pages)
     sim.abort(victim)
     sim.check()
-    assert sim.scheduler.resources.allocator.num_free == free + owned, "its KV is free at once"
+    assert len(sim.scheduler.resources.free_pages) == free + owned, "its KV is free at once"
     assert sim.state()["engine_paused"], "the pause goes on"
     assert len(sim.live) == 6
 
@@ -436,7 +438,7 @@ def test_a_flush_resets_the_state_to_that_of_the_start(sim: Loop) -> None:
     sim.until_idle()
     assert sim.state()["forward_ct_decode"] and sim.state()["new_token_ratio"] != start["new_token_ratio"]
     answer = sim.flushed(sim.flush())
-    assert (answer.flushed_items > 0) == sim.limits.prefix_cache
+    assert (answer.flushed_items > 0) != sim.scheduler.config.disable_prefix_cache
     totals = {name: sim.state()[name] for name in ("num_generated_tokens", "num_steps", "eager")}
     assert sim.state() == start | totals
     sim.add("again", list(range(40)))
@@ -764,7 +766,7 @@ def test_pauses_of_requests_with_a_cached_prompt(sim: Loop, mode: PauseMode) -> 
         sim.add(name, [*stem, ord(name) % 50], max_new_tokens=12)
     sim.turns(3)
     sim.drained(mode)
-    if sim.limits.prefix_cache:
+    if not sim.scheduler.config.disable_prefix_cache:
         assert all(sim.scheduler.requests[name].cached_tokens >= 32 for name in "abcd")
     if mode == "retract":
         sim.flush()  # the shared pages are gone

@@ -85,7 +85,7 @@ class PauseMachine(StepMachine):
             max_running_requests=slots,
             max_queued_requests=1000,
             chunked_prefill_size=chunk,
-            prefix_cache=prefix,
+            disable_prefix_cache=not prefix,
         )
         self.version = 0
         self.add(initial)
@@ -202,7 +202,7 @@ def test_pauses_flushes_and_aborts_in_any_order_for_long() -> None:
 
 # Bugs that the machine must catch: each test puts one of them into the scheduler.
 
-_settle, _retract, _forget_kv = Resources.settle, Scheduler._retract, Request.forget_kv
+_settle, _retract, _forget_kv = Resources.settle, Scheduler.retract, Request.forget_kv
 _post_init, _pause, _try_flush = Request.__post_init__, PauseControl.pause, PauseControl._try_flush
 
 
@@ -259,8 +259,8 @@ def forgets_the_outputs_that_a_request_began_with(self: Request) -> None:
 
 SEEDED: list[tuple[type, str, Callable[..., Any]]] = [
     (Resources, "settle", frees_what_a_step_in_flight_uses),
-    (Scheduler, "_retract", drops_the_waiting_queue_at_a_retraction),
-    (Scheduler, "_retract", queues_retracted_requests_last),
+    (Scheduler, "retract", drops_the_waiting_queue_at_a_retraction),
+    (Scheduler, "retract", queues_retracted_requests_last),
     (PauseControl, "pause", answers_a_pause_before_the_drain),
     (PauseControl, "_try_flush", flushes_the_kv_of_running_requests),
     (Request, "forget_kv", loses_a_token_at_a_retraction),

@@ -82,7 +82,7 @@ class SchedulerMachine(StepMachine):
             max_seq_len=max_seq_len,
             max_running_requests=slots,
             chunked_prefill_size=chunk,
-            prefix_cache=prefix,
+            disable_prefix_cache=not prefix,
         )
         self.count = 0
         self.version = 0
@@ -148,7 +148,7 @@ class SchedulerMachine(StepMachine):
     @rule()
     def new_weights(self) -> None:
         self.version += 1
-        self.sim.scheduler.set_weight_version(str(self.version))
+        self.sim.scheduler.commit(str(self.version), flush_cache=False)
 
     @invariant()
     def holds(self) -> None:

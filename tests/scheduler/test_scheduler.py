@@ -21,7 +21,6 @@ from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.prefill import FirstCome, PrefillChoice, PrefillPolicy, PrefillView
 from segue.scheduler.request import RequestPhase
-from segue.scheduler.scheduler import _GIVES_BACK
 from tests.scheduler.simulation import HoldBack, Simulation, expected_output, next_token
 
 
@@ -132,7 +131,7 @@ def test_kv_of_old_weights_is_not_shared() -> None:
     sim = Simulation(page_size=4)
     sim.add("first", list(range(10)))
     sim.run()
-    sim.scheduler.set_weight_version("1")
+    sim.scheduler.commit("1", flush_cache=False)
     sim.add("second", list(range(10)))
     sim.run()
     assert sim.finished["second"].cached_tokens == 0
@@ -143,7 +142,7 @@ def test_every_token_is_attributed_to_the_weights_that_made_it() -> None:
     sim.add("r", [1, 2, 3], max_new_tokens=5)
     sim.step()
     sim.step()
-    sim.scheduler.set_weight_version("7")
+    sim.scheduler.commit("7", flush_cache=False)
     sim.run()
     assert sim.finished["r"].versions == [("0", 0, 2), ("7", 2, 5)]
 
@@ -234,13 +233,13 @@ def test_a_stop_string_cuts_the_output() -> None:
 
 
 def test_an_abort_in_flight_frees_pages_only_when_the_step_is_applied() -> None:
-    sim = Simulation(prefix_cache=False)
+    sim = Simulation(disable_prefix_cache=True)
     sim.add("r", [1, 2, 3])
     sim.launch()
     sim.end(sim.scheduler.abort(Abort("r")))
-    assert sim.scheduler.resources.allocator.num_free < sim.limits.num_pages
+    assert len(sim.scheduler.resources.free_pages) < sim.limits.num_pages
     sim.apply()
-    assert sim.scheduler.resources.allocator.num_free == sim.limits.num_pages
+    assert len(sim.scheduler.resources.free_pages) == sim.limits.num_pages
     assert sim.outputs["r"] == []
 
 
@@ -279,7 +278,7 @@ def test_a_retracted_request_with_complete_prompt_logprobs_finds_its_output_in_t
     sim.add("r", list(range(8)), max_new_tokens=60, prompt_logprobs_start=0)
     while len(sim.outputs["r"]) < 20:
         sim.step()
-    sim.scheduler._retract(sim.scheduler.running["r"])
+    sim.scheduler.retract(sim.scheduler.running["r"])
     plan = sim.launch()
     assert plan is not None and plan.starts == [24]
     sim.apply()
@@ -312,7 +311,7 @@ def test_a_rid_in_flight_is_rejected_and_accepted_again_after_its_end() -> None:
 
 def test_the_invariants_find_a_lost_page() -> None:
     sim = Simulation()
-    sim.scheduler.resources.allocator.allocate(1)
+    sim.scheduler.resources.take_pages(1)
     assert find_problems(sim.scheduler) == ["pages [0] have no owner"]
 
 
@@ -483,12 +482,11 @@ def test_the_queue_is_ordered_by_priority_then_deadline_then_arrival() -> None:
     sim = Simulation()
     for rid, priority in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
         sim.add(rid, [1], priority=priority)
-    requests = list(sim.scheduler.waiting)
-    for request in requests:
-        sim.scheduler.waiting.remove(request)
+    assert [request.rid for request in sim.scheduler.waiting] == ["d", "a", "b", "c"]
+    sim.step()
     sim.scheduler.requests["c"].deadline = 3.0
-    for request in reversed(requests):
-        sim.scheduler.waiting.push(request)
+    for request in reversed(list(sim.scheduler.running.values())):
+        sim.scheduler.retract(request)
     assert [request.rid for request in sim.scheduler.waiting] == ["d", "c", "a", "b"]
 
 
@@ -575,16 +573,28 @@ def test_a_request_may_draw_fewer_tokens_here_than_it_asked_for(overlap: bool) -
 # --- the exit of requests, and the account of pages ---
 
 
-def test_every_phase_but_the_last_has_an_entry_in_the_table_of_what_is_given_back() -> None:
-    assert set(_GIVES_BACK) == set(RequestPhase) - {RequestPhase.FINISHED}
+@pytest.mark.parametrize("phase", [RequestPhase.WAITING, RequestPhase.PREFILL, RequestPhase.DECODE])
+def test_a_request_that_ends_in_any_phase_gives_back_all_that_it_has(phase: RequestPhase) -> None:
+    sim = Simulation(chunked_prefill_size=4, disable_prefix_cache=True)
+    sim.add("r", [1] * 12)
+    request = sim.scheduler.requests["r"]
+    while request.phase is not phase:
+        sim.step()
+    sim.end(sim.scheduler.abort(Abort("r")))
+    scheduler = sim.scheduler
+    assert request.phase is RequestPhase.FINISHED
+    assert not scheduler.requests and not scheduler.waiting and not scheduler.running
+    assert scheduler.resources.num_available == sim.limits.num_pages
+    assert len(scheduler.resources.free_slots) == sim.limits.max_running_requests
+    assert find_problems(scheduler) == []
 
 
 def test_the_invariants_find_a_page_and_a_slot_with_two_owners() -> None:
-    sim = Simulation(prefix_cache=False)
+    sim = Simulation(disable_prefix_cache=True)
     sim.add("r", [1, 2, 3])
     sim.step()
     (request,) = sim.scheduler.running.values()
-    sim.scheduler.resources.allocator.release(request.pages)
+    sim.scheduler.resources.free(request.pages)
     sim.scheduler.resources.free_slots.append(request.slot)
     assert find_problems(sim.scheduler) == [
         f"page {request.pages[0]} belongs to the free list and to request r",

@@ -23,7 +23,7 @@ from segue.heartbeat import Turn, send_heartbeats
 from segue.messages.control import EngineLimits, Ready, StartFailed
 from segue.messages.requests import TokenLogprob, unpack_ids
 from segue.messages.steps import StepPlan, StepResult
-from segue.scheduler.scheduler import Scheduler, SchedulerLimits
+from segue.scheduler.scheduler import Scheduler
 from segue.worker.loop import SchedulerLoop
 from tests.worker.updaters import FakeUpdater
 
@@ -108,23 +108,15 @@ def serve(
     assert config.model is not None
     hf_config = json.loads((Path(config.model) / "config.json").read_text())
     page_size, max_seq_len = config.page_size or 16, config.max_model_len or 512
-    limits = SchedulerLimits(
+    limits = EngineLimits(
         num_pages=(config.num_kv_tokens or 8 * max_seq_len) // page_size,
         page_size=page_size,
         max_seq_len=max_seq_len,
         max_running_requests=config.max_running_requests or 16,
-        max_queued_requests=config.max_queued_requests,
         chunked_prefill_size=config.chunked_prefill_size or 512,
-        reject_while_paused=config.paused_policy == "reject",
     )
     ready = Ready(
-        limits=EngineLimits(
-            max_seq_len=limits.max_seq_len,
-            num_pages=limits.num_pages,
-            page_size=limits.page_size,
-            max_running_requests=limits.max_running_requests,
-            chunked_prefill_size=limits.chunked_prefill_size,
-        ),
+        limits=limits,
         vocab_size=hf_config["vocab_size"],
         device="cpu",
         dtype="float32",
@@ -138,7 +130,7 @@ def serve(
     events.bind("inproc://events")
     replies.connect("inproc://events")
     SchedulerLoop(
-        Scheduler(limits),
+        Scheduler(limits, config),
         EchoRunner(ready.vocab_size),
         FakeUpdater(lambda event: replies.send(msgspec.msgpack.encode(event))),
         inbox=inbox,

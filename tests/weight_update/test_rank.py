@@ -108,7 +108,7 @@ def test_progress_is_reported_at_the_first_byte_and_after_each_bucket(rank: Rank
 
 
 def test_an_update_of_a_part_of_a_parameter_leaves_the_rest(rank: Rank) -> None:
-    before = {name: rank.served.arena.view(name).clone() for name in rank.served.arena.table}
+    before = {name: rank.served.arena.view(name).clone() for name in rank.served.arena.layout.table}
     state = {QKV.format("k"): torch.randn(rank.served.weight_map.shapes[QKV.format("k")])}
     transfer([rank], Trainer([rank]), state, manifest_of(state, partial=True))
     rank.do(Commit, session=1)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 
+from segue.heartbeat import Turn
 from segue.messages.control import (
     Continue,
     Continued,
@@ -244,7 +245,7 @@ def test_followers_get_every_plan_in_order(leader: Client) -> None:
             return Done(StepResult(plan.step, [], 0.0))
 
     with pytest.raises(Stop):
-        follow(Recorder(), NO_UPDATER, leader.plans, leader.send_event)
+        follow(Recorder(), NO_UPDATER, leader.plans, leader.send_event, Turn())
     assert ran == list(range(1, 10))
 
 
@@ -298,15 +299,11 @@ def test_a_rejection_is_answered(client: Client) -> None:
 
 
 def test_throughput_is_that_of_the_last_window_and_becomes_zero() -> None:
-    now = 0.0
-    throughput = Throughput(lambda: now)
-    now = 0.5
-    throughput.add(100)
-    now = 1.0
-    throughput.add(100)
-    assert throughput.per_second() == 200
-    now = 3.5
-    assert throughput.per_second() == 0
+    throughput = Throughput(0.0)
+    throughput.add(100, 0.5)
+    throughput.add(100, 1.0)
+    assert throughput.per_second(1.0) == 200
+    assert throughput.per_second(3.5) == 0
 
 
 class Slow:
@@ -357,7 +354,7 @@ def follower(leader: Client) -> Iterator[list[int]]:
 
     def run() -> None:
         with suppress(msgspec.DecodeError):
-            follow(Runner(), NO_UPDATER, leader.plans, leader.send_event)
+            follow(Runner(), NO_UPDATER, leader.plans, leader.send_event, Turn())
 
     thread = threading.Thread(target=run)
     thread.start()

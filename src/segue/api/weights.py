@@ -92,7 +92,7 @@ def _fields(given: inspect.BoundArguments) -> dict[str, Any]:
 
 
 async def _perform(engine: Any, kind: type[WeightOperation], fields: dict[str, Any]) -> dict[str, Any]:
-    operation = parse(kind, fields, coerces=kind.coerces)
+    operation = parse(kind, fields, coerces="GET" in kind.methods)
     await check_base64(operation)
     return reply_of(kind, await engine._runtime.manager.ask_weights(operation))
 

@@ -23,7 +23,6 @@ from segue.model_runner.executor import ForwardOutput
 from segue.model_runner.runner import ModelRunner
 from segue.scheduler.scheduler import Scheduler
 from segue.sizes import ceil_div
-from segue.worker.main import limits_of
 
 _WARM, _TIMED, _TRACED = 8, 40, 10  # steps
 
@@ -64,7 +63,7 @@ class StepBench:
         with TemporaryDirectory() as run_dir:
             self.runner = ModelRunner(config, self.source, TPInfo(), Path(run_dir), self.init_steps.append)
         self._speed = self.runner.on_stream(partial(_measure_device, self.runner.device, self.runner.dtype))
-        self._scheduler = Scheduler(limits_of(config, self.runner))
+        self._scheduler = Scheduler(self.runner.limits, config)
         self._num_prompts = 0
         self._launched: ForwardOutput | None = None  # the step whose results are not read yet
         self._host_seconds = 0.0

@@ -107,7 +107,7 @@ def check_finite(arena: Arena, weight_map: WeightMap, origin: Path) -> None:
     Raises:
         ModelFileError: a value is NaN or infinite; the text names its tensor and counts such values.
     """
-    parameters = list(arena.table)
+    parameters = list(arena.layout.table)
     views = [arena.view(name) for name in parameters]
     finite = are_finite(views, views[0].dtype)
     bad = {name for name, is_finite in zip(parameters, finite, strict=True) if not is_finite}

@@ -1,1 +1,1 @@
-"""The paged KV cache: pool, page table, page allocator, prefix cache."""
+"""The paged KV cache: pool, page table, prefix cache."""

@@ -16,13 +16,12 @@ Key = tuple[int, ...]
 class Node:
     """One cached page, or (``page == -1``) the root of an epoch of the weights."""
 
-    __slots__ = ("children", "epoch", "key", "last_used", "locks", "page", "parent")
+    __slots__ = ("children", "key", "last_used", "locks", "page", "parent")
 
-    def __init__(self, parent: Node | None, key: Key, page: int, epoch: int) -> None:
+    def __init__(self, parent: Node | None, key: Key, page: int) -> None:
         self.parent = parent
         self.key = key
         self.page = page
-        self.epoch = epoch
         self.children: dict[Key, Node] = {}
         self.locks = 0  # the number of holders whose path contains this node
         self.last_used = 0
@@ -44,7 +43,7 @@ class PrefixCache:
         self._num_locked = 0
         self._num_hidden = 0  # paths hidden so far
         self._roots: dict[int, Node] = {}
-        self._hidden = Node(None, (), -1, -1)  # the root of nodes that requests can no longer match
+        self._hidden = Node(None, (), -1)  # the root of nodes that requests can no longer match
         self._clock = 0
         # A heap of (last_used, page, node); stale entries are skipped.
         self._leaves: list[tuple[int, int, Node]] = []
@@ -59,7 +58,7 @@ class PrefixCache:
         node = self._roots.get(epoch)
         if node is None:
             self._roots = {e: root for e, root in self._roots.items() if root.children}
-            node = self._roots[epoch] = Node(None, (), -1, epoch)
+            node = self._roots[epoch] = Node(None, (), -1)
         return node
 
     def match(self, epoch: int, tokens: Sequence[int], max_tokens: int) -> Node:
@@ -97,21 +96,20 @@ class PrefixCache:
                 if not n.children:
                     self._push_leaf(n)
 
-    def extend(self, node: Node, key: Key, page: int) -> tuple[Node, bool]:
+    def extend(self, node: Node, key: Key, page: int) -> Node:
         """Extend a holder's lock from ``node`` to the child for the page with the tokens ``key``.
 
-        Returns the child, and whether ``page`` now belongs to the cache. It does not if another request has
-        cached the same tokens before: then the page of that request stays.
+        Returns the child. ``page`` now belongs to the cache, unless the child has another page: then another
+        request has cached the same tokens before, and the page of that request stays.
         """
         child = node.children.get(key)
-        inserted = child is None
         if child is None:
-            child = node.children[key] = Node(node, key, page, node.epoch)
+            child = node.children[key] = Node(node, key, page)
             self.num_pages += 1
         if child.locks == 0:
             self._num_locked += 1
         child.locks += 1
-        return child, inserted
+        return child
 
     def evict(self, count: int) -> list[int]:
         """Evict ``count`` pages, the least recently used first; the caller has checked ``num_evictable``.
@@ -137,10 +135,8 @@ class PrefixCache:
         while node.parent is not None and not node.locks and not node.children:
             parent = node.parent
             pages.append(node.page)
-            del parent.children[node.key]
-            node.parent = None
+            self._remove(node)
             node = parent
-        self.num_pages -= len(pages)  # the loop stops at a node that does not become an evictable leaf
         return pages
 
     def hide(self, node: Node) -> None:

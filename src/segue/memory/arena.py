@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -32,13 +32,11 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """The position of one tensor in an arena."""
+class Entry(TensorSpec):
+    """A tensor and its position in an arena."""
 
     slab: int  # index into `Layout.sizes` and `Arena.slabs`
     offset: int  # bytes from the slab's start, a multiple of ALIGNMENT
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +67,9 @@ class Layout:
             if not sizes or 0 < sizes[-1] > slab_bytes - needed:
                 sizes.append(0)
             slab, offset = len(sizes) - 1, sizes[-1]
-            table[spec.name] = Entry(slab=slab, offset=offset, shape=spec.shape, dtype=spec.dtype)
+            table[spec.name] = Entry(
+                name=spec.name, shape=spec.shape, dtype=spec.dtype, slab=slab, offset=offset
+            )
             sizes[-1] += needed
             if needed != spec.num_bytes:
                 gaps.append((slab, offset + spec.num_bytes, offset + needed))
@@ -88,21 +88,10 @@ class Layout:
 class Arena:
     """The memory of a layout."""
 
-    def __init__(self, layout: Layout, slabs: Sequence[Tensor]) -> None:
-        """Hold `slabs`: one `uint8` tensor per size of `layout`, each at a multiple of ALIGNMENT."""
-        assert [slab.numel() for slab in slabs] == layout.sizes, "slabs and layout disagree"
+    def __init__(self, layout: Layout, take: Callable[[int], Tensor]) -> None:
+        """Take the memory of each slab by `take`, which returns so many bytes at a multiple of ALIGNMENT."""
         self.layout = layout
-        self.slabs = slabs
-
-    @classmethod
-    def take(cls, layout: Layout, take: Callable[[int], Tensor]) -> Arena:
-        """Take the memory of each slab by `take`, which gets the number of bytes."""
-        return cls(layout, [take(size) for size in layout.sizes])
-
-    @property
-    def table(self) -> dict[str, Entry]:
-        """The position of each tensor."""
-        return self.layout.table
+        self.slabs = [take(size) for size in layout.sizes]
 
     @property
     def num_bytes(self) -> int:
@@ -116,9 +105,8 @@ class Arena:
 
     def view(self, name: str) -> Tensor:
         """Return the tensor `name` as a view of the arena's memory."""
-        entry = self.table[name]
-        num_bytes = prod(entry.shape) * entry.dtype.itemsize
-        raw = self.slabs[entry.slab][entry.offset : entry.offset + num_bytes]
+        entry = self.layout.table[name]
+        raw = self.slabs[entry.slab][entry.offset : entry.offset + entry.num_bytes]
         return raw.view(entry.dtype).view(entry.shape)
 
     def checksum(self) -> tuple[int, ...]:

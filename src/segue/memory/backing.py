@@ -15,25 +15,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def pageable(num_bytes: int) -> Tensor:
+def pageable(num_bytes: int, *, huge: bool = False) -> Tensor:
     """Return page-aligned zeros of the host; the memory goes back to the system with the tensor.
 
     Pages cost nothing until they are touched. Memory of malloc may stay with the process when it is freed.
+    With `huge` they are huge pages, where the kernel has them.
     """
-    return _mapped(num_bytes)
-
-
-def huge_pages(num_bytes: int) -> Tensor:
-    """Return zeros of the host in huge pages, where the kernel has them.
-
-    `torch.zeros` would touch all of it at once, which takes seconds for a KV cache.
-    """
-    return _mapped(num_bytes, huge=True)
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    # Private: kernels rarely give huge pages to shared memory, and a fork must not write to it.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # the kernel may have been built without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Return zeros for a KV cache: of a CUDA device, or of the host in huge pages."""
-    return huge_pages(num_bytes) if device.type == "cpu" else on_device(num_bytes, device).zero_()
+    """Return zeros for a KV cache: of a CUDA device, or of the host in huge pages.
+
+    `torch.zeros` would touch all memory of the host at once, which takes seconds for a KV cache.
+    """
+    return pageable(num_bytes, huge=True) if device.type == "cpu" else on_device(num_bytes, device).zero_()
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -76,14 +79,3 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     """Return the array as a tensor: on a CPU in the same memory, on CUDA as an asynchronous copy."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _mapped(num_bytes: int, *, huge: bool = False) -> Tensor:
-    if not num_bytes:
-        return torch.empty(0, dtype=torch.uint8)
-    # Private: kernels rarely give huge pages to shared memory, and a fork must not write to it.
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # the kernel may have been built without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)

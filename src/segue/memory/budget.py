@@ -88,16 +88,7 @@ def plan_pages(demand: Demand, num_kv_tokens: int | None = None) -> Budget:
     if num_kv_tokens is None:
         num_pages, limited_by = _automatic_pages(demand)
     else:
-        num_pages, limited_by = ceil_div(num_kv_tokens, demand.page_size), "--num-kv-tokens"
-        needed = _explicit_bytes(demand, num_pages)
-        if needed > demand.free_before:
-            raise OutOfMemoryError(
-                f"num_kv_tokens={num_kv_tokens} needs {gib(needed)}, with weights and buffers, but only "
-                f"{gib(demand.free_before)} is free; lower --num-kv-tokens",
-                param="num_kv_tokens",
-            )
-    if num_pages < MIN_PAGES:
-        raise _too_few(demand, num_pages, explicit=num_kv_tokens is not None)
+        num_pages, limited_by = _explicit_pages(demand, num_kv_tokens), "--num-kv-tokens"
     return Budget(
         num_pages=num_pages,
         max_seq_len=min(demand.max_len, num_pages * demand.page_size),
@@ -122,32 +113,42 @@ def _automatic_pages(demand: Demand) -> tuple[int, str]:
         limits.append((full_length, f"{demand.max_running_requests} requests of {demand.max_len} tokens"))
         limit = demand.pool_limit // demand.page_bytes - 1
         limits.append((limit, f"the limit of {gib(demand.pool_limit)} on CPU"))
-    return min(limits)
+    num_pages, limited_by = min(limits)
+    if num_pages < MIN_PAGES:
+        ranks = f" for {demand.local_ranks} ranks" if demand.local_ranks > 1 else ""
+        raise OutOfMemoryError(
+            f"the KV cache has room for {max(0, num_pages)} pages of {demand.page_size} tokens "
+            f"({demand.page_bytes} bytes each); at least {MIN_PAGES} are needed. Before loading, "
+            f"{gib(demand.free_before)} were free{ranks}, usable at memory_ratio {demand.memory_ratio}; each "
+            f"rank needs {gib(demand.arena_bytes)} for weights and {gib(demand.reserve.total)} for "
+            f"activations and buffers. Raise --memory-ratio; lower --chunked-prefill-size, "
+            f"--max-running-requests or --page-size; use a smaller model; or free memory",
+            param="memory_ratio",
+        )
+    return num_pages, limited_by
+
+
+def _explicit_pages(demand: Demand, num_kv_tokens: int) -> int:
+    num_pages = ceil_div(num_kv_tokens, demand.page_size)
+    needed = _explicit_bytes(demand, num_pages)
+    if needed > demand.free_before:
+        raise OutOfMemoryError(
+            f"num_kv_tokens={num_kv_tokens} needs {gib(needed)}, with weights and buffers, but only "
+            f"{gib(demand.free_before)} is free; lower --num-kv-tokens",
+            param="num_kv_tokens",
+        )
+    if num_pages < MIN_PAGES:
+        raise OutOfMemoryError(
+            f"num_kv_tokens gives {num_pages} KV page of {demand.page_size} tokens; at least {MIN_PAGES} are "
+            f"needed: raise --num-kv-tokens to {MIN_PAGES * demand.page_size} or more, or lower --page-size",
+            param="num_kv_tokens",
+        )
+    return num_pages
 
 
 def _explicit_bytes(demand: Demand, num_pages: int) -> int:
     each = demand.arena_bytes + demand.reserve.total + (num_pages + 1) * demand.page_bytes
     return demand.local_ranks * each
-
-
-def _too_few(demand: Demand, num_pages: int, *, explicit: bool) -> OutOfMemoryError:
-    minimum = MIN_PAGES * demand.page_size
-    if explicit:
-        return OutOfMemoryError(
-            f"num_kv_tokens gives {num_pages} KV page of {demand.page_size} tokens; at least {MIN_PAGES} "
-            f"are needed: raise --num-kv-tokens to {minimum} or more, or lower --page-size",
-            param="num_kv_tokens",
-        )
-    ranks = f" for {demand.local_ranks} ranks" if demand.local_ranks > 1 else ""
-    return OutOfMemoryError(
-        f"the KV cache has room for {max(0, num_pages)} pages of {demand.page_size} tokens "
-        f"({demand.page_bytes} bytes each); at least {MIN_PAGES} are needed. Before loading, "
-        f"{gib(demand.free_before)} were free{ranks}, usable at memory_ratio {demand.memory_ratio}; each "
-        f"rank needs {gib(demand.arena_bytes)} for weights and {gib(demand.reserve.total)} for activations "
-        f"and buffers. Raise --memory-ratio; lower --chunked-prefill-size, --max-running-requests or "
-        f"--page-size; use a smaller model; or free memory",
-        param="memory_ratio",
-    )
 
 
 def agree_on_free(free: Sequence[int], *, separate: bool) -> int:

@@ -34,9 +34,8 @@ class RegisteredBuffers:
             torch.OutOfMemoryError: the device has too little memory.
         """
         self.num_bytes = num_bytes
-        self.buffers: list[
-            Tensor
-        ] = []  # before the pool, so that they are freed first and the pool can free its memory
+        # Before the pool, so that they are freed first and the pool can free its memory.
+        self.buffers: list[Tensor] = []
         self._nccl = nccl
         self._is_registered = False
         with torch.cuda.device(device):

@@ -38,18 +38,16 @@ def as_sent(block: Tensor, dtype: torch.dtype) -> Tensor:
 
 def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[bool]:
     """Return for each tensor whether it has no infinity and no NaN once it is cast to `dtype`."""
-    found = [True] * len(tensors)
-    on_cuda = [index for index, tensor in enumerate(tensors) if tensor.is_cuda and tensor.numel()]
-    if on_cuda:
-        finite = _are_finite_on_cuda([tensors[index] for index in on_cuda], dtype)
-        for index, is_finite in zip(on_cuda, finite, strict=True):
-            found[index] = is_finite
-    for index, tensor in enumerate(tensors):
-        if not tensor.is_cuda:
-            steps_on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            limit = BLOCK_CUDA if steps_on_cuda else BLOCK
-            found[index] = all(_is_finite(block, dtype) for block, _ in _blocks(tensor, tensor, limit=limit))
-    return found
+    on_cuda = [tensor for tensor in tensors if tensor.is_cuda and tensor.numel()]
+    found = iter(_are_finite_on_cuda(on_cuda, dtype) if on_cuda else ())
+    steps_on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    limit = BLOCK_CUDA if steps_on_cuda else BLOCK
+    return [
+        next(found)
+        if tensor.is_cuda and tensor.numel()
+        else all(_is_finite(block, dtype) for block, _ in _blocks(tensor, tensor, limit=limit))
+        for tensor in tensors
+    ]
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:

@@ -8,42 +8,37 @@ import msgspec
 
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected, TokenLogprob
 from segue.messages.steps import EagerReason
-from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice, WithdrawCall
+from segue.messages.weight_update import Call, WeightAnswer, WeightCall, WeightNotice, WithdrawCall
 
 # What a pause does to running requests. wait: it lets them end. in_place: they keep their slots and pages.
 # retract: they give both back and wait. abort: it ends them. Each mode is stronger than the one before it.
 PauseMode = Literal["wait", "in_place", "retract", "abort"]
 
 
-class Pause(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Pause(Call, frozen=True, tag=True, array_like=True):
     """Stops generation. The reply, :class:`Paused`, comes once no rank runs anything.
 
     While paused, another pause can make the mode stronger but not weaker; its ``ttl_s`` replaces the old one.
     """
 
-    call: int
     mode: PauseMode
     ttl_s: float | None = None  # seconds until generation continues by itself; None: never
     sent: float | None = None  # when, by the host's monotonic clock, as the scheduler may be busy; None: now
 
 
-class Continue(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Continue(Call, frozen=True, tag=True, array_like=True):
     """Continues generation. The reply is :class:`Continued`, also if nothing was paused."""
 
-    call: int
 
-
-class Flush(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Flush(Call, frozen=True, tag=True, array_like=True):
     """Empties the prefix cache and resets what is measured since a flush. The reply is :class:`Flushed`."""
 
-    call: int
     timeout_s: float = 0.0  # how long to wait until no request holds KV
 
 
-class GetState(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class GetState(Call, frozen=True, tag=True, array_like=True):
     """Asks for the scheduler's state (``internal_states``); ``check`` also checks its invariants."""
 
-    call: int
     check: bool = False
 
 
@@ -135,12 +130,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
 
 
-class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class State(Call, frozen=True, tag=True, array_like=True):
     """The reply to :class:`GetState`."""
 
-    call: int
     state: dict[str, Any]
-    problems: list[str] = []  # violated invariants
+    problems: list[str]  # violated invariants
 
 
 class PauseResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,34 +154,8 @@ class Paused(PauseResult, frozen=True, tag=True, array_like=True, kw_only=True):
     call: int
 
 
-class Continued(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Continued(Call, frozen=True, tag=True, array_like=True):
     """The reply to :class:`Continue`."""
-
-    call: int
-
-
-class Flushed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The reply to :class:`Flush`."""
-
-    call: int
-    success: bool
-    flushed_items: int  # tokens whose KV was dropped
-    error_msg: str = ""  # why the cache was not emptied, and the remedy
-
-
-SchedulerMessage = (
-    Ready
-    | StartFailed
-    | Heartbeat
-    | SchedulerOutput
-    | Rejected
-    | State
-    | Paused
-    | Continued
-    | Flushed
-    | WeightAnswer
-    | WeightNotice
-)
 
 
 class FlushResult(msgspec.Struct, frozen=True):
@@ -196,3 +164,13 @@ class FlushResult(msgspec.Struct, frozen=True):
     success: bool
     flushed_items: int = 0  # tokens whose KV was dropped
     error_msg: str = ""  # why the cache was not emptied, and the remedy
+
+
+class Flushed(FlushResult, frozen=True, tag=True, array_like=True, kw_only=True):
+    """The reply to :class:`Flush`."""
+
+    call: int
+
+
+CallAnswer = State | Paused | Continued | Flushed | WeightAnswer
+SchedulerMessage = Ready | StartFailed | Heartbeat | SchedulerOutput | Rejected | CallAnswer | WeightNotice

@@ -66,8 +66,7 @@ class Operation(Struct, frozen=True, kw_only=True, tag=True, tag_field="operatio
     """One call of a client; the class variables say how the call is made and answered."""
 
     route: ClassVar[str]  # without the slash; also the name of the method of `segue.Engine`
-    methods: ClassVar[tuple[str, ...]] = ("POST",)
-    coerces: ClassVar[bool] = False  # numbers may come as strings, as in a query
+    methods: ClassVar[tuple[str, ...]] = ("POST",)  # with GET, numbers may come as strings, as in a query
     failure_status: ClassVar[int] = 400  # 200: a failure is told in the reply alone
     reply: ClassVar[Mapping[str, Any]] = {}  # fields that every reply has beside `success` and `message`
 
@@ -261,7 +260,6 @@ class GetWeights(Operation, frozen=True, kw_only=True):
 
     route: ClassVar = "get_weights_by_name"
     methods: ClassVar = ("GET", "POST")
-    coerces: ClassVar = True
 
     name: str
     truncate_size: Annotated[int, Meta(ge=1, lt=1 << 31)] = 100
@@ -272,26 +270,13 @@ class CheckWeights(Operation, frozen=True, kw_only=True):
 
     route: ClassVar = "weights_checker"
     methods: ClassVar = ("GET", "POST")
-    coerces: ClassVar = True
 
     action: Literal["checksum", "snapshot", "compare"] = "checksum"
 
 
-WeightOperation = (
-    JoinGroup
-    | LeaveGroup
-    | Prepare
-    | Complete
-    | CommitSession
-    | AbortSession
-    | GetUpdateStatus
-    | UpdateFromDistributed
-    | UpdateFromDisk
-    | UpdateFromTensor
-    | BeginUpdate
-    | EndUpdate
-    | SetVersion
-    | GetWeights
-    | CheckWeights
-)
+GroupOperation = JoinGroup | LeaveGroup
+SessionOperation = Prepare | Complete | CommitSession | AbortSession | GetUpdateStatus
+UpdateOperation = UpdateFromDistributed | UpdateFromDisk | UpdateFromTensor | BeginUpdate | EndUpdate
+ReadOperation = GetWeights | CheckWeights
+WeightOperation = GroupOperation | SessionOperation | UpdateOperation | SetVersion | ReadOperation
 OPERATIONS: dict[str, type[WeightOperation]] = {kind.route: kind for kind in get_args(WeightOperation)}

@@ -13,29 +13,27 @@ import msgspec
 from segue.messages import weight_operations as operations
 
 
-class _Tagged(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
-    pass
-
-
-class WeightCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """An operation that a client asks for."""
+class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A call of the frontend that the scheduler answers, or the answer: both carry the same number."""
 
     call: int
+
+
+class WeightCall(Call, frozen=True, tag=True, array_like=True):
+    """An operation that a client asks for."""
+
     operation: operations.WeightOperation
     roots: list[str] | None = None  # directories that a checkpoint may be read from; None: any
     from_hub: bool = True  # whether a checkpoint may be named by its hub id
 
 
-class WithdrawCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class WithdrawCall(Call, frozen=True, tag=True, array_like=True):
     """The client of a :class:`WeightCall` has gone; this ends the joining of a group, and no other call."""
 
-    call: int
 
-
-class WeightAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class WeightAnswer(Call, frozen=True, tag=True, array_like=True):
     """The answer to :class:`WeightCall`; the content of ``fields`` depends on the request."""
 
-    call: int
     success: bool
     message: str = ""
     fields: dict[str, Any] = {}
@@ -56,7 +54,7 @@ class WeightNotice(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_on
 # --- rank 0 -> every rank; each is answered by a `RankReply` with its `call` ---
 
 
-class _Command(_Tagged, frozen=True, kw_only=True):
+class _Command(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     call: int = 0  # its number, which the sender sets
 
 
@@ -144,7 +142,7 @@ SessionCommand = AddCommand | Receive | Commit | Discard
 WeightCommand = Join | StopJoin | Leave | SessionCommand | Inspect
 
 
-class RankReply(_Tagged, frozen=True):
+class RankReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """A rank's answer to a command; it is done if ``errors``, a list of sentences, is empty."""
 
     rank: int
@@ -153,7 +151,7 @@ class RankReply(_Tagged, frozen=True):
     fields: dict[str, Any] = {}
 
 
-class Received(_Tagged, frozen=True):
+class Received(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """A rank's progress report: sent at the first byte, after each bucket, and at the end.
 
     With ``done`` everything was received and checked; with ``error`` the receive has failed. Deadlines are

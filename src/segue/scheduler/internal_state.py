@@ -31,7 +31,7 @@ def internal_state(s: Scheduler) -> dict[str, Any]:
         "req_to_token_pool_total": s.limits.max_running_requests,
         "req_to_token_pool_used": s.limits.max_running_requests - len(resources.free_slots),
         "req_to_token_pool_available": len(resources.free_slots),
-        "available_kv_tokens": resources.allocator.num_free * s.limits.page_size,
+        "available_kv_tokens": len(resources.free_pages) * s.limits.page_size,
         "num_generated_tokens": s.totals.output_tokens,
         "forward_ct_decode": s.num_decode_steps,
         "num_steps": s.totals.num_steps,

@@ -30,7 +30,7 @@ def find_problems(scheduler: Scheduler) -> list[str]:
 
 def _page_owners(s: Scheduler) -> Iterator[Owned]:
     """Yields every owner of pages with its pages. A further kind of owner is one more line here."""
-    yield "the free list", s.resources.allocator.free_pages()
+    yield "the free list", s.resources.free_pages
     yield "the prefix cache", [node.page for node in s.resources.prefix.nodes()]
     yield from (("a step in flight", released.pages) for released in s.resources.pending_free)
     yield from ((f"request {r.rid}", r.own_pages) for r in s.running.values())

@@ -95,6 +95,11 @@ class PauseControl:
         """Whether requests that have started go on."""
         return self.admits or (self.state is PauseState.PAUSING and self.mode == "wait")
 
+    @property
+    def has_started_requests(self) -> bool:
+        """Whether a request runs, or waits to go on with the tokens that it has."""
+        return bool(self._scheduler.running) or any(r.has_begun for r in self._scheduler.waiting)
+
     def pause(self, message: Pause, now: float) -> None:
         """Hold the engine for the user. The mode can only grow stronger; the newest time to live counts."""
         self.hold("user", message.mode)
@@ -132,7 +137,7 @@ class PauseControl:
     def flush(self, message: Flush, now: float) -> None:
         """Ask for the prefix cache to be emptied; :meth:`advance` returns the answer."""
         in_flight = self._scheduler.in_flight
-        last = in_flight[-1].number if in_flight else 0
+        last = in_flight[-1].plan.step if in_flight else 0
         self._flushes.append(_PendingFlush(message, now + message.timeout_s, last))
 
     @property
@@ -162,12 +167,11 @@ class PauseControl:
 
     def _must_wait(self) -> bool:
         """Whether a step or, in mode "wait", a request has to end before the pause takes effect."""
-        s = self._scheduler
-        return bool(s.in_flight) or (self.mode == "wait" and s.has_started_requests)
+        return bool(self._scheduler.in_flight) or (self.mode == "wait" and self.has_started_requests)
 
     def _user_waits(self) -> bool:
         """Whether the user's pause waits for requests that have begun, even during a weight commit."""
-        return self.holders.get("user") == "wait" and self._scheduler.has_started_requests
+        return self.holders.get("user") == "wait" and self.has_started_requests
 
     def _take_effect(self, now: float) -> None:
         """Enter PAUSED and apply the modes of the new holds.
@@ -180,12 +184,23 @@ class PauseControl:
         if "abort" in modes:
             finished = self._scheduler.abort_all()
         elif "retract" in modes:
-            num_retracted = self._scheduler.retract_all()
+            num_retracted = self._retract_all()
         waits = self._user_waits()
         self._new_holds = {"user": self._new_holds["user"]} if waits and "user" in self._new_holds else {}
         self._replies.append(self._scheduler.output(finished=finished))
         if not waits:
             self._answer_pauses(now, num_retracted=num_retracted, num_aborted=len(finished))
+
+    def _retract_all(self) -> int:
+        """Retract every running request and free its KV; returns their number."""
+        s = self._scheduler
+        started = list(s.running.values())
+        for request in started:
+            node = request.node
+            assert node is not None
+            s.retract(request)
+            s.resources.free(s.resources.prefix.discard(node))
+        return len(started)
 
     def _answer_pauses(self, now: float | None = None, num_retracted: int = 0, num_aborted: int = 0) -> None:
         """Answer all pending pause calls; ``now`` is None if the pause ended before it took effect."""
@@ -206,17 +221,17 @@ class PauseControl:
     def _try_flush(self, flush: _PendingFlush, now: float) -> bool:
         """Answer the flush if that is possible now; returns whether it was answered."""
         s, call = self._scheduler, flush.message.call
-        if s.in_flight and s.in_flight[0].number <= flush.step:
+        if s.in_flight and s.in_flight[0].plan.step <= flush.step:
             return False
         if s.running or (s.waiting and self.state is not PauseState.PAUSED):
             if now < flush.deadline:
                 return False
-            self._replies.append(Flushed(call, False, 0, self._why_not_flushed()))
+            self._replies.append(Flushed(call=call, success=False, error_msg=self._why_not_flushed()))
             return True
         if s.in_flight:  # a surplus step, all of whose requests have ended
             return False
         count = s.forget_cache()
-        self._replies += [s.output(), Flushed(call, True, count)]
+        self._replies += [s.output(), Flushed(call=call, success=True, flushed_items=count)]
         return True
 
     def _why_not_flushed(self) -> str:

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from segue.kvcache.prefix_cache import Node
 from segue.messages.requests import pack_ids
 from segue.messages.steps import NewSlot
-from segue.scheduler.queue import WaitingQueue
-from segue.scheduler.request import PREFILL, WAITING, Request
-from segue.scheduler.step import Step
+from segue.scheduler.request import PREFILL, WAITING, Request, Step
 from segue.sizes import ceil_div
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ class PrefillView:
     """The prefill work that a policy may choose from."""
 
     started: Sequence[Request]  # admitted, with known tokens that have no KV yet, in the order of admission
-    waiting: WaitingQueue | Sequence[Request]  # not admitted, in the order of the queue
+    waiting: Sequence[Request]  # not admitted, in the order of the queue
     num_slots: int  # waiting requests that the step may admit
     budget: int  # tokens that the step may compute
 
@@ -59,6 +57,29 @@ class FirstCome:
         return PrefillChoice([*view.started, *islice(view.waiting, view.num_slots)], view.budget)
 
 
+@dataclass(slots=True, kw_only=True)
+class NewTokenRatio:
+    """The share of their remaining output tokens that running requests are expected to need.
+
+    Admission keeps room for that many tokens free. The ratio decays a little with every step, because most
+    requests end before their limit, and rises with every preemption, which shows that it was too low.
+    """
+
+    initial: float = 0.7
+    minimum: float = 0.1
+    decay: float = (0.7 - 0.1) / 600  # from initial to minimum in 600 steps
+    rise: float = 0.2
+    value: float = 0.7
+
+    def on_step(self) -> None:
+        """Decay the ratio; call it once per launched step."""
+        self.value = max(self.minimum, self.value - self.decay)
+
+    def on_preemption(self) -> None:
+        """Raise the ratio; call it for every request that is retracted because pages ran out."""
+        self.value = min(1.0, self.value + self.rise)
+
+
 class PrefillPlanner:
     """Fills steps with prefill chunks, and admits waiting requests."""
 
@@ -74,9 +95,11 @@ class PrefillPlanner:
         of the same step can therefore read these pages, so equal prompts sent together are computed once.
         """
         s = self._scheduler
+        # During a pause of mode "wait" only requests that have begun may start again.
+        waiting = s.waiting if s.control.admits else [request for request in s.waiting if request.has_begun]
         view = PrefillView(
             started=[request for request in s.running.values() if request.phase is PREFILL],
-            waiting=s.admissible if admit else (),
+            waiting=waiting if admit else (),
             num_slots=len(s.resources.free_slots),
             budget=s.limits.chunked_prefill_size,
         )
@@ -107,8 +130,7 @@ class PrefillPlanner:
         if needed + (0 if alone else self._reserve(request)) > resources.num_available:
             resources.prefix.unlock(node)
             return False
-        s.waiting.remove(request)
-        request.enter(PREFILL)
+        s.leave(request, PREFILL)
         s.running[request.rid] = request
         request.has_begun = True
         request.slot = resources.free_slots.pop()
@@ -129,7 +151,7 @@ class PrefillPlanner:
 
     def _match(self, request: Request) -> Node:
         s = self._scheduler
-        if not s.limits.prefix_cache:
+        if s.config.disable_prefix_cache:
             return s.resources.prefix.root(s.kv_epoch)
         usable = len(request.tokens) - 1  # the last token is always computed, because its logits are needed
         if request.owes_prompt_logprobs:

@@ -1,13 +1,17 @@
-"""One request inside the scheduler: its phase, its tokens, and the slot and pages that it owns."""
+"""One request inside the scheduler: its phase, tokens, slot and pages; and one step that runs requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
+from typing import get_args
 
 from segue.kvcache.prefix_cache import Node
 from segue.messages.requests import FinishReason, SamplingMode, SamplingParams
+from segue.messages.steps import StepPlan
+
+_SAMPLING_MODES: tuple[SamplingMode, ...] = get_args(SamplingMode)
 
 
 class RequestPhase(Enum):
@@ -71,6 +75,10 @@ class Request:
         self.outputs_launched = self.num_outputs
         self.prompt_logprobs_next = self.params.prompt_logprobs_start
 
+    def queue_key(self) -> tuple[int, float, int]:
+        """The place in the waiting queue: the highest priority, then the earliest deadline, then arrival."""
+        return (-self.priority, self.deadline, self.arrival)
+
     @property
     def num_outputs(self) -> int:
         """Output tokens known on the host."""
@@ -120,3 +128,61 @@ class Request:
         self.pages = []
         self.node = None
         self.outputs_launched = self.num_outputs
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One step: it is filled while it is planned, and kept until its result is applied."""
+
+    plan: StepPlan  # the message to the model runners; nothing changes it once it is sent
+    version: str  # name of the weights that the step runs with
+    sampling: list[Request] = field(default_factory=list)  # they sample a token, in the order of the result
+    prompt_logprobs: list[tuple[Request, int]] = field(default_factory=list)  # (request, number of them)
+
+    def decode(self, requests: list[Request]) -> None:
+        """Add the decode part: one token per request."""
+        plan, count = self.plan, len(requests)
+        plan.num_decode = count
+        plan.slots = [r.slot for r in requests]
+        plan.starts = [r.launched for r in requests]
+        plan.lens, plan.num_logits, plan.samples = [1] * count, [1] * count, [True] * count
+        self.sampling = requests
+        for request in requests:
+            request.launched += 1
+            request.outputs_launched += 1
+        self._require(*{request.sampling_mode for request in requests})
+
+    def prefill(self, request: Request, budget: int) -> int:
+        """Add the next prefill chunk of a request, at most ``budget`` tokens; returns its length.
+
+        The last chunk samples a token. The request decodes from then on, if it may draw further tokens.
+        """
+        plan, start = self.plan, request.launched
+        count = min(budget, len(request.tokens) - start)
+        last = start + count == len(request.tokens)
+        num_logits = int(last)
+        if request.owes_prompt_logprobs:
+            # The logits at position p score the token at p + 1. A chunk therefore needs the logits of all its
+            # positions but the last prompt position, which samples. The token at position 0 has no logprob.
+            first = max(start, request.prompt_logprobs_next - 1)
+            end = min(start + count, request.prompt_len - 1)
+            if first < end:
+                num_logits = start + count - first
+                request.prompt_logprobs_next = end + 1
+                self.prompt_logprobs.append((request, end - first))
+                self._require("full")
+        plan.slots.append(request.slot)
+        plan.starts.append(start)
+        plan.lens.append(count)
+        plan.num_logits.append(num_logits)
+        plan.samples.append(last)
+        request.launched += count
+        if last:
+            request.outputs_launched += 1
+            request.enter(DECODE)
+            self.sampling.append(request)
+            self._require(request.sampling_mode)
+        return count
+
+    def _require(self, *modes: SamplingMode) -> None:
+        self.plan.sampling_mode = max([self.plan.sampling_mode, *modes], key=_SAMPLING_MODES.index)

@@ -7,16 +7,16 @@ with that step, and become free when the step is applied.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from segue.kvcache.allocator import PageAllocator
 from segue.kvcache.prefix_cache import Node, PrefixCache
 from segue.messages.control import EngineLimits
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Resources that were released; they become free once step number ``step`` is applied."""
+    """Resources that steps up to ``step`` may still use; they become free once that step is applied."""
 
     step: int
     slot: int | None
@@ -28,7 +28,8 @@ class Resources:
     """Tracks free, cached and pending free slots and pages; running requests hold the others."""
 
     def __init__(self, limits: EngineLimits) -> None:
-        self.allocator = PageAllocator(limits.num_pages)
+        self.free_pages = list(range(limits.num_pages - 1, -1, -1))  # the page released last is taken next
+        self._is_free = bytearray(b"\x01" * limits.num_pages)
         self.prefix = PrefixCache(limits.page_size)
         self.free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self.pending_free: deque[Released] = deque()
@@ -36,20 +37,24 @@ class Resources:
     @property
     def num_available(self) -> int:
         """Pages that :meth:`take_pages` can give now: the free ones and the evictable ones."""
-        return self.allocator.num_free + self.prefix.num_evictable
+        return len(self.free_pages) + self.prefix.num_evictable
 
     def take_pages(self, count: int) -> list[int]:
         """Take ``count`` pages, at most ``num_available``; evicts cached pages if too few are free."""
-        missing = count - self.allocator.num_free
+        missing = count - len(self.free_pages)
         if missing > 0:
-            self.allocator.release(self.prefix.evict(missing))
-        return self.allocator.allocate(count)
+            self.free(self.prefix.evict(missing))
+        pages = [self.free_pages.pop() for _ in range(count)]
+        for page in pages:
+            self._is_free[page] = 0
+        return pages
 
-    def release(
-        self, step: int, *, slot: int | None = None, pages: list[int], node: Node | None = None
-    ) -> None:
-        """Release resources that steps up to ``step``, the last one launched, may still use."""
-        self.pending_free.append(Released(step, slot, pages, node))
+    def free(self, pages: Iterable[int]) -> None:
+        """Make pages that were taken, or evicted from the prefix cache, free again."""
+        for page in pages:
+            assert not self._is_free[page], f"page {page} was freed twice"
+            self._is_free[page] = 1
+            self.free_pages.append(page)
 
     def settle(self, oldest: int) -> None:
         """Free the pending resources that only steps before step number ``oldest`` use."""
@@ -57,6 +62,6 @@ class Resources:
             released = self.pending_free.popleft()
             if released.slot is not None:
                 self.free_slots.append(released.slot)
-            self.allocator.release(released.pages)
+            self.free(released.pages)
             if released.node is not None:
                 self.prefix.unlock(released.node)

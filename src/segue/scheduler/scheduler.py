@@ -3,21 +3,20 @@
 ``plan()`` decides a step and counts it as launched; ``apply()`` takes its result. With overlap the loop calls
 ``plan()`` for step *n + 1* before ``apply()`` of step *n*: lengths are known by then, but tokens are not.
 All times are in seconds of one monotonic clock, which the caller reads.
-
-A request leaves the queue or the batch through :meth:`Scheduler._leave` alone. A table says what it gives
-back.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from math import isnan
 from typing import Any
 
 from segue import errors
+from segue.config import EngineConfig
 from segue.kvcache.prefix_cache import Node
-from segue.messages.control import Counters, EngineLimits, SchedulerOutput
+from segue.messages.control import Counters, EngineLimits, PauseMode, SchedulerOutput
 from segue.messages.requests import (
     BEFORE_PREFILL,
     FIRST_WEIGHT_VERSION,
@@ -32,34 +31,29 @@ from segue.messages.requests import (
 )
 from segue.messages.steps import NON_FINITE, StepPlan, StepResult
 from segue.scheduler.pause import PauseControl, PauseState
-from segue.scheduler.prefill import FirstCome, PrefillPlanner, PrefillPolicy
-from segue.scheduler.queue import NewTokenRatio, WaitingQueue, choose_victim
-from segue.scheduler.request import DECODE, FINISHED, PREFILL, WAITING, Request, RequestPhase
-from segue.scheduler.resources import Resources
-from segue.scheduler.step import Step
-
-
-class SchedulerLimits(EngineLimits, frozen=True, kw_only=True):
-    """What the engine has room for, and the options that limit requests."""
-
-    max_queued_requests: int
-    prefix_cache: bool = True
-    reject_while_paused: bool = False  # False: requests that arrive during a pause are queued
-    receive_requires_pause: bool = False  # weights are received only while generation is paused
+from segue.scheduler.prefill import FirstCome, NewTokenRatio, PrefillPlanner, PrefillPolicy
+from segue.scheduler.request import DECODE, FINISHED, WAITING, Request, RequestPhase, Step
+from segue.scheduler.resources import Released, Resources
 
 
 class Scheduler:
     """Decides what each step runs. Nothing else starts, retracts or ends a request."""
 
-    def __init__(self, limits: SchedulerLimits, policy: PrefillPolicy | None = None) -> None:
+    def __init__(
+        self, limits: EngineLimits, config: EngineConfig, policy: PrefillPolicy | None = None
+    ) -> None:
         self.limits = limits
+        self.config = config
+        self.receive_requires_pause = config.weight_recv_requires_pause
         self.wake_at: float | None = None  # when `plan` may give a step although nothing arrives; None: never
         self.weight_version = FIRST_WEIGHT_VERSION
         self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
         self.poisoned: str | None = None  # why the weights are, and every new request is rejected
         self.resources = Resources(limits)
         self.new_token_ratio = NewTokenRatio()
-        self.waiting = WaitingQueue()
+        # Sorted by `queue_key`. It is a list and not a heap: requests leave from any position, and policies
+        # and reports read it in order. With 4,096 requests each change takes some microseconds.
+        self.waiting: list[Request] = []
         self.running: dict[str, Request] = {}  # in the order of admission
         self.requests: dict[str, Request] = {}  # every request that has not ended, waiting or running
         self.in_flight: deque[Step] = deque()  # launched steps without a result, and the one being planned
@@ -98,7 +92,7 @@ class Scheduler:
             # During a pause it counts as a newcomer: a pause that has taken effect waits for no further one.
             has_begun=num_outputs > 0 and self.control.admits,
         )
-        self.waiting.push(request)
+        insort(self.waiting, request, key=Request.queue_key)
         reason = request.end_by_output() if num_outputs else None
         return None if reason is None else self._end(request, reason)
 
@@ -118,11 +112,11 @@ class Scheduler:
                 f"the request begins with {num_outputs} output tokens, but may have {most_outputs}; raise "
                 "max_new_tokens, or send fewer"
             )
-        if self.limits.reject_while_paused and (mode := self.control.client_mode) is not None:
+        if self.config.paused_policy == "reject" and (mode := self.control.client_mode) is not None:
             raise errors.PausedError(
                 f"generation is paused ({mode}), and --paused-policy is reject; retry later"
             )
-        if len(self.waiting) >= self.limits.max_queued_requests:
+        if len(self.waiting) >= self.config.max_queued_requests:
             raise errors.OverloadedError(
                 f"{len(self.waiting)} requests wait, the limit set by --max-queued-requests; retry later"
             )
@@ -158,7 +152,7 @@ class Scheduler:
         error: type[errors.SegueError] | None = None,
     ) -> Finished:
         """End a request; every end goes through here. Without ``num_tokens`` it keeps all its tokens."""
-        self._leave(request, FINISHED)
+        self.leave(request, FINISHED)
         del self.requests[request.rid]
         count = request.num_outputs if num_tokens is None else num_tokens
         return Finished(
@@ -190,46 +184,35 @@ class Scheduler:
         )
         return self._end(request, "error", message=text, error=errors.NonFiniteLogitsError)
 
-    def retract_all(self) -> int:
-        """Retract every running request and free its KV; returns their number. Nothing may be in flight."""
-        started = [(request, request.node) for request in self.running.values()]
-        for request, _ in started:
-            self._retract(request)
-        for _, node in started:
-            assert node is not None
-            self.resources.allocator.release(self.resources.prefix.discard(node))
-        return len(started)
-
-    def _retract(self, request: Request) -> None:
+    def retract(self, request: Request) -> None:
         """Put a request back into the queue with its tokens but without KV. Nothing may be in flight."""
         assert not self.in_flight
-        self._leave(request, WAITING)
+        self.leave(request, WAITING)
         request.forget_kv()
-        self.waiting.push(request)
+        insort(self.waiting, request, key=Request.queue_key)  # before younger ones
 
-    def _leave(self, request: Request, to: RequestPhase) -> None:
-        """Take a request out of its phase. It gives back what it held there: the one exit of all requests."""
-        for give_back in _GIVES_BACK[request.phase]:
-            give_back(self, request)
+    def leave(self, request: Request, to: RequestPhase) -> None:
+        """Take a request out of the queue or the batch: the one exit of all requests.
+
+        A running request gives back its slot, its own pages and its lock on cached ones; they become free
+        once no step in flight uses them.
+        """
+        if request.phase is WAITING:
+            at = bisect_left(self.waiting, request.queue_key(), key=Request.queue_key)
+            assert self.waiting[at] is request
+            del self.waiting[at]
+        else:
+            del self.running[request.rid]
+            self._swaps = [swap for swap in self._swaps if swap[0] is not request]
+            self._free_later(slot=request.slot, pages=request.own_pages, node=request.node)
         request.enter(to)
 
-    def _leave_queue(self, request: Request) -> None:
-        self.waiting.remove(request)
-
-    def _leave_batch(self, request: Request) -> None:
-        del self.running[request.rid]
-
-    def _release(self, request: Request) -> None:
-        """Release its slot, its own pages and its lock on cached ones, once no step in flight uses them."""
-        self._swaps = [swap for swap in self._swaps if swap[0] is not request]
-        self._free_later(slot=request.slot, pages=request.own_pages, node=request.node)
-
     def _free_later(self, *, slot: int | None = None, pages: list[int], node: Node | None = None) -> None:
-        self.resources.release(self._step, slot=slot, pages=pages, node=node)
+        self.resources.pending_free.append(Released(self._step, slot, pages, node))
         self._settle()
 
     def _settle(self) -> None:
-        self.resources.settle(self.in_flight[0].number if self.in_flight else self._step + 1)
+        self.resources.settle(self.in_flight[0].plan.step if self.in_flight else self._step + 1)
 
     # --- planning ---
 
@@ -238,17 +221,7 @@ class Scheduler:
         """Whether a step could be planned now, or after the step in flight."""
         if self.control.admits:
             return bool(self.running or self.waiting)
-        return self.control.runs and self.has_started_requests
-
-    @property
-    def has_started_requests(self) -> bool:
-        """Whether a request runs, or waits to go on with the tokens that it has."""
-        return bool(self.running) or any(request.has_begun for request in self.waiting)
-
-    @property
-    def admissible(self) -> WaitingQueue | list[Request]:
-        """The waiting requests that may start; during a pause of mode "wait", those that have begun."""
-        return self.waiting if self.control.admits else [each for each in self.waiting if each.has_begun]
+        return self.control.runs and self.control.has_started_requests
 
     def plan(self, now: float) -> StepPlan | None:
         """Decide the next step.
@@ -271,7 +244,7 @@ class Scheduler:
             decoding = [r for r in decoding if r.phase is DECODE]
             needy = [r for r in needy if r.phase is DECODE]
         self._step += 1
-        step = Step(self._step, self.weight_version)
+        step = Step(StepPlan(self._step), self.weight_version)
         self.in_flight.append(step)
         swaps, self._swaps = self._swaps, []  # what this step's own insertions swap goes into the next plan
         step.plan.pages += [(request.slot, first, pages) for request, first, pages in swaps]
@@ -296,8 +269,8 @@ class Scheduler:
         needy = set(needy)
         while len(needy) > self.resources.num_available:
             assert len(self.running) > 1, "one request alone always fits: max_seq_len is at most the pool"
-            victim = choose_victim(self.running.values())
-            self._retract(victim)
+            victim = max(self.running.values(), key=Request.queue_key)  # it would be last in the queue
+            self.retract(victim)
             needy.discard(victim)
             self.totals.num_preemptions += 1
             self.new_token_ratio.on_preemption()
@@ -307,7 +280,7 @@ class Scheduler:
     def apply(self, result: StepResult) -> SchedulerOutput:
         """Turn the oldest step's result into tokens and ends; the tokens of ended requests are dropped."""
         step = self.in_flight.popleft()
-        assert step.number == result.step and len(step.sampling) == len(result.tokens)
+        assert step.plan.step == result.step and len(step.sampling) == len(result.tokens)
         page_size = self.limits.page_size
         rids: list[str] = []
         tokens: list[int] = []
@@ -359,16 +332,15 @@ class Scheduler:
 
         If the cache already has a page with the same tokens, the request uses that one and frees its own.
         """
-        if not self.limits.prefix_cache or request.kv_epoch != self.kv_epoch:
+        if self.config.disable_prefix_cache or request.kv_epoch != self.kv_epoch:
             return  # all pages of a cached path have the KV of one epoch
         size, first = self.limits.page_size, request.num_inserted
         node, pages, given_back = request.node, request.pages, list[int]()
         assert node is not None
         for index in range(first, computed // size):
-            node, inserted = self.resources.prefix.extend(
-                node, tuple(request.tokens[index * size : (index + 1) * size]), pages[index]
-            )
-            if not inserted:
+            key = tuple(request.tokens[index * size : (index + 1) * size])
+            node = self.resources.prefix.extend(node, key, pages[index])
+            if node.page != pages[index]:
                 given_back.append(pages[index])
                 pages[index] = node.page
             request.num_inserted += 1
@@ -384,7 +356,7 @@ class Scheduler:
         totals.is_paused = self.control.client_state is PauseState.PAUSED
         totals.num_running, totals.num_waiting = len(self.running), len(self.waiting)
         totals.num_accepted = self._arrivals
-        totals.used_pages = self.limits.num_pages - self.resources.allocator.num_free
+        totals.used_pages = self.limits.num_pages - len(self.resources.free_pages)
         totals.cached_pages = self.resources.prefix.num_pages
         return SchedulerOutput(**({"rids": [], "tokens": [], "finished": []} | columns), counters=totals)
 
@@ -396,21 +368,30 @@ class Scheduler:
         assert not self.in_flight and not self.running
         prefix = self.resources.prefix
         count = prefix.num_pages
-        self.resources.allocator.release(prefix.evict(count))
+        self.resources.free(prefix.evict(count))
         self.new_token_ratio = NewTokenRatio()
         self.num_decode_steps = 0
         return count * self.limits.page_size
 
-    def set_weight_version(self, version: str) -> None:
-        """Note that new weights are served. Requests keep their KV, but it is not shared any more."""
+    # --- for weight updates, which see the scheduler as a `Port` (`weight_update.control.state_machine`) ---
+
+    @property
+    def stands_still(self) -> bool:
+        return self.control.state is PauseState.PAUSED
+
+    def hold(self, mode: PauseMode) -> int:
+        self.control.hold("weight_commit", mode)
+        return len(self.running)
+
+    def release(self) -> None:
+        self.control.release("weight_commit")
+
+    def commit(self, version: str | None, *, flush_cache: bool) -> None:
+        """Serve new weights. Requests keep their KV, but it is not shared any more."""
         assert not self.in_flight, "weights change between steps"
-        self.weight_version = version
         self.kv_epoch += 1
-
-
-# What a request gives back when it ends or is retracted, by the phase that it leaves.
-_GIVES_BACK: dict[RequestPhase, Sequence[Callable[[Scheduler, Request], None]]] = {
-    WAITING: (Scheduler._leave_queue,),
-    PREFILL: (Scheduler._leave_batch, Scheduler._release),
-    DECODE: (Scheduler._leave_batch, Scheduler._release),
-}
+        old = self.weight_version
+        is_number = old.isascii() and old.isdigit()
+        self.weight_version = version or str(int(old) + 1 if is_number else self.kv_epoch)
+        if flush_cache:
+            self.forget_cache()

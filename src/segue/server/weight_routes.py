@@ -82,7 +82,7 @@ def limits(config: EngineConfig, operation: WeightOperation) -> dict[str, Any]:
 
 
 def _checked(kind: type[WeightOperation], query: dict[str, str], body: Any) -> WeightOperation:
-    return parse(kind, {**query, **body} if isinstance(body, dict) else body, coerces=kind.coerces)
+    return parse(kind, {**query, **body} if isinstance(body, dict) else body, coerces="GET" in kind.methods)
 
 
 for _name, _kind in OPERATIONS.items():

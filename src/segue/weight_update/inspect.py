@@ -41,7 +41,8 @@ class Inspector:
             return {"checksums": self._checksums()}
         if request.action == "snapshot":
             self._snapshot = {
-                name: self._served.arena.view(name).to("cpu", copy=True) for name in self._served.arena.table
+                name: self._served.arena.view(name).to("cpu", copy=True)
+                for name in self._served.arena.layout.table
             }
             return {"num_bytes": self._served.arena.num_bytes}
         return {"differ": self._differing()}

@@ -47,10 +47,7 @@ class ServedWeights:
     @property
     def specs(self) -> list[TensorSpec]:
         """The specs of all parameters, in the order of the arena."""
-        return [
-            TensorSpec(name=name, shape=entry.shape, dtype=entry.dtype)
-            for name, entry in self.arena.table.items()
-        ]
+        return [*self.arena.layout.table.values()]
 
     @cached_property
     def writers(self) -> Mapping[str, frozenset[str]]:

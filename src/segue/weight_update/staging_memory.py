@@ -145,7 +145,7 @@ class StagingMemory:
 
     def _find(self, place: str, wanted: Layout) -> Arena | None:
         kept = self._kept.get(place)
-        return kept if kept is not None and wanted.table.keys() <= kept.table.keys() else None
+        return kept if kept is not None and wanted.table.keys() <= kept.layout.table.keys() else None
 
     def _on_device(self, layout: Layout) -> Arena:
         with self.on_stream():

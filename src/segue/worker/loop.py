@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -33,41 +33,17 @@ from segue.messages.control import (
     State,
 )
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected
-from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
-from segue.messages.weight_update import RankReply, Received, WeightCall, WeightCommand, WithdrawCall
+from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan
+from segue.messages.weight_update import RankReply, Received, WeightCall, WithdrawCall
 from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.scheduler import Scheduler
-from segue.scheduler.weight_port import SchedulerPort
 from segue.weight_update.control.calls import WeightControl
 
-
-class Pending(Protocol):
-    """A launched step."""
-
-    def ready(self) -> bool:
-        """Whether :meth:`result` would return at once."""
-        ...
-
-    def result(self) -> StepResult:
-        """Wait for the step and return its result; raises what the step raised."""
-        ...
-
-
-class Runner(Protocol):
-    """The part of a model runner that the loops use."""
-
-    def forward_batch(self, plan: StepPlan) -> Pending:
-        """Launch a step and return at once; steps run in launch order."""
-        ...
-
-
-class Updater(Protocol):
-    """The part of a rank's weight updater that the loops use."""
-
-    def handle(self, command: WeightCommand) -> None:
-        """Start the command and return at once; the reply goes to rank 0 as a ``RankEvent``."""
-        ...
+if TYPE_CHECKING:  # both need torch, which these loops do not
+    from segue.model_runner.runner import ModelRunner
+    from segue.model_runner.step_result import ForwardOutput
+    from segue.weight_update.rank import WeightUpdater
 
 
 # A step that is expected to take LONG_S or more is "long": the next step is launched only LEAD_S before its
@@ -83,7 +59,7 @@ MAX_POLL_S = 3600.0  # the socket takes milliseconds as an integer; a client may
 class Launched:
     """A step in flight."""
 
-    pending: Pending
+    pending: ForwardOutput
     num_tokens: int
     at: float  # the time of its launch, in seconds of the monotonic clock
 
@@ -93,8 +69,8 @@ class SchedulerLoop:
     """Rank 0's loop."""
 
     scheduler: Scheduler
-    runner: Runner
-    updater: Updater
+    runner: ModelRunner
+    updater: WeightUpdater
     _: KW_ONLY
     inbox: zmq.Socket[bytes]  # PULL, of `FrontendMessage`
     outbox: zmq.Socket[bytes]  # PUSH, of `SchedulerMessage`
@@ -107,7 +83,7 @@ class SchedulerLoop:
 
     def __post_init__(self) -> None:
         """Prepare what the loop keeps from turn to turn."""
-        self._weights = WeightControl(SchedulerPort(self.scheduler), 1 + len(self.followers))
+        self._weights = WeightControl(self.scheduler, 1 + len(self.followers))
         self._early_events: deque[RankEvent] = deque()  # read while the ranks' drain was awaited
         self._poller = zmq.Poller()
         for socket in (self.inbox, self.events):
@@ -115,7 +91,7 @@ class SchedulerLoop:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FrontendMessage).decode
         self._decode_event = msgspec.msgpack.Decoder(RankEvent).decode
-        self._throughput = Throughput(time.perf_counter)
+        self._throughput = Throughput(time.monotonic())
         self._speed = StepSpeed()
         self._warned_of_non_finite = False
         self._running = True
@@ -134,17 +110,14 @@ class SchedulerLoop:
             self._receive(block=idle)
             if in_flight:
                 self._wait_for_turn(in_flight[0])
-            launched = self._launch()
-            if launched is not None:
-                in_flight.append(launched)
+            plan = self.scheduler.plan(time.monotonic())
+            if plan is not None:
+                in_flight.append(self._launch(plan))
             idle = not in_flight
-            if in_flight and (launched is None or len(in_flight) == depth):
+            if in_flight and (plan is None or len(in_flight) == depth):
                 self._apply(in_flight.popleft())
 
-    def _launch(self) -> Launched | None:
-        plan = self.scheduler.plan(time.monotonic())
-        if plan is None:
-            return None
+    def _launch(self, plan: StepPlan) -> Launched:
         now = time.monotonic()
         self._send_to_followers(plan)
         return Launched(self.runner.forward_batch(plan), plan.num_tokens, now)
@@ -156,7 +129,7 @@ class SchedulerLoop:
         if output.counters.non_finite_logits and not self._warned_of_non_finite:
             self._warned_of_non_finite = True
             self._warn_of_non_finite(output)
-        self._throughput.add(len(output.tokens))
+        self._throughput.add(len(output.tokens), time.monotonic())
         self._send(output)
         self._advance()
 
@@ -310,7 +283,7 @@ class SchedulerLoop:
         state: dict[str, Any] = internal_state(self.scheduler) | {
             "memory_usage": self.memory_usage,
             "weight_update": self._weights.status(time.monotonic()),
-            "last_gen_throughput": self._throughput.per_second(),
+            "last_gen_throughput": self._throughput.per_second(time.monotonic()),
         }
         problems = find_problems(self.scheduler) if message.check else []
         self._send(State(message.call, state, problems))
@@ -321,23 +294,21 @@ class Throughput:
 
     WINDOW = 1.0  # seconds
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._since = clock()
+    def __init__(self, now: float) -> None:
+        self._since = now
         self._count = 0
         self._last = 0.0
 
-    def add(self, count: int) -> None:
+    def add(self, count: int, now: float) -> None:
         """Count ``count`` tokens as generated now."""
         self._count += count
-        now = self._clock()
         if (elapsed := now - self._since) >= self.WINDOW:
             self._last = self._count / elapsed
             self._since, self._count = now, 0
 
-    def per_second(self) -> float:
+    def per_second(self, now: float) -> float:
         """Tokens per second; 0 once the last full window ended two windows ago."""
-        return self._last if self._clock() - self._since < 2 * self.WINDOW else 0.0
+        return self._last if now - self._since < 2 * self.WINDOW else 0.0
 
 
 class StepSpeed:
@@ -372,20 +343,18 @@ class StepSpeed:
 
 
 def follow(
-    runner: Runner,
-    updater: Updater,
+    runner: ModelRunner,
+    updater: WeightUpdater,
     messages: zmq.Socket[bytes],
     send: Callable[[RankEvent], None],
-    *,
-    turn: Turn | None = None,
+    turn: Turn,
 ) -> None:
     """The loop of the other ranks: run every plan in order, with at most ``OVERLAP_DEPTH`` steps in flight.
 
     It never returns.
     """
     decode = msgspec.msgpack.Decoder(RankMessage).decode
-    in_flight: deque[Pending] = deque()
-    turn = turn or Turn()
+    in_flight: deque[ForwardOutput] = deque()
     while True:
         turn.rest()
         frame = messages.recv()

@@ -29,7 +29,7 @@ from segue.logs import configure, logger
 from segue.messages.control import InitStep, Ready, StartFailed
 from segue.messages.steps import RankEvent
 from segue.model_runner.runner import ModelRunner
-from segue.scheduler.scheduler import Scheduler, SchedulerLimits
+from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.rank import WeightUpdater
 from segue.worker.loop import SchedulerLoop, follow
 
@@ -67,7 +67,7 @@ def run_scheduler(
         runner, steps = started
         with closing(runner), closing(WeightUpdater(runner.served_weights(), sender.send)) as updater:
             loop = SchedulerLoop(
-                Scheduler(limits_of(config, runner)),
+                Scheduler(runner.limits, config),
                 runner,
                 updater,
                 inbox=inbox,
@@ -125,17 +125,6 @@ def start_runner(
         return None
 
 
-def limits_of(config: EngineConfig, runner: ModelRunner) -> SchedulerLimits:
-    """Returns the scheduler's limits, from what the runner has room for and the configuration."""
-    return SchedulerLimits(
-        **msgspec.structs.asdict(runner.limits),
-        max_queued_requests=config.max_queued_requests,
-        prefix_cache=not config.disable_prefix_cache,
-        reject_while_paused=config.paused_policy == "reject",
-        receive_requires_pause=config.weight_recv_requires_pause,
-    )
-
-
 def _ready(runner: ModelRunner, steps: list[InitStep]) -> Ready:
     return Ready(
         limits=runner.limits,
@@ -188,7 +177,7 @@ def _run_follower(
         freeze_heap()
         runner, sender = started[0], EventSender(context, run_dir)
         updater = WeightUpdater(runner.served_weights(), sender.send)
-        follow(runner, updater, messages, sender.send, turn=turn)
+        follow(runner, updater, messages, sender.send, turn)
 
 
 def _watch_lifeline(run_dir: Path) -> None:

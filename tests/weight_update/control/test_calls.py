@@ -46,7 +46,6 @@ from segue.messages.weight_update import (
     WeightNotice,
 )
 from segue.scheduler.invariants import find_problems
-from segue.scheduler.weight_port import SchedulerPort
 from segue.weight_update.control.calls import WeightControl
 from tests.scheduler.simulation import Simulation
 from tests.weight_update.control.operations import join, prepared, single
@@ -64,10 +63,10 @@ PART = structs.replace(TWO, buckets=TWO.buckets[:1], partial=True)
 class Engine:
     """A simulation with two ranks. By default they carry out each command at once."""
 
-    def __init__(self, **limits: int) -> None:
-        self.sim = Simulation(**limits)
+    def __init__(self, **options: int | str) -> None:
+        self.sim = Simulation(**options)
         self.scheduler = self.sim.scheduler
-        self.weights = WeightControl(SchedulerPort(self.scheduler), 2)
+        self.weights = WeightControl(self.scheduler, 2)
         self.now = 0.0
         self.calls = 0
         self.answers: dict[int, list[WeightAnswer]] = {}
@@ -557,8 +556,8 @@ def test_abort_all_ends_every_request(engine: Engine) -> None:
     assert engine.sim.finished["r"].reason == "abort"
 
 
-def test_receiving_requires_a_pause_with_receive_requires_pause() -> None:
-    engine = Engine(receive_requires_pause=True)
+def test_receiving_requires_a_pause_with_weight_recv_requires_pause() -> None:
+    engine = Engine(weight_recv_requires_pause=True)
     engine.reply(join(GROUP))
     for request in (prepare(), single(PART)):
         answer = engine.reply(request)
@@ -732,7 +731,7 @@ def test_a_version_that_is_a_long_number_is_incremented(engine: Engine) -> None:
 
 
 def test_requests_are_not_rejected_during_a_commit() -> None:
-    engine = Engine(reject_while_paused=True)
+    engine = Engine(paused_policy="reject")
     engine.reply(join(GROUP))
     engine.silent.add(Commit)
     engine.reply(prepare())

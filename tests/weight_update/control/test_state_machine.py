@@ -51,7 +51,6 @@ from segue.messages.weight_update import (
     WeightCommand,
 )
 from segue.scheduler.invariants import find_problems
-from segue.scheduler.weight_port import SchedulerPort
 from segue.weight_update.control.calls import WeightControl
 from segue.weight_update.control.outbox import Outbox
 from segue.weight_update.control.session import UpdatePhase
@@ -87,7 +86,7 @@ class Updates(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.sim = Simulation()
-        self.control = WeightControl(SchedulerPort(self.sim.scheduler), RANKS)
+        self.control = WeightControl(self.sim.scheduler, RANKS)
         self.ranks = [Rank() for _ in range(RANKS)]
         self.now = 0.0
         self.calls = 0

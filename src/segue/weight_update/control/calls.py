@@ -266,8 +266,8 @@ class WeightControl:
     def _set_version(self, call: int, request: operations.SetVersion) -> None:
         version = request.new_version
         if request.abort_all_requests:
-            self._outbox.send(self._port.abort_all())
-        self._port.rename(version)
+            self._outbox.send(self._port.output(finished=self._port.abort_all()))
+        self._port.weight_version = version  # cached KV stays valid
         self._outbox.send(self.machine.notice())  # before the answer: its client may then ask
         self._outbox.answer([call], True, f"Weight version is {version!r}.", new_version=version)
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from segue.messages.control import PauseMode, SchedulerMessage
+from segue.messages.requests import Finished
 from segue.messages.weight_operations import Manifest, UpdateFromDisk, UpdateFromTensor
 from segue.messages.weight_update import (
     Commit,
@@ -40,10 +41,8 @@ class Port(Protocol):
     """The part of the scheduler that a weight update may read and change."""
 
     poisoned: str | None  # why the weights are poisoned and every new request is refused; None: they are not
-
-    @property
-    def weight_version(self) -> str:
-        """The name of the served weights."""
+    weight_version: str  # the name of the served weights
+    receive_requires_pause: bool  # whether weights may be received only while generation is paused
 
     @property
     def has_work(self) -> bool:
@@ -52,10 +51,6 @@ class Port(Protocol):
     @property
     def stands_still(self) -> bool:
         """Whether a hold has taken effect: no step is in flight, and none is planned."""
-
-    @property
-    def receive_requires_pause(self) -> bool:
-        """Whether weights may be received only while generation is paused."""
 
     def hold(self, mode: PauseMode) -> int:
         """Stop the planning of steps until :meth:`release`; returns the number of running requests."""
@@ -66,11 +61,11 @@ class Port(Protocol):
     def commit(self, version: str | None, *, flush_cache: bool) -> None:
         """Serve new weights from the next step on, as this version; None takes the next number."""
 
-    def rename(self, version: str) -> None:
-        """Give the served weights another name."""
+    def abort_all(self, message: str | None = None) -> list[Finished]:
+        """End every request."""
 
-    def abort_all(self, message: str | None = None) -> SchedulerMessage:
-        """End every request; returns the message for the frontend."""
+    def output(self, *, finished: list[Finished]) -> SchedulerMessage:
+        """Returns the message for the frontend that reports these ends."""
 
 
 class WeightMachine:
@@ -304,7 +299,8 @@ class WeightMachine:
 
     def _poison(self, why: str) -> None:
         self._port.poisoned = why
-        self._outbox.send(self._port.abort_all("the weights are poisoned"))
+        finished = self._port.abort_all("the weights are poisoned")
+        self._outbox.send(self._port.output(finished=finished))
 
     # --- the end ---
 
