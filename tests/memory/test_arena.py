@@ -25,7 +25,7 @@ def layout(specs: list[TensorSpec], slab_bytes: int = 1 << 20) -> Layout:
 
 
 def filled(specs: list[TensorSpec], slab_bytes: int = 1 << 20) -> Arena:
-    arena = Arena(layout(specs, slab_bytes), backing.pageable)
+    arena = Arena.take(layout(specs, slab_bytes), backing.pageable)
     for number, name in enumerate(arena.layout.table):
         arena.view(name).fill_(number + 1)
     return arena
@@ -76,7 +76,7 @@ def test_a_tensor_larger_than_a_slab_gets_its_own() -> None:
 
 def test_num_bytes_counts_the_slabs() -> None:
     found = layout(SPECS, 512)
-    arena = Arena(found, backing.pageable)
+    arena = Arena.take(found, backing.pageable)
     assert found.num_bytes == sum(found.sizes) == arena.num_bytes == 4 * ALIGNMENT
     assert [slab.numel() for slab in arena.slabs] == found.sizes
 
@@ -106,7 +106,7 @@ def test_a_view_shares_the_slabs_memory() -> None:
 
 def test_an_arena_changes_no_memory_until_its_gaps_are_zeroed() -> None:
     found = Layout.of([spec("a", 1), spec("b", 65)])
-    arena = Arena(found, lambda size: torch.full((size,), 7, dtype=torch.uint8))
+    arena = Arena.take(found, lambda size: torch.full((size,), 7, dtype=torch.uint8))
     slabs = arena.slabs
     assert [slab.numel() for slab in slabs] == found.sizes and bool((slabs[0] == 7).all())
     used = torch.zeros(arena.num_bytes, dtype=torch.bool)
@@ -130,7 +130,7 @@ def test_checksum_sees_one_changed_bit() -> None:
 
 
 def test_checksum_sees_two_words_swapped() -> None:
-    arena = Arena(Layout.of([spec("a", 1 << 21, dtype=torch.int64)]), backing.pageable)
+    arena = Arena.take(Layout.of([spec("a", 1 << 21, dtype=torch.int64)]), backing.pageable)
     view = arena.view("a").fill_(7)
     view[0], view[1 << 20] = 1 << 62, 1 << 61
     before = arena.checksum()

@@ -21,6 +21,7 @@ from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.prefill import FirstCome, PrefillChoice, PrefillPolicy, PrefillView
 from segue.scheduler.request import RequestPhase
+from segue.scheduler.scheduler import _GIVES_BACK
 from tests.scheduler.simulation import HoldBack, Simulation, expected_output, next_token
 
 
@@ -571,6 +572,10 @@ def test_a_request_may_draw_fewer_tokens_here_than_it_asked_for(overlap: bool) -
 
 
 # --- the exit of requests, and the account of pages ---
+
+
+def test_every_phase_but_the_last_has_an_entry_in_the_table_of_what_is_given_back() -> None:
+    assert set(_GIVES_BACK) == set(RequestPhase) - {RequestPhase.FINISHED}
 
 
 @pytest.mark.parametrize("phase", [RequestPhase.WAITING, RequestPhase.PREFILL, RequestPhase.DECODE])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -88,10 +88,16 @@ class Layout:
 class Arena:
     """The memory of a layout."""
 
-    def __init__(self, layout: Layout, take: Callable[[int], Tensor]) -> None:
-        """Take the memory of each slab by `take`, which returns so many bytes at a multiple of ALIGNMENT."""
+    def __init__(self, layout: Layout, slabs: Sequence[Tensor]) -> None:
+        """Hold `slabs`: one `uint8` tensor per size of `layout`, each at a multiple of ALIGNMENT."""
+        assert [slab.numel() for slab in slabs] == layout.sizes, "slabs and layout disagree"
         self.layout = layout
-        self.slabs = [take(size) for size in layout.sizes]
+        self.slabs = slabs
+
+    @classmethod
+    def take(cls, layout: Layout, take: Callable[[int], Tensor]) -> Arena:
+        """Take the memory of each slab by `take`, which gets the number of bytes."""
+        return cls(layout, [take(size) for size in layout.sizes])
 
     @property
     def num_bytes(self) -> int:

@@ -55,7 +55,7 @@ class PrivateMemory:
 
     def load(self, layout: Layout, fill: Callable[[Callable[[], Arena]], None]) -> Arena:
         """See `RankMemory.load`."""
-        arena = cache(partial(Arena, layout, self._take))
+        arena = cache(partial(Arena.take, layout, self._take))
         fill(arena)
         return arena()
 
@@ -66,9 +66,9 @@ class PrivateMemory:
     def stage(self, layout: Layout, place: Place) -> Arena:
         """See `RankMemory.stage`; memory of the host is pinned where the device is CUDA."""
         if self.device.type == "cpu" or place == "device":
-            return Arena(layout, self._take)
+            return Arena.take(layout, self._take)
         with torch.cuda.device(self.device):  # a new thread uses device 0
-            return Arena(layout, backing.page_locked)
+            return Arena.take(layout, backing.page_locked)
 
     def release(self, arena: Arena, place: Place) -> None:
         """See `RankMemory.release`."""

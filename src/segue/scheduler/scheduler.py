@@ -3,13 +3,16 @@
 ``plan()`` decides a step and counts it as launched; ``apply()`` takes its result. With overlap the loop calls
 ``plan()`` for step *n + 1* before ``apply()`` of step *n*: lengths are known by then, but tokens are not.
 All times are in seconds of one monotonic clock, which the caller reads.
+
+A request leaves the queue or the batch through :meth:`Scheduler.leave` alone. A table says what it gives
+back.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import isnan
 from typing import Any
 
@@ -32,7 +35,7 @@ from segue.messages.requests import (
 from segue.messages.steps import NON_FINITE, StepPlan, StepResult
 from segue.scheduler.pause import PauseControl, PauseState
 from segue.scheduler.prefill import FirstCome, NewTokenRatio, PrefillPlanner, PrefillPolicy
-from segue.scheduler.request import DECODE, FINISHED, WAITING, Request, RequestPhase, Step
+from segue.scheduler.request import DECODE, FINISHED, PREFILL, WAITING, Request, RequestPhase, Step
 from segue.scheduler.resources import Released, Resources
 
 
@@ -192,20 +195,23 @@ class Scheduler:
         insort(self.waiting, request, key=Request.queue_key)  # before younger ones
 
     def leave(self, request: Request, to: RequestPhase) -> None:
-        """Take a request out of the queue or the batch: the one exit of all requests.
-
-        A running request gives back its slot, its own pages and its lock on cached ones; they become free
-        once no step in flight uses them.
-        """
-        if request.phase is WAITING:
-            at = bisect_left(self.waiting, request.queue_key(), key=Request.queue_key)
-            assert self.waiting[at] is request
-            del self.waiting[at]
-        else:
-            del self.running[request.rid]
-            self._swaps = [swap for swap in self._swaps if swap[0] is not request]
-            self._free_later(slot=request.slot, pages=request.own_pages, node=request.node)
+        """Take a request out of its phase. It gives back what it held there: the one exit of all requests."""
+        for give_back in _GIVES_BACK[request.phase]:
+            give_back(self, request)
         request.enter(to)
+
+    def _leave_queue(self, request: Request) -> None:
+        at = bisect_left(self.waiting, request.queue_key(), key=Request.queue_key)
+        assert self.waiting[at] is request
+        del self.waiting[at]
+
+    def _leave_batch(self, request: Request) -> None:
+        del self.running[request.rid]
+
+    def _release(self, request: Request) -> None:
+        """Release its slot, its own pages and its lock on cached ones, once no step in flight uses them."""
+        self._swaps = [swap for swap in self._swaps if swap[0] is not request]
+        self._free_later(slot=request.slot, pages=request.own_pages, node=request.node)
 
     def _free_later(self, *, slot: int | None = None, pages: list[int], node: Node | None = None) -> None:
         self.resources.pending_free.append(Released(self._step, slot, pages, node))
@@ -395,3 +401,11 @@ class Scheduler:
         self.weight_version = version or str(int(old) + 1 if is_number else self.kv_epoch)
         if flush_cache:
             self.forget_cache()
+
+
+# What a request gives back when it ends or is retracted, by the phase that it leaves.
+_GIVES_BACK: dict[RequestPhase, Sequence[Callable[[Scheduler, Request], None]]] = {
+    WAITING: (Scheduler._leave_queue,),
+    PREFILL: (Scheduler._leave_batch, Scheduler._release),
+    DECODE: (Scheduler._leave_batch, Scheduler._release),
+}
