@@ -84,16 +84,15 @@ def convert(
     target = directory / f"weights-{str(dtype).removeprefix('torch.')}.safetensors"
     record = target.with_suffix(".checksums.json")
 
-    def make() -> None:
+    def fill(made: Path) -> None:
         file = GGUFFile.read(path)
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         sources = list(_sources(file, config))
         if weight_map is not None:
             _check(path, sources, weight_map)
-        cache.publish_file(target, lambda temporary: _write(temporary, file, sources, dtype, progress))
-        cache.publish_file(record, lambda temporary: cache.write_checksums(temporary, [target.name]))
+        _write(made / target.name, file, sources, dtype, progress)
 
-    cache.make_unless_intact(target, record, make, path)
+    cache.make_unless_intact(target, record, fill, path)
     return target
 
 
