@@ -93,7 +93,7 @@ def read_weights(
     if source.gguf is None:
         shards = Shards.in_directory(source.directory)
     else:
-        path = gguf_weights.convert(source.gguf, source.directory, dtype, weight_map, progress=progress)
+        path = gguf_weights.convert(source.gguf, source.directory, source.config, dtype, progress=progress)
         shards = Shards(path, [path])
     with closing(shards):
         shards.check(weight_map)
