@@ -54,19 +54,16 @@ def load_weights(
     show = progress if progress is not None else tp.is_first and sys.stderr.isatty()
 
     def fill(take: Callable[[], Arena]) -> None:
-        def make() -> Arena:
-            arena = take()
-            arena.zero_gaps()
-            for parameter, box in weight_map.padding.items():
-                arena.view(parameter)[box].zero_()
-            return arena
-
         total = sum(spec.num_bytes for spec in specs)
         with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not show) as bar:
-            for num_bytes in read_weights(source, weight_map, make, dtype, seed=seed, progress=show):
+            for num_bytes in read_weights(source, weight_map, take, dtype, seed=seed, progress=show):
                 bar.update(num_bytes)
+        arena = take()
+        arena.zero_gaps()
+        for parameter, box in weight_map.padding.items():
+            arena.view(parameter)[box].zero_()
         if source.format != "dummy":
-            check_finite(take(), weight_map, source.gguf or source.directory)
+            check_finite(arena, weight_map, source.gguf or source.directory)
 
     arena = memory.load(Layout.of(specs), fill)
     bind(model, arena)

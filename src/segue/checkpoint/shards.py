@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from math import prod
 from pathlib import Path
 from typing import Self
@@ -15,7 +16,7 @@ from segue.checkpoint.safetensors_file import NAMES, StoredTensor, read_header
 from segue.errors import ModelFileError
 from segue.memory import backing
 from segue.memory.arena import Arena
-from segue.models.weight_map import Box, Shape, WeightMap
+from segue.models.weight_map import Box, Shape, WeightMap, box_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,24 +37,20 @@ class BounceBuffers:
 
     def __init__(self, device: torch.device, num_bytes: int = BOUNCE_BYTES) -> None:
         """Allocate buffers of `num_bytes` each for weights on `device`."""
-        is_cuda = device.type == "cuda"
-        count = 2 if is_cuda else 1
+        copied = [torch.Event(device), torch.Event(device)] if device.type == "cuda" else [None]
         self.num_bytes = num_bytes
-        self._buffers = [backing.pinned((num_bytes,), torch.uint8, device) for _ in range(count)]
-        self._copied = [torch.Event(device) for _ in range(count)] if is_cuda else []
-        self._next = 0
+        self._turns = cycle([(backing.pinned((num_bytes,), torch.uint8, device), event) for event in copied])
 
     @contextmanager
     def take(self, num_bytes: int) -> Iterator[Tensor]:
         """Yield a uint8 buffer `[num_bytes]`; the block fills it, and may copy from it asynchronously."""
         assert num_bytes <= self.num_bytes
-        turn = self._next
-        self._next = (turn + 1) % len(self._buffers)
-        if self._copied:
-            self._copied[turn].synchronize()
-        yield self._buffers[turn][:num_bytes]
-        if self._copied:
-            self._copied[turn].record()
+        buffer, copied = next(self._turns)
+        if copied is not None:
+            copied.synchronize()
+        yield buffer[:num_bytes]
+        if copied is not None:
+            copied.record()
 
 
 class Shards:
@@ -157,9 +154,7 @@ class Shards:
         """
         for tensor in self.tensors.values():
             for part in weight_map.slices.get(tensor.name, ()):
-                target = arena.view(part.parameter)[part.destination]
-                if target.dim() > len(part.source):  # one expert's matrix in the parameter of all experts
-                    target = target[0]
+                target = box_of(arena.view(part.parameter), part)
                 yield from _copy(tensor, 0, tensor.shape, part.source, target, buffers)
 
 
