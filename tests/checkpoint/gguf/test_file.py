@@ -165,7 +165,7 @@ def test_reading_a_header_can_be_cancelled(path: Path) -> None:
     zeros(path, 8 << 20)
     answers = iter([False] * 3)
     with (
-        model_files.reading(None, [], hub=False, is_cancelled=lambda: next(answers, True)),
+        model_files.reading(model_files.Reading(is_cancelled=lambda: next(answers, True))),
         pytest.raises(WeightSyncError, match="discarded"),
     ):
         GGUFFile.read(path)

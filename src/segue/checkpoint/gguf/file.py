@@ -67,12 +67,31 @@ class GGUFFile:
         """
         with BufferedReader(open_gguf(path)) as file:
             size = os.fstat(file.fileno()).st_size
+            cursor = _Cursor(file, size)
             try:
-                metadata, tensors = _read(path, _Cursor(file, size))
+                version, num_tensors, num_keys = cursor.take("IQQ")
+                if version not in (2, 3):
+                    raise ModelFileError(
+                        f"model file {path} has GGUF version {version:#x}; supported: 2 and 3, little-endian"
+                    )
+                metadata = {cursor.string(): cursor.value() for _ in range(num_keys)}
+                num_parts = int(metadata.get("split.count", 0))
+                tensors = [_tensor(path, cursor) for _ in range(num_tensors)]
+                alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+                base = round_up(cursor.position, alignment)
             except OSError as error:
                 raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
+            except (struct.error, EOFError) as error:
+                raise truncated(path, "it ends within its header") from error
+            except (KeyError, ValueError, TypeError, ArithmeticError) as error:
+                raise corrupt(path, f"its header cannot be read ({error!r})") from error
+        if num_parts > 1:
+            raise ModelFileError(
+                f"model file {path} is one of {num_parts} parts; merge them with llama.cpp's gguf-split"
+            )
         by_name: dict[str, GGUFTensor] = {}
-        for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+        for given in sorted(tensors, key=lambda tensor: tensor.start):
+            tensor = replace(given, start=base + given.start)
             if tensor.name in by_name:
                 raise corrupt(path, f"it has two tensors called {tensor.name!r}")
             by_name[tensor.name] = tensor
@@ -141,29 +160,6 @@ class _Cursor:
         if kind != _STRING:
             return self.take(f"{length}{_SCALARS[kind]}")
         return tuple(self.string() for _ in range(length))
-
-
-def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], list[GGUFTensor]]:
-    try:
-        version, num_tensors, num_keys = cursor.take("IQQ")
-        if version not in (2, 3):
-            raise ModelFileError(
-                f"model file {path} has GGUF version {version:#x}; supported: 2 and 3, little-endian"
-            )
-        metadata = {cursor.string(): cursor.value() for _ in range(num_keys)}
-        num_parts = int(metadata.get("split.count", 0))
-        tensors = [_tensor(path, cursor) for _ in range(num_tensors)]
-        alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
-        base = round_up(cursor.position, alignment)
-    except (struct.error, EOFError) as error:
-        raise truncated(path, "it ends within its header") from error
-    except (KeyError, ValueError, TypeError, ArithmeticError) as error:
-        raise corrupt(path, f"its header cannot be read ({error!r})") from error
-    if num_parts > 1:
-        raise ModelFileError(
-            f"model file {path} is one of {num_parts} parts; merge them with llama.cpp's gguf-split"
-        )
-    return metadata, [replace(tensor, start=base + tensor.start) for tensor in tensors]
 
 
 def _tensor(path: Path, cursor: _Cursor) -> GGUFTensor:
