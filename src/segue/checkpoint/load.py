@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from segue.checkpoint import dummy
 from segue.checkpoint.gguf import weights as gguf_weights
-from segue.checkpoint.shards import BOUNCE_BYTES, BounceBuffers, Shards
+from segue.checkpoint.safetensors import BOUNCE_BYTES, BounceBuffers, Shards
 from segue.checkpoint.source import ModelSource
 from segue.distributed.info import TPInfo
 from segue.errors import ModelFileError

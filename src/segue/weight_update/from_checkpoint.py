@@ -8,7 +8,7 @@ from typing import cast, get_args
 
 from segue.checkpoint import hub, model_files
 from segue.checkpoint.load import read_weights
-from segue.checkpoint.shards import BOUNCE_BYTES
+from segue.checkpoint.safetensors import BOUNCE_BYTES
 from segue.checkpoint.source import resolve
 from segue.config import LoadFormat
 from segue.errors import InvalidRequestError

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from segue.checkpoint import cache
 from segue.checkpoint.gguf.file import GGUFFile, GGUFTensor
 from segue.checkpoint.model_files import corrupt, open_file, raise_if_cancelled, read_at
-from segue.checkpoint.safetensors_file import open_writer
+from segue.checkpoint.safetensors import open_writer
 from segue.distributed.info import TPInfo
 from segue.errors import ModelFileError
 from segue.models.config import ModelConfig
