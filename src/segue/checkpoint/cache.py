@@ -116,10 +116,8 @@ def sha256_of(path: Path, cache_dir: Path, *, recompute: bool = False) -> str:
         ModelFileError: the file cannot be read.
     """
     path = path.resolve()
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
+    with open_file(path) as file:
+        status = os.fstat(file.fileno())
     record = cache_dir / "hashes" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     identity = status.st_size, status.st_mtime_ns, status.st_ctime_ns
     if not recompute:

@@ -19,7 +19,7 @@ from segue.memory.arena import Arena, Layout, TensorSpec, bind
 from segue.memory.rank_memory import RankMemory
 from segue.memory.tensor_ops import are_finite
 from segue.models.config import ModelConfig
-from segue.models.weight_map import WeightMap
+from segue.models.weight_map import WeightMap, box_of
 from segue.models.weight_map import build as build_weight_map
 
 
@@ -104,20 +104,16 @@ def check_finite(arena: Arena, weight_map: WeightMap, origin: Path) -> None:
     Raises:
         ModelFileError: a value is NaN or infinite; the text names its tensor and counts such values.
     """
-    parameters = list(arena.table)
-    views = [arena.view(name) for name in parameters]
-    finite = are_finite(views, views[0].dtype)
-    bad = {name for name, is_finite in zip(parameters, finite, strict=True) if not is_finite}
-    if not bad:
+    views = [arena.view(name) for name in arena.table]
+    if all(are_finite(views, views[0].dtype)):
         return
     counts: dict[str, int] = {}
     for name in weight_map.names:
-        parts = (part for part in weight_map.slices[name] if part.parameter in bad)
-        values = (arena.view(part.parameter)[part.destination] for part in parts)
+        values = (box_of(arena.view(part.parameter), part) for part in weight_map.slices[name])
         if count := sum(int((~each.isfinite()).sum()) for each in values):
             counts[name] = count
     first = next(iter(counts))
-    dtype = str(arena.view(next(iter(bad))).dtype).removeprefix("torch.")
+    dtype = str(views[0].dtype).removeprefix("torch.")
     others = f", and {len(counts) - 1} other tensors have such values too" if len(counts) > 1 else ""
     raise ModelFileError(
         f"{origin}: tensor {first!r} has {counts[first]} values that are NaN or infinite in {dtype}"

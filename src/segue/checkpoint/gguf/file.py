@@ -67,7 +67,7 @@ class GGUFFile:
         """
         with BufferedReader(open_gguf(path)) as file:
             size = os.fstat(file.fileno()).st_size
-            cursor = _Cursor(file, size)
+            cursor = _Cursor(file)
             try:
                 version, num_tensors, num_keys = cursor.take("IQQ")
                 if version not in (2, 3):
@@ -120,10 +120,9 @@ class _Cursor:
     The file is not mapped into memory: if a mapped file became shorter, reading it would kill the process.
     """
 
-    def __init__(self, file: "BufferedReader[FileIO]", size: int) -> None:
+    def __init__(self, file: "BufferedReader[FileIO]") -> None:
         self.position = len(_MAGIC)
         self._file = file
-        self._size = size
         self._next_check = 0
         file.seek(self.position)
 
@@ -136,15 +135,13 @@ class _Cursor:
 
     def _bytes(self, count: int) -> bytes:
         self.position += count
-        if self.position > self._size:
-            raise EOFError
         if self.position > _MAX_HEADER:
             raise ValueError(f"it has more than {_MAX_HEADER} bytes")
         if self.position >= self._next_check:
             self._next_check = self.position + _CHECK_BYTES
             raise_if_cancelled()
         found = self._file.read(count)
-        if len(found) < count:  # the file has become shorter
+        if len(found) < count:
             raise EOFError
         return found
 
