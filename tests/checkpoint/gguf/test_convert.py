@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 
@@ -115,6 +116,26 @@ def test_a_file_without_tokenizer_gives_no_tokenizer_files(tmp_path: Path) -> No
 def test_an_unsupported_architecture_leaves_nothing_behind(tmp_path: Path) -> None:
     path = write(tmp_path, extra={"llama.expert_count": 8})
     with pytest.raises(UnsupportedModelError):
+        convert.convert(path, tmp_path / "cache")
+    assert not (tmp_path / "cache" / "converted").exists()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"tokenizer": None, "extra": {"tokenizer.ggml.tokens": 7, "llama.vocab_size": None}},
+        {
+            "tensors": {"rope_freqs.weight": np.ones(4, np.float32)},
+            "extra": {"llama.rope.freq_base": "high"},
+        },
+    ],
+    ids=["tokens", "freq_base"],
+)
+def test_metadata_of_the_wrong_kind_is_corrupt_and_leaves_nothing_behind(
+    how: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write(tmp_path, **how)
+    with pytest.raises(ModelFileError, match=f"{path} is corrupt: its metadata has a value of the wrong"):
         convert.convert(path, tmp_path / "cache")
     assert not (tmp_path / "cache" / "converted").exists()
 

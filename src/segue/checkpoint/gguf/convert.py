@@ -7,6 +7,7 @@ from segue.checkpoint import cache
 from segue.checkpoint.gguf import config as gguf_config
 from segue.checkpoint.gguf import tokenizer
 from segue.checkpoint.gguf.file import GGUFFile
+from segue.checkpoint.model_files import corrupt
 
 FORMAT = "3"  # raise it when the content of these files, or of the weights beside them, changes
 RECORD = "checksums.json"
@@ -27,7 +28,10 @@ def convert(path: Path, cache_dir: Path) -> Path:
     if cache.find_damage(directory / RECORD) is None:
         return directory
     file = GGUFFile.read(path)  # before the cache is written to, since the file may be unsupported
-    config, generation_config = gguf_config.config(file), gguf_config.generation_config(file)
+    try:
+        config, generation_config = gguf_config.config(file), gguf_config.generation_config(file)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise corrupt(path, f"its metadata has a value of the wrong kind ({error})") from error
 
     def fill(made: Path) -> None:
         for name, content in (("config", config), ("generation_config", generation_config)):
