@@ -32,11 +32,9 @@ _TEMPORARY = ".new-"  # what the names of temporary directories begin with
 
 
 class _KnownHash(msgspec.Struct):
-    """The SHA-256 of a file that had this size and these times."""
+    """The SHA-256 of a file that had this size, mtime and ctime, in bytes and nanoseconds."""
 
-    size: int
-    mtime_ns: int
-    ctime_ns: int
+    identity: tuple[int, int, int]
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
@@ -123,9 +121,9 @@ def sha256_of(path: Path, cache_dir: Path, *, recompute: bool = False) -> str:
     if not recompute:
         with suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):  # none, or a damaged one
             known = msgspec.json.decode(record.read_bytes(), type=_KnownHash)
-            if known == _KnownHash(*identity, known.sha256):
+            if known.identity == identity:
                 return known.sha256
-    found = _KnownHash(*identity, sha256(path))
+    found = _KnownHash(identity, sha256(path))
     # Without the record, the next call only takes longer. Writes that are needed raise their own errors.
     with suppress(CacheDirectoryError):
         content = msgspec.json.encode(found)

@@ -34,22 +34,17 @@ class Reading:
     is_cancelled: Callable[[], bool] | None = None
 
 
-_reading: ContextVar[Reading] = ContextVar("reading", default=Reading())  # noqa: B039, it is frozen
-
-
-def current() -> Reading:
-    """Return the rules of the current context."""
-    return _reading.get()
+current: ContextVar[Reading] = ContextVar("reading", default=Reading())  # noqa: B039, it is frozen
 
 
 @contextmanager
 def reading(rules: Reading) -> Iterator[None]:
     """Let this thread read model files only under ``rules`` in the block."""
-    token = _reading.set(rules)
+    token = current.set(rules)
     try:
         yield
     finally:
-        _reading.reset(token)
+        current.reset(token)
 
 
 def raise_if_cancelled() -> None:
@@ -58,14 +53,14 @@ def raise_if_cancelled() -> None:
     Raises:
         WeightSyncError: the reading was cancelled.
     """
-    is_cancelled = _reading.get().is_cancelled
+    is_cancelled = current.get().is_cancelled
     if is_cancelled is not None and is_cancelled():
         raise WeightSyncError("the update was discarded while its files were read")
 
 
 def may_be_at(path: str | os.PathLike[str]) -> bool:
     """Whether the rules allow a model at `path`, after following links."""
-    roots = _reading.get().roots
+    roots = current.get().roots
     return roots is None or _is_below(os.path.realpath(path), roots)
 
 
@@ -111,7 +106,7 @@ def open_file(path: Path) -> FileIO:
         raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
     try:
         _check_regular(path, os.fstat(file.fileno()))
-        allowed = _reading.get()
+        allowed = current.get()
         if allowed.roots is not None:
             # The path of the file that was opened; `path` may lead to another file by now.
             real = os.readlink(f"/proc/self/fd/{file.fileno()}")

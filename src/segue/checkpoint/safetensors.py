@@ -211,18 +211,16 @@ class Shards:
         for name, stored in self.tensors.items():
             if name.endswith(_DERIVED):
                 continue
-            target = weight_map.aliases.get(name, name)
-            problem = None
-            if target not in weight_map.slices:
+            shape = weight_map.shapes.get(weight_map.aliases.get(name, name))
+            if shape is None:
                 problem = "is not part of the model that config.json describes"
-            elif stored.shape != weight_map.shapes[target]:
-                problem = (
-                    f"has shape {list(stored.shape)}; config.json asks for {list(weight_map.shapes[target])}"
-                )
+            elif stored.shape != shape:
+                problem = f"has shape {list(stored.shape)}; config.json asks for {list(shape)}"
             elif NAMES[stored.dtype] not in _FLOATS:
                 problem = f"has type {NAMES[stored.dtype]}; supported: {', '.join(_FLOATS)}"
-            if problem is not None:
-                raise ModelFileError(f"model file {stored.file.name}: tensor {name!r} {problem}")
+            else:
+                continue
+            raise ModelFileError(f"model file {stored.file.name}: tensor {name!r} {problem}")
         missing = weight_map.missing(self.tensors)
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""

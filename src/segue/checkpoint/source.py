@@ -84,7 +84,7 @@ def _locate(model: str, load_format: LoadFormat) -> tuple[str, Path]:
     if is_local:
         return path.resolve().name.removesuffix(".gguf"), path.resolve()
     is_hub_id = path.suffix != ".gguf" and hub.is_repository_id(model)
-    if is_hub_id and model_files.current().hub:
+    if is_hub_id and model_files.current.get().hub:
         return model, hub.fetch(model, weights=load_format != "dummy")
     how = "; to fetch it from the hub, start the server with --weights-from-hub" if is_hub_id else ""
     if not is_allowed:  # the same text whether the path exists or not
