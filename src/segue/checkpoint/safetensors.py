@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from segue.checkpoint.model_files import corrupt, open_file, read_at, read_text, truncated
-from segue.dtypes import SAFETENSORS
+from segue.dtypes import SAFETENSORS, WEIGHTS
 from segue.errors import ModelFileError
 from segue.memory import backing
 from segue.memory.arena import Arena
@@ -37,7 +37,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format
 
-_FLOATS = ("F64", "F32", "F16", "BF16")  # types that weights may have
 _DERIVED = ".rotary_emb.inv_freq"  # follows from the config, but old checkpoints store it
 _CHUNK = 64 << 20  # bytes per read, so that the progress bar moves
 _COMPARE_CHUNK = 1 << 20  # elements compared at a time
@@ -216,8 +215,8 @@ class Shards:
                 problem = "is not part of the model that config.json describes"
             elif stored.shape != shape:
                 problem = f"has shape {list(stored.shape)}; config.json asks for {list(shape)}"
-            elif NAMES[stored.dtype] not in _FLOATS:
-                problem = f"has type {NAMES[stored.dtype]}; supported: {', '.join(_FLOATS)}"
+            elif NAMES[stored.dtype] not in WEIGHTS:
+                problem = f"has type {NAMES[stored.dtype]}; supported: {', '.join(WEIGHTS)}"
             else:
                 continue
             raise ModelFileError(f"model file {stored.file.name}: tensor {name!r} {problem}")
