@@ -72,7 +72,7 @@ def convert(state: dict[str, Tensor], config: ModelConfig, sizes: Shard) -> dict
 
     def vocab(name: str) -> Tensor:
         whole = state[name]
-        padding = whole.new_zeros(sizes.padded_vocab_size - whole.shape[0], whole.shape[1])
+        padding = whole.new_zeros(sizes.vocab_size * size - whole.shape[0], whole.shape[1])
         return torch.cat([whole, padding]).chunk(size, 0)[rank]
 
     def kv(name: str) -> Tensor:

@@ -21,7 +21,6 @@ class Shard:
     expert_intermediate_size: int  # 0 without experts
     vocab_size: int  # vocabulary rows of this rank, padding included
     vocab_start: int
-    padded_vocab_size: int  # of all ranks together
 
 
 VOCAB_BLOCK = 128  # rows: sampling draws whole blocks of the vocabulary, so no block lies on two ranks
@@ -54,7 +53,6 @@ def shard(config: ModelConfig, tp: TPInfo) -> Shard:
         expert_intermediate_size=expert_size // tp.size,
         vocab_size=rows,
         vocab_start=tp.rank * rows,
-        padded_vocab_size=rows * tp.size,
     )
 
 
