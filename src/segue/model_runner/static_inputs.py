@@ -65,7 +65,6 @@ class DeviceInputs:
         self._kv = kv
         self._backend = backend
         self._dummy = state.page_table.dummy_slot
-        self._max_slots = max_slots
         self._header_sizes = [3, max_slots, max_slots, max_slots]
         self._header_size = sum(map(_aligned, self._header_sizes))
         max_blocks = max(self.max_blocks(tokens, max_slots) for tokens in range(1, max_tokens + 1))
