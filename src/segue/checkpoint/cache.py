@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import msgspec
@@ -46,9 +46,7 @@ def publish(directory: Path, fill: Callable[[Path], object]) -> None:
     """
     with _writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=_TEMPORARY, dir=directory, ignore_cleanup_errors=True
-        ) as temporary:
+        with TemporaryDirectory(prefix=_TEMPORARY, dir=directory, ignore_cleanup_errors=True) as temporary:
             fill(Path(temporary))
             for made in Path(temporary).iterdir():
                 made.chmod(0o644)
@@ -67,15 +65,13 @@ def exclusive(directory: Path) -> Iterator[None]:
     """
     with _writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+        lock = (directory / ".lock").open("a")
+    with lock:
         with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
             for left in directory.glob(f"{_TEMPORARY}*"):
                 shutil.rmtree(left, ignore_errors=True)
         yield
-    finally:
-        os.close(handle)
 
 
 def make_unless_intact(target: Path, record: Path, fill: Callable[[Path], object], origin: Path) -> None:

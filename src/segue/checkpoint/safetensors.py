@@ -270,8 +270,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors of equal shape have equal values."""
-    pairs = zip(_values(one), _values(other), strict=True)
-    return all(torch.equal(*pair) for pair in pairs)
+    return all(map(torch.equal, _values(one), _values(other)))
 
 
 def _values(tensor: StoredTensor) -> Iterator[Tensor]:
