@@ -13,16 +13,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
 from segue.checkpoint.model_files import corrupt, open_file, raise_if_cancelled, truncated
 from segue.errors import ModelFileError
 from segue.sizes import round_up
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING = 8
-_ARRAY = 9
-_DEFAULT_ALIGNMENT = 32
 _MAGIC = b"GGUF"
 _MAX_ARRAY = 1 << 24  # items; the largest vocabularies have some 2^18
 _MAX_HEADER = 64 << 20  # bytes; headers with the largest vocabularies have some 2^24
@@ -77,7 +74,7 @@ class GGUFFile:
                 metadata = {cursor.string(): cursor.value() for _ in range(num_keys)}
                 num_parts = int(metadata.get("split.count", 0))
                 tensors = [_tensor(path, cursor) for _ in range(num_tensors)]
-                alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+                alignment = int(metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT))
                 base = round_up(cursor.position, alignment)
             except OSError as error:
                 raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
@@ -147,14 +144,14 @@ class _Cursor:
 
     def value(self) -> Any:
         (kind,) = self.take("I")
-        if kind == _STRING:
+        if kind == GGUFValueType.STRING:
             return self.string()
-        if kind != _ARRAY:
+        if kind != GGUFValueType.ARRAY:
             return self.take(_SCALARS[kind])[0]
         kind, length = self.take("IQ")
         if length > _MAX_ARRAY:
             raise ValueError(f"an array of {length} items")
-        if kind != _STRING:
+        if kind != GGUFValueType.STRING:
             return self.take(f"{length}{_SCALARS[kind]}")
         return tuple(self.string() for _ in range(length))
 
