@@ -1,5 +1,8 @@
 import fcntl
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -35,74 +38,78 @@ def run_together(count: int, work: Callable[[int], None]) -> None:
         raise errors[0]
 
 
-def write(text: str, path: Path) -> None:
-    path.write_text(text)
+def write(text: str, directory: Path, names: str = "f") -> None:
+    for name in names:
+        (directory / name).write_text(text)
 
 
-def test_a_published_file_replaces_the_old_one(tmp_path: Path) -> None:
-    target = tmp_path / "new" / "file"
-    for text in ("one", "two"):
-        cache.publish_file(target, partial(write, text))
-    assert target.read_text() == "two"
-    assert os.listdir(target.parent) == ["file"]
+def test_a_published_file_replaces_the_old_one_and_others_stay(tmp_path: Path) -> None:
+    directory = tmp_path / "new" / "directory"
+    cache.publish(directory, partial(write, "one", names="fg"))
+    cache.publish(directory, partial(write, "two"))
+    assert [(directory / name).read_text() for name in "fg"] == ["two", "one"]
+    assert sorted(os.listdir(directory)) == ["f", "g"]
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    target = tmp_path / "file"
-    target.write_text("old")
+@pytest.mark.parametrize("error", [ValueError("no more"), ZeroDivisionError("no more")], ids=repr)
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, error: Exception) -> None:
+    cache.publish(tmp_path, partial(write, "old"))
 
-    def fail(path: Path) -> None:
-        path.write_text("half")
-        raise ValueError("no more")
+    def fail(directory: Path) -> None:
+        write("half", directory, "fg")
+        raise error
 
-    with pytest.raises(ValueError, match="no more"):
-        cache.publish_file(target, fail)
-    assert target.read_text() == "old"
-    assert os.listdir(tmp_path) == ["file"]
+    with pytest.raises(type(error), match="no more"):
+        cache.publish(tmp_path, fail)
+    assert (tmp_path / "f").read_text() == "old"
+    assert os.listdir(tmp_path) == ["f"]
 
 
 def test_a_published_file_can_be_read_by_others(tmp_path: Path) -> None:
-    cache.publish_file(tmp_path / "file", Path.touch)
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+    def private(directory: Path) -> None:
+        write("", directory)
+        (directory / "f").chmod(0o600)
+
+    cache.publish(tmp_path / "directory", private)
+    assert (tmp_path / "directory" / "f").stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "directory").stat().st_mode & 0o777 == 0o755
 
 
-def test_a_directory_appears_complete(tmp_path: Path) -> None:
-    target = tmp_path / "a" / "b"
-
+def test_a_file_appears_complete(tmp_path: Path) -> None:
     def fill(directory: Path) -> None:
-        (directory / "file").write_text("x")
-        assert not target.exists()
+        write("half", directory)
+        assert not (tmp_path / "f").exists()
+        write("whole", directory)
 
-    cache.publish_directory(target, fill)
-    assert (target / "file").read_text() == "x"
-    assert target.stat().st_mode & 0o777 == 0o755
-    assert os.listdir(target.parent) == ["b"]
-
-
-def test_a_failed_directory_does_not_appear(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
-        cache.publish_directory(tmp_path / "a", lambda directory: (directory / str(1 // 0)).touch())
-    assert os.listdir(tmp_path) == []
+    cache.publish(tmp_path, fill)
+    assert (tmp_path / "f").read_text() == "whole"
 
 
-def test_of_racing_directories_one_stays_complete(tmp_path: Path) -> None:
-    target = tmp_path / "a"
+def test_processes_that_publish_the_same_files_at_once_all_succeed(tmp_path: Path) -> None:
+    run_together(8, lambda number: cache.publish(tmp_path / "a", partial(write, "same", names="xyz")))
+    assert {(tmp_path / "a" / name).read_text() for name in "xyz"} == {"same"}
+    assert sorted(os.listdir(tmp_path / "a")) == ["x", "y", "z"]
 
-    def publish(number: int) -> None:
+
+def test_of_racing_makers_one_makes_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    makers = []
+
+    def make(number: int) -> None:
         def fill(directory: Path) -> None:
-            for name in "xyz":
-                (directory / name).write_text(str(number))
+            makers.append(number)
+            write(str(number), directory, "xyz")
 
-        cache.publish_directory(target, fill)
+        cache.make_unless_intact(tmp_path / "a" / "x", tmp_path / "a" / "record", fill, tmp_path)
 
-    run_together(8, publish)
-    assert len({(target / name).read_text() for name in "xyz"}) == 1
-    assert os.listdir(tmp_path) == ["a"]
+    run_together(8, make)
+    assert {(tmp_path / "a" / name).read_text() for name in "xyz"} == {str(makers[0])}
+    assert len(makers) == 1 and not caplog.records
+    assert sorted(os.listdir(tmp_path / "a")) == [".lock", "record", "x", "y", "z"]
 
 
 def test_a_held_lock_cannot_be_taken(tmp_path: Path) -> None:
     with cache.exclusive(tmp_path / "target"):
-        (lock,) = tmp_path.iterdir()
+        (lock,) = (tmp_path / "target").iterdir()
         with lock.open() as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with lock.open() as other:
@@ -110,27 +117,36 @@ def test_a_held_lock_cannot_be_taken(tmp_path: Path) -> None:
 
 
 def test_the_next_lock_removes_temporary_files_of_a_killed_process(tmp_path: Path) -> None:
-    left, other = tmp_path / ".target.abc123", tmp_path / ".target2.abc123"
-    for path in (left, other):
-        path.write_text("half")
-    directory = tmp_path / ".target.def456"
-    directory.mkdir()
-    (directory / "file").touch()
+    program = """
+        import os, sys
+        from pathlib import Path
+        from segue.checkpoint import cache
+
+        def fill(directory):
+            (directory / "half").touch()
+            os.kill(os.getpid(), 9)
+
+        cache.publish(Path(sys.argv[1]), fill)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], timeout=60)
+    (left,) = tmp_path.iterdir()
+    assert os.listdir(left) == ["half"]
+    (tmp_path / "other").touch()
     for _ in range(2):
-        with cache.exclusive(tmp_path / "target"):
-            assert not left.exists() and not directory.exists()
-            assert other.exists()
-            assert (tmp_path / ".target.lock").exists()
+        with cache.exclusive(tmp_path):
+            assert sorted(os.listdir(tmp_path)) == [".lock", "other"]
 
 
-@pytest.mark.parametrize("place", ["occupied/file", "occupied/below/file"])
+@pytest.mark.parametrize("place", ["occupied", "occupied/below"])
 def test_an_unwritable_directory_is_named_with_the_remedy(tmp_path: Path, place: str) -> None:
     (tmp_path / "occupied").write_text("")
-    target = tmp_path / place
-    for publish in (cache.publish_file, cache.publish_directory):
-        with pytest.raises(CacheDirectoryError, match=f"{target.parent}: .*SEGUE_CACHE_DIR"):
-            publish(target, lambda path: None)
-    with pytest.raises(CacheDirectoryError, match="SEGUE_CACHE_DIR"), cache.exclusive(target):
+    directory = tmp_path / place
+    with pytest.raises(CacheDirectoryError, match=f"{directory}: .*SEGUE_CACHE_DIR"):
+        cache.publish(directory, lambda path: None)
+    with (
+        pytest.raises(CacheDirectoryError, match=f"{directory}: .*SEGUE_CACHE_DIR"),
+        cache.exclusive(directory),
+    ):
         pass
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from segue.checkpoint import load, shards
+from segue.checkpoint import load, safetensors
 from segue.distributed.info import TPInfo
 from segue.errors import ModelFileError
 from tests.checkpoint import tiny
@@ -44,9 +44,9 @@ def changed(checkpoints: dict[str, Path], tmp_path: Path) -> Callable[[str, Chan
 
     def make(kind: str, change: Change) -> Path:
         shutil.copytree(checkpoints[kind], tmp_path, dirs_exist_ok=True)
-        tensors = load_file(tmp_path / shards.SINGLE)
+        tensors = load_file(tmp_path / safetensors.SINGLE)
         change(tensors)
-        save_file(tensors, tmp_path / shards.SINGLE)
+        save_file(tensors, tmp_path / safetensors.SINGLE)
         return tmp_path
 
     return make
@@ -75,7 +75,7 @@ def test_loads_a_sharded_checkpoint(models: dict[str, Any], sharded: Path) -> No
 
 
 def test_loads_files_with_other_names(models: dict[str, Any], sharded: Path) -> None:
-    (sharded / shards.INDEX).unlink()
+    (sharded / safetensors.INDEX).unlink()
     _, arena = tiny.load(sharded)
     tiny.assert_equal(arena, tiny.expected(models["qwen2"], TPInfo()))
 
@@ -98,8 +98,8 @@ def test_bfloat16_is_cast_to_float32(models: dict[str, Any], changed: Callable[[
 def test_tensors_larger_than_the_buffer_are_copied_in_blocks(
     models: dict[str, Any], checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "BounceBuffers", lambda device, _: shards.BounceBuffers(device, 1000))
-    monkeypatch.setattr(shards, "_CHUNK", 1000)
+    monkeypatch.setattr(load, "BounceBuffers", lambda device, _: safetensors.BounceBuffers(device, 1000))
+    monkeypatch.setattr(safetensors, "_CHUNK", 1000)
     for dtype, tp in ((torch.bfloat16, TPInfo()), (torch.float32, TPInfo(1, 2))):
         _, arena = tiny.load(checkpoints["llama"], tp=tp, dtype=dtype)
         tiny.assert_equal(arena, tiny.expected(models["llama"], tp), dtype)
@@ -137,7 +137,7 @@ def test_a_tied_model_with_a_different_head_is_an_error(
     changed: Callable[[str, Change], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shards, "_COMPARE_CHUNK", 1000)
+    monkeypatch.setattr(safetensors, "_COMPARE_CHUNK", 1000)
 
     def add(tensors: dict[str, Tensor]) -> None:
         head = tensors["model.embed_tokens.weight"].clone()
@@ -146,7 +146,7 @@ def test_a_tied_model_with_a_different_head_is_an_error(
         tensors["lm_head.weight"] = head if changed_at is not None else head[1:]
 
     path = changed("llama-tied", add)
-    with pytest.raises(ModelFileError, match=f"{path / shards.SINGLE}: tensor 'lm_head.weight' {words}"):
+    with pytest.raises(ModelFileError, match=f"{path / safetensors.SINGLE}: tensor 'lm_head.weight' {words}"):
         tiny.load(path)
 
 
@@ -183,7 +183,7 @@ def test_a_directory_without_weights_is_named(models: dict[str, Any], tmp_path: 
 def test_a_missing_tensor_is_named_with_its_file(changed: Callable[[str, Change], Path]) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     path = changed("llama", lambda tensors: tensors.pop(name))
-    with pytest.raises(ModelFileError, match=f"{path / shards.SINGLE} lacks tensor '{name}'"):
+    with pytest.raises(ModelFileError, match=f"{path / safetensors.SINGLE} lacks tensor '{name}'"):
         tiny.load(path)
 
 
@@ -199,9 +199,8 @@ def test_many_missing_tensors_are_counted(changed: Callable[[str, Change], Path]
 def test_a_wrong_shape_is_named_with_its_file(changed: Callable[[str, Change], Path]) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
     path = changed("llama", lambda tensors: tensors.update({name: torch.zeros(48, 47)}))
-    expected = (
-        f"{path / shards.SINGLE}: tensor '{name}' has shape \\[48, 47\\]; config.json asks for \\[48, 48\\]"
-    )
+    file = path / safetensors.SINGLE
+    expected = f"{file}: tensor '{name}' has shape \\[48, 47\\]; config.json asks for \\[48, 48\\]"
     with pytest.raises(ModelFileError, match=expected):
         tiny.load(path)
 
@@ -209,7 +208,7 @@ def test_a_wrong_shape_is_named_with_its_file(changed: Callable[[str, Change], P
 def test_an_unknown_tensor_is_named_with_its_file(changed: Callable[[str, Change], Path]) -> None:
     name = "model.layers.0.self_attn.q_proj.bias"
     path = changed("llama", lambda tensors: tensors.update({name: torch.zeros(48)}))
-    with pytest.raises(ModelFileError, match=f"{path / shards.SINGLE}: tensor '{name}' is not part"):
+    with pytest.raises(ModelFileError, match=f"{path / safetensors.SINGLE}: tensor '{name}' is not part"):
         tiny.load(path)
 
 
@@ -264,7 +263,7 @@ def test_weights_given_twice_are_an_error(changed: Callable[[str, Change], Path]
 
 
 def test_a_truncated_file_names_the_first_incomplete_tensor(changed: Callable[[str, Change], Path]) -> None:
-    path = changed("llama", lambda tensors: None) / shards.SINGLE
+    path = changed("llama", lambda tensors: None) / safetensors.SINGLE
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_size))
@@ -276,7 +275,7 @@ def test_a_truncated_file_names_the_first_incomplete_tensor(changed: Callable[[s
 
 
 def test_a_missing_file_of_a_checkpoint_is_named_with_one_of_its_tensors(sharded: Path) -> None:
-    places = json.loads((sharded / shards.INDEX).read_text())["weight_map"]
+    places = json.loads((sharded / safetensors.INDEX).read_text())["weight_map"]
     name = "model.layers.1.mlp.down_proj.weight"
     (sharded / places[name]).unlink()
     with pytest.raises(ModelFileError, match=f"{sharded / places[name]} is missing; .* tensor '") as caught:
@@ -286,7 +285,7 @@ def test_a_missing_file_of_a_checkpoint_is_named_with_one_of_its_tensors(sharded
 
 
 def test_a_file_without_an_indexed_tensor_is_named_with_the_tensor(sharded: Path) -> None:
-    places = json.loads((sharded / shards.INDEX).read_text())["weight_map"]
+    places = json.loads((sharded / safetensors.INDEX).read_text())["weight_map"]
     name = "model.norm.weight"
     path = sharded / places[name]
     save_file({key: weight for key, weight in load_file(path).items() if key != name}, path)
@@ -296,20 +295,21 @@ def test_a_file_without_an_indexed_tensor_is_named_with_the_tensor(sharded: Path
 
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"weight_map": 3}'])
 def test_a_corrupt_index_is_named(sharded: Path, text: str) -> None:
-    (sharded / shards.INDEX).write_text(text)
-    with pytest.raises(ModelFileError, match=f"{sharded / shards.INDEX} is corrupt"):
+    (sharded / safetensors.INDEX).write_text(text)
+    with pytest.raises(ModelFileError, match=f"{sharded / safetensors.INDEX} is corrupt"):
         tiny.load(sharded)
 
 
 @pytest.mark.parametrize("place", ["../b", "/etc/passwd", "a/b", "..", ""])
 def test_an_index_that_points_elsewhere_is_corrupt_and_names_the_tensor(sharded: Path, place: str) -> None:
-    (sharded / shards.INDEX).write_text(json.dumps({"weight_map": {"a": place}}))
-    with pytest.raises(ModelFileError, match=f"{shards.INDEX} is corrupt: tensor 'a' .* not a file name"):
+    (sharded / safetensors.INDEX).write_text(json.dumps({"weight_map": {"a": place}}))
+    expected = f"{safetensors.INDEX} is corrupt: tensor 'a' .* not a file name"
+    with pytest.raises(ModelFileError, match=expected):
         tiny.load(sharded)
 
 
 def test_the_same_tensor_in_two_files_is_an_error(sharded: Path) -> None:
-    (sharded / shards.INDEX).unlink()
+    (sharded / safetensors.INDEX).unlink()
     save_file({"model.norm.weight": torch.ones(48)}, sharded / "z.safetensors")
     with pytest.raises(ModelFileError, match=r"z.safetensors both hold tensor 'model.norm.weight'"):
         tiny.load(sharded)

@@ -206,7 +206,7 @@ def test_an_update_delays_tokens_little(trainer_address: str) -> None:
     """The longest gap between tokens is at most three median gaps and the commit."""
     source = resolve(None, "auto", EngineConfig().cache_dir)
     assert source.gguf is not None
-    weights = gguf_weights.convert(source.gguf, source.directory, torch.bfloat16)
+    weights = gguf_weights.convert(source.gguf, source.directory, source.config, torch.bfloat16)
     with syncing(trainer_address, source.gguf, options=["--num-kv-tokens", "8192"]) as sync:
         sync.new_trainer(weights)
         sync.meet()

@@ -55,10 +55,11 @@ def bundled_model() -> Path:
 
 def _smollm2(directory: Path) -> Any:
     gguf = bundled_model()
-    converted = resolve(str(gguf), "auto", EngineConfig.create().cache_dir).directory
+    source = resolve(str(gguf), "auto", EngineConfig.create().cache_dir)
+    converted = source.directory
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(converted))
     found = model.load_state_dict(
-        load_file(gguf_weights.convert(gguf, converted, torch.float32)), strict=False
+        load_file(gguf_weights.convert(gguf, converted, source.config, torch.float32)), strict=False
     )
     assert found.missing_keys in ([], ["lm_head.weight"]) and not found.unexpected_keys
     model.tie_weights()

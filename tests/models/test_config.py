@@ -145,4 +145,4 @@ def test_key_value_heads_are_replicated_over_more_ranks() -> None:
 
 def test_the_vocabulary_is_padded_to_the_ranks() -> None:
     sizes = shard(parse(vocab_size=700), TPInfo(1, 3))  # each rank has whole blocks of 128
-    assert (sizes.vocab_size, sizes.vocab_start) == (256, 256)
+    assert (sizes.vocab_size, sizes.vocab_start, sizes.vocab_size * sizes.tp.size) == (256, 256, 768)

@@ -5,12 +5,10 @@ beside them, by CRC-32: it finds damage by a disk, a power failure or a stray wr
 SHA-256 (measured on a CPU with instructions for both: 3.9 and 1.8 GB per second and thread).
 """
 
-import errno
 import fcntl
 import hashlib
 import os
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import msgspec
@@ -29,102 +28,76 @@ from segue.logs import logger
 _PIECE = 32 << 20  # bytes per checksum, so that several threads can check one file
 _BLOCK = 1 << 20  # bytes per read: they stay in a core's cache until they are hashed
 _MAX_THREADS = 4
+_TEMPORARY = ".new-"  # what the names of temporary directories begin with
 
 
 class _KnownHash(msgspec.Struct):
-    """The SHA-256 of a file that had this size and these times."""
+    """The SHA-256 of a file that had this size, mtime and ctime, in bytes and nanoseconds."""
 
-    size: int
-    mtime_ns: int
-    ctime_ns: int
+    identity: tuple[int, int, int]
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
-def publish_file(target: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file, then rename that file to `target` in one atomic step.
+def publish(directory: Path, fill: Callable[[Path], object]) -> None:
+    """Let `fill` write files into a temporary directory, then move each to `directory` in one atomic step.
 
     Raises:
         CacheDirectoryError: the directory cannot be written.
     """
-    with _writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        os.close(handle)
-        try:
-            write(Path(name))
-            os.chmod(name, 0o644)
-            os.replace(name, target)
-        finally:
-            Path(name).unlink(missing_ok=True)
-
-
-def publish_directory(target: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write files into a temporary directory, then rename that directory to `target`.
-
-    If another process has published `target` first, its directory stays.
-
-    Raises:
-        CacheDirectoryError: the directory cannot be written.
-    """
-    with _writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            fill(temporary)
-            temporary.chmod(0o755)
-            os.rename(temporary, target)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    with _writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=_TEMPORARY, dir=directory, ignore_cleanup_errors=True) as temporary:
+            fill(Path(temporary))
+            for made in Path(temporary).iterdir():
+                made.chmod(0o644)
+                made.replace(directory / made.name)
 
 
 @contextmanager
-def exclusive(target: Path) -> Iterator[None]:
-    """Hold the lock of `target`, so that of several processes that need `target` one makes it.
+def exclusive(directory: Path) -> Iterator[None]:
+    """Hold the lock of `directory`, so that of several processes that need a file in it one makes it.
 
     The lock only saves work: publishing is safe without it, and where files cannot be locked, none is taken.
-    Temporary files of `target` that a killed process left while it held the lock are removed.
+    Temporary files that a killed process left while it held the lock are removed.
 
     Raises:
         CacheDirectoryError: the directory cannot be written.
     """
-    with _writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(target.parent / f".{target.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+    with _writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / ".lock").open("a")
+    with lock:
         with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            for left in target.parent.glob(f".{target.name}.*"):
-                if left.is_dir():
-                    shutil.rmtree(left, ignore_errors=True)
-                elif left.suffix != ".lock":
-                    left.unlink()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for left in directory.glob(f"{_TEMPORARY}*"):
+                shutil.rmtree(left, ignore_errors=True)
         yield
-    finally:
-        os.close(handle)
 
 
-def make_unless_intact(target: Path, record: Path, make: Callable[[], None], origin: Path) -> None:
-    """Call `make` to write `target` and `record`, unless the files listed in `record` are as written.
+def make_unless_intact(target: Path, record: Path, fill: Callable[[Path], object], origin: Path) -> None:
+    """Publish the files that `fill` makes from the file `origin`, unless those in `record` are as written.
 
-    `target` is made from the file `origin`, by one of several processes that need it.
+    `target`: one of the files; if it or `record` exists, the others should too. `record` is written anew.
 
     Raises:
         CacheDirectoryError: the directory cannot be written.
     """
     if find_damage(record) is None:
         return
-    with exclusive(target):
+    with exclusive(record.parent):
         damage = find_damage(record)  # another process may have been faster
         if damage is None:
             return
-        if target.exists():
+        if target.exists() or record.exists():
             logger.warning(
                 "the cache directory %s is damaged: %s; converting %s again", record.parent, damage, origin
             )
-        make()
+
+        def fill_and_record(directory: Path) -> None:
+            fill(directory)
+            write_checksums(directory / record.name, sorted(made.name for made in directory.iterdir()))
+
+        publish(record.parent, fill_and_record)
 
 
 def sha256_of(path: Path, cache_dir: Path, *, recompute: bool = False) -> str:
@@ -137,21 +110,20 @@ def sha256_of(path: Path, cache_dir: Path, *, recompute: bool = False) -> str:
         ModelFileError: the file cannot be read.
     """
     path = path.resolve()
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise ModelFileError(f"cannot read model file {path}: {error.strerror}") from error
+    with open_file(path) as file:
+        status = os.fstat(file.fileno())
     record = cache_dir / "hashes" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     identity = status.st_size, status.st_mtime_ns, status.st_ctime_ns
     if not recompute:
         with suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):  # none, or a damaged one
             known = msgspec.json.decode(record.read_bytes(), type=_KnownHash)
-            if known == _KnownHash(*identity, known.sha256):
+            if known.identity == identity:
                 return known.sha256
-    found = _KnownHash(*identity, sha256(path))
+    found = _KnownHash(identity, sha256(path))
     # Without the record, the next call only takes longer. Writes that are needed raise their own errors.
     with suppress(CacheDirectoryError):
-        publish_file(record, lambda file: file.write_bytes(msgspec.json.encode(found)))
+        content = msgspec.json.encode(found)
+        publish(record.parent, lambda directory: (directory / record.name).write_bytes(content))
     return found.sha256
 
 
@@ -222,11 +194,11 @@ def _checksum(file: FileIO, start: int) -> int:
 
 
 @contextmanager
-def _writing(target: Path) -> Iterator[None]:
+def _writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise CacheDirectoryError(
-            f"cannot write to the cache directory {target.parent}: {error.strerror}. Make it writable, or "
+            f"cannot write to the cache directory {directory}: {error.strerror}. Make it writable, or "
             "set SEGUE_CACHE_DIR to a directory that is"
         ) from error

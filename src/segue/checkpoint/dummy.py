@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from segue.memory.arena import Arena
-from segue.models.weight_map import Box, WeightMap
+from segue.models.weight_map import Box, WeightMap, box_of
 
 STD = 0.02
 
@@ -31,10 +31,7 @@ def fill(arena: Arena, weight_map: WeightMap, seed: int) -> Iterator[int]:
     """
     for name in weight_map.names:
         for part in weight_map.slices[name]:
-            target = arena.view(part.parameter)[part.destination]
-            if target.dim() > len(part.source):  # one expert's matrix in the parameter of all experts
-                target = target[0]
-            yield from _fill(target, seed, name, part.source)
+            yield from _fill(box_of(arena.view(part.parameter), part), seed, name, part.source)
 
 
 def _fill(target: Tensor, seed: int, name: str, box: Box) -> Iterator[int]:

@@ -36,7 +36,7 @@ def fetch(model: str, *, weights: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = [*_METADATA, *(_WEIGHTS if weights else [])]
-    if current().is_cancelled is not None:
+    if current.get().is_cancelled is not None:
         return _fetch_in_child(model, patterns)
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from segue.checkpoint import dummy
 from segue.checkpoint.gguf import weights as gguf_weights
-from segue.checkpoint.shards import BOUNCE_BYTES, BounceBuffers, Shards
+from segue.checkpoint.safetensors import BOUNCE_BYTES, BounceBuffers, Shards
 from segue.checkpoint.source import ModelSource
 from segue.distributed.info import TPInfo
 from segue.errors import ModelFileError
@@ -19,7 +19,7 @@ from segue.memory.arena import Arena, Layout, TensorSpec, bind
 from segue.memory.rank_memory import RankMemory
 from segue.memory.tensor_ops import are_finite
 from segue.models.config import ModelConfig
-from segue.models.weight_map import WeightMap
+from segue.models.weight_map import WeightMap, box_of
 from segue.models.weight_map import build as build_weight_map
 
 
@@ -54,19 +54,16 @@ def load_weights(
     show = progress if progress is not None else tp.is_first and sys.stderr.isatty()
 
     def fill(take: Callable[[], Arena]) -> None:
-        def make() -> Arena:
-            arena = take()
-            arena.zero_gaps()
-            for parameter, box in weight_map.padding.items():
-                arena.view(parameter)[box].zero_()
-            return arena
-
         total = sum(spec.num_bytes for spec in specs)
         with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not show) as bar:
-            for num_bytes in read_weights(source, weight_map, make, dtype, seed=seed, progress=show):
+            for num_bytes in read_weights(source, weight_map, take, dtype, seed=seed, progress=show):
                 bar.update(num_bytes)
+        arena = take()
+        arena.zero_gaps()
+        for parameter, box in weight_map.padding.items():
+            arena.view(parameter)[box].zero_()
         if source.format != "dummy":
-            check_finite(take(), weight_map, source.gguf or source.directory)
+            check_finite(arena, weight_map, source.gguf or source.directory)
 
     arena = memory.load(Layout.of(specs), fill)
     bind(model, arena)
@@ -93,7 +90,7 @@ def read_weights(
     if source.gguf is None:
         shards = Shards.in_directory(source.directory)
     else:
-        path = gguf_weights.convert(source.gguf, source.directory, dtype, weight_map, progress=progress)
+        path = gguf_weights.convert(source.gguf, source.directory, source.config, dtype, progress=progress)
         shards = Shards(path, [path])
     with closing(shards):
         shards.check(weight_map)
@@ -107,20 +104,16 @@ def check_finite(arena: Arena, weight_map: WeightMap, origin: Path) -> None:
     Raises:
         ModelFileError: a value is NaN or infinite; the text names its tensor and counts such values.
     """
-    parameters = list(arena.layout.table)
-    views = [arena.view(name) for name in parameters]
-    finite = are_finite(views, views[0].dtype)
-    bad = {name for name, is_finite in zip(parameters, finite, strict=True) if not is_finite}
-    if not bad:
+    views = [arena.view(name) for name in arena.layout.table]
+    if all(are_finite(views, views[0].dtype)):
         return
     counts: dict[str, int] = {}
     for name in weight_map.names:
-        parts = (part for part in weight_map.slices[name] if part.parameter in bad)
-        values = (arena.view(part.parameter)[part.destination] for part in parts)
+        values = (box_of(arena.view(part.parameter), part) for part in weight_map.slices[name])
         if count := sum(int((~each.isfinite()).sum()) for each in values):
             counts[name] = count
     first = next(iter(counts))
-    dtype = str(arena.view(next(iter(bad))).dtype).removeprefix("torch.")
+    dtype = str(views[0].dtype).removeprefix("torch.")
     others = f", and {len(counts) - 1} other tensors have such values too" if len(counts) > 1 else ""
     raise ModelFileError(
         f"{origin}: tensor {first!r} has {counts[first]} values that are NaN or infinite in {dtype}"

@@ -28,37 +28,23 @@ _SHOWN = 60  # characters shown of each end of a long path
 class Reading:
     """The rules under which model files are read."""
 
-    roots: tuple[Path, ...] | None = None  # directories where models may be, links resolved; None: anywhere
-    own: tuple[Path, ...] = ()  # directories of Segue's own files, which may be read too
+    roots: Sequence[str] | None = None  # directories where models may be; None: anywhere
+    own: Sequence[Path] = ()  # directories of Segue's own files, which may be read too
     hub: bool = True  # whether a model may be fetched from the hub
     is_cancelled: Callable[[], bool] | None = None
 
 
-_reading: ContextVar[Reading] = ContextVar("reading", default=Reading())  # noqa: B039, it is frozen
-
-
-def current() -> Reading:
-    """Return the rules of the current context."""
-    return _reading.get()
+current: ContextVar[Reading] = ContextVar("reading", default=Reading())  # noqa: B039, it is frozen
 
 
 @contextmanager
-def reading(
-    roots: Sequence[str] | None, own: Sequence[Path], *, hub: bool, is_cancelled: Callable[[], bool]
-) -> Iterator[None]:
-    """Let this thread open only files below ``roots`` and ``own`` in the block, until ``is_cancelled``."""
-    token = _reading.set(
-        Reading(
-            roots=None if roots is None else tuple(map(_real, roots)),
-            own=tuple(map(_real, own)),
-            hub=hub,
-            is_cancelled=is_cancelled,
-        )
-    )
+def reading(rules: Reading) -> Iterator[None]:
+    """Let this thread read model files only under ``rules`` in the block."""
+    token = current.set(rules)
     try:
         yield
     finally:
-        _reading.reset(token)
+        current.reset(token)
 
 
 def raise_if_cancelled() -> None:
@@ -67,15 +53,15 @@ def raise_if_cancelled() -> None:
     Raises:
         WeightSyncError: the reading was cancelled.
     """
-    is_cancelled = _reading.get().is_cancelled
+    is_cancelled = current.get().is_cancelled
     if is_cancelled is not None and is_cancelled():
         raise WeightSyncError("the update was discarded while its files were read")
 
 
 def may_be_at(path: str | os.PathLike[str]) -> bool:
     """Whether the rules allow a model at `path`, after following links."""
-    roots = _reading.get().roots
-    return roots is None or _is_below(_real(path), roots)
+    roots = current.get().roots
+    return roots is None or _is_below(os.path.realpath(path), roots)
 
 
 def check_path(path: str) -> None:
@@ -120,10 +106,10 @@ def open_file(path: Path) -> FileIO:
         raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
     try:
         _check_regular(path, os.fstat(file.fileno()))
-        allowed = _reading.get()
+        allowed = current.get()
         if allowed.roots is not None:
             # The path of the file that was opened; `path` may lead to another file by now.
-            real = Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))
+            real = os.readlink(f"/proc/self/fd/{file.fileno()}")
             if not _is_below(real, (*allowed.roots, *allowed.own)):
                 raise ModelFileError(
                     f"model file {path} leads to a file outside of the directories of --weights-root; add "
@@ -186,9 +172,6 @@ def _check_regular(path: Path, status: os.stat_result) -> None:
         )
 
 
-def _real(path: str | os.PathLike[str]) -> Path:
-    return Path(os.path.realpath(path))
-
-
-def _is_below(path: Path, roots: Sequence[Path]) -> bool:
-    return any(path.is_relative_to(root) for root in roots)
+def _is_below(real: str, roots: Sequence[str | os.PathLike[str]]) -> bool:
+    """Whether the path `real`, which has no links, is in one of `roots`, which may have some."""
+    return any(Path(real).is_relative_to(os.path.realpath(root)) for root in roots)

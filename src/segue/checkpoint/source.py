@@ -52,6 +52,12 @@ def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -
         raise ModelFileError(f"model {gguf} is a file; the load format 'safetensors' needs a directory")
     directory = path if gguf is None else convert.convert(gguf, cache_dir)
     hf_config = read_json(directory / "config.json")
+    try:
+        config = ModelConfig.from_hf(hf_config)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise model_files.corrupt(
+            directory / "config.json", f"a field has a value of the wrong kind ({error})"
+        ) from error
     generation = directory / "generation_config.json"
     return ModelSource(
         name=name,
@@ -61,7 +67,7 @@ def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -
         tokenizer_directory=(
             directory if any((directory / file).exists() for file in TOKENIZER_FILES) else None
         ),
-        config=_model_config(directory, hf_config),
+        config=config,
         eos_token_ids=eos_token_ids(hf_config, read_json(generation) if generation.exists() else {}),
     )
 
@@ -78,7 +84,7 @@ def _locate(model: str, load_format: LoadFormat) -> tuple[str, Path]:
     if is_local:
         return path.resolve().name.removesuffix(".gguf"), path.resolve()
     is_hub_id = path.suffix != ".gguf" and hub.is_repository_id(model)
-    if is_hub_id and model_files.current().hub:
+    if is_hub_id and model_files.current.get().hub:
         return model, hub.fetch(model, weights=load_format != "dummy")
     how = "; to fetch it from the hub, start the server with --weights-from-hub" if is_hub_id else ""
     if not is_allowed:  # the same text whether the path exists or not
@@ -99,15 +105,6 @@ def _gguf_file(path: Path, load_format: LoadFormat) -> Path | None:
         names = ", ".join(file.name for file in files)
         raise ModelFileError(f"model directory {path} has {len(files)} GGUF files; name one of them: {names}")
     return files[0] if files else None
-
-
-def _model_config(directory: Path, hf_config: Mapping[str, Any]) -> ModelConfig:
-    try:
-        return ModelConfig.from_hf(hf_config)
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise model_files.corrupt(
-            directory / "config.json", f"a field has a value of the wrong kind ({error})"
-        ) from error
 
 
 def eos_token_ids(hf_config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
+from torch import Tensor
 
 from segue.distributed.info import TPInfo
 from segue.models.config import ModelConfig
@@ -84,6 +85,12 @@ class WeightMap:
             missing={name: missing for name, (missing, _) in counted.items() if missing},
             repeated={name: repeated for name, (_, repeated) in counted.items() if repeated},
         )
+
+
+def box_of(parameter: Tensor, part: Slice) -> Tensor:
+    """Return the part of `parameter` that a tensor writes: one expert's matrix loses its leading 1."""
+    view = parameter[part.destination]
+    return view[0] if view.dim() > len(part.source) else view
 
 
 def build(config: ModelConfig, tp: TPInfo) -> WeightMap:

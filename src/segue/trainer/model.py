@@ -94,7 +94,7 @@ def load_model(source: ModelSource, dtype: torch.dtype) -> Any:
     if source.gguf is None:
         return transformers.AutoModelForCausalLM.from_pretrained(source.directory, dtype=dtype)
     # The engine's own conversion, in its default dtype, so that both begin with the same weights.
-    weights = load_file(gguf_weights.convert(source.gguf, source.directory, torch.bfloat16))
+    weights = load_file(gguf_weights.convert(source.gguf, source.directory, source.config, torch.bfloat16))
     config = transformers.AutoConfig.from_pretrained(source.directory)
     kind = getattr(transformers, source.config.architecture)
     return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)

@@ -8,7 +8,7 @@ from typing import cast, get_args
 
 from segue.checkpoint import hub, model_files
 from segue.checkpoint.load import read_weights
-from segue.checkpoint.shards import BOUNCE_BYTES
+from segue.checkpoint.safetensors import BOUNCE_BYTES
 from segue.checkpoint.source import resolve
 from segue.config import LoadFormat
 from segue.errors import InvalidRequestError
@@ -30,7 +30,8 @@ def load(staged: StagedWeights, command: Load, is_cancelled: Callable[[], bool])
             the session was cancelled.
     """
     own = [staged.served.cache_dir, *([hub.cache_directory()] if command.from_hub else [])]
-    with model_files.reading(command.roots, own, hub=command.from_hub, is_cancelled=is_cancelled):
+    rules = model_files.Reading(roots=command.roots, own=own, hub=command.from_hub, is_cancelled=is_cancelled)
+    with model_files.reading(rules):
         return _load(staged, command.request)
 
 

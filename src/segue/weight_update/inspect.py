@@ -14,8 +14,8 @@ from segue.memory.checksum import MASK, scramble
 from segue.memory.tensor_ops import BLOCK, BLOCK_CUDA, equal
 from segue.messages.weight_operations import CheckWeights, GetWeights
 from segue.models import weight_map
-from segue.models.weight_map import Slice
-from segue.weight_update.served import ServedWeights, box_of
+from segue.models.weight_map import Slice, box_of
+from segue.weight_update.served import ServedWeights
 
 _MAX_VALUES = 1 << 20  # in an answer: one process turns them into lists while generation waits
 _DEFAULT_ROWS = 100  # `truncate_size`'s default: allowed even if these rows have more values than that

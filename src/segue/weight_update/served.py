@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena, TensorSpec
 from segue.memory.rank_memory import RankMemory
 from segue.models.config import ModelConfig
-from segue.models.weight_map import Slice, WeightMap
+from segue.models.weight_map import WeightMap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +56,3 @@ class ServedWeights:
             for part in self.weight_map.slices[name]:
                 found[part.parameter].add(name)
         return {parameter: frozenset(names) for parameter, names in found.items()}
-
-
-def box_of(parameter: Tensor, part: Slice) -> Tensor:
-    """Return the part of `parameter` that a tensor writes: one expert's matrix loses its leading 1."""
-    view = parameter[part.destination]
-    return view[0] if view.dim() > len(part.source) else view

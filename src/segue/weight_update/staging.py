@@ -12,9 +12,9 @@ from segue.memory.arena import Arena, TensorSpec
 from segue.memory.checksum import MASK, digest
 from segue.memory.tensor_ops import Copies, are_finite, as_sent, copy_into, equal, is_groupable
 from segue.messages.weight_operations import Manifest, StagingPlace
-from segue.models.weight_map import Box, Slice
+from segue.models.weight_map import Box, Slice, box_of
 from segue.weight_update.manifest import first, receive_buffer_bytes, tensors
-from segue.weight_update.served import ServedWeights, box_of
+from segue.weight_update.served import ServedWeights
 from segue.weight_update.staging_memory import StagingArena, StagingMemory, check_host
 
 _WARM = 1 << 20  # elements

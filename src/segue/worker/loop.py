@@ -42,7 +42,7 @@ from segue.weight_update.control.calls import WeightControl
 
 if TYPE_CHECKING:  # both need torch, which these loops do not
     from segue.model_runner.runner import ModelRunner
-    from segue.model_runner.step_result import ForwardOutput
+    from segue.model_runner.executor import ForwardOutput
     from segue.weight_update.rank import WeightUpdater
 
 

@@ -31,12 +31,12 @@ CHAT = {"model": "name", "messages": [{"role": "user", "content": "x"}]}
 
 
 def chat(**fields: Any) -> Any:
-    return asyncio.run(chat_call(parse(ChatCompletionRequest, CHAT | fields), MODEL, rid="rid"))
+    return asyncio.run(chat_call(parse(ChatCompletionRequest, CHAT | fields), MODEL))
 
 
 def complete(**fields: Any) -> Any:
     body = parse(CompletionRequest, {"model": "name", "prompt": "x", **fields})
-    return completion_call(body, MODEL, rid="rid", created=7)
+    return completion_call(body, MODEL)
 
 
 def test_a_rendered_template_has_its_own_special_tokens_and_a_text_gets_them() -> None:
@@ -62,12 +62,12 @@ def test_the_models_path_is_a_name_too() -> None:
 
 
 def test_choices_of_a_batch_have_rids_of_their_own() -> None:
-    assert [request.rid for request in complete(prompt=["a", "b"]).requests] == ["rid-0", "rid-1"]
-    assert [request.rid for request in complete().requests] == ["rid"]
+    two, one = complete(prompt=["a", "b"]), complete()
+    assert [request.rid for request in two.requests] == [f"{two.id}-0", f"{two.id}-1"]
+    assert [request.rid for request in one.requests] == [one.id]
 
 
-def test_an_id_and_a_time_are_made_unless_they_are_given() -> None:
-    assert (complete().id, complete().created) == ("rid", 7)
+def test_an_id_and_a_time_are_made_for_each_call() -> None:
     body = parse(CompletionRequest, {"model": "name", "prompt": ["a", "b"]})
     made, other = (completion_call(body, MODEL) for _ in range(2))
     assert made.id.startswith("cmpl-") and made.id != other.id and made.batch_id == made.id

@@ -113,6 +113,12 @@ def test_a_missing_key_is_named(write: Write) -> None:
         config(path)
 
 
+def test_a_file_without_vocabulary_and_its_size_is_refused(write: Write) -> None:
+    path = write(tokenizer=None, extra={"llama.vocab_size": None})
+    with pytest.raises(ModelFileError, match=f"{path} has neither a vocabulary nor its size"):
+        config(path)
+
+
 def test_zero_heads_are_refused(write: Write) -> None:
     path = write()
     key = b"llama.attention.head_count" + (4).to_bytes(4, "little")  # 4: UINT32

@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 
@@ -67,7 +68,7 @@ def test_a_damaged_file_is_converted_again_and_the_others_stay(
     assert not caplog.records
     (directory / "weights-float32.safetensors").write_text("made by others")
     before = {file.name: file.read_bytes() for file in directory.iterdir()}
-    assert set(before) == {*CONVERTED, convert.RECORD, "weights-float32.safetensors"}
+    assert set(before) == {*CONVERTED, convert.RECORD, "weights-float32.safetensors", ".lock"}
     content = before[name]
     match how:
         case "corrupt":
@@ -94,15 +95,18 @@ def test_a_corrupt_config_in_the_cache_is_replaced(tmp_path: Path) -> None:
 def test_the_next_conversion_removes_files_of_a_killed_one(tmp_path: Path) -> None:
     path, cache_dir = write(tmp_path), tmp_path / "cache"
     directory = convert.convert(path, cache_dir)
-    left = directory.with_name(f".{directory.name}.abc123")
-    directory.rename(left)
+    left = directory / ".new-abc123"  # as test_cache.py finds it after a kill
+    left.mkdir()
+    for name in (*CONVERTED, convert.RECORD):
+        (directory / name).rename(left / name)
     assert convert.convert(path, cache_dir) == directory
-    assert not left.exists()
+    assert sorted(os.listdir(directory)) == sorted([".lock", *CONVERTED, convert.RECORD])
 
 
 def test_a_file_without_tokenizer_gives_no_tokenizer_files(tmp_path: Path) -> None:
     directory = convert.convert(write(tmp_path, tokenizer=None), tmp_path / "cache")
     assert sorted(path.name for path in directory.iterdir()) == [
+        ".lock",
         "checksums.json",
         "config.json",
         "generation_config.json",
@@ -112,6 +116,26 @@ def test_a_file_without_tokenizer_gives_no_tokenizer_files(tmp_path: Path) -> No
 def test_an_unsupported_architecture_leaves_nothing_behind(tmp_path: Path) -> None:
     path = write(tmp_path, extra={"llama.expert_count": 8})
     with pytest.raises(UnsupportedModelError):
+        convert.convert(path, tmp_path / "cache")
+    assert not (tmp_path / "cache" / "converted").exists()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"tokenizer": None, "extra": {"tokenizer.ggml.tokens": 7, "llama.vocab_size": None}},
+        {
+            "tensors": {"rope_freqs.weight": np.ones(4, np.float32)},
+            "extra": {"llama.rope.freq_base": "high"},
+        },
+    ],
+    ids=["tokens", "freq_base"],
+)
+def test_metadata_of_the_wrong_kind_is_corrupt_and_leaves_nothing_behind(
+    how: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write(tmp_path, **how)
+    with pytest.raises(ModelFileError, match=f"{path} is corrupt: its metadata has a value of the wrong"):
         convert.convert(path, tmp_path / "cache")
     assert not (tmp_path / "cache" / "converted").exists()
 

@@ -161,11 +161,17 @@ def test_an_endless_header_of_zeros_is_refused(path: Path, monkeypatch: pytest.M
         GGUFFile.read(path)
 
 
+def test_a_text_longer_than_any_header_is_refused_before_it_is_read(path: Path) -> None:
+    path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62))
+    with pytest.raises(ModelFileError, match=r"its header cannot be read .*it has more than 67108864 bytes"):
+        GGUFFile.read(path)
+
+
 def test_reading_a_header_can_be_cancelled(path: Path) -> None:
     zeros(path, 8 << 20)
     answers = iter([False] * 3)
     with (
-        model_files.reading(None, [], hub=False, is_cancelled=lambda: next(answers, True)),
+        model_files.reading(model_files.Reading(is_cancelled=lambda: next(answers, True))),
         pytest.raises(WeightSyncError, match="discarded"),
     ):
         GGUFFile.read(path)

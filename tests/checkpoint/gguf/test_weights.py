@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,6 @@ from segue.checkpoint.gguf.file import GGUFFile, GGUFTensor
 from segue.checkpoint.gguf.weights import Source
 from segue.distributed.info import TPInfo
 from segue.errors import CacheDirectoryError, ModelFileError
-from segue.models import weight_map
 from tests.checkpoint import tiny, tiny_gguf
 
 QUANTISABLE = [Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]
@@ -109,8 +109,8 @@ def convert(directory: Path, tensor: GGUFTensor, source: Source, monkeypatch: py
         GGUFFile, "read", lambda path: GGUFFile(path=path, metadata={}, tensors={"w": tensor})
     )
     monkeypatch.setattr(gguf_weights, "_sources", lambda file, config: [source])
-    (directory / "config.json").write_text("{}")
-    path = gguf_weights.convert(directory / "raw", directory, torch.float32)
+    config = tiny.config_of(model("llama"))
+    path = gguf_weights.convert(directory / "raw", directory, config, torch.float32)
     return load_file(path)[source.name]
 
 
@@ -134,11 +134,35 @@ def test_a_type_that_cannot_be_dequantised_is_named(tmp_path: Path, cache_dir: P
         tiny.load(path, cache_dir=cache_dir)
 
 
-def test_a_tensor_of_another_architecture_is_named(tmp_path: Path, cache_dir: Path) -> None:
-    extra = {"blk.0.ssm_conv1d.weight": np.zeros((4, 4), np.float32)}
+@pytest.mark.parametrize(
+    "name",
+    ["blk.0.ssm_conv1d.weight", "blk.2.attn_q.weight", "blk.0.attn_q.bias", "blk.0.attn_q.scale", "None", ""],
+)
+def test_a_tensor_that_is_not_part_of_the_model_is_named(name: str, tmp_path: Path, cache_dir: Path) -> None:
+    extra = {name: np.zeros((96, 96), np.float32)}
     path = tiny_gguf.write(tmp_path / "model.gguf", model("llama"), tensors=extra)
-    with pytest.raises(ModelFileError, match=f"{path}: tensor 'blk.0.ssm_conv1d.weight' is not part"):
+    with pytest.raises(ModelFileError, match=f"{path}: tensor '{name}' is not part of the model that its"):
         tiny.load(path, cache_dir=cache_dir)
+    assert not list(cache_dir.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("blk.0.ffn_up_exps.weight", [2, 32, 96], r"\[3, 32, 96\]"),
+        ("blk.0.ffn_up_exps.weight", [32, 96], r"\[3, 32, 96\]"),
+        ("blk.0.ffn_gate_inp.weight", [3, 64], r"\[3, 96\]"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(
+    name: str, shape: list[int], expected: str, tmp_path: Path, cache_dir: Path
+) -> None:
+    extra = {name: np.zeros(shape, np.float32)}
+    path = tiny_gguf.write(tmp_path / "model.gguf", model("qwen3-moe"), tensors=extra)
+    message = f"{path} is corrupt: tensor '{name}' has shape {re.escape(str(shape))}.* asks for {expected}"
+    with pytest.raises(ModelFileError, match=message):
+        tiny.load(path, cache_dir=cache_dir)
+    assert not list(cache_dir.rglob("*.safetensors"))
 
 
 def test_a_truncated_file_names_the_tensor(tmp_path: Path, cache_dir: Path) -> None:
@@ -320,10 +344,9 @@ def test_a_tensor_that_does_not_fit_the_model_is_refused_before_it_takes_memory(
     os.truncate(path, large.start + columns * 4)
     directory = cache_dir / "converted"
     directory.mkdir(parents=True)
-    names = weight_map.build(tiny.config_of(model("llama")), TPInfo())
-    (directory / "config.json").write_text('{"model_type": "llama", "head_dim": 16}')
+    config = tiny.config_of(model("llama"))
     with pytest.raises(
         ModelFileError, match=r"output_norm.weight' has shape \[1099511627776\].*asks for \[96\]"
     ):
-        gguf_weights.convert(path, directory, torch.float32, names)
+        gguf_weights.convert(path, directory, config, torch.float32)
     assert not list(directory.glob("*.safetensors"))

@@ -147,15 +147,10 @@ class Wanted:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-async def chat_call(
-    body: ChatCompletionRequest, model: ServedModel, *, rid: str | None = None, created: int | None = None
-) -> Wanted:
-    """Render the chat template, and check what the types of the fields cannot say.
-
-    ``rid`` and ``created`` are new ones unless they are given.
-    """
+async def chat_call(body: ChatCompletionRequest, model: ServedModel) -> Wanted:
+    """Render the chat template, and check what the types of the fields cannot say."""
     check_model(body.model, model)
-    rid = rid or f"chatcmpl-{uuid.uuid4().hex}"
+    rid = f"chatcmpl-{uuid.uuid4().hex}"
     if not body.messages:
         raise InvalidRequestError("messages: must have at least one message", param="messages")
     if body.top_logprobs is not None and not body.logprobs:
@@ -170,15 +165,13 @@ async def chat_call(
         param="messages",
         names={"max_tokens": limit_name, "logprobs": "top_logprobs"},
     )
-    return _wanted(body, model, rid, created, [request])
+    return _wanted(body, model, rid, [request])
 
 
-def completion_call(
-    body: CompletionRequest, model: ServedModel, *, rid: str | None = None, created: int | None = None
-) -> Wanted:
-    """Make one request per prompt; ``rid`` and ``created`` are as in :func:`chat_call`."""
+def completion_call(body: CompletionRequest, model: ServedModel) -> Wanted:
+    """Make one request per prompt."""
     check_model(body.model, model)
-    rid = rid or f"cmpl-{uuid.uuid4().hex}"
+    rid = f"cmpl-{uuid.uuid4().hex}"
     logprobs = -1 if body.logprobs is None else body.logprobs
     options = _options(body, body.max_tokens, logprobs)
     prompts, _ = prompts_of(body.prompt, "prompt", RULES)
@@ -189,7 +182,7 @@ def completion_call(
         GenerateRequest(rid=each, prompt=prompt, options=options)
         for each, prompt in zip(rids, prompts, strict=True)
     ]
-    return _wanted(body, model, rid, created, requests)
+    return _wanted(body, model, rid, requests)
 
 
 def check_model(name: str, model: ServedModel) -> None:
@@ -238,14 +231,13 @@ def _wanted(
     body: ChatCompletionRequest | CompletionRequest,
     model: ServedModel,
     rid: str,
-    created: int | None,
     requests: list[GenerateRequest],
 ) -> Wanted:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
     return Wanted(
         id=rid,
-        created=int(time.time()) if created is None else created,
+        created=int(time.time()),
         model=model.names[0],
         requests=requests,
         batch_id=rid if len(requests) > 1 else None,

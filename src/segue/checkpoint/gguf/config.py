@@ -45,13 +45,18 @@ def config(file: GGUFFile) -> dict[str, Any]:
             f"model file {file.path} is a Llama mixture of experts (Mixtral); supported in GGUF files: "
             f"{', '.join(ARCHITECTURES)} without experts, qwen3moe with them"
         )
+    vocab_size = reader.get("vocab_size", len(file.metadata.get("tokenizer.ggml.tokens", ())))
+    if not vocab_size:
+        raise ModelFileError(
+            f"model file {file.path} has neither a vocabulary nor its size. Convert it again"
+        )
     model_type, architecture = ARCHITECTURES[name]
     heads, hidden = reader.size("attention.head_count"), reader.size("embedding_length")
     found = {
         "_name_or_path": file.path.stem,
         "architectures": [architecture],
         "model_type": model_type,
-        "vocab_size": _vocab_size(file, reader),
+        "vocab_size": vocab_size,
         "hidden_size": hidden,
         "intermediate_size": reader.need("feed_forward_length"),
         "num_hidden_layers": reader.need("block_count"),
@@ -122,16 +127,6 @@ def token_ids(file: GGUFFile) -> dict[str, Any]:
     """Return the special tokens in the file, under the names that `config.json` has for them."""
     keys = {name: f"tokenizer.ggml.{gguf_name}" for name, gguf_name in _TOKEN_IDS.items()}
     return {name: file.metadata[key] for name, key in keys.items() if key in file.metadata}
-
-
-def _vocab_size(file: GGUFFile, reader: Keys) -> Any:
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    size = reader.get("vocab_size", None if tokens is None else len(tokens))
-    if size is None:
-        raise ModelFileError(
-            f"model file {file.path} has neither a vocabulary nor its size. Convert it again"
-        )
-    return size
 
 
 def _rope(file: GGUFFile, reader: Keys) -> dict[str, Any]:

@@ -13,16 +13,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
 from segue.checkpoint.model_files import corrupt, open_file, raise_if_cancelled, truncated
 from segue.errors import ModelFileError
 from segue.sizes import round_up
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING = 8
-_ARRAY = 9
-_DEFAULT_ALIGNMENT = 32
 _MAGIC = b"GGUF"
 _MAX_ARRAY = 1 << 24  # items; the largest vocabularies have some 2^18
 _MAX_HEADER = 64 << 20  # bytes; headers with the largest vocabularies have some 2^24
@@ -67,12 +64,31 @@ class GGUFFile:
         """
         with BufferedReader(open_gguf(path)) as file:
             size = os.fstat(file.fileno()).st_size
+            cursor = _Cursor(file)
             try:
-                metadata, tensors = _read(path, _Cursor(file, size))
+                version, num_tensors, num_keys = cursor.take("IQQ")
+                if version not in (2, 3):
+                    raise ModelFileError(
+                        f"model file {path} has GGUF version {version:#x}; supported: 2 and 3, little-endian"
+                    )
+                metadata = {cursor.string(): cursor.value() for _ in range(num_keys)}
+                num_parts = int(metadata.get("split.count", 0))
+                tensors = [_tensor(path, cursor) for _ in range(num_tensors)]
+                alignment = int(metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT))
+                base = round_up(cursor.position, alignment)
             except OSError as error:
                 raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
+            except (struct.error, EOFError) as error:
+                raise truncated(path, "it ends within its header") from error
+            except (KeyError, ValueError, TypeError, ArithmeticError) as error:
+                raise corrupt(path, f"its header cannot be read ({error!r})") from error
+        if num_parts > 1:
+            raise ModelFileError(
+                f"model file {path} is one of {num_parts} parts; merge them with llama.cpp's gguf-split"
+            )
         by_name: dict[str, GGUFTensor] = {}
-        for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+        for given in sorted(tensors, key=lambda tensor: tensor.start):
+            tensor = replace(given, start=base + given.start)
             if tensor.name in by_name:
                 raise corrupt(path, f"it has two tensors called {tensor.name!r}")
             by_name[tensor.name] = tensor
@@ -101,10 +117,9 @@ class _Cursor:
     The file is not mapped into memory: if a mapped file became shorter, reading it would kill the process.
     """
 
-    def __init__(self, file: "BufferedReader[FileIO]", size: int) -> None:
+    def __init__(self, file: "BufferedReader[FileIO]") -> None:
         self.position = len(_MAGIC)
         self._file = file
-        self._size = size
         self._next_check = 0
         file.seek(self.position)
 
@@ -117,53 +132,28 @@ class _Cursor:
 
     def _bytes(self, count: int) -> bytes:
         self.position += count
-        if self.position > self._size:
-            raise EOFError
         if self.position > _MAX_HEADER:
             raise ValueError(f"it has more than {_MAX_HEADER} bytes")
         if self.position >= self._next_check:
             self._next_check = self.position + _CHECK_BYTES
             raise_if_cancelled()
         found = self._file.read(count)
-        if len(found) < count:  # the file has become shorter
+        if len(found) < count:
             raise EOFError
         return found
 
     def value(self) -> Any:
         (kind,) = self.take("I")
-        if kind == _STRING:
+        if kind == GGUFValueType.STRING:
             return self.string()
-        if kind != _ARRAY:
+        if kind != GGUFValueType.ARRAY:
             return self.take(_SCALARS[kind])[0]
         kind, length = self.take("IQ")
         if length > _MAX_ARRAY:
             raise ValueError(f"an array of {length} items")
-        if kind != _STRING:
+        if kind != GGUFValueType.STRING:
             return self.take(f"{length}{_SCALARS[kind]}")
         return tuple(self.string() for _ in range(length))
-
-
-def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], list[GGUFTensor]]:
-    try:
-        version, num_tensors, num_keys = cursor.take("IQQ")
-        if version not in (2, 3):
-            raise ModelFileError(
-                f"model file {path} has GGUF version {version:#x}; supported: 2 and 3, little-endian"
-            )
-        metadata = {cursor.string(): cursor.value() for _ in range(num_keys)}
-        num_parts = int(metadata.get("split.count", 0))
-        tensors = [_tensor(path, cursor) for _ in range(num_tensors)]
-        alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
-        base = round_up(cursor.position, alignment)
-    except (struct.error, EOFError) as error:
-        raise truncated(path, "it ends within its header") from error
-    except (KeyError, ValueError, TypeError, ArithmeticError) as error:
-        raise corrupt(path, f"its header cannot be read ({error!r})") from error
-    if num_parts > 1:
-        raise ModelFileError(
-            f"model file {path} is one of {num_parts} parts; merge them with llama.cpp's gguf-split"
-        )
-    return metadata, [replace(tensor, start=base + tensor.start) for tensor in tensors]
 
 
 def _tensor(path: Path, cursor: _Cursor) -> GGUFTensor:

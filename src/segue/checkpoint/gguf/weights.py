@@ -1,16 +1,14 @@
 """Converts a GGUF file's weights to a safetensors file in the engine's dtype, once, in the cache."""
 
-import json
 import os
 import re
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -20,33 +18,17 @@ from tqdm import tqdm
 from segue.checkpoint import cache
 from segue.checkpoint.gguf.file import GGUFFile, GGUFTensor
 from segue.checkpoint.model_files import corrupt, open_file, raise_if_cancelled, read_at
-from segue.checkpoint.safetensors_file import open_writer
+from segue.checkpoint.safetensors import open_writer
+from segue.distributed.info import TPInfo
 from segue.errors import ModelFileError
-from segue.models.weight_map import WeightMap
+from segue.models.config import ModelConfig
+from segue.models.weight_map import build as build_weight_map
 
 # Elements dequantised per block: this bounds memory, and temporaries stay in a core's cache.
 _BLOCK_ELEMENTS = 1 << 19
 _MAX_THREADS = 4  # each thread takes memory for its blocks
 
-
-_IGNORED = frozenset({"rope_freqs.weight"})  # the RoPE scaling; the converted config has it
-
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_IGNORED = "rope_freqs.weight"  # the RoPE scaling; the converted config has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +45,13 @@ class Source:
 
 
 def convert(
-    path: Path,
-    directory: Path,
-    dtype: torch.dtype,
-    weight_map: WeightMap | None = None,
-    *,
-    progress: bool = False,
+    path: Path, directory: Path, config: ModelConfig, dtype: torch.dtype, *, progress: bool = False
 ) -> Path:
     """Return the path of `weights-<dtype>.safetensors` in `directory`, made from the GGUF file at `path`.
 
     An intact file from an earlier call is used; a damaged one, as after a power failure, is made again.
-    Values are dequantised to float32 in blocks of rows, then cast. `weight_map` belongs to the model that
-    the file's metadata describes: other tensors are refused before they take memory or space in the cache.
+    Values are dequantised to float32 in blocks of rows, then cast. `config` is that of the model that the
+    file's metadata describes: other tensors are refused before they take memory or space in the cache.
 
     Raises:
         ModelFileError: the file is missing, truncated, corrupt, or holds a tensor that cannot be dequantised,
@@ -84,66 +61,50 @@ def convert(
     target = directory / f"weights-{str(dtype).removeprefix('torch.')}.safetensors"
     record = target.with_suffix(".checksums.json")
 
-    def make() -> None:
+    def fill(made: Path) -> None:
         file = GGUFFile.read(path)
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        sources = list(_sources(file, config))
-        if weight_map is not None:
-            _check(path, sources, weight_map)
-        cache.publish_file(target, lambda temporary: _write(temporary, file, sources, dtype, progress))
-        cache.publish_file(record, lambda temporary: cache.write_checksums(temporary, [target.name]))
+        _write(made / target.name, file, list(_sources(file, config)), dtype, progress)
 
-    cache.make_unless_intact(target, record, make, path)
+    cache.make_unless_intact(target, record, fill, path)
     return target
 
 
-def _sources(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[Source]:
-    """Yield all checkpoint tensors in `file`, in the order of its bytes. `config` is its `config.json`.
+def _sources(file: GGUFFile, config: ModelConfig) -> Iterator[Source]:
+    """Yield the checkpoint tensors in `file`, in the order of its bytes. `config` is that of its model.
 
     Raises:
-        ModelFileError: a tensor has no counterpart in a checkpoint of this architecture.
+        ModelFileError: a tensor is not part of the model, or has another shape than there.
     """
+    architecture = file.metadata["general.architecture"]
+    in_gguf = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_layers).get_name
+    weight_map = build_weight_map(config, TPInfo())
+    names: dict[str | None, list[str]] = defaultdict(list)  # name in GGUF, one for all experts -> names
+    for name in weight_map.names:
+        names[in_gguf(re.sub(r"experts\.\d+", "experts", name), (".weight", ".bias"))].append(name)
     for tensor in file.tensors.values():
-        stem, _, kind = tensor.name.rpartition(".")
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        layer, leaf = match.groups() if match else ("", "")
-        if tensor.name in _IGNORED:
+        if tensor.name == _IGNORED:
             continue
-        if stem in _TOP:
-            yield Source(name=f"{_TOP[stem]}.{kind}", shape=tensor.shape, tensor=tensor)
-        elif leaf in _LAYER:
-            is_paired = config["model_type"] == "llama" and leaf in ("attn_q", "attn_k") and kind == "weight"
-            yield Source(
-                name=f"model.layers.{layer}.{_LAYER[leaf]}.{kind}",
-                shape=tensor.shape,
-                tensor=tensor,
-                head_dim=config["head_dim"] if is_paired else 0,
-            )
-        elif leaf in _EXPERTS and len(tensor.shape) == 3:
-            experts, *shape = tensor.shape
-            for expert in range(experts):
-                yield Source(
-                    name=f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[leaf]}.{kind}",
-                    shape=tuple(shape),
-                    tensor=tensor,
-                    first_row=expert * shape[0],
-                )
-        else:
+        if tensor.name not in names:
             raise ModelFileError(
-                f"model file {file.path}: tensor {tensor.name!r} is not part of this architecture; the model "
-                "needs more than Segue implements"
+                f"model file {file.path}: tensor {tensor.name!r} is not part of the model that its metadata "
+                "describes; the model needs more than Segue implements"
             )
-
-
-def _check(path: Path, sources: list[Source], weight_map: WeightMap) -> None:
-    for source in sources:
-        expected = weight_map.shapes.get(weight_map.aliases.get(source.name, source.name))
-        if source.shape != expected:
-            rule = "has no such tensor" if expected is None else f"asks for {list(expected)}"
-            raise corrupt(
-                path,
-                f"tensor {source.tensor.name!r} has shape {list(source.shape)}, and the model that its "
-                f"metadata describes {rule}",
+        for index, name in enumerate(names[tensor.name]):
+            shape = weight_map.shapes[name]
+            expected = (len(names[tensor.name]), *shape) if ".experts." in name else shape
+            if tensor.shape != expected:
+                raise corrupt(
+                    file.path,
+                    f"tensor {tensor.name!r} has shape {list(tensor.shape)}, and the model that its metadata "
+                    f"describes asks for {list(expected)}",
+                )
+            is_paired = architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight"))
+            yield Source(
+                name=name,
+                shape=shape,
+                tensor=tensor,
+                first_row=index * shape[0],
+                head_dim=config.head_dim if is_paired else 0,
             )
 
 

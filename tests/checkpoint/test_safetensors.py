@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from segue.checkpoint.model_files import open_file
-from segue.checkpoint.safetensors_file import StoredTensor, open_writer, read_header
+from segue.checkpoint.safetensors import StoredTensor, open_writer, read_header
 from segue.errors import ModelFileError
 
 INFINITE = b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 8]}}'

@@ -1,31 +1,129 @@
-"""Finds a checkpoint's safetensors files, checks them against the weight map, copies them into an arena."""
+"""Reads a checkpoint of safetensors files straight into an arena, and writes such files.
 
+A file's header is checked against its length, and its tensors against the weight map, before any is copied.
+
+The safetensors package maps files into memory. Pages of a map that were read stay resident and count as
+memory of this process, so loading a model that way takes its size twice. Here, bytes only go from the page
+cache to their destination.
+"""
+
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from itertools import cycle
 from math import prod
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Any, BinaryIO, Self
 
 import msgspec
 import torch
 from torch import Tensor
 
-from segue.checkpoint.model_files import corrupt, open_file, read_text
-from segue.checkpoint.safetensors_file import NAMES, StoredTensor, read_header
+from segue.checkpoint.model_files import corrupt, open_file, read_at, read_text, truncated
+from segue.dtypes import SAFETENSORS, WEIGHTS
 from segue.errors import ModelFileError
 from segue.memory import backing
 from segue.memory.arena import Arena
-from segue.models.weight_map import Box, Shape, WeightMap
+from segue.models.weight_map import Box, Shape, WeightMap, box_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 BOUNCE_BYTES = 16 << 20
 
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES = {name: getattr(torch, dtype) for name, (dtype, _) in SAFETENSORS.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_MAX_HEADER = 100_000_000  # bytes; the limit of the format
+
 _DERIVED = ".rotary_emb.inv_freq"  # follows from the config, but old checkpoints store it
 _CHUNK = 64 << 20  # bytes per read, so that the progress bar moves
 _COMPARE_CHUNK = 1 << 20  # elements compared at a time
 _SHOWN = 4  # tensor names in an error text, at most
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _Entry(msgspec.Struct):
+    """What the header says of one tensor."""
+
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]
+    data_offsets: tuple[_Size, _Size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor of an open file: its name, type and place."""
+
+    file: FileIO
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # bytes from the start of the file
+    num_bytes: int
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` with the tensor's bytes from `offset`.
+
+        Raises:
+            ModelFileError: the file cannot be read, or is shorter than when it was opened.
+        """
+        assert offset + target.nbytes <= self.num_bytes
+        read_at(self.file, self.start + offset, target, f"tensor {self.name!r}")
+
+
+def read_header(file: FileIO) -> list[StoredTensor]:
+    """Return the tensors of `file`, in the order of their bytes, after checking them against its length.
+
+    Raises:
+        ModelFileError: the file is unreadable, truncated or corrupt.
+    """
+    path, size = file.name, os.fstat(file.fileno()).st_size
+    if size < 8:
+        raise truncated(path, f"it has {size} bytes, not even a header")
+    length = bytearray(8)
+    read_at(file, 0, memoryview(length), "the header")
+    header_size = int.from_bytes(length, "little")
+    position = 8 + header_size
+    if header_size > _MAX_HEADER:
+        raise corrupt(path, f"not a safetensors file (header of {header_size} bytes)")
+    if position > size:
+        raise truncated(path, f"its header alone needs {position} bytes, the file has {size}")
+    text = bytearray(header_size)
+    read_at(file, 8, memoryview(text), "the header")
+    try:
+        header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in header.items()}
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise corrupt(path, f"its header cannot be read ({error})") from error
+    tensors = []
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        dtype, (start, end) = DTYPES.get(entry.dtype), entry.data_offsets
+        if dtype is None:
+            raise ModelFileError(
+                f"model file {path}: tensor {name!r} has type {entry.dtype!r}; known: {', '.join(DTYPES)}"
+            )
+        start, end = 8 + header_size + start, 8 + header_size + end
+        if start != position or end - start != prod(entry.shape) * dtype.itemsize:
+            raise corrupt(
+                path,
+                f"tensor {name!r} of shape {list(entry.shape)} and type {entry.dtype} cannot lie in bytes "
+                f"{start} to {end}",
+            )
+        if end > size:
+            raise truncated(path, f"tensor {name!r} ends at byte {end}, the file at {size}")
+        tensors.append(
+            StoredTensor(
+                file=file, name=name, dtype=dtype, shape=entry.shape, start=start, num_bytes=end - start
+            )
+        )
+        position = end
+    if position != size:
+        raise corrupt(path, f"{size - position} bytes follow the last tensor")
+    return tensors
 
 
 class BounceBuffers:
@@ -36,24 +134,20 @@ class BounceBuffers:
 
     def __init__(self, device: torch.device, num_bytes: int = BOUNCE_BYTES) -> None:
         """Allocate buffers of `num_bytes` each for weights on `device`."""
-        is_cuda = device.type == "cuda"
-        count = 2 if is_cuda else 1
+        copied = [torch.Event(device), torch.Event(device)] if device.type == "cuda" else [None]
         self.num_bytes = num_bytes
-        self._buffers = [backing.pinned((num_bytes,), torch.uint8, device) for _ in range(count)]
-        self._copied = [torch.Event(device) for _ in range(count)] if is_cuda else []
-        self._next = 0
+        self._turns = cycle([(backing.pinned((num_bytes,), torch.uint8, device), event) for event in copied])
 
     @contextmanager
     def take(self, num_bytes: int) -> Iterator[Tensor]:
         """Yield a uint8 buffer `[num_bytes]`; the block fills it, and may copy from it asynchronously."""
         assert num_bytes <= self.num_bytes
-        turn = self._next
-        self._next = (turn + 1) % len(self._buffers)
-        if self._copied:
-            self._copied[turn].synchronize()
-        yield self._buffers[turn][:num_bytes]
-        if self._copied:
-            self._copied[turn].record()
+        buffer, copied = next(self._turns)
+        if copied is not None:
+            copied.synchronize()
+        yield buffer[:num_bytes]
+        if copied is not None:
+            copied.record()
 
 
 class Shards:
@@ -116,20 +210,16 @@ class Shards:
         for name, stored in self.tensors.items():
             if name.endswith(_DERIVED):
                 continue
-            target = weight_map.aliases.get(name, name)
-            problem = None
-            if target not in weight_map.slices:
+            shape = weight_map.shapes.get(weight_map.aliases.get(name, name))
+            if shape is None:
                 problem = "is not part of the model that config.json describes"
-            elif stored.shape != weight_map.shapes[target]:
-                problem = (
-                    f"has shape {list(stored.shape)}; config.json asks for {list(weight_map.shapes[target])}"
-                )
-            elif stored.dtype not in _DTYPES:
-                problem = (
-                    f"has type {NAMES[stored.dtype]}; supported: {', '.join(NAMES[each] for each in _DTYPES)}"
-                )
-            if problem is not None:
-                raise ModelFileError(f"model file {stored.file.name}: tensor {name!r} {problem}")
+            elif stored.shape != shape:
+                problem = f"has shape {list(stored.shape)}; config.json asks for {list(shape)}"
+            elif NAMES[stored.dtype] not in WEIGHTS:
+                problem = f"has type {NAMES[stored.dtype]}; supported: {', '.join(WEIGHTS)}"
+            else:
+                continue
+            raise ModelFileError(f"model file {stored.file.name}: tensor {name!r} {problem}")
         missing = weight_map.missing(self.tensors)
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
@@ -157,9 +247,7 @@ class Shards:
         """
         for tensor in self.tensors.values():
             for part in weight_map.slices.get(tensor.name, ()):
-                target = arena.view(part.parameter)[part.destination]
-                if target.dim() > len(part.source):  # one expert's matrix in the parameter of all experts
-                    target = target[0]
+                target = box_of(arena.view(part.parameter), part)
                 yield from _copy(tensor, 0, tensor.shape, part.source, target, buffers)
 
 
@@ -182,8 +270,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors of equal shape have equal values."""
-    pairs = zip(_values(one), _values(other), strict=True)
-    return all(torch.equal(*pair) for pair in pairs)
+    return all(map(torch.equal, _values(one), _values(other)))
 
 
 def _values(tensor: StoredTensor) -> Iterator[Tensor]:
@@ -224,3 +311,23 @@ def _copy(
             rows = buffer.view(tensor.dtype).view(len(block), *shape[1:])
             block.copy_(rows[(slice(None), *columns)], non_blocking=True)
         yield block.nbytes
+
+
+@contextmanager
+def open_writer(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[BinaryIO]:
+    """Write the header of a file of `tensors`, name -> (dtype, shape); the block writes their bytes in order.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        yield file
+        assert file.tell() == 8 + len(text) + end, "not all bytes of the tensors were written"
