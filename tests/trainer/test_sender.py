@@ -88,6 +88,17 @@ def test_one_engine_commits_as_it_completes(engines: list[FakeEngine]) -> None:
     assert "commit_weights_update" not in engines[0].seen()["log"]
 
 
+def test_a_trainer_that_torchrun_started_hosts_the_group_itself(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as torchrun does
+    weights = make_weights()
+    with sender(engines, weights) as sending:
+        sending.send()
+    for engine in engines:
+        assert_has(engine, weights)
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

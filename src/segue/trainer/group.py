@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
 
 from segue.memory.nccl_buffers import can_register
 from segue.messages.weight_operations import Group
@@ -27,7 +26,6 @@ from segue.weight_update.transport.group import (
     make_backend,
     prefixed,
 )
-from segue.weight_update.transport.rendezvous import bracketed
 
 MARGIN_S = 600.0  # torch's own deadlines are later than ours by so much
 LEAVE_S = 10.0
@@ -145,11 +143,11 @@ class TrainerGroup:
     def _join(self) -> None:
         group = self.group
         try:
-            where = f"tcp://{bracketed(group.master_address)}:{group.master_port}"
-            store, _, _ = next(rendezvous(where, rank=0, world_size=group.world_size, timeout=self._timeout))
+            # torch's `rendezvous` hosts no store in a process that torchrun has started.
+            host, port, timeout = group.master_address, group.master_port, self._timeout
+            store = TCPStore(host, port, group.world_size, True, timeout, multi_tenant=True)
             if self._left:  # `leave` has connected in place of the missing engines
                 return
-            store.set_timeout(self._timeout)
             joined = self._make(store)
         except Exception as error:
             self._error, self._store = error, None
