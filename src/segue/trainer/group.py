@@ -51,7 +51,8 @@ class TrainerGroup:
         is_cuda = self.device.type == "cuda"
         self.streams = [torch.cuda.Stream(self.device) for _ in range(2)] if is_cuda else []  # type: ignore[no-untyped-call]
         self._store: Store | None = None  # the group's part of the store
-        self._has_store = threading.Event()  # set once the store has all keys that engines read
+        # Set once all ranks are in the store and it has all keys that engines read, or joining has failed.
+        self.has_met = threading.Event()
         self._num_buckets = 0  # announced so far
         self._registers = False  # whether the memory of flattened buckets is registered with NCCL
         self._timeout = timedelta(seconds=self.timeout_s + MARGIN_S)
@@ -80,15 +81,6 @@ class TrainerGroup:
             raise RuntimeError(f"the group {name!r} was not joined: {self._error}{hint}") from self._error
         if self._joined is None:
             raise TimeoutError(f"not all engines joined the group {name!r} within {timeout_s:g} s")
-
-    def wait_met(self, timeout_s: float) -> None:
-        """Wait until all ranks are in the store and it has all keys that engines read; raises no errors.
-
-        :meth:`wait` reports a failure.
-        """
-        deadline = time.monotonic() + timeout_s
-        while self._joining.is_alive() and time.monotonic() < deadline and not self._has_store.is_set():
-            self._has_store.wait(CHECK_S)
 
     def announce(self) -> None:
         """Announce the next bucket in the store; with NCCL, to be called before each bucket."""
@@ -151,6 +143,7 @@ class TrainerGroup:
             joined = self._make(store)
         except Exception as error:
             self._error, self._store = error, None
+            self.has_met.set()
             return
         with self._lock:
             if not self._left:
@@ -162,7 +155,7 @@ class TrainerGroup:
     def _make(self, store: Store) -> JoinedGroup:
         self._store = ours = prefixed(store, self.group)
         if self.group.backend == "gloo":
-            self._has_store.set()
+            self.has_met.set()
             made = make_backend(store, self.group, 0, self._timeout)
         else:
             ours.set(ANNOUNCED_KEY, "0")
@@ -172,7 +165,7 @@ class TrainerGroup:
             self._registers = can_register(made, self.device)
             if self._registers:
                 ours.set(REGISTERED_KEY, "1")
-            self._has_store.set()
+            self.has_met.set()
             # Build the communicator now, so that no broadcast waits for it.
             made.eager_connect_single_device(self.device)  # type: ignore[attr-defined]
         return JoinedGroup(self.group, 0, self.device, store, None, made)

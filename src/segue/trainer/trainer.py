@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,11 +19,7 @@ TURN_S = 0.1  # between two tries to get the turn in `Trainer.close`
 Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
-class Body(Struct, frozen=True):
-    """A request body; unknown fields are ignored, as in an engine's control routes."""
-
-
-class EndpointBody(Body, frozen=True):
+class EndpointBody(Struct, frozen=True):
     """The body of ``POST /add_inference_endpoint`` and ``/remove_inference_endpoint``."""
 
     host: Annotated[str, Meta(min_length=1)]
@@ -38,20 +33,20 @@ class EndpointBody(Body, frozen=True):
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
-class SyncBody(Body, frozen=True):
+class SyncBody(Struct, frozen=True):
     """The body of ``POST /sync_inference_weights``."""
 
     master_port: Port | None = None
     buffer_size_mb: Annotated[int, Meta(ge=1)] = 1024
 
 
-class TrainBody(Body, frozen=True):
+class TrainBody(Struct, frozen=True):
     """The body of ``POST /train_step``."""
 
     texts: Annotated[list[str], Meta(min_length=1)]
 
 
-class SaveBody(Body, frozen=True):
+class SaveBody(Struct, frozen=True):
     """The body of ``POST /save_checkpoint``."""
 
     path: Annotated[str, Meta(min_length=1)]
@@ -135,8 +130,8 @@ class Trainer:
                 buffer_size_mb=body.buffer_size_mb,
                 on_progress=self._show,
             )
-        is_terminal = sys.stderr.isatty()
-        with tqdm(unit="B", unit_scale=True, desc="Sending weights", disable=not is_terminal) as self._bar:
+        # `disable=None`: there is no bar where standard error is not a terminal.
+        with tqdm(unit="B", unit_scale=True, desc="Sending weights", disable=None) as self._bar:
             try:
                 return self._sender.send()
             finally:
