@@ -35,11 +35,9 @@ def pause(
     api_key: ApiKey = None,
 ) -> None:
     """Pause a server's generation; returns once no request runs."""
-    server = _server(url, api_key)
-    timeout = None if mode == "wait" else TIMEOUT_S
-    text = server.post("/pause_generation", {"mode": mode, "ttl_s": ttl}, timeout=timeout)
-    with server.understood():
-        now = json.loads(text)
+    server, body = _server(url, api_key), {"mode": mode, "ttl_s": ttl}
+    with server.open("/pause_generation", body, timeout=None if mode == "wait" else TIMEOUT_S) as answer:
+        now = json.load(answer)
         state = "continued meanwhile" if now["mode"] is None else f"paused ({now['mode']})"
         typer.echo(
             f"{state}: {now['num_running']} requests in place, {now['num_waiting']} waiting; "
@@ -50,10 +48,8 @@ def pause(
 @control_app.command("continue", rich_help_panel=PANEL)
 def continue_(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Let a paused server continue."""
-    server = _server(url, api_key)
-    text = server.post("/continue_generation")
-    with server.understood():
-        typer.echo(json.loads(text)["message"])
+    with _server(url, api_key).open("/continue_generation", {}) as answer:
+        typer.echo(json.load(answer)["message"])
 
 
 @control_app.command(rich_help_panel=PANEL)
@@ -66,8 +62,8 @@ def abort(
     """Abort one request of a server, or all. Replies keep the text so far. An unknown id does nothing."""
     if bool(rid) == all_:
         raise ConfigError("give either a request's id or --all")
-    _server(url, api_key).post("/abort_request", {"rid": rid or "", "abort_all": all_})
-    typer.echo("asked the server to abort " + ("all requests" if all_ else str(rid)))
+    with _server(url, api_key).open("/abort_request", {"rid": rid or "", "abort_all": all_}):
+        typer.echo("asked the server to abort " + ("all requests" if all_ else str(rid)))
 
 
 @control_app.command(rich_help_panel=PANEL)
@@ -77,9 +73,9 @@ def flush(
     api_key: ApiKey = None,
 ) -> None:
     """Drop all cached KV of a server."""
-    reply_timeout = None if timeout else TIMEOUT_S
-    text = _server(url, api_key).post(f"/flush_cache?timeout={timeout}", timeout=reply_timeout)
-    typer.echo(" ".join(text.split()))
+    path, reply_timeout = f"/flush_cache?timeout={timeout}", None if timeout else TIMEOUT_S
+    with _server(url, api_key).open(path, {}, timeout=reply_timeout) as answer:
+        typer.echo(" ".join(answer.read().decode().split()))
 
 
 def _server(url: str, api_key: str | None) -> Remote:

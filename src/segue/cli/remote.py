@@ -27,23 +27,17 @@ class Remote:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._key = key
 
-    def post(self, path: str, body: Any = None, *, timeout: float | None = TIMEOUT_S) -> str:
-        """Post ``body`` as JSON and return the text of the answer; ``timeout``: seconds without data.
+    @contextmanager
+    def open(self, path: str, body: Any = None, *, timeout: float | None = TIMEOUT_S) -> Iterator[Any]:
+        """Context with the open answer to a GET or, if ``body`` is given, to a POST of this JSON.
+
+        ``timeout``: the longest silence, in seconds; None: no limit.
 
         Raises:
-            RemoteError: the server cannot be reached, refused the request, or did not finish its answer.
+            RemoteError: the server cannot be reached, or it refused the request; or the answer breaks off in
+                the block, or is not of the form that the block expects.
         """
-        data = b"" if body is None else json.dumps(body).encode()
-        with self.open(path, data, timeout=timeout) as response, self.understood():
-            text: str = response.read().decode()
-            return text
-
-    def open(self, path: str, data: bytes | None = None, *, timeout: float | None = TIMEOUT_S) -> Any:
-        """Return the open answer, which the caller must close; the request is a POST if ``data`` is given.
-
-        Raises:
-            RemoteError: the server cannot be reached, or it refused the request.
-        """
+        data = None if body is None else json.dumps(body).encode()
         # A proxy from the environment would look for a loopback address on another machine.
         by_proxy = not _is_loopback(self.url)
         try:
@@ -54,16 +48,11 @@ class Remote:
             raise RemoteError(
                 f"cannot reach {self.url}: {str(getattr(error, 'reason', error)).strip()}; check --url"
             ) from None
-        if response.status != 200:
-            with response:
-                raise RemoteError(f"{self.url}{path}: {response.status} {_reason(response)}")
-        return response
-
-    @contextmanager
-    def understood(self) -> Iterator[None]:
-        """Raise a RemoteError if the answer breaks off in the block, or is not of the expected form."""
         try:
-            yield
+            with response:
+                if response.status != 200:
+                    raise RemoteError(f"{self.url}{path}: {response.status} {_reason(response)}")
+                yield response
         except (OSError, HTTPException) as error:
             raise RemoteError(f"{self.url} ended in the middle of its answer ({error})") from None
         except (ValueError, LookupError, TypeError, AttributeError) as error:
