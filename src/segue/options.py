@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from segue.errors import ConfigError
@@ -67,10 +67,6 @@ class Options:
         }
         return cls(**{**found, **options})
 
-    def with_(self, **options: Any) -> Self:
-        """Return a copy with some options replaced."""
-        return replace(self, **options)
-
 
 def parse_sizes(text: str, name: str) -> list[int]:
     """Return the numbers of an option like "1,2,4,8".
@@ -84,8 +80,8 @@ def parse_sizes(text: str, name: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def parse_list(text: str, separator: str, name: str) -> list[str]:
-    """Return the entries of an option like "/models:/checkpoints".
+def parse_list(text: str, name: str, separator: str = ",") -> list[str]:
+    """Return the entries of an option like "10.0.0.1,trainer-1.lan".
 
     Raises:
         ConfigError: an entry is empty.

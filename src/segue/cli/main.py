@@ -7,8 +7,8 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="segue",
-    help="Segue: an LLM inference engine for the places where serving must not break.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -229,13 +228,10 @@ def profile_steps(
     console = Console(highlight=False)
     with console.status("Starting …"):
         bench = StepBench(config)
-
-    try:
+    with closing(bench):
         for rows, prompt in shapes:
             found = bench.decode(rows, context, prompt) if rows else bench.prefill(prompt)
             console.print(_kernel_table(found, kernels))
-    finally:
-        bench.close()
 
 
 def _parse_step(text: str) -> tuple[int, int]:
@@ -295,7 +291,7 @@ def _engine(config: EngineConfig) -> Iterator[Engine]:
 def _quiet(config: EngineConfig) -> EngineConfig:
     """Set up logging for a command that prints its own results: by default, only warnings are logged."""
     if config.log_level == "info":
-        config = config.with_(log_level="warning")
+        config = replace(config, log_level="warning")
     configure(config.log_level)
     return config
 
