@@ -102,18 +102,11 @@ def parse(text: str, kind: Any, name: str) -> Any:
         if text.lower() in ("", "0", "false", "no", "off"):
             return False
         raise ConfigError(f"{name}={text!r}: use 1 or 0", param=name)
-    base = base_type(kind)
+    base = next((each for each in get_args(kind) if each is not type(None)), kind)  # T of `T | None`
     try:
         return base(text)
     except ValueError as error:
         raise ConfigError(f"{name}={text!r}: expected {base.__name__}", param=name) from error
-
-
-def base_type(kind: Any) -> Any:
-    """Return T for ``T | None``, and any other type as it is."""
-    if get_origin(kind) is Literal:
-        return kind
-    return next((each for each in get_args(kind) if each is not type(None)), kind)
 
 
 def _check(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> None:

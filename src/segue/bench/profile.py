@@ -84,7 +84,7 @@ class StepBench:
         self._check_fit(rows, length + max_tokens, prompt)
         for i in range(rows):
             params = SamplingParams(max_new_tokens=max_tokens, temperature=0.6, seed=i)
-            self._add(str(i), self._prompt(i, length), params)
+            self._add(str(i), i, length, params)
         scheduler = self._scheduler
         while scheduler.waiting or any(not r.wants_decode for r in scheduler.running.values()):
             self._run_step()
@@ -152,15 +152,13 @@ class StepBench:
                 "or less context"
             )
 
-    def _prompt(self, seed: int, length: int) -> list[int]:
-        return [(7919 * seed + 31 * i) % (self.runner.vocab_size - 1) for i in range(length)]
-
     def _add_prompt(self, length: int) -> None:
         self._num_prompts += 1
-        ids = self._prompt(self._num_prompts, length)
-        self._add(f"p{self._num_prompts}", ids, SamplingParams(max_new_tokens=1))
+        self._add(f"p{self._num_prompts}", self._num_prompts, length, SamplingParams(max_new_tokens=1))
 
-    def _add(self, rid: str, ids: list[int], params: SamplingParams) -> None:
+    def _add(self, rid: str, seed: int, length: int, params: SamplingParams) -> None:
+        """Add a request with a prompt of `length` tokens, which follow from `seed`."""
+        ids = [(7919 * seed + 31 * i) % (self.runner.vocab_size - 1) for i in range(length)]
         message = AddRequest(rid=rid, prompt=pack_ids(ids), params=params)
         rejected = self._scheduler.add(message, time.perf_counter())
         if isinstance(rejected, Rejected):

@@ -20,10 +20,9 @@ from rich.table import Table
 import segue
 from segue.api.engine import Engine
 from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
-from segue.cli.control import control_app
 from segue.cli.flags import with_options
 from segue.cli.local_models import installed_models
-from segue.cli.remote import Remote
+from segue.cli.remote import Remote, control_app
 from segue.config import SERVER_GROUP, Device, EngineConfig, LogLevel
 from segue.errors import CacheDirectoryError, ConfigError, SegueError
 from segue.launch.processes import worker_environment
@@ -192,8 +191,7 @@ def trainer(
     """
     from segue.http_guard import HttpGuard
     from segue.trainer.model import TrainedModel
-    from segue.trainer.server import run
-    from segue.trainer.trainer import Trainer
+    from segue.trainer.server import Trainer, run
 
     configure(log_level)
     guard = HttpGuard.create(host, allowed_hosts=allowed_hosts, cors_origin=cors_origin)
