@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from segue.errors import ConfigError
 from segue.trainer import Endpoint, Progress, WeightSender, WeightSendError
-from segue.trainer.broadcast import BroadcastSender
 from segue.trainer.endpoint import Answer
-from segue.trainer.group import free_port
+from segue.trainer.group import BroadcastSender, free_port
 from tests.conftest import WaitUntil
 from tests.trainer.conftest import FakeEngine
 from tests.trainer.fake_engine import describe

@@ -19,12 +19,13 @@ from rich.table import Table
 
 import segue
 from segue.api.engine import Engine
+from segue.checkpoint import bundled
+from segue.checkpoint.source import read_json
 from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
 from segue.cli.flags import with_options
-from segue.cli.local_models import installed_models
 from segue.cli.remote import Remote, control_app
 from segue.config import SERVER_GROUP, Device, EngineConfig, LogLevel
-from segue.errors import CacheDirectoryError, ConfigError, SegueError
+from segue.errors import CacheDirectoryError, ConfigError, ModelFileError, SegueError
 from segue.launch.processes import worker_environment
 from segue.launch.runtime import Runtime
 from segue.listener import bind, listen
@@ -265,15 +266,35 @@ def models(
     for column in ("model", "kind", "size", "path"):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
     try:
-        for model in installed_models(directory):
-            size = "-" if model.num_bytes is None else _size(model.num_bytes)
-            table.add_row(escape(model.name), model.kind, size, escape(str(model.path)))
+        for name, kind, num_bytes, path in installed_models(directory):
+            size = "-" if num_bytes is None else _size(num_bytes)
+            table.add_row(escape(name), kind, size, escape(str(path)))
     except OSError as error:
         raise CacheDirectoryError(
             f"the cache directory {directory} cannot be read ({error.strerror}); "
             "choose another with --cache-dir"
         ) from error
     Console(highlight=False).print(table)
+
+
+def installed_models(cache_dir: Path) -> Iterator[tuple[str, str, int | None, Path]]:
+    """Yield the bundled model, then the models converted from GGUF files: name, kind, bytes and path.
+
+    The bytes are None if the model is not fetched yet.
+    """
+    path = cache_dir / "bundled" / bundled.FILE
+    if path.exists():
+        yield bundled.NAME, "bundled", path.stat().st_size, path
+    else:
+        yield bundled.NAME, "bundled, fetched at first use", None, path
+    for config in sorted((cache_dir / "converted").glob("[!.]*/[!.]*/config.json")):
+        directory = config.parent
+        try:
+            name = read_json(config).get("_name_or_path")
+        except ModelFileError:  # only the name is lost
+            name = None
+        num_bytes = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
+        yield str(name or directory.parent.name[:12]), "converted", num_bytes, directory
 
 
 @contextmanager

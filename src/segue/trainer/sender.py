@@ -18,10 +18,9 @@ from msgspec import structs
 from segue.errors import ConfigError, SegueError
 from segue.messages import weight_operations as operations
 from segue.messages.weight_operations import Operation
-from segue.trainer.broadcast import BroadcastSender
 from segue.trainer.buckets import TensorBucket, Weights, device_of, plan, tensors
 from segue.trainer.endpoint import Answer, Endpoint, everywhere
-from segue.trainer.group import TrainerGroup, free_port, own_address
+from segue.trainer.group import BroadcastSender, TrainerGroup, free_port, own_address
 from segue.weight_update.checksum import checksum
 from segue.weight_update.transport.rendezvous import bracketed
 
