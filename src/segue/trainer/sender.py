@@ -115,11 +115,9 @@ class WeightSender:
         self._engines = [Endpoint(url=each) if isinstance(each, str) else each for each in self.endpoints]
         if not self._engines:
             raise ConfigError("endpoints is empty: give the URL of at least one engine")
-        if not self.gb_per_s_while_serving > 0:
-            raise ConfigError(
-                f"gb_per_s_while_serving={self.gb_per_s_while_serving}; it must be above 0 (math.inf: no "
-                "limit)"
-            )
+        limit = self.gb_per_s_while_serving
+        if not limit > 0:
+            raise ConfigError(f"gb_per_s_while_serving={limit}; it must be above 0 (math.inf: no limit)")
         self._group: TrainerGroup | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()

@@ -30,6 +30,7 @@ from segue.logs import logger
 from segue.trainer.endpoint import Endpoint
 from segue.trainer.model import TrainedModel
 from segue.trainer.sender import Progress, SendReport, WeightSender, WeightSendError, world_sizes
+from segue.weight_update.transport.rendezvous import bracketed
 
 GRACE_S = 1  # for replies in progress at a shutdown
 MAX_BODY_MIB = 64
@@ -50,7 +51,7 @@ class EndpointBody(Struct, frozen=True):
     @property
     def url(self) -> str:
         """The URL at which the engine listens."""
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        return f"http://{bracketed(self.host)}:{self.port}"
 
 
 class SyncBody(Struct, frozen=True):
@@ -126,16 +127,14 @@ class Trainer:
             if self._closed:
                 raise InvalidRequestError("the training server is shutting down; retry after its restart")
             try:
-                report = self._send(body)
+                sent = self._send(body)
+                report, answers = asdict(sent), sent.endpoints
+                report |= {"success": True, "message": "all engines have the new weights"}
             except WeightSendError as error:
-                outcome: dict[str, Any] = {"success": False, "message": error.message}
-                outcome |= {"num_buckets": 0, "bytes": 0, "seconds": 0.0, "gb_per_s": 0.0}
-                answers = error.answers
-            else:
-                outcome = asdict(report) | {"success": True, "message": "all engines have the new weights"}
-                answers = report.endpoints
+                report, answers = {"success": False, "message": error.message}, error.answers
+                report |= {"num_buckets": 0, "bytes": 0, "seconds": 0.0, "gb_per_s": 0.0}
             shown = [{"url": a.url, "success": a.success, "message": a.message} for a in answers]
-            self._last = outcome | {"endpoints": shown}
+            self._last = report | {"endpoints": shown}
             return self._last
 
     def _send(self, body: SyncBody) -> SendReport:
