@@ -72,6 +72,7 @@ def root(
     """Segue: an LLM inference engine for the places where serving must not break."""
 
 
+CacheDir = Annotated[str | None, typer.Option(help="Where models are kept.")]
 TrainingDType = Literal["float32", "bfloat16"]
 MaxTokens = Annotated[
     int | None, typer.Option(help="Maximum tokens of an answer; default: the rest of the context.")
@@ -176,7 +177,7 @@ def trainer(
     device: Annotated[Device, typer.Option(help="Where the model is trained.")] = "auto",
     dtype: Annotated[TrainingDType, typer.Option(help="Type of the weights, also when sent.")] = "float32",
     learning_rate: Annotated[float, typer.Option(help="Learning rate of AdamW.", min=0)] = 1e-5,
-    cache_dir: Annotated[str | None, typer.Option(help="Where models are kept.")] = None,
+    cache_dir: CacheDir = None,
     log_level: Annotated[LogLevel, typer.Option(help="How much is logged.")] = "info",
     allowed_hosts: Annotated[
         str | None, typer.Option(help="Names that clients may use for this server, separated by commas.")
@@ -257,9 +258,7 @@ def _kernel_table(found: StepProfile, num_kernels: int) -> Table:
 
 
 @app.command()
-def models(
-    cache_dir: Annotated[str | None, typer.Option(help="Where models are kept.")] = None,
-) -> None:
+def models(cache_dir: CacheDir = None) -> None:
     """List the bundled model and the models converted from GGUF files, with their sizes."""
     directory = Path(_cache_dir(cache_dir))
     table = Table(box=None, pad_edge=False)

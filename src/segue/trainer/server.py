@@ -92,9 +92,8 @@ class Trainer:
         """Register an engine, with the number of ranks that it reports."""
         endpoint = Endpoint(url=body.url, api_key=body.api_key, world_size=body.world_size)
         (size,) = world_sizes([endpoint])
-        endpoint = replace(endpoint, world_size=size)
         with self._adding:
-            self._endpoints = self._endpoints | {body.url: endpoint}
+            self._endpoints = self._endpoints | {body.url: replace(endpoint, world_size=size)}
             offset = next(each["rank_offset"] for each in self.endpoints() if each["url"] == body.url)
         message = f"{body.url} added"
         if body.world_size not in (None, size):
