@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO, get_type_hints
 
@@ -141,7 +141,7 @@ def main() -> int:
         "lines": [line.removeprefix("RESULT ") for line in printed.getvalue().splitlines()],
     }
     report.save(stored, found)  # in case scoring fails
-    scores = score_again(config.with_(disable_cuda_graph=True, deterministic=False), adapter.calls)
+    scores = score_again(replace(config, disable_cuda_graph=True, deterministic=False), adapter.calls)
     found["scored again"] = {kind: asdict(score) for kind, score in scores.items()}
     print(f"written to {report.save(stored, found)}")
     return 1 if any(score.wrong for score in scores.values()) else 0
@@ -150,7 +150,7 @@ def main() -> int:
 def score_again(config: EngineConfig, calls: Mapping[str, Sequence[Produced]]) -> dict[str, Score]:
     """Score RESCORED requests of each kind of call."""
     teacher = Teacher(config)
-    exact = Teacher(config.with_(dtype="float32"), weights=torch.bfloat16)
+    exact = Teacher(replace(config, dtype="float32"), weights=torch.bfloat16)
     longest = max(
         (request for requests in calls.values() for request in requests), key=lambda r: len(r.output)
     )

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,13 @@ class Copy:
         data = tensor.reshape(-1).view(torch.uint8)
         self._kept[self._end : self._end + len(data)].copy_(data)
         self._end += len(data)
+
+    def prepare(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], None]:
+        def store_all() -> None:
+            for name, tensor in tensors:
+                self.store(name, tensor)
+
+        return store_all
 
 
 def receive(group: JoinedGroup, buckets: list[Any], kept: torch.Tensor, flattened: bool) -> None:

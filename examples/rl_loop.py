@@ -124,7 +124,7 @@ class Policy:
             ratio = (ours - theirs).exp()
             bounded = ratio.clamp(1 - CLIP, 1 + CLIP)
             gain = torch.minimum(ratio * advantages, bounded * advantages)
-            (-(gain * mask).sum() / num_tokens).backward()
+            torch.autograd.backward(-(gain * mask).sum() / num_tokens)
             gap += ((ours - theirs).abs() * mask).sum().item() / num_tokens
             clipped += ((ratio != bounded) * mask).sum().item() / num_tokens
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -245,7 +245,7 @@ def sending(url: str, model: torch.nn.Module, transport: str) -> Iterator[Callab
             "weight_version": version,
         }
         post(f"{url}/update_weights_from_tensor", body | {"flush_cache": False})
-        torch.cuda.ipc_collect()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     yield send
 

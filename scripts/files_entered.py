@@ -135,7 +135,9 @@ def trace(room: Path, model: str | None) -> None:
             ("weight", sender.send),
             ("end", lambda: None),
         ):
-            (room / "part").write_text("\n".join([part, TEXT, *map(str, ids)]))
+            unread = room / "part.new"  # renamed, so that no process reads half of it
+            unread.write_text("\n".join([part, TEXT, *map(str, ids)]))
+            unread.rename(room / "part")
             time.sleep(0.2)
             work()
             time.sleep(0.5)
@@ -167,4 +169,4 @@ def show(what: str, entered: list[tuple[str, str]]) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or [None])
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -101,9 +101,9 @@ def test_hosts_addresses_and_networks_may_be_allowed() -> None:
 
 
 def test_a_copy_is_checked_too() -> None:
-    assert EngineConfig().with_(port=5).port == 5
+    assert replace(EngineConfig(), port=5).port == 5
     with pytest.raises(ConfigError):
-        EngineConfig().with_(port=-1)
+        replace(EngineConfig(), port=-1)
 
 
 def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:

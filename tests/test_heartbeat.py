@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from segue.heartbeat import AwakeClock, Turn, TurnWatch, heartbeat_period, send_heartbeats
+from segue.heartbeat import AwakeClock, Turn, heartbeat_period, send_heartbeats
 from segue.messages.control import Heartbeat, SchedulerMessage
 
 
@@ -31,22 +31,22 @@ def test_a_clock_does_not_go_back() -> None:
 
 def test_a_turn_is_measured_from_when_it_is_first_seen() -> None:
     turn = Turn()
-    watch = TurnWatch(turn, 10.0, most=2.0)
-    assert watch.seconds(11.0) == 0.0
+    clock = AwakeClock(10.0, most=2.0)
+    assert turn.seconds(clock.read(11.0)) == 0.0
     turn.since = 11.5
-    assert [watch.seconds(now) for now in (12.0, 13.0, 14.0)] == [0.0, 1.0, 2.0]
+    assert [turn.seconds(clock.read(now)) for now in (12.0, 13.0, 14.0)] == [0.0, 1.0, 2.0]
     turn.since = 14.5  # the next one
-    assert [watch.seconds(now) for now in (15.0, 16.0)] == [0.0, 1.0]
+    assert [turn.seconds(clock.read(now)) for now in (15.0, 16.0)] == [0.0, 1.0]
     turn.rest()
-    assert watch.seconds(17.0) == 0.0
+    assert turn.seconds(clock.read(17.0)) == 0.0
 
 
 def test_a_process_that_was_stopped_in_a_step_has_not_stalled() -> None:
     turn = Turn()
-    watch = TurnWatch(turn, 10.0, most=2.0)
+    clock = AwakeClock(10.0, most=2.0)
     turn.since = 10.5
-    watch.seconds(11.0)
-    assert watch.seconds(611.0) == 2.0
+    turn.seconds(clock.read(11.0))
+    assert turn.seconds(clock.read(611.0)) == 2.0
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -32,7 +32,7 @@ class RouteOptions(Options):
 def test_another_class_has_its_own_options_and_variables() -> None:
     found = RouteOptions.create({"SEGUE_TRIES": "3", "SEGUE_PORT": "1"}, mode="far")
     assert found == RouteOptions(mode="far", tries=3, place="here", sizes="1")
-    assert found.with_(sizes=[2, 3]).sizes == "2,3"
+    assert replace(found, sizes=[2, 3]).sizes == "2,3"
 
 
 @pytest.mark.parametrize(

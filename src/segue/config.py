@@ -14,10 +14,8 @@ from segue.errors import ConfigError
 from segue.options import Options, option, parse_list, parse_sizes
 
 Device = Literal["auto", "cpu", "cuda"]
-DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-PausedPolicy = Literal["queue", "reject"]
 
 MIB = 1 << 20
 SERVER_GROUP = "Server"  # options that only `segue serve` takes
@@ -35,13 +33,9 @@ def default_cache_dir() -> str:
     return str(Path(base) / "segue")
 
 
-def _check_paths(text: str, name: str) -> None:
-    parse_list(text, os.pathsep, name)
-
-
 def _check_hosts_and_networks(text: str, name: str) -> None:
     """Raise ConfigError for an entry that no host can match: a server must not start with such a typo."""
-    for entry in parse_list(text, ",", name):
+    for entry in parse_list(text, name):
         try:
             ipaddress.ip_network(entry, strict=False)
         except ValueError:
@@ -66,7 +60,7 @@ class EngineConfig(Options):
     load_format: LoadFormat = _model(
         "auto", "Format of the weights; 'dummy': random weights, drawn from --seed."
     )
-    dtype: DType = _model(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
         "auto",
         "Type of weights and KV cache; 'auto': the checkpoint's (bfloat16 for float32 and GGUF files).",
     )
@@ -142,7 +136,7 @@ class EngineConfig(Options):
     max_queued_requests: int = _scheduling(
         4096, "Most requests that wait; further ones are answered 503.", minimum=1
     )
-    paused_policy: PausedPolicy = _scheduling(
+    paused_policy: Literal["queue", "reject"] = _scheduling(
         "queue",
         "What requests do that arrive during a pause: 'queue': they wait; 'reject': they are answered 503.",
     )
@@ -180,7 +174,7 @@ class EngineConfig(Options):
         None,
         f"Directories, separated by {os.pathsep!r}, that /update_weights_from_disk may read from; default: "
         "any on a loopback address or with an admin key, else none.",
-        check=_check_paths,
+        check=partial(parse_list, separator=os.pathsep),
     )
     weights_from_hub: bool = _server(
         False, "Allow /update_weights_from_disk to download models from the Hugging Face hub."

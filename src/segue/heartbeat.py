@@ -46,12 +46,14 @@ class AwakeClock:
 
 
 class Turn:
-    """The start time of a loop's current turn. The loop writes it, and another thread reads it."""
+    """A loop's current turn. The loop begins and ends it, and another thread measures how long it takes."""
 
-    __slots__ = ("since",)
+    __slots__ = ("_began", "_seen", "since")
 
     def __init__(self) -> None:
         self.since: float | None = None  # a time of the monotonic clock; None: the loop waits for messages
+        self._seen: float | None = None
+        self._began = 0.0  # when the turn in `_seen` began, by the clock of the thread that measures
 
     def begin(self) -> None:
         """Start a turn."""
@@ -61,22 +63,16 @@ class Turn:
         """Note that the loop waits for messages."""
         self.since = None
 
+    def seconds(self, awake: float) -> float:
+        """Return the seconds of the current turn; 0 while the loop waits.
 
-class TurnWatch:
-    """Measures how long a loop's current turn takes, not counting time in which this process did not run."""
-
-    def __init__(self, turn: Turn, now: float, most: float) -> None:
-        self._turn = turn
-        self._clock = AwakeClock(now, most)
-        self._seen: float | None = None
-        self._began = 0.0  # when the turn in `_seen` began, by the clock
-
-    def seconds(self, now: float) -> float:
-        """Return the seconds of the current turn; 0 while the loop waits. Must be called once per period."""
-        since, before = self._turn.since, self._clock.read(now)
+        One thread alone calls this, once per period. ``awake`` is a reading of its :class:`AwakeClock`, so
+        that time in which this process did not run does not count.
+        """
+        since = self.since
         if since is None or since != self._seen:
-            self._seen, self._began = since, before
-        return before - self._began
+            self._seen, self._began = since, awake
+        return awake - self._began
 
 
 @contextmanager
@@ -88,13 +84,13 @@ def send_heartbeats(context: zmq.Context[Any], address: str, rank: int, ping_s: 
     turn, period, stopped = Turn(), heartbeat_period(ping_s), threading.Event()
 
     def run() -> None:
-        watch = TurnWatch(turn, time.monotonic(), 2 * period)
+        clock = AwakeClock(time.monotonic(), 2 * period)
         encode = msgspec.msgpack.Encoder().encode
         socket = context.socket(zmq.PUSH)
         try:
             socket.connect(address)
             while not stopped.wait(period):
-                beat = Heartbeat(rank, watch.seconds(time.monotonic()))
+                beat = Heartbeat(rank, turn.seconds(clock.read(time.monotonic())))
                 with suppress(zmq.Again):  # 1,000 heartbeats are unread: drop this one
                     socket.send(encode(beat), zmq.NOBLOCK)
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from segue.errors import ConfigError
@@ -67,10 +67,6 @@ class Options:
         }
         return cls(**{**found, **options})
 
-    def with_(self, **options: Any) -> Self:
-        """Return a copy with some options replaced."""
-        return replace(self, **options)
-
 
 def parse_sizes(text: str, name: str) -> list[int]:
     """Return the numbers of an option like "1,2,4,8".
@@ -84,8 +80,8 @@ def parse_sizes(text: str, name: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def parse_list(text: str, separator: str, name: str) -> list[str]:
-    """Return the entries of an option like "/models:/checkpoints".
+def parse_list(text: str, name: str, separator: str = ",") -> list[str]:
+    """Return the entries of an option like "10.0.0.1,trainer-1.lan".
 
     Raises:
         ConfigError: an entry is empty.
@@ -106,18 +102,11 @@ def parse(text: str, kind: Any, name: str) -> Any:
         if text.lower() in ("", "0", "false", "no", "off"):
             return False
         raise ConfigError(f"{name}={text!r}: use 1 or 0", param=name)
-    base = base_type(kind)
+    base = next((each for each in get_args(kind) if each is not type(None)), kind)  # T of `T | None`
     try:
         return base(text)
     except ValueError as error:
         raise ConfigError(f"{name}={text!r}: expected {base.__name__}", param=name) from error
-
-
-def base_type(kind: Any) -> Any:
-    """Return T for ``T | None``, and any other type as it is."""
-    if get_origin(kind) is Literal:
-        return kind
-    return next((each for each in get_args(kind) if each is not type(None)), kind)
 
 
 def _check(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> None:

@@ -62,7 +62,12 @@ def test_the_engine_is_empty_after_a_profile(bench: StepBench) -> None:
     bench.decode(2, 100)
 
 
-@pytest.mark.parametrize(("rows", "context"), [(9, 100), (2, 250), (8, 120)])
+def test_a_row_that_just_fits_the_longest_sequence_is_profiled(bench: StepBench) -> None:
+    assert bench.runner.limits.max_seq_len == 256
+    check(bench.decode(1, 220))  # 192 tokens of a prompt, computed in 3 steps, and at most 3 + 2 + 58 more
+
+
+@pytest.mark.parametrize(("rows", "context"), [(9, 100), (2, 250), (8, 120), (1, 221)])
 def test_rows_that_do_not_fit_are_refused(bench: StepBench, rows: int, context: int) -> None:
     with pytest.raises(ConfigError, match=str(rows)):
         bench.decode(rows, context)

@@ -100,7 +100,8 @@ def test_rounding_measures_the_effect_of_bfloat16_with_equal_weights(options, ca
     assert rounding(teacher, teacher, request) == 0.0
     rounded = EngineConfig(**{**options, "dtype": "bfloat16"})
     coarse = Teacher(rounded)
-    noise = rounding(coarse, Teacher(rounded.with_(dtype="float32"), weights=torch.bfloat16), request)
+    exact = dataclasses.replace(rounded, dtype="float32")
+    noise = rounding(coarse, Teacher(exact, weights=torch.bfloat16), request)
     _, logits = next(teacher.logits(request))
     assert 0.001 < noise / logits.std().item() < 0.1
     assert noise < rounding(coarse, teacher, request)  # the float32 teacher has unrounded weights

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from segue.errors import ConfigError
+from segue.messages.weight_operations import Bucket
 from segue.trainer.buckets import plan, tensors
 from tests.checkpoint import tiny
 
@@ -52,7 +53,8 @@ def test_buckets_are_full_but_never_over_their_size() -> None:
     buckets = plan(weights, 20)
     assert [list(bucket.tensors) for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"]]
     assert [bucket.num_bytes for bucket in buckets] == [20, 36, 20]
-    assert buckets[0].body() == {"names": ["a", "b"], "dtypes": ["float32", "float32"], "shapes": [[3], [2]]}
+    announced = Bucket(names=["a", "b"], dtypes=["float32", "float32"], shapes=[[3], [2]])
+    assert buckets[0].announced == announced
 
 
 def test_a_sharded_tensor_is_refused() -> None:

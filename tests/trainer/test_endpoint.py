@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 import segue.trainer.endpoint as endpoint_module
+from segue.messages.weight_operations import BeginUpdate
 from segue.trainer.endpoint import Answer, Endpoint, everywhere
 
 CUT_SHORT = b'HTTP/1.1 400 Bad Request\r\ncontent-length: 100\r\n\r\n{"success": false, "mess'
@@ -38,7 +39,7 @@ def cutting() -> Iterator[Endpoint]:
 
 
 def test_an_answer_that_is_cut_short_is_a_failure(cutting: Endpoint) -> None:
-    answer = cutting.post("/prepare_weights_update", {}, 5)
+    answer = cutting.post(BeginUpdate(), 5)
     assert not answer.success and "IncompleteRead" in answer.message
 
 
@@ -60,7 +61,7 @@ def test_a_redirect_is_not_followed() -> None:
     with engine_that_sends(
         b"HTTP/1.1 302 Found\r\nlocation: /stolen\r\ncontent-length: 0\r\n\r\n"
     ) as endpoint:
-        answer = replace(endpoint, api_key="secret").get("/server_info", 5)
+        answer = replace(endpoint, api_key="secret").get("server_info", 5)
     assert not answer.success and answer.status == 302
 
 
@@ -69,7 +70,7 @@ def test_an_answer_without_end_is_a_failure(piece: bytes, monkeypatch: pytest.Mo
     monkeypatch.setattr(endpoint_module, "_BODY_S", 0.5 if len(piece) == 1 else 60)
     monkeypatch.setattr(endpoint_module, "_MAX_BODY", 1 << 20)
     with engine_that_sends(b"HTTP/1.1 200 OK\r\n\r\n", piece) as endpoint:
-        answer = endpoint.get("/server_info", 5)
+        answer = endpoint.get("server_info", 5)
     assert not answer.success
     assert ("not complete after 0.5 s" if len(piece) == 1 else "more than 1048576 bytes") in answer.message
 

@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from segue.errors import ConfigError
 from segue.trainer import Endpoint, Progress, WeightSender, WeightSendError
-from segue.trainer.broadcast import BroadcastSender
 from segue.trainer.endpoint import Answer
-from segue.trainer.group import free_port
+from segue.trainer.group import BroadcastSender, free_port
 from tests.conftest import WaitUntil
 from tests.trainer.conftest import FakeEngine
 from tests.trainer.fake_engine import describe
@@ -86,6 +85,17 @@ def test_one_engine_commits_as_it_completes(engines: list[FakeEngine]) -> None:
     with sender(engines[:1], make_weights()) as sending:
         assert sending.send().endpoints[0].fields["num_buckets_received"] == 2
     assert "commit_weights_update" not in engines[0].seen()["log"]
+
+
+def test_a_trainer_that_torchrun_started_hosts_the_group_itself(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as torchrun does
+    weights = make_weights()
+    with sender(engines, weights) as sending:
+        sending.send()
+    for engine in engines:
+        assert_has(engine, weights)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from segue.http_guard import HttpGuard
 from segue.listener import bind
 from segue.trainer.group import free_port
 from segue.trainer.model import TrainedModel
-from segue.trainer.server import make_server, run
-from segue.trainer.trainer import EndpointBody, Trainer
+from segue.trainer.server import EndpointBody, Trainer, make_server, run
 from tests.conftest import WaitUntil
 from tests.support.tiny_model import CONFIG, write_model
 from tests.trainer.conftest import FakeEngine
@@ -223,7 +222,7 @@ def test_torchs_errors_are_reported(client: Client, monkeypatch: pytest.MonkeyPa
 
 
 def test_endpoints_may_change_while_they_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("segue.trainer.trainer.world_sizes", lambda endpoints: [1])
+    monkeypatch.setattr("segue.trainer.server.world_sizes", lambda endpoints: [1])
     trainer = Trainer(None)  # type: ignore[arg-type]
     for port in range(1, 200):
         trainer.add(EndpointBody(host="a", port=port))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,11 +13,10 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from segue.checkpoint.source import ModelSource, resolve
+from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError
-from segue.messages.control import InitStep
 from segue.messages.requests import Abort, AddRequest, Rejected, SamplingParams, pack_ids
 from segue.model_runner.executor import ForwardOutput
 from segue.model_runner.runner import ModelRunner
@@ -57,11 +56,11 @@ class StepBench:
         """Start the runner of `config`, on a single rank."""
         if config.tp != 1:
             raise ConfigError(f"tp={config.tp}: only one rank can be profiled; leave --tp out", param="tp")
-        self.config = config = config.with_(disable_prefix_cache=True)  # so that every prompt is computed
-        self.source: ModelSource = resolve(config.model, config.load_format, config.cache_dir)
-        self.init_steps: list[InitStep] = []
+        config = replace(config, disable_prefix_cache=True)  # so that every prompt is computed
+        source = resolve(config.model, config.load_format, config.cache_dir)
+        self._model = source.config
         with TemporaryDirectory() as run_dir:
-            self.runner = ModelRunner(config, self.source, TPInfo(), Path(run_dir), self.init_steps.append)
+            self.runner = ModelRunner(config, source, TPInfo(), Path(run_dir), lambda step: None)
         self._speed = self.runner.on_stream(partial(_measure_device, self.runner.device, self.runner.dtype))
         self._scheduler = Scheduler(self.runner.limits, config)
         self._num_prompts = 0
@@ -78,13 +77,13 @@ class StepBench:
         Raises:
             ConfigError: so many rows, or so many tokens, do not fit.
         """
-        self._check_fit(rows, context, prompt)
         length = max(1, context - _WARM - _TIMED // 2)
         prefills = ceil_div(rows * length, self.runner.limits.chunked_prefill_size)  # others decode meanwhile
         max_tokens = prefills + 2 + _WARM + _TIMED + _TRACED
+        self._check_fit(rows, length + max_tokens, prompt)
         for i in range(rows):
             params = SamplingParams(max_new_tokens=max_tokens, temperature=0.6, seed=i)
-            self._add(str(i), self._prompt(i, length), params)
+            self._add(str(i), i, length, params)
         scheduler = self._scheduler
         while scheduler.waiting or any(not r.wants_decode for r in scheduler.running.values()):
             self._run_step()
@@ -94,23 +93,14 @@ class StepBench:
                 self._add_prompt(prompt)
             self._run_step()
 
-        for _ in range(_WARM):
-            step()
-        host, begun = self._host_seconds, time.perf_counter()
-        for _ in range(_TIMED):
-            step()
-        self._read_results()
-        seconds, host = time.perf_counter() - begun, self._host_seconds - host
-        kernels = self._traced(step)
-        scheduler.abort(Abort(abort_all=True))
         prompt_label = f", and a prompt of {prompt}" if prompt else ""
-        return StepProfile(
-            label=f"decode, {rows} rows of {context} tokens{prompt_label}",
-            milliseconds=seconds / _TIMED * 1e3,
-            host_milliseconds=host / _TIMED * 1e3,
-            roofline_milliseconds=self._roofline(rows + prompt, rows * context + prompt, rows + (prompt > 0)),
-            kernels=kernels,
+        found = self._profile(
+            f"decode, {rows} rows of {context} tokens{prompt_label}",
+            step,
+            self._roofline(rows + prompt, rows * context + prompt, rows + (prompt > 0)),
         )
+        scheduler.abort(Abort(abort_all=True))
+        return found
 
     def prefill(self, tokens: int) -> StepProfile:
         """Profile steps that each run a whole prompt of `tokens` tokens and sample its first token."""
@@ -121,25 +111,26 @@ class StepBench:
                 self._run_step()
                 self._read_results()
 
+        return self._profile(f"prefill of {tokens} tokens", step, self._roofline(tokens, tokens, 1))
+
+    def _profile(self, label: str, step: Callable[[], None], roofline_milliseconds: float) -> StepProfile:
         for _ in range(_WARM):
             step()
-        host, seconds = self._host_seconds, []
+        host, begun = self._host_seconds, time.perf_counter()
         for _ in range(_TIMED):
-            begun = time.perf_counter()
             step()
-            seconds.append(time.perf_counter() - begun)
+        self._read_results()
+        seconds, host = time.perf_counter() - begun, self._host_seconds - host
         return StepProfile(
-            label=f"prefill of {tokens} tokens",
-            milliseconds=sorted(seconds)[_TIMED // 2] * 1e3,
-            host_milliseconds=(self._host_seconds - host) / _TIMED * 1e3,
-            roofline_milliseconds=self._roofline(tokens, tokens, 1),
+            label=label,
+            milliseconds=seconds / _TIMED * 1e3,
+            host_milliseconds=host / _TIMED * 1e3,
+            roofline_milliseconds=roofline_milliseconds,
             kernels=self._traced(step),
         )
 
-    def _check_fit(self, rows: int, context: int, prompt: int) -> None:
+    def _check_fit(self, rows: int, tokens: int, prompt: int) -> None:
         limits = self.runner.limits
-        prefills = ceil_div(rows * context, limits.chunked_prefill_size)  # the first rows decode meanwhile
-        tokens = context + prefills + 2 + _WARM + _TIMED + _TRACED
         num_prompts = 2 if prompt else 0  # the prompt of the step before is still running too
         pages = rows * ceil_div(tokens, limits.page_size)
         pages += num_prompts * ceil_div(prompt + 1, limits.page_size)
@@ -160,15 +151,13 @@ class StepBench:
                 "or less context"
             )
 
-    def _prompt(self, seed: int, length: int) -> list[int]:
-        return [(7919 * seed + 31 * i) % (self.runner.vocab_size - 1) for i in range(length)]
-
     def _add_prompt(self, length: int) -> None:
         self._num_prompts += 1
-        ids = self._prompt(self._num_prompts, length)
-        self._add(f"p{self._num_prompts}", ids, SamplingParams(max_new_tokens=1))
+        self._add(f"p{self._num_prompts}", self._num_prompts, length, SamplingParams(max_new_tokens=1))
 
-    def _add(self, rid: str, ids: list[int], params: SamplingParams) -> None:
+    def _add(self, rid: str, seed: int, length: int, params: SamplingParams) -> None:
+        """Add a request with a prompt of `length` tokens, which follow from `seed`."""
+        ids = [(7919 * seed + 31 * i) % (self.runner.vocab_size - 1) for i in range(length)]
         message = AddRequest(rid=rid, prompt=pack_ids(ids), params=params)
         rejected = self._scheduler.add(message, time.perf_counter())
         if isinstance(rejected, Rejected):
@@ -195,7 +184,6 @@ class StepBench:
     def _traced(self, step: Callable[[], None]) -> list[KernelTime]:
         on_cpu = self.runner.device.type == "cpu"
         activity = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
-        self._read_results()
         trace = profile(activities=[activity], acc_events=True)
         self.runner.on_stream(trace.start)
         for _ in range(_TRACED):
@@ -223,7 +211,7 @@ class StepBench:
         The head computes only `logits` rows. Only the experts that the tokens can choose count.
         """
         bandwidth, flops = self._speed
-        model, item = self.source.config, self.runner.dtype.itemsize
+        model, item = self._model, self.runner.dtype.itemsize
         head = model.vocab_size * model.hidden_size
         read = work = self.runner.weight_bytes // item - head * (1 if model.tie_embeddings else 2)
         if model.moe is not None:

@@ -40,15 +40,14 @@ class RemoteChat:
     def __init__(self, server: Remote, params: dict[str, Any]) -> None:
         self._server = server
         self._params = params
-        with server.open("/v1/models") as response, server.understood():
-            self.model: str = json.load(response)["data"][0]["id"]
+        with server.open("/v1/models") as answer:
+            self.model: str = json.load(answer)["data"][0]["id"]
 
     def reply(self, messages: list[Message]) -> Iterator[str]:
         """Yield the pieces of the answer to `messages`."""
         body = {"model": self.model, "messages": messages, "stream": True, **self._params}
-        data, server = json.dumps(body).encode(), self._server
-        with server.open("/v1/chat/completions", data) as response, server.understood():
-            for line in response:
+        with self._server.open("/v1/chat/completions", body) as answer:
+            for line in answer:
                 name, _, data = line.decode().strip().partition(":")
                 if name != "data":
                     continue

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Optional, get_type_hints
 
 import typer
 
-from segue.options import Options, base_type
+from segue.options import Options
 
 
 def with_options(
@@ -23,7 +23,7 @@ def with_options(
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         hints = get_type_hints(options_class)
         flags = [
-            _flag(option, base_type(hints[option.name]))
+            _flag(option, hints[option.name])
             for option in fields(options_class)
             if option.metadata["group"] != without
         ]

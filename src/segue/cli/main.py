@@ -7,8 +7,8 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,13 +19,13 @@ from rich.table import Table
 
 import segue
 from segue.api.engine import Engine
+from segue.checkpoint import bundled
+from segue.checkpoint.source import read_json
 from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
-from segue.cli.control import control_app
 from segue.cli.flags import with_options
-from segue.cli.local_models import installed_models
-from segue.cli.remote import Remote
+from segue.cli.remote import Remote, control_app
 from segue.config import SERVER_GROUP, Device, EngineConfig, LogLevel
-from segue.errors import CacheDirectoryError, ConfigError, SegueError
+from segue.errors import CacheDirectoryError, ConfigError, ModelFileError, SegueError
 from segue.launch.processes import worker_environment
 from segue.launch.runtime import Runtime
 from segue.listener import bind, listen
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="segue",
-    help="Segue: an LLM inference engine for the places where serving must not break.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -73,6 +72,7 @@ def root(
     """Segue: an LLM inference engine for the places where serving must not break."""
 
 
+CacheDir = Annotated[str | None, typer.Option(help="Where models are kept.")]
 TrainingDType = Literal["float32", "bfloat16"]
 MaxTokens = Annotated[
     int | None, typer.Option(help="Maximum tokens of an answer; default: the rest of the context.")
@@ -177,7 +177,7 @@ def trainer(
     device: Annotated[Device, typer.Option(help="Where the model is trained.")] = "auto",
     dtype: Annotated[TrainingDType, typer.Option(help="Type of the weights, also when sent.")] = "float32",
     learning_rate: Annotated[float, typer.Option(help="Learning rate of AdamW.", min=0)] = 1e-5,
-    cache_dir: Annotated[str | None, typer.Option(help="Where models are kept.")] = None,
+    cache_dir: CacheDir = None,
     log_level: Annotated[LogLevel, typer.Option(help="How much is logged.")] = "info",
     allowed_hosts: Annotated[
         str | None, typer.Option(help="Names that clients may use for this server, separated by commas.")
@@ -193,8 +193,7 @@ def trainer(
     """
     from segue.http_guard import HttpGuard
     from segue.trainer.model import TrainedModel
-    from segue.trainer.server import run
-    from segue.trainer.trainer import Trainer
+    from segue.trainer.server import Trainer, run
 
     configure(log_level)
     guard = HttpGuard.create(host, allowed_hosts=allowed_hosts, cors_origin=cors_origin)
@@ -229,13 +228,10 @@ def profile_steps(
     console = Console(highlight=False)
     with console.status("Starting …"):
         bench = StepBench(config)
-
-    try:
+    with closing(bench):
         for rows, prompt in shapes:
             found = bench.decode(rows, context, prompt) if rows else bench.prefill(prompt)
             console.print(_kernel_table(found, kernels))
-    finally:
-        bench.close()
 
 
 def _parse_step(text: str) -> tuple[int, int]:
@@ -262,24 +258,42 @@ def _kernel_table(found: StepProfile, num_kernels: int) -> Table:
 
 
 @app.command()
-def models(
-    cache_dir: Annotated[str | None, typer.Option(help="Where models are kept.")] = None,
-) -> None:
+def models(cache_dir: CacheDir = None) -> None:
     """List the bundled model and the models converted from GGUF files, with their sizes."""
     directory = Path(_cache_dir(cache_dir))
     table = Table(box=None, pad_edge=False)
     for column in ("model", "kind", "size", "path"):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
     try:
-        for model in installed_models(directory):
-            size = "-" if model.num_bytes is None else _size(model.num_bytes)
-            table.add_row(escape(model.name), model.kind, size, escape(str(model.path)))
+        for name, kind, num_bytes, path in installed_models(directory):
+            size = "-" if num_bytes is None else _size(num_bytes)
+            table.add_row(escape(name), kind, size, escape(str(path)))
     except OSError as error:
         raise CacheDirectoryError(
             f"the cache directory {directory} cannot be read ({error.strerror}); "
             "choose another with --cache-dir"
         ) from error
     Console(highlight=False).print(table)
+
+
+def installed_models(cache_dir: Path) -> Iterator[tuple[str, str, int | None, Path]]:
+    """Yield the bundled model, then the models converted from GGUF files: name, kind, bytes and path.
+
+    The bytes are None if the model is not fetched yet.
+    """
+    path = cache_dir / "bundled" / bundled.FILE
+    if path.exists():
+        yield bundled.NAME, "bundled", path.stat().st_size, path
+    else:
+        yield bundled.NAME, "bundled, fetched at first use", None, path
+    for config in sorted((cache_dir / "converted").glob("[!.]*/[!.]*/config.json")):
+        directory = config.parent
+        try:
+            name = read_json(config).get("_name_or_path")
+        except ModelFileError:  # only the name is lost
+            name = None
+        num_bytes = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
+        yield str(name or directory.parent.name[:12]), "converted", num_bytes, directory
 
 
 @contextmanager
@@ -295,7 +309,7 @@ def _engine(config: EngineConfig) -> Iterator[Engine]:
 def _quiet(config: EngineConfig) -> EngineConfig:
     """Set up logging for a command that prints its own results: by default, only warnings are logged."""
     if config.log_level == "info":
-        config = config.with_(log_level="warning")
+        config = replace(config, log_level="warning")
     configure(config.log_level)
     return config
 

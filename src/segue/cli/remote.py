@@ -1,4 +1,4 @@
-"""Sends the command line's requests to a running server."""
+"""A client of a running server, and the commands that control one: ``segue pause``, ``abort`` and more."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from segue.errors import SegueError
+import typer
+
+from segue.errors import ConfigError, SegueError
 from segue.http_client import open_url
 
 TIMEOUT_S = 600.0
+control_app = typer.Typer()
+PANEL = "Control a running server"  # the heading in `segue --help`
+Url = Annotated[str, typer.Option(help="The running server.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(help="Its admin key, or API key.", envvar=["SEGUE_ADMIN_API_KEY", "SEGUE_API_KEY"]),
+]
+DEFAULT_URL = "http://127.0.0.1:30000"
 
 
 class RemoteError(SegueError):
@@ -25,25 +35,19 @@ class Remote:
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._key = key
+        self._key = key or None
 
-    def post(self, path: str, body: Any = None, *, timeout: float | None = TIMEOUT_S) -> str:
-        """Post ``body`` as JSON and return the text of the answer; ``timeout``: seconds without data.
+    @contextmanager
+    def open(self, path: str, body: Any = None, *, timeout: float | None = TIMEOUT_S) -> Iterator[Any]:
+        """Context with the open answer to a GET or, if ``body`` is given, to a POST of this JSON.
 
-        Raises:
-            RemoteError: the server cannot be reached, refused the request, or did not finish its answer.
-        """
-        data = b"" if body is None else json.dumps(body).encode()
-        with self.open(path, data, timeout=timeout) as response, self.understood():
-            text: str = response.read().decode()
-            return text
-
-    def open(self, path: str, data: bytes | None = None, *, timeout: float | None = TIMEOUT_S) -> Any:
-        """Return the open answer, which the caller must close; the request is a POST if ``data`` is given.
+        ``timeout``: the longest silence, in seconds; None: no limit.
 
         Raises:
-            RemoteError: the server cannot be reached, or it refused the request.
+            RemoteError: the server cannot be reached, or it refused the request; or the answer breaks off in
+                the block, or is not of the form that the block expects.
         """
+        data = None if body is None else json.dumps(body).encode()
         # A proxy from the environment would look for a loopback address on another machine.
         by_proxy = not _is_loopback(self.url)
         try:
@@ -54,16 +58,11 @@ class Remote:
             raise RemoteError(
                 f"cannot reach {self.url}: {str(getattr(error, 'reason', error)).strip()}; check --url"
             ) from None
-        if response.status != 200:
-            with response:
-                raise RemoteError(f"{self.url}{path}: {response.status} {_reason(response)}")
-        return response
-
-    @contextmanager
-    def understood(self) -> Iterator[None]:
-        """Raise a RemoteError if the answer breaks off in the block, or is not of the expected form."""
         try:
-            yield
+            with response:
+                if response.status != 200:
+                    raise RemoteError(f"{self.url}{path}: {response.status} {_reason(response)}")
+                yield response
         except (OSError, HTTPException) as error:
             raise RemoteError(f"{self.url} ended in the middle of its answer ({error})") from None
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -96,3 +95,60 @@ def _reason(response: Any) -> str:
         return message_of(json.loads(text))
     except (OSError, HTTPException, ValueError):
         return str(response.reason)
+
+
+@control_app.command(rich_help_panel=PANEL)
+def pause(
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="What happens to requests: wait (running ones finish first), in_place (they keep their KV), "
+            "retract (they give up their KV and wait), abort (they end)."
+        ),
+    ] = "retract",
+    ttl: Annotated[float | None, typer.Option(help="Seconds until the server continues by itself.")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Pause a server's generation; returns once no request runs."""
+    server, body = Remote(url, api_key), {"mode": mode, "ttl_s": ttl}
+    with server.open("/pause_generation", body, timeout=None if mode == "wait" else TIMEOUT_S) as answer:
+        now = json.load(answer)
+        state = "continued meanwhile" if now["mode"] is None else f"paused ({now['mode']})"
+        typer.echo(
+            f"{state}: {now['num_running']} requests in place, {now['num_waiting']} waiting; "
+            f"{now['num_retracted']} retracted, {now['num_aborted']} aborted; took {now['drained_ms']:.1f} ms"
+        )
+
+
+@control_app.command("continue", rich_help_panel=PANEL)
+def continue_(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Let a paused server continue."""
+    with Remote(url, api_key).open("/continue_generation", {}) as answer:
+        typer.echo(json.load(answer)["message"])
+
+
+@control_app.command(rich_help_panel=PANEL)
+def abort(
+    rid: Annotated[str | None, typer.Argument(help="Id of a request, or of a batch.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every request.")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Abort one request of a server, or all. Replies keep the text so far. An unknown id does nothing."""
+    if bool(rid) == all_:
+        raise ConfigError("give either a request's id or --all")
+    with Remote(url, api_key).open("/abort_request", {"rid": rid or "", "abort_all": all_}):
+        typer.echo("asked the server to abort " + ("all requests" if all_ else str(rid)))
+
+
+@control_app.command(rich_help_panel=PANEL)
+def flush(
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until no request holds KV.", min=0)] = 0.0,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Drop all cached KV of a server."""
+    path, reply_timeout = f"/flush_cache?timeout={timeout}", None if timeout else TIMEOUT_S
+    with Remote(url, api_key).open(path, {}, timeout=reply_timeout) as answer:
+        typer.echo(" ".join(answer.read().decode().split()))

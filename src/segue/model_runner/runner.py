@@ -81,7 +81,7 @@ class ModelRunner:
             rebuild=made.model.build_derived,
             cache_dir=Path(config.cache_dir),
             seed=config.seed,
-            master_allow=tuple(parse_list(allow, ",", "weights_master_allow")) if allow else (),
+            master_allow=tuple(parse_list(allow, "weights_master_allow")) if allow else (),
             reserved=int(config.weight_staging_gb * 1e9),
             headroom=made.headroom,
         )

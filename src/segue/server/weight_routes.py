@@ -71,7 +71,7 @@ def limits(config: EngineConfig, operation: WeightOperation) -> dict[str, Any]:
         return {}
     roots = None
     if config.weights_root is not None:
-        roots = parse_list(config.weights_root, os.pathsep, "weights_root")
+        roots = parse_list(config.weights_root, "weights_root", os.pathsep)
     elif not (config.admin_api_key or is_loopback(config.host)):
         raise InvalidRequestError(
             f"this server listens on {config.host} without an admin key, so clients may not choose what it "

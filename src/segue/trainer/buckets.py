@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from segue.errors import ConfigError
+from segue.messages.weight_operations import Bucket
 
 Weights = nn.Module | Mapping[str, Tensor]
 
@@ -22,13 +23,14 @@ class TensorBucket:
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by name, on the meta device
     num_bytes: int = 0
 
-    def body(self) -> dict[str, Any]:
-        """Returns the bucket as ``/prepare_weights_update`` takes it."""
-        return {
-            "names": list(self.tensors),
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()],
-            "shapes": [list(tensor.shape) for tensor in self.tensors.values()],
-        }
+    @property
+    def announced(self) -> Bucket:
+        """The bucket as an engine is told of it."""
+        return Bucket(
+            names=list(self.tensors),
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()],
+            shapes=[list(tensor.shape) for tensor in self.tensors.values()],
+        )
 
 
 def plan(weights: Weights, max_bytes: int) -> list[TensorBucket]:

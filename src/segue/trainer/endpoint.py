@@ -10,7 +10,10 @@ from dataclasses import dataclass, field, replace
 from http.client import HTTPException, IncompleteRead
 from typing import Any
 
+import msgspec
+
 from segue.http_client import open_url
+from segue.messages.weight_operations import Operation
 
 STOP_S = 0.1  # between two checks whether to stop
 
@@ -27,26 +30,26 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)  # the engine's admin key, or its API key
     world_size: int | None = None  # its number of ranks, for engines whose /server_info lacks it
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float, *, tries: int = 1) -> Answer:
-        """Returns the engine's answer to a POST; ``timeout_s``: the longest silence, in seconds.
+    def post(self, operation: Operation, timeout_s: float, *, tries: int = 1) -> Answer:
+        """Returns the engine's answer to an operation; ``timeout_s``: the longest silence, in seconds.
 
         ``tries``: how often it is sent if answers are lost; engines repeat their answers for a session.
         """
-        data = json.dumps(body).encode()
+        body = msgspec.json.encode(msgspec.structs.asdict(operation))
         for _ in range(tries):
-            answer = self._request(path, data, timeout_s)
+            answer = self._request(operation.route, body, timeout_s)
             if answer.status is not None or answer.gone:
                 break
         return answer
 
-    def get(self, path: str, timeout_s: float) -> Answer:
+    def get(self, route: str, timeout_s: float) -> Answer:
         """Returns the engine's answer to a GET; ``timeout_s``: as for :meth:`post`."""
-        return self._request(path, None, timeout_s)
+        return self._request(route, None, timeout_s)
 
-    def _request(self, path: str, data: bytes | None, timeout_s: float) -> Answer:
+    def _request(self, route: str, body: bytes | None, timeout_s: float) -> Answer:
         url = self.url.rstrip("/")
         try:
-            with open_url(url + path, data, api_key=self.api_key, timeout_s=timeout_s) as response:
+            with open_url(f"{url}/{route}", body, api_key=self.api_key, timeout_s=timeout_s) as response:
                 return _parse_answer(url, response.status, _read(response))
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)

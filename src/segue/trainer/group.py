@@ -1,23 +1,26 @@
-"""The process group that a trainer hosts as rank 0, in addition to any groups of its own."""
+"""The process group that a trainer hosts as rank 0, besides any groups of its own, and broadcasts over it."""
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
 
 from segue.memory.nccl_buffers import can_register
 from segue.messages.weight_operations import Group
+from segue.trainer.buckets import TensorBucket, as_bytes
 from segue.weight_update.transport.base import broadcast_options
 from segue.weight_update.transport.group import (
     ANNOUNCED_KEY,
@@ -27,12 +30,13 @@ from segue.weight_update.transport.group import (
     make_backend,
     prefixed,
 )
-from segue.weight_update.transport.rendezvous import bracketed
 
 MARGIN_S = 600.0  # torch's own deadlines are later than ours by so much
 LEAVE_S = 10.0
 STAND_IN_S = 1.0  # per connection that stands in for missing engines, see `TrainerGroup.leave`
 CHECK_S = 0.1
+AHEAD = 2  # buckets in flight on CUDA, each with its own buffer
+POLL_S = 0.0005  # between two queries of the device
 
 
 @dataclass(eq=False)
@@ -53,7 +57,8 @@ class TrainerGroup:
         is_cuda = self.device.type == "cuda"
         self.streams = [torch.cuda.Stream(self.device) for _ in range(2)] if is_cuda else []  # type: ignore[no-untyped-call]
         self._store: Store | None = None  # the group's part of the store
-        self._has_store = threading.Event()  # set once the store has all keys that engines read
+        # Set once all ranks are in the store and it has all keys that engines read, or joining has failed.
+        self.has_met = threading.Event()
         self._num_buckets = 0  # announced so far
         self._registers = False  # whether the memory of flattened buckets is registered with NCCL
         self._timeout = timedelta(seconds=self.timeout_s + MARGIN_S)
@@ -82,15 +87,6 @@ class TrainerGroup:
             raise RuntimeError(f"the group {name!r} was not joined: {self._error}{hint}") from self._error
         if self._joined is None:
             raise TimeoutError(f"not all engines joined the group {name!r} within {timeout_s:g} s")
-
-    def wait_met(self, timeout_s: float) -> None:
-        """Wait until all ranks are in the store and it has all keys that engines read; raises no errors.
-
-        :meth:`wait` reports a failure.
-        """
-        deadline = time.monotonic() + timeout_s
-        while self._joining.is_alive() and time.monotonic() < deadline and not self._has_store.is_set():
-            self._has_store.wait(CHECK_S)
 
     def announce(self) -> None:
         """Announce the next bucket in the store; with NCCL, to be called before each bucket."""
@@ -145,14 +141,15 @@ class TrainerGroup:
     def _join(self) -> None:
         group = self.group
         try:
-            where = f"tcp://{bracketed(group.master_address)}:{group.master_port}"
-            store, _, _ = next(rendezvous(where, rank=0, world_size=group.world_size, timeout=self._timeout))
+            # torch's `rendezvous` hosts no store in a process that torchrun has started.
+            host, port, timeout = group.master_address, group.master_port, self._timeout
+            store = TCPStore(host, port, group.world_size, True, timeout, multi_tenant=True)
             if self._left:  # `leave` has connected in place of the missing engines
                 return
-            store.set_timeout(self._timeout)
             joined = self._make(store)
         except Exception as error:
             self._error, self._store = error, None
+            self.has_met.set()
             return
         with self._lock:
             if not self._left:
@@ -164,7 +161,7 @@ class TrainerGroup:
     def _make(self, store: Store) -> JoinedGroup:
         self._store = ours = prefixed(store, self.group)
         if self.group.backend == "gloo":
-            self._has_store.set()
+            self.has_met.set()
             made = make_backend(store, self.group, 0, self._timeout)
         else:
             ours.set(ANNOUNCED_KEY, "0")
@@ -174,7 +171,7 @@ class TrainerGroup:
             self._registers = can_register(made, self.device)
             if self._registers:
                 ours.set(REGISTERED_KEY, "1")
-            self._has_store.set()
+            self.has_met.set()
             # Build the communicator now, so that no broadcast waits for it.
             made.eager_connect_single_device(self.device)  # type: ignore[attr-defined]
         return JoinedGroup(self.group, 0, self.device, store, None, made)
@@ -185,6 +182,132 @@ class TrainerGroup:
         if joined is None:
             raise RuntimeError(f"the group {self.group.name!r} was left")
         return joined
+
+
+@dataclass(eq=False, repr=False)
+class BroadcastSender:
+    """Broadcasts buckets; begins in its constructor. Any thread may read the attributes meanwhile.
+
+    On CUDA the broadcasts wait for the work that is queued on the caller's current stream.
+    """
+
+    group: TrainerGroup
+    buckets: Sequence[TensorBucket]
+    tensors: Iterator[tuple[str, Tensor]]
+    _: KW_ONLY
+    flattened: bool  # one broadcast per bucket, with its tensors' bytes end to end; else one per tensor
+    on_sent: Callable[[BroadcastSender], None]
+    gb_per_s: float = math.inf  # limit from one bucket's start to the next's, on CUDA; may be changed later
+
+    def __post_init__(self) -> None:
+        self.num_buckets = self.num_bytes = 0  # sent so far
+        self.error: Exception | None = None
+        self.finished = threading.Event()
+        self._stopped = False
+        self._buffers: list[Tensor] = []
+        self._in_flight = deque[tuple[TensorBucket, torch.cuda.Event, list[Tensor]]]()  # with end, and pieces
+        is_cuda = self.group.device.type == "cuda"
+        self._ready_event = torch.cuda.current_stream(self.group.device).record_event() if is_cuda else None
+        threading.Thread(target=self._run, name="broadcast-weights", daemon=True).start()
+
+    def stop(self) -> None:
+        """Begin no further broadcasts; those in flight end with their group, or never."""
+        self._stopped = True
+
+    def _run(self) -> None:
+        try:
+            if self._ready_event is None:
+                self._send()
+            else:
+                self._send_cuda(self._ready_event)
+        except Exception as error:
+            self.error = error
+        finally:
+            self.finished.set()
+
+    def _send(self) -> None:
+        for index, bucket in enumerate(self.buckets):
+            for piece in self._pieces(index, bucket):
+                self._check()
+                self.group.broadcast(piece).wait()
+            self._count_sent(bucket)
+
+    def _send_cuda(self, ready: torch.cuda.Event) -> None:
+        """Pack on one stream and send on another; the host polls events, so that it can stop."""
+        packing, sending = self.group.streams
+        packing.wait_event(ready)
+        began, num_bytes = 0.0, 0  # start and size of the last bucket
+        with torch.cuda.device(self.group.device):
+            for index, bucket in enumerate(self.buckets):
+                if len(self._in_flight) == AHEAD:  # the next bucket reuses the buffer of the oldest one
+                    self._wait_oldest()
+                with torch.cuda.stream(packing):
+                    pieces = list(self._pieces(index, bucket))
+                sending.wait_event(packing.record_event())
+                self._throttle(began, num_bytes)
+                began, num_bytes = time.monotonic(), bucket.num_bytes
+                self.group.announce()
+                with torch.cuda.stream(sending):
+                    for piece in pieces:
+                        self.group.broadcast(piece)
+                self._in_flight.append((bucket, sending.record_event(), pieces))
+            while self._in_flight:
+                self._wait_oldest()
+
+    def _wait_oldest(self) -> None:
+        """Wait for the oldest bucket in flight, and count it."""
+        while not self._in_flight[0][1].query():  # type: ignore[no-untyped-call]
+            self._check()
+            time.sleep(POLL_S)
+        self._count_sent(self._in_flight.popleft()[0])
+
+    def _throttle(self, began: float, num_bytes: int) -> None:
+        """Wait until ``num_bytes``, sent since ``began`` at `gb_per_s`, would be complete."""
+        while time.monotonic() < began + num_bytes / (1e9 * self.gb_per_s):
+            self._check()
+            if self._in_flight and self._in_flight[0][1].query():  # type: ignore[no-untyped-call]
+                self._wait_oldest()
+            else:
+                time.sleep(POLL_S)
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise RuntimeError("the broadcast was stopped")
+
+    def _count_sent(self, bucket: TensorBucket) -> None:
+        self.num_buckets += 1
+        self.num_bytes += bucket.num_bytes
+        self.on_sent(self)
+
+    def _pieces(self, index: int, bucket: TensorBucket) -> Iterator[Tensor]:
+        """Yields what to broadcast for a bucket, one after the other, as bytes."""
+        if not self.flattened:
+            for tensor in self._next_tensors(bucket):
+                yield as_bytes(tensor.to(self.group.device))
+            return
+        if not self._buffers:
+            size = max(bucket.num_bytes for bucket in self.buckets)
+            count = 1 if self._ready_event is None else min(len(self.buckets), AHEAD)
+            self._buffers = self.group.buffers(size, count)
+        flat = self._buffers[index % len(self._buffers)][: bucket.num_bytes]
+        start = 0
+        for tensor in self._next_tensors(bucket):
+            part, content = flat[start : start + tensor.nbytes], as_bytes(tensor)
+            start += tensor.nbytes
+            if part.is_cuda:
+                part.copy_(content)
+            else:  # numpy uses this thread alone; torch would synchronise the threads that train, per tensor
+                np.copyto(part.numpy(), content.cpu().numpy())
+        yield flat
+
+    def _next_tensors(self, bucket: TensorBucket) -> Iterator[Tensor]:
+        for name, planned in bucket.tensors.items():
+            found, tensor = next(self.tensors)
+            if (found, tensor.dtype, tensor.shape) != (name, planned.dtype, planned.shape):
+                raise RuntimeError(
+                    f"tensor {name!r}: the weights changed their names, dtypes or shapes during the send"
+                )
+            yield tensor
 
 
 def free_port(wanted: int | None) -> int:

@@ -9,25 +9,24 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 from urllib.parse import urlsplit
 
 import torch
+from msgspec import structs
 
 from segue.errors import ConfigError, SegueError
-from segue.messages.weight_operations import Group
-from segue.trainer.broadcast import BroadcastSender
+from segue.messages import weight_operations as operations
+from segue.messages.weight_operations import Operation
 from segue.trainer.buckets import TensorBucket, Weights, device_of, plan, tensors
 from segue.trainer.endpoint import Answer, Endpoint, everywhere
-from segue.trainer.group import TrainerGroup, free_port, own_address
+from segue.trainer.group import BroadcastSender, TrainerGroup, free_port, own_address
 from segue.weight_update.checksum import checksum
 from segue.weight_update.transport.rendezvous import bracketed
 
 ASK_S = 10.0  # timeout of requests that an engine answers at once
 POLL_S = 0.2  # between two checks of the engines' status during a broadcast
 COMMIT_TRIES = 3  # requests for a commit, if answers are lost
-COMMIT = "/commit_weights_update"
-DEFAULT_GROUP = "weight_update_group"
 
 
 class WeightSendError(SegueError):
@@ -104,7 +103,7 @@ class WeightSender:
     flattened: bool = True
     checksums: bool = False
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    group_name: str = DEFAULT_GROUP
+    group_name: str = operations.DEFAULT_GROUP
     master_address: str | None = None
     master_port: int | None = None
     max_ctas: int | None = 16
@@ -116,11 +115,9 @@ class WeightSender:
         self._engines = [Endpoint(url=each) if isinstance(each, str) else each for each in self.endpoints]
         if not self._engines:
             raise ConfigError("endpoints is empty: give the URL of at least one engine")
-        if not self.gb_per_s_while_serving > 0:
-            raise ConfigError(
-                f"gb_per_s_while_serving={self.gb_per_s_while_serving}; it must be above 0 (math.inf: no "
-                "limit)"
-            )
+        limit = self.gb_per_s_while_serving
+        if not limit > 0:
+            raise ConfigError(f"gb_per_s_while_serving={limit}; it must be above 0 (math.inf: no limit)")
         self._group: TrainerGroup | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -169,18 +166,18 @@ class WeightSender:
         group = self._group = self._group or self._join()
         began = time.perf_counter()
         sums = {name: checksum(each) for name, each in tensors(self.weights)} if self.checksums else None
-        manifest = {
-            "num_buckets": len(buckets),
-            "buckets": [bucket.body() for bucket in buckets],
-            "group_name": self.group_name,
-            "session_id": session,
-            "weight_version": weight_version,
-            "load_format": "flattened_bucket" if self.flattened else None,
-            "checksums": sums,
-            "timeout_s": self.timeout_s,
-        }
+        prepare = operations.Prepare(
+            buckets=[bucket.announced for bucket in buckets],
+            group_name=self.group_name,
+            num_buckets=len(buckets),
+            session_id=session,
+            weight_version=weight_version,
+            load_format="flattened_bucket" if self.flattened else None,
+            checksums=sums,
+            timeout_s=self.timeout_s,
+        )
         try:
-            answers = self._ask("/prepare_weights_update", manifest, self.timeout_s)
+            answers = self._ask(prepare, self.timeout_s)
         except WeightSendError as error:
             raise _RefusedError(error.message, error.answers) from None
         try:
@@ -191,11 +188,13 @@ class WeightSender:
         self._broadcast(group, session, buckets, began, self._speed_limit(answers))
         broadcast_s = time.perf_counter() - broadcast_began
         alone = len(self._engines) == 1
-        finish = {"group_name": self.group_name, "session_id": session, "flush_cache": flush_cache}
-        wait_s = self.timeout_s + ASK_S
-        answers = self._ask("/complete_weights_update", finish | {"commit": alone}, wait_s, COMMIT_TRIES)
+        complete = operations.Complete(
+            group_name=self.group_name, session_id=session, flush_cache=flush_cache, commit=alone
+        )
+        answers = self._ask(complete, self.timeout_s + ASK_S, COMMIT_TRIES)
         if not alone:
-            answers = self._ask(COMMIT, finish, wait_s, COMMIT_TRIES)
+            commit = operations.CommitSession(session_id=session, flush_cache=flush_cache)
+            answers = self._ask(commit, self.timeout_s + ASK_S, COMMIT_TRIES)
         seconds = time.perf_counter() - began
         num_bytes = sum(bucket.num_bytes for bucket in buckets)
         return SendReport(
@@ -210,7 +209,6 @@ class WeightSender:
     def _join(self) -> TrainerGroup:
         """Host a group for all engines; returns it once all engines have answered that they joined."""
         sizes = world_sizes(self._engines)
-        offsets = [1 + sum(sizes[:index]) for index in range(len(sizes))]
         device = device_of(self.weights)
         if self.backend == "gloo" or (self.backend == "auto" and device.type != "cuda"):
             device = torch.device("cpu")
@@ -219,37 +217,27 @@ class WeightSender:
                 f"backend 'nccl' sends from CUDA devices, but the weights are on {device}: use 'gloo'"
             )
         first = urlsplit(self._engines[0].url)
-        group = Group(
-            name=self.group_name,
-            master_address=self.master_address or own_address(first.hostname or "", first.port or 80),
+        address = self.master_address or own_address(first.hostname or "", first.port or 80)
+        join = operations.JoinGroup(
+            master_address=bracketed(address),
             master_port=free_port(self.master_port),
             rank_offset=0,
             world_size=1 + sum(sizes),
+            group_name=self.group_name,
             backend="nccl" if device.type == "cuda" else "gloo",
+            timeout_s=self.timeout_s,
         )
-        hosted = TrainerGroup(group, device, self.timeout_s, self.max_ctas)
-        common = {
-            "master_address": bracketed(group.master_address),
-            "master_port": group.master_port,
-            "world_size": group.world_size,
-            "group_name": group.name,
-            "backend": group.backend,
-            "timeout_s": self.timeout_s,
-        }
+        hosted = TrainerGroup(join.group, device, self.timeout_s, self.max_ctas)
+
+        def ask(index: int, engine: Endpoint) -> Answer:
+            rank_offset = 1 + sum(sizes[:index])
+            return engine.post(structs.replace(join, rank_offset=rank_offset), self.timeout_s + ASK_S)
+
         try:
             # Once one engine refuses, the group is left, which ends the rendezvous of the others.
-            answers = everywhere(
-                self._engines,
-                lambda index, endpoint: endpoint.post(
-                    "/init_weights_update_group",
-                    common | {"rank_offset": offsets[index]},
-                    self.timeout_s + ASK_S,
-                ),
-                on_failure=hosted.leave,
-                stop=self._closing,
-            )
-            self._check("/init_weights_update_group", answers)
-            hosted.wait_met(self.timeout_s)
+            answers = everywhere(self._engines, ask, on_failure=hosted.leave, stop=self._closing)
+            self._check(join, answers)
+            hosted.has_met.wait(self.timeout_s)
         except BaseException:
             hosted.leave()
             raise
@@ -319,32 +307,32 @@ class WeightSender:
     def _statuses(self, session: str) -> list[Answer]:
         """Returns each engine's status; an engine that does not answer in time may be busy: a success."""
 
-        def ask(_: int, endpoint: Endpoint) -> Answer:
-            answer = endpoint.get("/weights_update_status", ASK_S / 4)
+        def ask(_: int, engine: Endpoint) -> Answer:
+            answer = engine.get(operations.GetUpdateStatus.route, ASK_S / 4)
             if answer.gone or "state" not in answer.fields or answer.fields.get("session_id") == session:
                 return replace(answer, success=not answer.gone)
             # The engine has ended the session; its answer to a complete request says why.
-            body = {"group_name": self.group_name, "session_id": session, "commit": False}
-            return replace(endpoint.post("/complete_weights_update", body, ASK_S / 4), success=False)
+            complete = operations.Complete(group_name=self.group_name, session_id=session, commit=False)
+            return replace(engine.post(complete, ASK_S / 4), success=False)
 
         return everywhere(self._engines, ask, stop=self._closing)
 
-    def _ask(self, path: str, body: dict[str, Any], timeout_s: float, tries: int = 1) -> list[Answer]:
-        """Send a request to all engines, and return their answers; raises unless all are successes."""
+    def _ask(self, operation: Operation, timeout_s: float, tries: int = 1) -> list[Answer]:
+        """Send an operation to all engines, and return their answers; raises unless all are successes."""
         answers = everywhere(
             self._engines,
-            lambda _, engine: engine.post(path, body, timeout_s, tries=tries),
+            lambda _, engine: engine.post(operation, timeout_s, tries=tries),
             stop=self._closing,
         )
-        self._check(path, answers)
+        self._check(operation, answers)
         return answers
 
-    def _check(self, path: str, answers: list[Answer]) -> None:
+    def _check(self, operation: Operation, answers: list[Answer]) -> None:
         done = [answer.url for answer in answers if answer.success]
-        if path == COMMIT and 0 < len(done) < len(answers):
+        if isinstance(operation, operations.CommitSession) and 0 < len(done) < len(answers):
             self._fail(f"committed by {', '.join(done)} only, which keep the new weights", answers)
         if len(done) < len(answers):
-            self._fail(f"{path} failed", answers)
+            self._fail(f"/{operation.route} failed", answers)
 
     def _fail(self, what: str, answers: list[Answer]) -> NoReturn:
         reasons = "; ".join(f"{answer.url}: {answer.message}" for answer in answers if not answer.success)
@@ -353,15 +341,15 @@ class WeightSender:
     def _give_up(self, session: str) -> None:
         """Abort the session on all engines, and leave the group, in which a broadcast may hang."""
         if self._group is not None:
-            body = {"session_id": session, "group_name": self.group_name}
-            everywhere(self._engines, lambda _, each: each.post("/abort_weights_update", body, ASK_S))
+            abort = operations.AbortSession(session_id=session)
+            everywhere(self._engines, lambda _, engine: engine.post(abort, ASK_S))
         self._leave()
 
     def _leave(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            body = {"group_name": self.group_name}
-            everywhere(self._engines, lambda _, each: each.post("/destroy_weights_update_group", body, ASK_S))
+            leave = operations.LeaveGroup(group_name=self.group_name)
+            everywhere(self._engines, lambda _, engine: engine.post(leave, ASK_S))
             group.leave()
 
 
@@ -371,7 +359,7 @@ def world_sizes(endpoints: Sequence[Endpoint]) -> list[int]:
     Raises:
         WeightSendError: an engine cannot be reached, or neither of them has the number.
     """
-    answers = everywhere(endpoints, lambda _, endpoint: endpoint.get("/server_info", ASK_S))
+    answers = everywhere(endpoints, lambda _, endpoint: endpoint.get("server_info", ASK_S))
     sizes: list[int] = []
     for endpoint, answer in zip(endpoints, answers, strict=True):
         size = answer.fields.get("tp", answer.fields.get("tp_size", endpoint.world_size))

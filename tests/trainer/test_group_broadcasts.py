@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from segue.trainer.broadcast import BroadcastSender
 from segue.trainer.buckets import plan, tensors
+from segue.trainer.group import BroadcastSender
 
 COUNT, SIZE = 6, 4000  # buckets, and bytes of each
 
