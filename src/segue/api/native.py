@@ -17,9 +17,10 @@ from msgspec import Struct
 from segue.api.generation import Generation
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, UnsupportedFieldError, short_repr
-from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, End, GenerateRequest, Output
+from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, GenerateRequest, Output
 from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
+from segue.messages.requests import Finished
 
 RULES = {
     "text": "a string or a list of strings",
@@ -246,7 +247,7 @@ class NativeReplies:
         return [None if logprob is None else max(logprob, LOWEST_LOGPROB), token, text]
 
 
-def finish_reason(end: End) -> dict[str, Any]:
+def finish_reason(end: Finished) -> dict[str, Any]:
     """SGLang's ``finish_reason``."""
     match end.reason:
         case "stop":

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 
+from msgspec import structs
+
 from segue.errors import SegueError
 from segue.frontend.detokenizer import Detokenizer, TokenTable
 from segue.frontend.sampling_options import Prepared, RequestLimits, SamplingOptions, num_entries, prepare
@@ -85,19 +87,6 @@ class PendingCall:
             self.ended.set_result(None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """The end of a request. ``num_tokens`` counts the output tokens of the reply, up to a stop string."""
-
-    reason: str  # stop | length | abort
-    matched: int | str | None
-    message: str | None
-    num_tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-    versions: list[tuple[str, int, int]]  # (weight version, start, end) in output tokens
-
-
 @dataclass(slots=True)
 class Output:
     """The output of a request since the last :meth:`RequestState.take`."""
@@ -106,7 +95,7 @@ class Output:
     token_ids: list[int]
     logprobs: list[TokenLogprob]  # one per token id, if they were requested
     offsets: list[int]  # start of each token in the whole text, if logprobs were requested
-    end: End | None
+    end: Finished | None
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +123,7 @@ class RequestState:
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the reader; a call has one
     streaming: bool = False  # whether every token wakes the reader, and not only the end
     discarded: bool = False  # whether the reader has left; only the end is awaited
-    end: End | None = None
+    end: Finished | None = None
     error: SegueError | None = None
     cut: int = -1  # tokens up to the end of a complete stop string; -1: none is complete
     _detokenizer: Detokenizer = field(init=False)
@@ -189,7 +178,7 @@ class RequestState:
         # The first token was counted where it was made; until the next one comes, the client waits for that.
         self.first_token_at = self.last_token_at = self.created
 
-    def finish(self, finished: Finished) -> End:
+    def finish(self, finished: Finished) -> Finished:
         """End the request as the scheduler did, or at a stop string, which the scheduler may not know of."""
         if self.cut < 0:
             rest = self._detokenizer.flush()
@@ -197,19 +186,15 @@ class RequestState:
                 self._append_text(rest)
             if self.cut < 0 and self._matcher is not None:
                 self._parts.append(self._matcher.flush())
-        count = finished.num_tokens if self.cut < 0 else self.cut
+        if (cut := self.cut) >= 0:
+            versions = [(v, start, min(end, cut)) for v, start, end in finished.versions if start < cut]
+            stopped = {"reason": "stop", "matched": self._matched, "message": None, "num_tokens": cut}
+            finished = structs.replace(finished, **stopped, versions=versions)
+        count = finished.num_tokens
         assert count == len(self.ids), f"request {self.rid}: {len(self.ids)} tokens came, not {count}"
-        self.end = End(
-            reason=finished.reason if self.cut < 0 else "stop",
-            matched=finished.matched if self.cut < 0 else self._matched,
-            message=finished.message if self.cut < 0 else None,
-            num_tokens=count,
-            prompt_tokens=finished.prompt_tokens,
-            cached_tokens=finished.cached_tokens,
-            versions=[(v, start, min(end, count)) for v, start, end in finished.versions if start < count],
-        )
+        self.end = finished
         self.changed.set()
-        return self.end
+        return finished
 
     def fail(self, error: SegueError) -> None:
         """End the request with an error, unless it has ended already."""
