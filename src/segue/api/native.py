@@ -14,12 +14,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from segue.api.generation import Generation
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, UnsupportedFieldError, short_repr
-from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, GenerateRequest, Output
+from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, GenerateRequest, Generation, Output
 from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
+from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.messages.requests import Finished
 
 RULES = {
@@ -116,9 +116,7 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
         raise InvalidRequestError(text, param="priority")
     return NativeCall(
         requests=[
-            GenerateRequest(
-                rid=rid, prompt=prompt, options=option, priority=call.priority, param=param, names=NAMES
-            )
+            GenerateRequest(rid=rid, prompt=prompt, options=option, priority=call.priority, param=param)
             for rid, prompt, option in zip(rids, prompts, options, strict=True)
         ],
         batch_id=batch_id,
@@ -191,16 +189,17 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
         logprobs=call.top_logprobs_num if call.return_logprob else -1,
         prompt_logprobs_start=max(-1, call.logprob_start_len) if call.return_logprob else -1,
         must_fit=False,
+        names=NAMES,
     )
 
 
 class NativeReplies:
     """The replies to the requests of one call; texts and ids are cumulative, as SGLang's are."""
 
-    def __init__(self, call: NativeCall, generation: Generation) -> None:
+    def __init__(self, manager: TokenizerManager, call: NativeCall, generation: Generation) -> None:
+        self._manager = manager
         self._call = call
         self._generation = generation
-        self._manager = generation.manager
 
     async def result(self) -> tuple[Any, int]:
         """The finished reply, a list for a batch; and its number of entries: replies, tokens and logprobs."""
@@ -210,7 +209,8 @@ class NativeReplies:
             logprobs = (*output.logprobs, *self._generation.states[index].prompt_logprobs)
             num_entries += 1 + len(output.token_ids) + sum(1 + len(entry.top) for entry in logprobs)
             await turn(index)
-        replies = await self._generation.build(lambda: list(map(self._reply, count(), outputs)), num_entries)
+        pool = self._manager.thread_pool
+        replies = await pool.build(lambda: list(map(self._reply, count(), outputs)), num_entries)
         return replies if self._call.batch_id is not None else replies[0], num_entries
 
     async def updates(self) -> AsyncIterator[dict[str, Any]]:
@@ -228,7 +228,7 @@ class NativeReplies:
             "prompt_tokens": len(state.prompt_ids),
             "completion_tokens": len(output.token_ids),
             "cached_tokens": 0 if end is None else end.cached_tokens,
-            "weight_version": versions[-1][0] if versions else self._manager.weight_version,
+            "weight_version": versions[-1][0] if versions else self._manager.weights.version,
             "weight_versions": [{"version": v, "start": start, "end": stop} for v, start, stop in versions],
         }
         if state.wants_logprobs:

@@ -14,12 +14,12 @@ from segue.errors import EngineDeadError, InvalidRequestError, OverloadedError, 
 from segue.frontend.control_calls import ControlCalls
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.life import Life
-from segue.frontend.request import GenerateRequest, PendingCall, RequestState, prepare_all
-from segue.frontend.sampling_options import RequestLimits, check_token_ids
+from segue.frontend.request import GenerateRequest, Generation, RequestState
+from segue.frontend.sampling_options import RequestLimits
 from segue.frontend.stats import Stats
 from segue.frontend.text_bound import max_chars_per_token
 from segue.frontend.thread_pool import ThreadPool, turn
-from segue.frontend.tokenizer import PromptEncoder, Tokenizer
+from segue.frontend.tokenizer import PromptEncoder, Tokenizer, check_token_ids
 from segue.messages import control
 from segue.messages.control import Counters, FlushResult, FrontendMessage, PauseMode, PauseResult
 from segue.messages.requests import (
@@ -30,7 +30,6 @@ from segue.messages.requests import (
     Finish,
     Finished,
     Rejected,
-    SamplingParams,
     pack_ids,
 )
 from segue.messages.weight_operations import WeightOperation
@@ -104,26 +103,19 @@ class TokenizerManager:
         self._control = ControlCalls(send, life)
         self._admission = Admission(max_queued_requests, ready.limits.max_running_requests)
         self._states: dict[str, RequestState] = {}
-        self._arriving: dict[str, PendingCall] = {}  # rid -> its call, until the request has a state
+        self._arriving: dict[str, Generation] = {}  # rid -> its call, until the request has a state
         self._batches: dict[str, set[str]] = {}  # batch id -> rids of its requests in flight
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def limits(self) -> RequestLimits:
-        """How long a request may be, and which token ids it may have."""
-        return self.encoder.limits
-
     # --- clients ---
 
-    async def submit(self, request: GenerateRequest) -> RequestState:
-        """Check one request and send it; see :meth:`submit_batch`."""
-        return (await self.submit_batch([request]))[0]
-
-    async def submit_batch(
-        self, requests: Sequence[GenerateRequest], batch_id: str | None = None
-    ) -> list[RequestState]:
+    async def submit(
+        self, requests: Sequence[GenerateRequest], batch_id: str | None = None, *, is_streamed: bool = False
+    ) -> Generation:
         """Check requests, and send all of them or none. Aborting ``batch_id`` aborts each of them.
+
+        With ``is_streamed`` it waits up to ``ACCEPT_S`` for a refusal of the scheduler, which is raised.
 
         Raises:
             InvalidRequestError: a value breaks its rule, or a rid is in flight.
@@ -137,53 +129,56 @@ class TokenizerManager:
         created = time.monotonic()
         self._check_rids(requests, batch_id)
         self._admission.check(len(requests), len(self._arriving), self.stats.counters)
-        arrival = PendingCall(len(requests))
+        generation = Generation(len(requests), self.discard)
         rids = [request.rid for request in requests]
-        self._arriving |= dict.fromkeys(rids, arrival)
+        self._arriving |= dict.fromkeys(rids, generation)
         if batch_id is not None:
             self._batches[batch_id] = set(rids)
         self._idle.clear()
-        begun: list[RequestState] = []
         try:
-            options = await prepare_all(requests, self.limits, self.thread_pool)
-            prompts = await self.encoder.encode_call(requests, arrival.ended)
             states: list[RequestState] = []
-            for number, (request, ids, prepared) in enumerate(zip(requests, prompts, options, strict=True)):
-                aborted = request.rid in arrival.aborted
-                params = SamplingParams(max_new_tokens=0) if aborted else prepared.params(len(ids))
-                state = RequestState(request, ids, params, self.table, created, self.discard, batch_id)
+            prompts = await self.encoder.encode_call(requests, generation)
+            for number, (request, (ids, params)) in enumerate(zip(requests, prompts, strict=True)):
+                changed = generation.changed
+                state = RequestState(request, ids, params, self.table, created, changed, batch_id)
                 if request.outputs:
-                    check_token_ids(request.outputs, self.limits, "outputs")
+                    check_token_ids(request.outputs, self.encoder.limits, "outputs")
                     state.prime(request.outputs, request.output_logprobs)
                 states.append(state)
                 await turn(number)
             for number, (request, state) in enumerate(zip(requests, states, strict=True)):
                 if self._life.error is not None:
                     raise self._life.error
-                self._begin(request, state, arrival)
-                begun.append(state)
+                self._begin(request, state, generation)
+                generation.states.append(state)
                 await turn(number)
         except BaseException:
             if batch_id is not None:
                 self._batches.pop(batch_id, None)
-            for state in begun:
+            for state in generation.states:
                 state.batch_id = None
-                self.discard(state)
+            generation.close()
             raise
         finally:
             for rid in rids:
-                if self._arriving.get(rid) is arrival:  # else it was sent, and its rid may be in use again
+                if self._arriving.get(rid) is generation:  # else it was sent: its rid may be in use again
                     del self._arriving[rid]
             self._update_idle()
-        return begun
+        if is_streamed:
+            try:
+                await generation.accepted()
+            except BaseException:
+                generation.close()
+                raise
+        return generation
 
-    def _begin(self, request: GenerateRequest, state: RequestState, arrival: PendingCall) -> None:
+    def _begin(self, request: GenerateRequest, state: RequestState, generation: Generation) -> None:
         """Send a request, or end it if it was aborted before."""
         rid = request.rid
         del self._arriving[rid]
         self._states[rid] = state
-        if rid in arrival.aborted:
-            reason = arrival.aborted[rid]
+        if rid in generation.aborted:
+            reason = generation.aborted[rid]
             end = Finished(
                 rid=rid,
                 reason="abort",
@@ -227,7 +222,7 @@ class TokenizerManager:
     def _abort_arriving(self, rids: Iterable[str], message: str | None) -> int:
         """Abort requests that are not sent yet. Return how many were not aborted before."""
         arriving = [(rid, self._arriving[rid]) for rid in rids if rid in self._arriving]
-        return sum(arrival.abort(rid, message) for rid, arrival in arriving)
+        return sum(generation.abort(rid, message) for rid, generation in arriving)
 
     def discard(self, state: RequestState) -> None:
         """Abort a request whose reader has left, unless it has ended."""
@@ -259,11 +254,6 @@ class TokenizerManager:
         return await self._control.ask(
             lambda call: WeightCall(call, operation, roots, from_hub), WeightAnswer
         )
-
-    @property
-    def weight_version(self) -> str:
-        """The version of the served weights."""
-        return self.weights.version
 
     async def get_state(self, *, check: bool = False) -> control.State:
         """Return the scheduler's state; with ``check`` also the violated invariants."""
@@ -333,8 +323,8 @@ class TokenizerManager:
             state.fail(error)
         self._states.clear()
         self._batches.clear()
-        for arrival in self._arriving.values():
-            arrival.end()
+        for generation in self._arriving.values():
+            generation.stop_encoding()
         self._idle.set()
         self._control.fail(error)
 

@@ -187,7 +187,7 @@ class Runtime:
             "served_model_name": self.name,
             "model_type": self.source.config.architecture,
             "is_generation": True,
-            "weight_version": self.manager.weight_version,
+            "weight_version": self.manager.weights.version,
             "tp_size": self.config.tp,
         }
 

@@ -155,6 +155,7 @@ async def chat_call(
     ``rid`` and ``created`` are new ones unless they are given.
     """
     check_model(body.model, model)
+    check_num_biases(len(body.logit_bias or ()))
     rid = rid or f"chatcmpl-{uuid.uuid4().hex}"
     if not body.messages:
         raise InvalidRequestError("messages: must have at least one message", param="messages")
@@ -162,13 +163,13 @@ async def chat_call(
         raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     max_tokens, limit_name = _max_tokens(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    names = {"max_tokens": limit_name, "logprobs": "top_logprobs"}
     request = GenerateRequest(
         rid=rid,
         prompt=await model.encoder.render(await _messages(body.messages)),
-        options=_options(body, max_tokens, logprobs),
+        options=SamplingOptions.of(body, max_tokens=max_tokens, logprobs=logprobs, names=names),
         add_special_tokens=False,
         param="messages",
-        names={"max_tokens": limit_name, "logprobs": "top_logprobs"},
     )
     return _wanted(body, model, rid, created, [request])
 
@@ -178,9 +179,9 @@ def completion_call(
 ) -> Wanted:
     """Make one request per prompt; ``rid`` and ``created`` are as in :func:`chat_call`."""
     check_model(body.model, model)
+    check_num_biases(len(body.logit_bias or ()))
     rid = rid or f"cmpl-{uuid.uuid4().hex}"
-    logprobs = -1 if body.logprobs is None else body.logprobs
-    options = _options(body, body.max_tokens, logprobs)
+    options = SamplingOptions.of(body)
     prompts, _ = prompts_of(body.prompt, "prompt", RULES)
     check_batch(len(prompts), model.max_prompts, "prompt")
     check_num_entries(num_entries(options), len(prompts))
@@ -252,13 +253,6 @@ def _wanted(
         stream=bool(body.stream),
         usage_in_stream=body.stream_options is not None and bool(body.stream_options.include_usage),
     )
-
-
-def _options(
-    body: ChatCompletionRequest | CompletionRequest, max_tokens: int | None, logprobs: int
-) -> SamplingOptions:
-    check_num_biases(len(body.logit_bias or ()))
-    return SamplingOptions.of(body, max_tokens=max_tokens, logprobs=logprobs)
 
 
 def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
