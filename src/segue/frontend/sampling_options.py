@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn, cast, get_type_hints
 
 from msgspec import Meta, structs
 
@@ -16,21 +16,6 @@ from segue.messages.requests import SamplingParams
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1 << 14  # of all stop strings of a request together
 SEED_LIMIT = 1 << 63
-# What the values may be, where that does not depend on the model; without a maximum, any finite number.
-RANGES = {
-    "temperature": Meta(ge=0),
-    "top_p": Meta(gt=0, le=1),
-    "min_p": Meta(ge=0, le=1),
-    "top_k": Meta(ge=-1),
-    "presence_penalty": Meta(ge=-2, le=2),
-    "frequency_penalty": Meta(ge=-2, le=2),
-    # Far outside the usual range (1 to 2), yet near enough to 1 that no finite logit overflows.
-    "repetition_penalty": Meta(ge=0.01, le=100),
-    "min_tokens": Meta(ge=0),
-    "logprobs": Meta(ge=-1, le=20),
-    "max_tokens": Meta(ge=1),
-    "seed": Meta(ge=-SEED_LIMIT, le=SEED_LIMIT - 1),
-}
 # Entries of `logit_bias` and `stop_token_ids` in one call, counted once per prompt.
 MAX_ENTRIES = 1 << 18
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -50,25 +35,30 @@ class RequestLimits:
 class SamplingOptions:
     """The sampling options of a request, with OpenAI's names and defaults.
 
+    ``Meta`` says what a value may be, where that does not depend on the model; without ``le``, any finite
+    number that is large enough. :meth:`check` checks it, so that the whole rule is in the error.
+
     Only the EOS ids of a model's ``generation_config.json`` are used. The temperature and top-p that it
     recommends are not applied.
     """
 
-    max_tokens: int | None = None  # None: the rest of the context
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 and -1: off
-    min_p: float = 0.0
-    seed: int | None = None  # None: random
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    max_tokens: Annotated[int | None, Meta(ge=1)] = None  # None: the rest of the context
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0  # 0 and -1: off
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int | None, Meta(ge=-SEED_LIMIT, le=SEED_LIMIT - 1)] = None  # None: random
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    # Far outside the usual range (1 to 2), yet near enough to 1 that no finite logit overflows.
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    logprobs: int = -1  # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
+    # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
+    logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1
     prompt_logprobs_start: int = -1  # first prompt position with logprobs; -1: none
     skip_special_tokens: bool = True  # whether special tokens are left out of the text
     keep_stop: bool = False  # whether a matched stop string or stop token stays in the text
@@ -136,7 +126,7 @@ class SamplingOptions:
 
     def check(self, limits: RequestLimits) -> None:
         """Check all options as far as they do not depend on the prompt; raises as :meth:`shared_params`."""
-        for option, rule in RANGES.items():
+        for option, rule in _RANGES.items():
             if (value := getattr(self, option)) is not None:
                 self._check_range(option, value, rule)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -169,6 +159,13 @@ class SamplingOptions:
 
     def _name(self, option: str) -> str:
         return self.names.get(option, option)
+
+
+_RANGES: dict[str, Meta] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(SamplingOptions, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
 
 
 def check_batch(count: int, most: int, param: str) -> None:

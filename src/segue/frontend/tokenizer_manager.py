@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from msgspec import convert, structs
 
 from segue import errors
-from segue.errors import EngineDeadError, InvalidRequestError, OverloadedError, PoisonedError, SegueError
-from segue.frontend.control_calls import ControlCalls
+from segue.errors import EngineDeadError, InvalidRequestError, PoisonedError, SegueError
 from segue.frontend.detokenizer import TokenTable
-from segue.frontend.life import Life
+from segue.frontend.life import Admission, Life
 from segue.frontend.request import GenerateRequest, Generation, RequestState
 from segue.frontend.sampling_options import RequestLimits
 from segue.frontend.stats import Stats
@@ -33,39 +32,9 @@ from segue.messages.requests import (
     pack_ids,
 )
 from segue.messages.weight_operations import WeightOperation
-from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice
+from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice, WithdrawCall
 
-
-@dataclass(slots=True)
-class Admission:
-    """Counts the requests in transit to the scheduler, and refuses requests that would not fit its queue.
-
-    It does so before they are sent, because the scheduler may be in a long step. The scheduler decides in the
-    end. A request that an idle engine would accept is never refused here.
-    """
-
-    max_queued_requests: int
-    max_running_requests: int
-    num_sent: int = 0
-    num_rejected: int = 0
-
-    def check(self, count: int, num_arriving: int, now: Counters) -> None:
-        """Check whether ``count`` more requests fit, while ``num_arriving`` others are not sent yet.
-
-        Raises:
-            OverloadedError: more requests would wait than ``max_queued_requests``.
-        """
-        in_transit = self.num_sent - self.num_rejected - now.num_accepted
-        waiting = now.num_waiting + max(0, in_transit) + num_arriving
-        # If requests wait already, the scheduler could not admit them: then free slots do not count.
-        is_open = now.num_waiting == 0 and now.paused is None
-        free = max(0, self.max_running_requests - now.num_running) if is_open else 0
-        allowed = self.max_queued_requests
-        if waiting + count > allowed + free:
-            raise OverloadedError(
-                f"{waiting} requests wait, and {count} more would exceed the {allowed} allowed "
-                "(--max-queued-requests); retry later"
-            )
+Answer = TypeVar("Answer", control.State, control.Paused, control.Continued, control.Flushed, WeightAnswer)
 
 
 class TokenizerManager:
@@ -100,7 +69,8 @@ class TokenizerManager:
         self.encoder = PromptEncoder(tokenizer, limits, chars_per_token, self.thread_pool)
         self._life = life
         self._send = send
-        self._control = ControlCalls(send, life)
+        self._calls: dict[int, asyncio.Future[Any]] = {}  # number -> the call that waits for this answer
+        self._num_calls = 0
         self._admission = Admission(max_queued_requests, ready.limits.max_running_requests)
         self._states: dict[str, RequestState] = {}
         self._arriving: dict[str, Generation] = {}  # rid -> its call, until the request has a state
@@ -230,34 +200,58 @@ class TokenizerManager:
             state.discarded = True
             self.abort(state.rid)
 
+    # --- control calls, which are answered once ---
+
+    async def _ask(self, message: Callable[[int], FrontendMessage], kind: type[Answer]) -> Answer:
+        """Send the message for a new call number, and wait for the answer with that number.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+            EngineHungError: the engine does not answer. It may still carry out the call when it recovers.
+        """
+        if (silence := self._life.silence) is not None:
+            raise silence
+        self._num_calls += 1
+        call = self._num_calls
+        self._calls[call] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(message(call))
+            answer = await self._calls[call]
+        except asyncio.CancelledError:
+            if kind is WeightAnswer and self._life.error is None:
+                self._send(WithdrawCall(call))
+            raise
+        finally:
+            del self._calls[call]
+        assert isinstance(answer, kind)
+        return answer
+
     async def pause_generation(self, mode: PauseMode, ttl_s: float | None = None) -> PauseResult:
         """Stop generation, and return once nothing runs. After ``ttl_s`` seconds it continues by itself."""
         arriving = self._abort_arriving(self._arriving, None) if mode == "abort" else 0
         sent = time.monotonic()
-        answer = await self._control.ask(lambda call: control.Pause(call, mode, ttl_s, sent), control.Paused)
+        answer = await self._ask(lambda call: control.Pause(call, mode, ttl_s, sent), control.Paused)
         result = convert(answer, PauseResult, from_attributes=True)
         return structs.replace(result, num_aborted=result.num_aborted + arriving)
 
     async def continue_generation(self) -> None:
         """Continue generation. No effect if it is not paused."""
-        await self._control.ask(control.Continue, control.Continued)
+        await self._ask(control.Continue, control.Continued)
 
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushResult:
         """Drop all cached KV, unless a request still holds KV after ``timeout_s`` seconds."""
-        answer = await self._control.ask(lambda call: control.Flush(call, timeout_s), control.Flushed)
+        answer = await self._ask(lambda call: control.Flush(call, timeout_s), control.Flushed)
         return convert(answer, FlushResult, from_attributes=True)
 
     async def ask_weights(
         self, operation: WeightOperation, roots: list[str] | None = None, from_hub: bool = True
     ) -> WeightAnswer:
         """Have an operation on the weights performed; :class:`WeightCall` describes the arguments."""
-        return await self._control.ask(
-            lambda call: WeightCall(call, operation, roots, from_hub), WeightAnswer
-        )
+        return await self._ask(lambda call: WeightCall(call, operation, roots, from_hub), WeightAnswer)
 
     async def get_state(self, *, check: bool = False) -> control.State:
         """Return the scheduler's state; with ``check`` also the violated invariants."""
-        return await self._control.ask(lambda call: control.GetState(call, check), control.State)
+        return await self._ask(lambda call: control.GetState(call, check), control.State)
 
     @property
     def num_requests(self) -> int:
@@ -307,13 +301,17 @@ class TokenizerManager:
             case (
                 control.State() | control.Paused() | control.Continued() | control.Flushed() | WeightAnswer()
             ):
-                self._control.answer(message)
+                future = self._calls.get(message.call)
+                if future is not None and not future.done():  # else the call waits no longer
+                    future.set_result(message)
             case _:
                 raise TypeError(f"unexpected {type(message).__name__} from a running scheduler")
 
     def hang(self, error: SegueError) -> None:
-        """End all calls with an error: the engine does not answer. Requests in flight wait."""
-        self._control.fail(error)
+        """End all control calls with an error: the engine does not answer. Requests in flight wait."""
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
 
     def die(self, error: SegueError) -> None:
         """End all requests and calls with an error: the engine is dead."""
@@ -326,7 +324,7 @@ class TokenizerManager:
         for generation in self._arriving.values():
             generation.stop_encoding()
         self._idle.set()
-        self._control.fail(error)
+        self.hang(error)
 
     def _on_step(self, output: control.SchedulerOutput) -> None:
         now = time.monotonic()

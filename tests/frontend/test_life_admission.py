@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from segue.errors import OverloadedError
-from segue.frontend.tokenizer_manager import Admission
+from segue.frontend.life import Admission
 from segue.messages.control import Counters
 from segue.messages.requests import AddRequest
 from tests.frontend.test_tokenizer_manager import Bench, request, run
