@@ -17,7 +17,7 @@ from msgspec import Struct
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, UnsupportedFieldError, short_repr
 from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, GenerateRequest, Generation, Output
-from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
+from segue.frontend.sampling_options import SamplingOptions, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.messages.requests import Finished
@@ -105,8 +105,8 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
     if (call.text is None) == (call.input_ids is None):
         raise InvalidRequestError("give either text or input_ids, and not both", param="text")
     param = "text" if call.text is not None else "input_ids"
-    prompts, batched = prompts_of(call.input_ids if call.text is None else call.text, param, RULES)
-    check_batch(len(prompts), max_prompts, param)
+    value = call.input_ids if call.text is None else call.text
+    prompts, batched = prompts_of(value, param, RULES, max_prompts)
     rids, batch_id = _rids(call.rid, len(prompts), batched)
     options = _all_options(call, len(prompts))
     for rid in rids:

@@ -111,19 +111,31 @@ def parse(
     return structs.replace(checked, **decoded) if decoded else checked
 
 
-def prompts_of(value: Any, param: str, rules: Mapping[str, str]) -> tuple[Sequence[str | list[int]], bool]:
+def prompts_of(
+    value: Any, param: str, rules: Mapping[str, str], max_prompts: int
+) -> tuple[Sequence[str | list[int]], bool]:
     """Return the prompts of a text, token ids, or a list of either, and whether it is such a list.
 
     An empty list has no token ids, but where ``param`` is ``text``, no texts.
 
     Raises:
-        InvalidRequestError: a list has items of several types.
+        InvalidRequestError: a list has items of several types, no prompts, or more than ``max_prompts``.
     """
     if isinstance(value, list) and len(set(map(type, value))) > 1:
         raise InvalidRequestError(f"{param}: expected {rules[param]}", param=param)
     if isinstance(value, str) or (isinstance(value[0], int) if value else param != "text"):
         return [value], False
+    check_batch(len(value), max_prompts, param)
     return value, True
+
+
+def check_batch(count: int, most: int, param: str) -> None:
+    """Raise InvalidRequestError for an empty batch, and for one with more prompts than may wait."""
+    if count == 0:
+        raise InvalidRequestError(f"{param} is an empty list; it must have at least one prompt", param=param)
+    if count > most:
+        rule = f"at most {most} (--max-queued-requests) go in one call"
+        raise InvalidRequestError(f"{param} has {count} prompts; {rule}", param=param)
 
 
 def misfit(

@@ -168,15 +168,6 @@ _RANGES: dict[str, Meta] = {
 }
 
 
-def check_batch(count: int, most: int, param: str) -> None:
-    """Raise InvalidRequestError for an empty batch, and for one with more prompts than may wait."""
-    if count == 0:
-        raise InvalidRequestError(f"{param} is an empty list; it must have at least one prompt", param=param)
-    if count > most:
-        rule = f"at most {most} (--max-queued-requests) go in one call"
-        raise InvalidRequestError(f"{param} has {count} prompts; {rule}", param=param)
-
-
 def num_entries(options: SamplingOptions) -> int:
     """Return the number of entries of ``logit_bias`` and ``stop_token_ids``."""
     return len(options.logit_bias) + len(options.stop_token_ids)

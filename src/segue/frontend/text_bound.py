@@ -30,12 +30,8 @@ def max_chars_per_token(tokenizer: Tokenizer, tokens: Iterable[bytes]) -> int | 
         return None
     if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
         return None
-    return shrinks * max((_num_chars(token) for token in tokens), default=1)
-
-
-def _num_chars(token: bytes) -> int:
-    """Return the number of characters that begin in the token, at least one."""
-    return max(1, len(token.translate(None, _CONTINUATION)))
+    num_chars = (len(token.translate(None, _CONTINUATION)) for token in tokens)  # that begin in the token
+    return shrinks * max(1, *num_chars)
 
 
 def _state(part: Any) -> Mapping[str, Any]:

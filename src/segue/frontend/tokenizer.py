@@ -189,9 +189,7 @@ class PromptEncoder:
             InvalidRequestError: the model has no chat template, or the template rejects the messages.
             ContextLengthError: the messages cannot fit the context, whatever the template makes of them.
         """
-        tokenizer, max_len = self.tokenizer, self.limits.max_seq_len
-        if tokenizer is None:
-            raise _no_tokenizer("messages")
+        tokenizer, max_len = self._tokenizer_for("messages"), self.limits.max_seq_len
         if len(messages) >= max_len:
             text = f"messages has {len(messages)} messages, but this model's context has {max_len} tokens"
             raise ContextLengthError(
@@ -207,7 +205,8 @@ class PromptEncoder:
         """Return the token ids of one prompt, checked."""
         prompt = request.prompt
         if isinstance(prompt, str):
-            prompt = self._ids(prompt, request, special=request.add_special_tokens)
+            tokenizer = self._tokenizer_for(request.param)
+            prompt = tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
         check_prompt_len(len(prompt), self.limits, request.param)
         try:
             ids = prompt if isinstance(prompt, array) else array("i", prompt)
@@ -248,11 +247,10 @@ class PromptEncoder:
         if not isinstance(text, str) or len(text) <= PROBE_CHARS_PER_TOKEN * self.limits.max_seq_len:
             return
         self.check_num_chars(len(text), request.param)
-        count = 0
+        encode, count = partial(self._tokenizer_for(request.param).encode, add_special_tokens=False), 0
         for start in range(0, len(text), PIECE_COST):
             part = text[start : start + PIECE_COST]
-            count += len(await self.thread_pool.run(partial(self._ids, part, request, special=False)))
-            count -= PROBE_SLACK
+            count += len(await self.thread_pool.run(partial(encode, part))) - PROBE_SLACK
             if count >= self.limits.max_seq_len:
                 check_prompt_len(count, self.limits, request.param, at_least=True)
 
@@ -266,10 +264,11 @@ class PromptEncoder:
             encoded += await self.thread_pool.run(partial(self._encode_all, part, shared))
         return encoded
 
-    def _ids(self, text: str, request: GenerateRequest, *, special: bool) -> list[int]:
+    def _tokenizer_for(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise _no_tokenizer(request.param)
-        return self.tokenizer.encode(text, add_special_tokens=special)
+            text = "this model has no tokenizer; give the prompt as token ids"
+            raise InvalidRequestError(text, param=param)
+        return self.tokenizer
 
 
 def check_token_ids(ids: Sequence[int], limits: RequestLimits, param: str) -> None:
@@ -323,10 +322,6 @@ def _cost(request: GenerateRequest) -> int:
     """Return the cost of a prompt, as a number of characters to tokenize."""
     prompt = request.prompt
     return len(prompt) if isinstance(prompt, str) else len(prompt) // IDS_PER_CHAR
-
-
-def _no_tokenizer(param: str) -> InvalidRequestError:
-    return InvalidRequestError("this model has no tokenizer; give the prompt as token ids", param=param)
 
 
 def _class_name(directory: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError, short_repr
 from segue.frontend.request import GenerateRequest
-from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
+from segue.frontend.sampling_options import SamplingOptions, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
 from segue.frontend.tokenizer import ServedModel
 
@@ -182,8 +182,7 @@ def completion_call(
     check_num_biases(len(body.logit_bias or ()))
     rid = rid or f"cmpl-{uuid.uuid4().hex}"
     options = SamplingOptions.of(body)
-    prompts, _ = prompts_of(body.prompt, "prompt", RULES)
-    check_batch(len(prompts), model.max_prompts, "prompt")
+    prompts, _ = prompts_of(body.prompt, "prompt", RULES, model.max_prompts)
     check_num_entries(num_entries(options), len(prompts))
     rids = [rid] if len(prompts) == 1 else [f"{rid}-{index}" for index in range(len(prompts))]
     requests = [
