@@ -22,7 +22,7 @@ def make(min_tokens: int = 0, logprobs: int = -1, **options: Any) -> RequestStat
 
 
 def generation(*states: RequestState) -> Generation:
-    made = Generation(len(states), discard=lambda state: None)
+    made = Generation(len(states), abort=lambda rid: None)
     made.states += states
     return made
 

@@ -132,7 +132,7 @@ def encoder_of(tokenizer: Any, thread_pool: ThreadPool, context: int = 1 << 16) 
 
 
 async def encode(encoder: PromptEncoder, text: str) -> None:
-    await encoder.encode_call([request(prompt=text)], Generation(1, discard=lambda state: None))
+    await encoder.encode_call([request(prompt=text)], Generation(1, abort=lambda rid: None))
 
 
 def test_a_cancelled_call_ends_with_its_current_piece() -> None:
@@ -216,7 +216,7 @@ def test_options_with_many_entries_are_checked_in_a_thread(monkeypatch: pytest.M
         encoder = encoder_of(None, ThreadPool())
         for count in (10, 100_000):
             bias = dict.fromkeys(range(count), 1.0)
-            call = Generation(1, discard=lambda state: None)
+            call = Generation(1, abort=lambda rid: None)
             await encoder.encode_call([request(logit_bias=bias)], call)
         assert threads[0] == threading.main_thread().name
         assert threads[1].startswith("segue-worker")

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from segue.api.validation import TokenId, parse, prompts_of
-from segue.errors import InvalidRequestError, UnsupportedFieldError, short_repr
+from segue.errors import InvalidRequestError, UnsupportedFieldError, invalid_value, short_repr
 from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, GenerateRequest, Generation, Output
 from segue.frontend.sampling_options import SamplingOptions, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
@@ -104,16 +104,15 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
     _refuse_unsupported(body, UNSUPPORTED_FIELDS)
     if (call.text is None) == (call.input_ids is None):
         raise InvalidRequestError("give either text or input_ids, and not both", param="text")
-    param = "text" if call.text is not None else "input_ids"
-    value = call.input_ids if call.text is None else call.text
+    param, value = ("text", call.text) if call.input_ids is None else ("input_ids", call.input_ids)
     prompts, batched = prompts_of(value, param, RULES, max_prompts)
     rids, batch_id = _rids(call.rid, len(prompts), batched)
     options = _all_options(call, len(prompts))
     for rid in rids:
         _check_rid(rid)
     if abs(call.priority) > MAX_PRIORITY:
-        text = f"priority={short_repr(call.priority)}: must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
-        raise InvalidRequestError(text, param="priority")
+        rule = f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
+        raise invalid_value("priority", call.priority, rule)
     return NativeCall(
         requests=[
             GenerateRequest(rid=rid, prompt=prompt, options=option, priority=call.priority, param=param)
@@ -133,7 +132,7 @@ def _check_rid(rid: str) -> None:
     try:
         rid.encode()
     except UnicodeEncodeError:
-        raise InvalidRequestError(f"rid={short_repr(rid)}: must be valid Unicode", param="rid") from None
+        raise invalid_value("rid", rid, "must be valid Unicode") from None
 
 
 def _refuse_unsupported(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
@@ -180,10 +179,7 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
     if sampling.n != 1:
         raise UnsupportedFieldError(f"n={short_repr(sampling.n)}: only 1 is supported", param="n")
     if call.top_logprobs_num < 0:
-        raise InvalidRequestError(
-            f"top_logprobs_num={short_repr(call.top_logprobs_num)}: must be at least 0",
-            param="top_logprobs_num",
-        )
+        raise invalid_value("top_logprobs_num", call.top_logprobs_num, "must be at least 0")
     return SamplingOptions.of(
         sampling,
         logprobs=call.top_logprobs_num if call.return_logprob else -1,

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from segue.errors import InvalidRequestError, UnsupportedFieldError, short_repr
+from segue.errors import InvalidRequestError, UnsupportedFieldError, invalid_value, short_repr
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -71,8 +71,7 @@ def plain(value: Any, name: str = "") -> Any:
         case Mapping():
             return {plain(key): plain(item, str(key)) for key, item in value.items()}
         case set() | frozenset():
-            text = f"{name}={short_repr(value)}: must be a list, for a set has no order"
-            raise InvalidRequestError(text, param=name)
+            raise invalid_value(name, value, "must be a list, for a set has no order")
         case Iterable() if not isinstance(value, (bytes, bytearray, memoryview)):
             return [plain(item, name) for item in value]
         case _:
@@ -185,8 +184,9 @@ def misfit(
         return InvalidRequestError(f"a value in {where} {message}", param=where)
     if not where:
         return InvalidRequestError(message)
-    given = "" if value is _UNSHOWN else f"={short_repr(value)}"
-    return InvalidRequestError(f"{where}{given}: {message}", param=where)
+    if value is _UNSHOWN:
+        return InvalidRequestError(f"{where}: {message}", param=where)
+    return invalid_value(where, value, message)
 
 
 def unknown_field(param: str) -> UnsupportedFieldError:

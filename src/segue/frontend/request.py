@@ -11,9 +11,8 @@ from typing import Any
 from msgspec import structs
 
 from segue.errors import SegueError
-from segue.frontend.detokenizer import Detokenizer, TokenTable
+from segue.frontend.detokenizer import Detokenizer, StopMatcher, TokenTable
 from segue.frontend.sampling_options import SamplingOptions
-from segue.frontend.stop import StopMatcher
 from segue.frontend.thread_pool import turn
 from segue.messages.requests import Finished, SamplingParams, TokenLogprob
 
@@ -184,13 +183,13 @@ class Generation:
     Leaving the ``with`` block aborts those that have not ended.
     """
 
-    def __init__(self, num_requests: int, discard: Callable[[RequestState], None]) -> None:
+    def __init__(self, num_requests: int, abort: Callable[[str], None]) -> None:
         self.states: list[RequestState] = []  # of the requests that were sent, in their order
         self.aborted: dict[str, str | None] = {}  # rid -> message, of the requests that were aborted before
         self.encoding: asyncio.Future[Any] | None = None  # the prompts become token ids, not all at once
         self.changed = asyncio.Event()  # a request has ended; while streaming, a token has arrived
         self._num_requests = num_requests
-        self._discard = discard  # aborts a request, unless it has ended
+        self._abort = abort  # a request that was sent, by its rid
 
     # --- before the requests are sent ---
 
@@ -219,7 +218,9 @@ class Generation:
     def close(self) -> None:
         """Abort the requests that have not ended."""
         for state in self.states:
-            self._discard(state)
+            if not state.is_over and not state.discarded:
+                state.discarded = True
+                self._abort(state.rid)
 
     async def outputs(self) -> list[Output]:
         """Wait for the end of every request, and return the whole output of each.

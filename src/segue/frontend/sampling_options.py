@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn, cast, get_type_hints
 
 from msgspec import Meta, structs
 
-from segue.errors import ContextLengthError, InvalidRequestError, short_repr
+from segue.errors import ContextLengthError, InvalidRequestError, invalid_value, short_repr
 from segue.messages.requests import SamplingParams
 
 MAX_STOPS = 64
@@ -154,8 +154,7 @@ class SamplingOptions:
             self._fail(option, value, f"must be {low}{most}")
 
     def _fail(self, option: str, value: Any, rule: str) -> NoReturn:
-        name = self._name(option)
-        raise InvalidRequestError(f"{name}={short_repr(value)}: {rule}", param=name)
+        raise invalid_value(self._name(option), value, rule)
 
     def _name(self, option: str) -> str:
         return self.names.get(option, option)

@@ -214,6 +214,7 @@ class PromptEncoder:
             check_token_ids(prompt, self.limits, request.param)
             raise
         check_token_ids(ids, self.limits, request.param)
+        check_token_ids(request.outputs, self.limits, "outputs")
         return ids
 
     def _encode_all(
@@ -273,8 +274,7 @@ class PromptEncoder:
 
 def check_token_ids(ids: Sequence[int], limits: RequestLimits, param: str) -> None:
     """Raise InvalidRequestError for a token id that the model does not have."""
-    array_of_ids = np.asarray(ids)
-    if len(ids) and (array_of_ids.min() < 0 or array_of_ids.max() >= limits.vocab_size):
+    if ids and ((of_array := np.asarray(ids)).min() < 0 or of_array.max() >= limits.vocab_size):
         wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
         raise InvalidRequestError(
             f"{param} contains token id {short_repr(wrong)}; ids of this model are 0 to "

@@ -11,14 +11,13 @@ from msgspec import convert, structs
 
 from segue import errors
 from segue.errors import EngineDeadError, InvalidRequestError, PoisonedError, SegueError
-from segue.frontend.detokenizer import TokenTable
+from segue.frontend.detokenizer import TokenTable, max_chars_per_token
 from segue.frontend.life import Admission, Life
 from segue.frontend.request import GenerateRequest, Generation, RequestState
 from segue.frontend.sampling_options import RequestLimits
 from segue.frontend.stats import Stats
-from segue.frontend.text_bound import max_chars_per_token
 from segue.frontend.thread_pool import ThreadPool, turn
-from segue.frontend.tokenizer import PromptEncoder, Tokenizer, check_token_ids
+from segue.frontend.tokenizer import PromptEncoder, Tokenizer
 from segue.messages import control
 from segue.messages.control import Counters, FlushResult, FrontendMessage, PauseMode, PauseResult
 from segue.messages.requests import (
@@ -99,26 +98,20 @@ class TokenizerManager:
         created = time.monotonic()
         self._check_rids(requests, batch_id)
         self._admission.check(len(requests), len(self._arriving), self.stats.counters)
-        generation = Generation(len(requests), self.discard)
+        generation = Generation(len(requests), self.abort)
         rids = [request.rid for request in requests]
         self._arriving |= dict.fromkeys(rids, generation)
         if batch_id is not None:
             self._batches[batch_id] = set(rids)
         self._idle.clear()
         try:
-            states: list[RequestState] = []
             prompts = await self.encoder.encode_call(requests, generation)
             for number, (request, (ids, params)) in enumerate(zip(requests, prompts, strict=True)):
-                changed = generation.changed
-                state = RequestState(request, ids, params, self.table, created, changed, batch_id)
-                if request.outputs:
-                    check_token_ids(request.outputs, self.encoder.limits, "outputs")
-                    state.prime(request.outputs, request.output_logprobs)
-                states.append(state)
-                await turn(number)
-            for number, (request, state) in enumerate(zip(requests, states, strict=True)):
                 if self._life.error is not None:
                     raise self._life.error
+                state = RequestState(request, ids, params, self.table, created, generation.changed, batch_id)
+                if request.outputs:
+                    state.prime(request.outputs, request.output_logprobs)
                 self._begin(request, state, generation)
                 generation.states.append(state)
                 await turn(number)
@@ -193,12 +186,6 @@ class TokenizerManager:
         """Abort requests that are not sent yet. Return how many were not aborted before."""
         arriving = [(rid, self._arriving[rid]) for rid in rids if rid in self._arriving]
         return sum(generation.abort(rid, message) for rid, generation in arriving)
-
-    def discard(self, state: RequestState) -> None:
-        """Abort a request whose reader has left, unless it has ended."""
-        if not state.is_over and not state.discarded:
-            state.discarded = True
-            self.abort(state.rid)
 
     # --- control calls, which are answered once ---
 

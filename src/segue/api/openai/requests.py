@@ -273,10 +273,8 @@ async def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             raise InvalidRequestError(f"{name}: this field is required", param=name)
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        one = {"role": "system" if message.role == "developer" else message.role, "content": content}
-        if message.name is not None:
-            one["name"] = message.name
-        if message.tool_call_id is not None:
-            one["tool_call_id"] = message.tool_call_id
-        rendered.append(one)
+        role = "system" if message.role == "developer" else message.role
+        optional = {"name": message.name, "tool_call_id": message.tool_call_id}
+        given = {name: value for name, value in optional.items() if value is not None}
+        rendered.append({"role": role, "content": content, **given})
     return rendered
