@@ -165,14 +165,12 @@ def misfit(
     value = _at(value, steps) if place and "..." not in path else _UNSHOWN
     if steps and isinstance(steps[0], int):
         steps[0] += first
-    if field := _FIELD.fullmatch(message):
-        steps.append(field[2])
     steps = [param, *steps] if param else steps
-    location, rule = _cut(steps, rules)
-    where = _path(location)
-    if rule is not None and (field is None or len(location) < len(steps)):
+    where, rule = _where(steps, rules)
+    if rule is not None:
         return InvalidRequestError(f"{where}: expected {rule}", param=where)
-    if field is not None:
+    if field := _FIELD.fullmatch(message):
+        where, _ = _where([*steps, field[2]], {})
         if field[1] == "missing required":
             return InvalidRequestError(f"{where}: this field is required", param=where)
         return unknown_field(where)
@@ -223,25 +221,23 @@ def _values(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 def _at(value: Any, steps: Sequence[int | str]) -> Any:
     """The part of a value that ``steps`` lead to, if they do."""
-    for step in steps:
-        try:
+    try:
+        for step in steps:
             value = value[step]
-        except (LookupError, TypeError):
-            return _UNSHOWN
+    except (LookupError, TypeError):
+        return _UNSHOWN
     return value
 
 
-def _cut(location: Sequence[int | str], rules: Mapping[str, str]) -> tuple[Sequence[int | str], str | None]:
-    """Leave out what follows a field of several types: the alternatives that did not match."""
-    for index, part in enumerate(location):
-        if isinstance(part, str) and part in rules:
-            return location[: index + 1], rules[part]
-    return location, None
+def _where(steps: Sequence[int | str], rules: Mapping[str, str]) -> tuple[str, str | None]:
+    """The place that ``steps`` lead to, in words, and its rule.
 
-
-def _path(location: Sequence[int | str]) -> str:
+    What follows a field with a rule is left out: the alternatives of several types that did not match.
+    """
     path = ""
-    for part in location:
-        name = str(part)[:MAX_NAME_CHARS]
-        path += f"[{name}]" if isinstance(part, int) else f".{name}" if path else name
-    return path
+    for step in steps:
+        name = str(step)[:MAX_NAME_CHARS]
+        path += f"[{name}]" if isinstance(step, int) else f".{name}" if path else name
+        if step in rules:
+            return path, rules[str(step)]
+    return path, None
