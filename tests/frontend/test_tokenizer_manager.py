@@ -427,7 +427,7 @@ CALLS: list[tuple[Callable[[TokenizerManager], Coroutine[Any, Any, Any]], Fronte
     (lambda manager: manager.pause_generation("retract"), Pause(1, "retract"), PAUSED),
     (lambda manager: manager.pause_generation("wait", 2.5), Pause(1, "wait", 2.5), PAUSED),
     (lambda manager: manager.continue_generation(), Continue(1), Continued(0)),
-    (lambda manager: manager.flush_cache(3.0), Flush(1, 3.0), Flushed(0, False, 0, "not now")),
+    (lambda manager: manager.flush_cache(3.0), Flush(1, 3.0), Flushed(False, 0, "not now", call=0)),
 ]
 
 

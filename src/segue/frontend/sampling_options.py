@@ -18,8 +18,7 @@ MAX_STOP_CHARS = 1 << 14  # of all stop strings of a request together
 SEED_LIMIT = 1 << 63
 # Entries of `logit_bias` and `stop_token_ids` in one call, counted once per prompt.
 MAX_ENTRIES = 1 << 18
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_FLOATS = ("temperature", "top_p", "min_p", *_PENALTIES)
+_FLOATS = tuple(each.name for each in structs.fields(SamplingParams) if each.type is float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

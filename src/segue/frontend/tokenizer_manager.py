@@ -19,7 +19,7 @@ from segue.frontend.stats import Stats
 from segue.frontend.thread_pool import ThreadPool, turn
 from segue.frontend.tokenizer import PromptEncoder, Tokenizer
 from segue.messages import control
-from segue.messages.control import Counters, FlushResult, FrontendMessage, PauseMode, PauseResult
+from segue.messages.control import FlushResult, FrontendMessage, PauseMode, PauseResult
 from segue.messages.requests import (
     BEFORE_PREFILL,
     FIRST_WEIGHT_VERSION,
@@ -50,7 +50,7 @@ class TokenizerManager:
         max_queued_requests: int,
     ) -> None:
         self.ready = ready
-        self.stats = Stats(counters=Counters())
+        self.stats = Stats()
         self.weights = WeightNotice(version=FIRST_WEIGHT_VERSION)
         chars_per_token = None
         if tokenizer is None:

@@ -166,13 +166,18 @@ class Continued(msgspec.Struct, frozen=True, tag=True, array_like=True):
     call: int
 
 
-class Flushed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class FlushResult(msgspec.Struct, frozen=True):
+    """Whether the KV cache was emptied."""
+
+    success: bool
+    flushed_items: int = 0  # tokens whose KV was dropped
+    error_msg: str = ""  # why the cache was not emptied, and the remedy
+
+
+class Flushed(FlushResult, frozen=True, tag=True, array_like=True, kw_only=True):
     """The reply to :class:`Flush`."""
 
     call: int
-    success: bool
-    flushed_items: int  # tokens whose KV was dropped
-    error_msg: str = ""  # why the cache was not emptied, and the remedy
 
 
 SchedulerMessage = (
@@ -188,11 +193,3 @@ SchedulerMessage = (
     | WeightAnswer
     | WeightNotice
 )
-
-
-class FlushResult(msgspec.Struct, frozen=True):
-    """Whether the KV cache was emptied."""
-
-    success: bool
-    flushed_items: int = 0  # tokens whose KV was dropped
-    error_msg: str = ""  # why the cache was not emptied, and the remedy

@@ -211,12 +211,12 @@ class PauseControl:
         if s.running or (s.waiting and self.state is not PauseState.PAUSED):
             if now < flush.deadline:
                 return False
-            self._replies.append(Flushed(call, False, 0, self._why_not_flushed()))
+            self._replies.append(Flushed(False, 0, self._why_not_flushed(), call=call))
             return True
         if s.in_flight:  # a surplus step, all of whose requests have ended
             return False
         count = s.forget_cache()
-        self._replies += [s.output(), Flushed(call, True, count)]
+        self._replies += [s.output(), Flushed(True, count, call=call)]
         return True
 
     def _why_not_flushed(self) -> str:
