@@ -186,10 +186,10 @@ class Generation:
     def __init__(self, num_requests: int, abort: Callable[[str], None]) -> None:
         self.states: list[RequestState] = []  # of the requests that were sent, in their order
         self.aborted: dict[str, str | None] = {}  # rid -> message, of the requests that were aborted before
-        self.encoding: asyncio.Future[Any] | None = None  # the prompts become token ids, not all at once
+        self.encoding: asyncio.Future[Any] | None = None  # of the prompts, unless it is done at once
         self.changed = asyncio.Event()  # a request has ended; while streaming, a token has arrived
         self._num_requests = num_requests
-        self._abort = abort  # a request that was sent, by its rid
+        self._abort = abort  # aborts a request that was sent, by its rid
 
     # --- before the requests are sent ---
 
