@@ -86,6 +86,11 @@ class ModelNotFoundError(SegueError, status=404, type="invalid_request_error", c
     """The request names a model that this server does not serve."""
 
 
+def invalid_value(param: str, value: Any, rule: str) -> InvalidRequestError:
+    """Return the error for a value that breaks its rule."""
+    return InvalidRequestError(f"{param}={short_repr(value)}: {rule}", param=param)
+
+
 class RequestTooLargeError(SegueError, status=413, type="invalid_request_error", code="request_too_large"):
     """The request body is larger than the server allows."""
 

@@ -300,6 +300,20 @@ def test_a_stream_that_is_not_being_read_at_a_shutdown_says_so(tiny_model: Path)
     stream.close()
 
 
+def test_an_async_stream_that_nobody_refers_to_any_more_ends_its_request(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def begin_and_forget(engine: FakeEngine) -> None:
+        async for _ in engine.async_generate("abc", LONG, stream=True):
+            break
+
+    monkeypatch.setenv("FAKE_STEP_S", "0.05")  # the whole reply takes 20 s
+    with start(tiny_model) as engine:
+        asyncio.run(begin_and_forget(engine))
+        gc.collect()
+        assert_nothing_left(engine)  # within 5 s
+
+
 def test_an_async_stream_that_is_not_being_read_at_a_shutdown_says_so(tiny_model: Path) -> None:
     async def work() -> None:
         engine = start(tiny_model)

@@ -7,7 +7,7 @@ import pytest
 
 from segue.errors import EngineDeadError
 from segue.frontend.detokenizer import TokenTable
-from segue.frontend.request import GenerateRequest, RequestState
+from segue.frontend.request import GenerateRequest, Generation, RequestState
 from segue.frontend.sampling_options import SamplingOptions
 from segue.messages.requests import Finished, FinishReason, SamplingParams, TokenLogprob
 
@@ -18,7 +18,13 @@ TABLE = TokenTable(WORDS, special_ids=(7,))
 def make(min_tokens: int = 0, logprobs: int = -1, **options: Any) -> RequestState:
     request = GenerateRequest(rid="r", prompt=[1], options=SamplingOptions(**options))
     params = SamplingParams(max_new_tokens=100, min_new_tokens=min_tokens, logprobs=logprobs)
-    return RequestState(request, [1], params, TABLE, created=0.0)
+    return RequestState(request, [1], params, TABLE, created=0.0, changed=asyncio.Event())
+
+
+def generation(*states: RequestState) -> Generation:
+    made = Generation(len(states), abort=lambda rid: None)
+    made.states += states
+    return made
 
 
 def ended(count: int, reason: FinishReason = "length", **fields: Any) -> Finished:
@@ -162,7 +168,7 @@ def test_what_the_client_has_already_is_part_of_the_result() -> None:
         for token in (5, 6):
             state.add(token, TokenLogprob(token, -3.0), is_stop=False)
         state.finish(ended(4))
-        output = await state.result()
+        (output,) = await generation(state).outputs()
         assert (output.text, output.token_ids, output.offsets) == ("one 東", [1, 4, 5, 6], [0, 4, 4, 4])
         assert [entry.token for entry in output.logprobs] == [1, 4, 5, 6]
 
@@ -172,7 +178,7 @@ def test_what_the_client_has_already_is_part_of_the_result() -> None:
 def test_outputs_may_end_in_the_stop_token_which_is_not_text() -> None:
     request = GenerateRequest(rid="r", prompt=[1], options=SamplingOptions(stop=("two three",)))
     params = SamplingParams(max_new_tokens=100, stop_token_ids=(2,))
-    state = RequestState(request, [1], params, TABLE, created=0.0)
+    state = RequestState(request, [1], params, TABLE, created=0.0, changed=asyncio.Event())
     state.prime([1, 2], [])
     state.finish(ended(2, "stop", matched=2))
     assert state.take().text == ""

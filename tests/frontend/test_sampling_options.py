@@ -10,17 +10,16 @@ from segue.frontend.sampling_options import (
     MAX_STOPS,
     RequestLimits,
     SamplingOptions,
-    check_prompt_len,
-    check_token_ids,
-    prepare,
 )
+from segue.frontend.tokenizer import check_prompt_len, check_token_ids
 from segue.messages.requests import SamplingParams
 
 LIMITS = RequestLimits(max_seq_len=100, vocab_size=50, eos_ids=(2, 7))
 
 
 def build(prompt_len: int = 10, names: dict[str, str] | None = None, **options: Any) -> SamplingParams:
-    return prepare(SamplingOptions(**options), LIMITS, names or {}).params(prompt_len)
+    made = SamplingOptions(**options, names=names or {})
+    return made.prompt_params(made.shared_params(LIMITS), prompt_len, LIMITS)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from segue.errors import ContextLengthError, EngineDeadError, InvalidRequestError
-from segue.frontend import sampling_options
-from segue.frontend.request import GenerateRequest, prepare_all
+from segue.frontend.request import GenerateRequest, Generation
 from segue.frontend.sampling_options import RequestLimits, SamplingOptions
 from segue.frontend.thread_pool import TURN, ThreadPool
 from segue.frontend.tokenizer import PIECE_COST, PromptEncoder
@@ -66,7 +65,7 @@ def bench(tiny_model: Path) -> Bench:
 
 def test_abandoned_texts_do_not_delay_the_next(bench: Bench, spaces: SpaceTokenizer) -> None:
     async def work() -> None:
-        tasks = [asyncio.create_task(bench.manager.submit(request(f"r{n}", SPACES))) for n in range(12)]
+        tasks = [asyncio.create_task(bench.submit(request(f"r{n}", SPACES))) for n in range(12)]
         await asyncio.wait(tasks, timeout=1)
         for task in tasks:
             task.cancel()
@@ -74,7 +73,7 @@ def test_abandoned_texts_do_not_delay_the_next(bench: Bench, spaces: SpaceTokeni
         kinds = (asyncio.CancelledError, ContextLengthError)
         assert all(isinstance(outcome, kinds) for outcome in outcomes)
         begin = time.monotonic()
-        await bench.manager.submit(request("next", "Hello " * 1000))
+        await bench.submit(request("next", "Hello " * 1000))
         assert time.monotonic() - begin < 2.0
         assert [message.rid for message in bench.sent if isinstance(message, AddRequest)] == ["next"]
         bench.step(("next", 70), finished=(ended("next", 1),))
@@ -88,7 +87,7 @@ def test_a_text_with_more_characters_than_the_context_can_hold_is_not_tokenized(
 ) -> None:
     async def work() -> None:
         with pytest.raises(ContextLengthError, match=f"at least {len(SPACES) // 64}"):
-            await bench.manager.submit(request(prompt=SPACES))
+            await bench.submit(request(prompt=SPACES))
         assert spaces.pieces == []
 
     if bench.manager.encoder.chars_per_token is not None:
@@ -99,13 +98,13 @@ def test_a_long_text_is_judged_by_its_parts_and_the_whole_decides(
     bench: Bench, spaces: SpaceTokenizer
 ) -> None:
     async def work() -> None:
-        await bench.manager.submit(request("fits", " " * 64 * 8191))
+        await bench.submit(request("fits", " " * 64 * 8191))
         assert spaces.pieces[-1] == 64 * 8191 and max(spaces.pieces[:-1]) <= PIECE_COST
         with pytest.raises(ContextLengthError, match="8192 tokens"):
-            await bench.manager.submit(request("long", " " * 64 * 8192))
+            await bench.submit(request("long", " " * 64 * 8192))
         del spaces.pieces[:]
         with pytest.raises(ContextLengthError, match="at least"):
-            await bench.manager.submit(request("longer", " " * 10 + "x" * 400_000))
+            await bench.submit(request("longer", " " * 10 + "x" * 400_000))
         assert max(spaces.pieces) <= PIECE_COST
 
     run(work())
@@ -133,7 +132,7 @@ def encoder_of(tokenizer: Any, thread_pool: ThreadPool, context: int = 1 << 16) 
 
 
 async def encode(encoder: PromptEncoder, text: str) -> None:
-    await encoder.encode_call([request(prompt=text)], asyncio.get_running_loop().create_future())
+    await encoder.encode_call([request(prompt=text)], Generation(1, abort=lambda rid: None))
 
 
 def test_a_cancelled_call_ends_with_its_current_piece() -> None:
@@ -170,7 +169,7 @@ def test_many_prompts_are_tokenized_in_their_order(bench: Bench) -> None:
         prompts: list[Any] = [f"text {n} " * (n % 40) + "." for n in range(500)]
         prompts[7], prompts[100] = [5] * 300, array("i", [6, 7])
         requests = [request(f"r{n}", prompt) for n, prompt in enumerate(prompts)]
-        await bench.manager.submit_batch(requests)
+        await bench.manager.submit(requests)
         sent = [message for message in bench.sent if isinstance(message, AddRequest)]
         assert [message.rid for message in sent] == [each.rid for each in requests]
         tokenizer = bench.manager.encoder.tokenizer
@@ -187,18 +186,18 @@ def test_many_prompts_are_tokenized_in_their_order(bench: Bench) -> None:
 
 def test_options_that_are_shared_are_checked_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[SamplingOptions] = []
-    check = sampling_options.check_options
+    check = SamplingOptions.check
 
-    def counting(options: SamplingOptions, *rest: Any) -> None:
+    def counting(options: SamplingOptions, limits: RequestLimits) -> None:
         checked.append(options)
-        check(options, *rest)
+        check(options, limits)
 
-    monkeypatch.setattr(sampling_options, "check_options", counting)
+    monkeypatch.setattr(SamplingOptions, "check", counting)
 
     async def work() -> None:
         options = SamplingOptions(logit_bias=dict.fromkeys(range(300), 1.0), stop_token_ids=(3, 4))
         requests = [GenerateRequest(rid=str(n), prompt=[1] * (n + 1), options=options) for n in range(300)]
-        await bench.manager.submit_batch(requests)
+        await bench.manager.submit(requests)
         params = [message.params for message in bench.sent if isinstance(message, AddRequest)]
         assert checked == [options]
         assert all(each.logit_bias is params[0].logit_bias for each in params)
@@ -211,15 +210,14 @@ def test_options_that_are_shared_are_checked_once(bench: Bench, monkeypatch: pyt
 
 def test_options_with_many_entries_are_checked_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    monkeypatch.setattr(
-        sampling_options, "check_options", lambda *_: threads.append(threading.current_thread().name)
-    )
+    monkeypatch.setattr(SamplingOptions, "check", lambda *_: threads.append(threading.current_thread().name))
 
     async def work() -> None:
-        limits = RequestLimits(max_seq_len=10, vocab_size=10**6, eos_ids=())
+        encoder = encoder_of(None, ThreadPool())
         for count in (10, 100_000):
             bias = dict.fromkeys(range(count), 1.0)
-            await prepare_all([request(logit_bias=bias)], limits, ThreadPool())
+            call = Generation(1, abort=lambda rid: None)
+            await encoder.encode_call([request(logit_bias=bias)], call)
         assert threads[0] == threading.main_thread().name
         assert threads[1].startswith("segue-worker")
 
@@ -250,7 +248,7 @@ def sent(bench: Bench, kind: type[Any]) -> list[str]:
 
 def test_the_requests_of_a_client_that_leaves_while_its_batch_is_sent_are_aborted(bench: Bench) -> None:
     async def work() -> None:
-        task = asyncio.create_task(bench.manager.submit_batch(batch(5 * TURN), "batch"))
+        task = asyncio.create_task(bench.manager.submit(batch(5 * TURN), "batch"))
         on_sent(bench, TURN, task.cancel)
         await asyncio.wait({task})
         begun = sent(bench, AddRequest)
@@ -259,7 +257,7 @@ def test_the_requests_of_a_client_that_leaves_while_its_batch_is_sent_are_aborte
         for rid in begun:
             bench.step(finished=(ended(rid, 0, "abort"),))
         await bench.manager.wait_idle()
-        await bench.manager.submit_batch(batch(3), "batch")
+        await bench.manager.submit(batch(3), "batch")
 
     run(work())
 
@@ -267,14 +265,14 @@ def test_the_requests_of_a_client_that_leaves_while_its_batch_is_sent_are_aborte
 def test_a_batch_may_be_aborted_while_it_is_sent(bench: Bench) -> None:
     async def work() -> None:
         on_sent(bench, TURN, lambda: bench.manager.abort("batch", message="enough"))
-        streams = await bench.manager.submit_batch(batch(3 * TURN), "batch")
+        call = await bench.manager.submit(batch(3 * TURN), "batch")
         begun = sent(bench, AddRequest)
         assert len(begun) == TURN and sorted(sent(bench, Abort)) == sorted(begun)
         for rid in begun:
             bench.step(finished=(ended(rid, 0, "abort"),))
-        for stream in streams:
-            end = (await stream.result()).end
-            assert end is not None and end.reason == "abort"
+        outputs = await call.outputs()
+        assert len(outputs) == 3 * TURN
+        assert all(output.end is not None and output.end.reason == "abort" for output in outputs)
         await bench.manager.wait_idle()
 
     run(work())
@@ -285,7 +283,7 @@ def test_a_pause_that_aborts_while_a_batch_is_sent_counts_each_request_once(benc
         pauses: list[asyncio.Task[Any]] = []
         pause = bench.manager.pause_generation
         on_sent(bench, TURN, lambda: pauses.append(asyncio.create_task(pause("abort"))))
-        await bench.manager.submit_batch(batch(3 * TURN), "batch")
+        await bench.manager.submit(batch(3 * TURN), "batch")
         (message,) = [message for message in bench.sent if isinstance(message, Pause)]
         bench.manager.receive(
             Paused(
@@ -307,7 +305,7 @@ def test_the_engines_death_while_a_batch_is_sent_ends_it(bench: Bench) -> None:
     async def work() -> None:
         on_sent(bench, TURN, lambda: bench.die(EngineDeadError("gone")))
         with pytest.raises(EngineDeadError, match="gone"):
-            await bench.manager.submit_batch(batch(3 * TURN), "batch")
+            await bench.manager.submit(batch(3 * TURN), "batch")
         assert bench.manager.num_requests == 0
 
     run(work())
@@ -322,12 +320,12 @@ def test_a_request_that_ended_while_its_batch_was_sent_may_come_again(bench: Ben
 
         def end() -> None:
             bench.step(finished=(ended("r0", 0),))
-            again.append(asyncio.create_task(bench.manager.submit(request("r0", "a" * 5000))))
+            again.append(asyncio.create_task(bench.submit(request("r0", "a" * 5000))))
 
         on_sent(bench, TURN, end)
-        await bench.manager.submit_batch(batch(3 * TURN), "batch")
+        await bench.manager.submit(batch(3 * TURN), "batch")
         with pytest.raises(InvalidRequestError, match="'r0' is in flight"):  # it is being tokenized
-            await bench.manager.submit(request("r0"))
+            await bench.submit(request("r0"))
         tokenizer.go_on.set()
         await again[0]
         assert sent(bench, AddRequest).count("r0") == 2

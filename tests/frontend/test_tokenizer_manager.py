@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from segue.api.generation import Generation
 from segue.api.native import NativeReplies, parse_call
 from segue.errors import (
     ContextLengthError,
@@ -24,7 +23,7 @@ from segue.errors import (
     SegueError,
 )
 from segue.frontend.life import Life, LifeState
-from segue.frontend.request import GenerateRequest, RequestState
+from segue.frontend.request import GenerateRequest, Generation
 from segue.frontend.sampling_options import RequestLimits, SamplingOptions
 from segue.frontend.tokenizer import Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
@@ -78,6 +77,9 @@ class Bench:
             tokenizer, ready, self.sent.append, life=self.life, max_queued_requests=max_queued_requests
         )
 
+    async def submit(self, request: GenerateRequest) -> Generation:
+        return await self.manager.submit([request])
+
     def die(self, error: SegueError) -> None:
         """End the engine, as the runtime does."""
         self.life.advance(LifeState.DEAD, error)
@@ -117,7 +119,7 @@ def ended(rid: str, count: int, reason: Any = "length") -> Finished:
 
 def test_a_text_is_tokenized_and_sent(bench: Bench) -> None:
     async def work() -> None:
-        await bench.manager.submit(request(prompt="Hello"))
+        await bench.submit(request(prompt="Hello"))
         (message,) = bench.sent
         assert isinstance(message, AddRequest)
         assert bench.manager.table.text(unpack_ids(message.prompt)[0]) == "He"
@@ -127,11 +129,11 @@ def test_a_text_is_tokenized_and_sent(bench: Bench) -> None:
 
 def test_a_rid_in_flight_is_refused_and_free_again_after_its_end(bench: Bench) -> None:
     async def work() -> None:
-        await bench.manager.submit(request("r"))
+        await bench.submit(request("r"))
         with pytest.raises(InvalidRequestError, match="'r' is in flight"):
-            await bench.manager.submit(request("r"))
+            await bench.submit(request("r"))
         bench.step(("r", 70), finished=(ended("r", 1),))
-        await bench.manager.submit(request("r"))
+        await bench.submit(request("r"))
 
     run(work())
 
@@ -140,11 +142,11 @@ def test_one_of_two_concurrent_calls_with_one_rid_is_refused(bench: Bench) -> No
     async def work() -> None:
         text = "Hello " * 1000  # long enough to be tokenized in a thread
         bench.manager.encoder.limits = RequestLimits(max_seq_len=10_000, vocab_size=320, eos_ids=())
-        calls = [bench.manager.submit(request("r", text)) for _ in range(2)]
+        calls = [bench.submit(request("r", text)) for _ in range(2)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert sorted(type(outcome).__name__ for outcome in outcomes) == [
+            "Generation",
             "InvalidRequestError",
-            "RequestState",
         ]
         assert len(bench.sent) == 1
 
@@ -153,11 +155,11 @@ def test_one_of_two_concurrent_calls_with_one_rid_is_refused(bench: Bench) -> No
 
 def test_an_aborted_rid_is_in_flight_until_the_scheduler_ends_it(bench: Bench) -> None:
     async def work() -> None:
-        with await bench.manager.submit(request("r")):
+        with await bench.submit(request("r")):
             pass
         assert bench.sent[-1] == Abort(rid="r")
         with pytest.raises(InvalidRequestError):
-            await bench.manager.submit(request("r"))
+            await bench.submit(request("r"))
 
     run(work())
 
@@ -186,9 +188,9 @@ TEXT = "a" * 5000  # long enough to be tokenized in a thread
 
 async def arriving(
     bench: Bench, *requests: GenerateRequest, batch_id: str | None = None
-) -> asyncio.Task[list[RequestState]]:
+) -> asyncio.Task[Generation]:
     """Start a call, and return while its prompts are being tokenized."""
-    task = asyncio.create_task(bench.manager.submit_batch(requests, batch_id))
+    task = asyncio.create_task(bench.manager.submit(requests, batch_id))
     while bench.manager.num_requests < len(requests):
         await asyncio.sleep(0)
     return task
@@ -203,11 +205,10 @@ def test_a_request_that_is_aborted_during_tokenization_ends_at_once(
     async def work() -> None:
         task = await arriving(bench, request("a", TEXT, logprobs=1), batch_id="batch")
         with pytest.raises(InvalidRequestError, match="in flight"):
-            await bench.manager.submit(request("a"))
+            await bench.submit(request("a"))
         bench.manager.abort(**abort)
-        (stream,) = await task
-        with stream:
-            output = await stream.result()
+        with await task as call:
+            (output,) = await call.outputs()
         assert output.end is not None
         assert (output.end.reason, output.end.message) == (
             "abort",
@@ -215,7 +216,7 @@ def test_a_request_that_is_aborted_during_tokenization_ends_at_once(
         )
         assert output.token_ids == []
         await bench.manager.wait_idle()
-        await bench.manager.submit_batch([request("a")], "batch")  # both are free again
+        await bench.manager.submit([request("a")], "batch")  # both are free again
         held.go_on.set()
         assert [message.rid for message in bench.sent if isinstance(message, AddRequest)] == ["a"]
 
@@ -227,8 +228,8 @@ def test_one_request_of_a_batch_may_be_aborted_during_tokenization(bench: Bench,
         task = await arriving(bench, request("a", TEXT), request("b", TEXT), batch_id="batch")
         bench.manager.abort("a")
         held.go_on.set()
-        first, _ = await task
-        assert (await first.result()).end is not None
+        first, second = (await task).states
+        assert first.end is not None and second.end is None
         assert [message.rid for message in bench.sent if isinstance(message, AddRequest)] == ["b"]
         bench.manager.abort("batch")
         assert bench.sent[-1] == Abort("b")
@@ -243,7 +244,7 @@ def test_a_call_whose_client_leaves_during_tokenization_is_dropped(bench: Bench,
         await asyncio.wait({task})
         await bench.manager.wait_idle()
         held.go_on.set()
-        await bench.manager.submit_batch([request("a")], "batch")
+        await bench.manager.submit([request("a")], "batch")
         assert len(bench.sent) == 1
 
     run(work())
@@ -253,8 +254,8 @@ def test_a_pause_with_mode_abort_ends_requests_in_tokenization(bench: Bench, hel
     async def work() -> None:
         task = await arriving(bench, request("a", TEXT))
         pause = asyncio.create_task(bench.manager.pause_generation("abort"))
-        ((stream,), _) = await asyncio.gather(task, answer(bench, PAUSED))
-        output = await stream.result()
+        call, _ = await asyncio.gather(task, answer(bench, PAUSED))
+        (output,) = await call.outputs()
         assert output.end is not None and output.end.reason == "abort"
         assert (await pause).num_aborted == PAUSED.num_aborted + 1
         held.go_on.set()
@@ -278,7 +279,7 @@ def test_other_pauses_keep_requests_in_tokenization(bench: Bench, held: HeldToke
 def test_a_batch_is_sent_whole_or_not_at_all(bench: Bench) -> None:
     async def work() -> None:
         with pytest.raises(InvalidRequestError, match="9999"):
-            await bench.manager.submit_batch([request("a"), request("b", prompt=[9999])], "batch")
+            await bench.manager.submit([request("a"), request("b", prompt=[9999])], "batch")
         assert bench.sent == []
         assert bench.manager.num_requests == 0
 
@@ -288,14 +289,14 @@ def test_a_batch_is_sent_whole_or_not_at_all(bench: Bench) -> None:
 def test_the_same_rid_twice_in_a_batch_is_refused(bench: Bench) -> None:
     async def work() -> None:
         with pytest.raises(InvalidRequestError, match="'a'"):
-            await bench.manager.submit_batch([request("a"), request("a")], "batch")
+            await bench.manager.submit([request("a"), request("a")], "batch")
 
     run(work())
 
 
 def test_a_batchs_id_aborts_its_children_that_still_run(bench: Bench) -> None:
     async def work() -> None:
-        await bench.manager.submit_batch([request("a"), request("b"), request("c")], "batch")
+        await bench.manager.submit([request("a"), request("b"), request("c")], "batch")
         bench.step(("b", 70), finished=(ended("b", 1),))
         del bench.sent[:]
         bench.manager.abort("batch", message="enough")
@@ -306,7 +307,7 @@ def test_a_batchs_id_aborts_its_children_that_still_run(bench: Bench) -> None:
 
 def test_only_exact_rids_are_aborted(bench: Bench) -> None:
     async def work() -> None:
-        await bench.manager.submit(request("abc"))
+        await bench.submit(request("abc"))
         del bench.sent[:]
         for rid in ("", "ab", "abcd", "unknown"):
             bench.manager.abort(rid)
@@ -318,7 +319,7 @@ def test_only_exact_rids_are_aborted(bench: Bench) -> None:
 def test_a_stop_string_is_reported_to_the_scheduler_once(bench: Bench) -> None:
     async def work() -> None:
         ids = bench.manager.encoder.tokenizer.encode("ab") if bench.manager.encoder.tokenizer else []
-        await bench.manager.submit(request("r", stop=("a",)))
+        await bench.submit(request("r", stop=("a",)))
         for token in (*ids, *ids):
             bench.step(("r", token))
         assert [message for message in bench.sent if isinstance(message, Finish)] == [Finish("r", 1)]
@@ -328,10 +329,10 @@ def test_a_stop_string_is_reported_to_the_scheduler_once(bench: Bench) -> None:
 
 def test_tokens_that_arrive_before_a_read_are_one_output(bench: Bench) -> None:
     async def work() -> None:
-        stream = await bench.manager.submit(request("r"))
+        call = await bench.submit(request("r"))
         for token in (65, 66, 67):
             bench.step(("r", token))
-        reader = asyncio.create_task(anext(Generation(bench.manager, [stream]).updates()))
+        reader = asyncio.create_task(anext(call.updates()))
         bench.step(("r", 68), finished=(ended("r", 4),))
         assert (await reader)[1].token_ids == [65, 66, 67, 68]
 
@@ -340,10 +341,10 @@ def test_tokens_that_arrive_before_a_read_are_one_output(bench: Bench) -> None:
 
 def test_a_refused_request_gets_the_schedulers_error(bench: Bench) -> None:
     async def work() -> None:
-        stream = await bench.manager.submit(request("r"))
+        call = await bench.submit(request("r"))
         bench.manager.receive(Rejected("r", "OverloadedError", "4096 requests wait"))
         with pytest.raises(OverloadedError, match="4096"):
-            await anext(Generation(bench.manager, [stream]).updates())
+            await anext(call.updates())
         assert bench.manager.num_requests == 0
 
     run(work())
@@ -351,7 +352,7 @@ def test_a_refused_request_gets_the_schedulers_error(bench: Bench) -> None:
 
 def test_a_request_that_ends_with_an_error_has_no_reply(bench: Bench) -> None:
     async def work() -> None:
-        one, other = await bench.manager.submit_batch([request("r"), request("other")])
+        one, other = [await bench.submit(request(rid)) for rid in ("r", "other")]
         end = Finished(
             rid="r",
             reason="error",
@@ -364,11 +365,11 @@ def test_a_request_that_ends_with_an_error_has_no_reply(bench: Bench) -> None:
         bench.step(("r", 70), ("other", 71))
         bench.step(("other", 72), finished=(end,))
         with pytest.raises(NonFiniteLogitsError, match="the logits are not finite") as raised:
-            await one.result()
+            await one.outputs()
         assert (raised.value.status, raised.value.code) == (500, "non_finite_logits")
         assert bench.manager.num_requests == 1
         bench.step(("other", 73), finished=(ended("other", 3),))
-        assert (await other.result()).token_ids == [71, 72, 73]
+        assert (await other.outputs())[0].token_ids == [71, 72, 73]
         assert bench.manager.stats.finished["error"] == 1
 
     run(work())
@@ -377,31 +378,31 @@ def test_a_request_that_ends_with_an_error_has_no_reply(bench: Bench) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_stream_gives_the_tokens_that_came_before_an_error(bench: Bench, count: int) -> None:
     async def work() -> None:
-        streams = await bench.manager.submit_batch([request(str(index)) for index in range(count)])
+        call = await bench.manager.submit([request(str(index)) for index in range(count)])
         for token in (65, 66):
             bench.step(*((str(index), token) for index in range(count)))
         bench.die(EngineDeadError("gone"))
         got: list[tuple[int, list[int]]] = []
         with pytest.raises(EngineDeadError, match="gone"):
-            async for index, output in Generation(bench.manager, streams).updates():
+            async for index, output in call.updates():
                 got.append((index, output.token_ids))
         assert sorted(got) == [(index, [65, 66]) for index in range(count)]
         with pytest.raises(EngineDeadError, match="gone"):
-            await streams[0].result()
+            await call.outputs()
 
     run(work())
 
 
 def test_the_engines_death_ends_everything_and_refuses_later_calls(bench: Bench) -> None:
     async def work() -> None:
-        stream = await bench.manager.submit(request("r"))
+        call = await bench.submit(request("r"))
         state = asyncio.create_task(bench.manager.get_state())
         await asyncio.sleep(0)
         bench.die(EngineDeadError("gone"))
         for waiting in (
-            stream.result(),
+            call.outputs(),
             state,
-            bench.manager.submit(request("s")),
+            bench.submit(request("s")),
             bench.manager.get_state(),
         ):
             with pytest.raises(EngineDeadError, match="gone"):
@@ -495,7 +496,7 @@ def test_a_prompt_of_megabytes_is_refused_by_its_beginning(bench: Bench) -> None
     async def work() -> None:
         start = time.perf_counter()
         with pytest.raises(ContextLengthError, match="at least"):
-            await bench.manager.submit(request(prompt="Hello world, how are you? " * 500_000))
+            await bench.submit(request(prompt="Hello world, how are you? " * 500_000))
         assert time.perf_counter() - start < 1.0  # tokenizing all of it takes several seconds
 
     run(work())
@@ -508,9 +509,9 @@ def test_a_text_is_judged_by_its_tokens_and_not_by_its_length(tiny_model: Path) 
         text = "a" * 1999
         tokenizer = bench.manager.encoder.tokenizer
         assert tokenizer is not None and len(tokenizer.encode(text)) == 1999
-        await bench.manager.submit(request(prompt=text))
+        await bench.submit(request(prompt=text))
         with pytest.raises(ContextLengthError, match="has 2000 tokens"):
-            await bench.manager.submit(request("s", prompt=text + "a"))
+            await bench.submit(request("s", prompt=text + "a"))
 
     run(work())
 
@@ -520,10 +521,10 @@ def test_a_model_without_a_tokenizer_takes_ids_only() -> None:
 
     async def work() -> None:
         with pytest.raises(InvalidRequestError, match="no tokenizer"):
-            await bench.manager.submit(request(prompt="Hello"))
-        stream = await bench.manager.submit(request(prompt=[1, 2]))
+            await bench.submit(request(prompt="Hello"))
+        call = await bench.submit(request(prompt=[1, 2]))
         bench.step(("r", 5), finished=(ended("r", 1),))
-        output = await stream.result()
+        (output,) = await call.outputs()
         assert (output.text, output.token_ids) == ("", [5])
 
     run(work())
@@ -568,12 +569,13 @@ def test_outputs_travel_with_the_request_and_only_what_follows_is_read(bench: Be
         ids = tokenizer.encode("aé東b")  # characters of two and three tokens
         assert len(ids) > 4
         for border in range(1, len(ids)):
-            state = await bench.manager.submit(resumed(*ids[:border]))
+            call = await bench.submit(resumed(*ids[:border]))
+            (state,) = call.states
             message = bench.sent[-1]
             assert isinstance(message, AddRequest)
             assert (unpack_ids(message.prompt), unpack_ids(message.outputs)) == ([65, 66], ids[:border])
             assert not state.changed.is_set() and not state.has_unread
-            text, updates = state.whole().text, Generation(bench.manager, [state]).updates()
+            text, updates = state.whole().text, call.updates()
             for token in ids[border:-1]:
                 bench.step(("r", token))
                 text += (await anext(updates))[1].text
@@ -588,12 +590,12 @@ def test_outputs_travel_with_the_request_and_only_what_follows_is_read(bench: Be
 def test_a_stop_string_across_the_border_ends_the_request(bench: Bench) -> None:
     async def work() -> None:
         a, b, c = (bench.manager.encoder.tokenizer.encode(x)[0] for x in "abc")  # type: ignore[union-attr]
-        state = await bench.manager.submit(resumed(a, b, stop=("bc",)))
-        assert state.whole().text == "a"  # "b" may begin the stop string
+        call = await bench.submit(resumed(a, b, stop=("bc",)))
+        assert call.states[0].whole().text == "a"  # "b" may begin the stop string
         bench.step(("r", c))
         assert bench.sent[-1] == Finish("r", 3)
         bench.step(finished=(ended("r", 3),))
-        output = await state.result()
+        (output,) = await call.outputs()
         assert (output.text, output.end and output.end.matched) == ("a", "bc")
 
     run(work())
@@ -602,7 +604,7 @@ def test_a_stop_string_across_the_border_ends_the_request(bench: Bench) -> None:
 def test_a_stop_string_in_the_outputs_ends_the_request_at_once(bench: Bench) -> None:
     async def work() -> None:
         a, b = (bench.manager.encoder.tokenizer.encode(x)[0] for x in "ab")  # type: ignore[union-attr]
-        await bench.manager.submit(resumed(a, b, stop=("b",)))
+        await bench.submit(resumed(a, b, stop=("b",)))
         assert isinstance(bench.sent[-2], AddRequest) and bench.sent[-1] == Finish("r", 2)
 
     run(work())
@@ -611,7 +613,7 @@ def test_a_stop_string_in_the_outputs_ends_the_request_at_once(bench: Bench) -> 
 def test_outputs_are_the_models_tokens(bench: Bench) -> None:
     async def work() -> None:
         with pytest.raises(InvalidRequestError, match="outputs contains token id 320"):
-            await bench.manager.submit(resumed(70, 320))
+            await bench.submit(resumed(70, 320))
         assert bench.manager.num_requests == 0
 
     run(work())
@@ -619,7 +621,7 @@ def test_outputs_are_the_models_tokens(bench: Bench) -> None:
 
 def test_the_first_token_behind_outputs_is_not_a_requests_first(bench: Bench) -> None:
     async def work() -> None:
-        await bench.manager.submit(resumed(70))
+        await bench.submit(resumed(70))
         bench.step(("r", 71))
         stats = bench.manager.stats
         counted = (sum(stats.first_token.counts), sum(stats.between_tokens.counts), stats.prompt_tokens)
@@ -634,8 +636,8 @@ def test_the_native_reply_holds_the_outputs_that_the_client_has(bench: Bench) ->
         call = parse_call({"input_ids": [65, 66], "rid": "r", "return_logprob": True}, 10)
         requests = [replace(call.requests[0], outputs=(70,), output_logprobs=given)]
         for read in ("updates", "result"):
-            with await Generation.start(bench.manager, requests, None) as generation:
-                replies = NativeReplies(call, generation)
+            with await bench.manager.submit(requests) as generation:
+                replies = NativeReplies(bench.manager, call, generation)
                 last = bench.output(Counters(), ("r", 71), finished=(ended("r", 2),))
                 bench.manager.receive(structs.replace(last, logprobs={"r": TokenLogprob(71, -2.0)}))
                 if read == "updates":

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from segue.api.control import FlushQuery, PauseRequest
-from segue.api.generation import Generation
 from segue.api.loop_thread import AsyncStream, LoopThread, blocking_stream
 from segue.api.native import NativeReplies, parse_call
 from segue.api.validation import parse, plain
@@ -161,7 +160,7 @@ class Engine:
 
     def get_weight_version(self) -> str:
         """The name of the served weights."""
-        return self._runtime.manager.weight_version
+        return self._runtime.manager.weights.version
 
     async def async_get_weight_version(self) -> str:
         """As :meth:`get_weight_version`."""
@@ -202,14 +201,14 @@ class Engine:
         return self._thread
 
     async def _generate(self, body: dict[str, Any]) -> Any:
-        call = parse_call(body, self.config.max_queued_requests)
-        with await Generation.start(self._runtime.manager, call.requests, call.batch_id) as generation:
-            return (await NativeReplies(call, generation).result())[0]
+        manager, call = self._runtime.manager, parse_call(body, self.config.max_queued_requests)
+        with await manager.submit(call.requests, call.batch_id) as generation:
+            return (await NativeReplies(manager, call, generation).result())[0]
 
     async def _updates(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        call = parse_call(body, self.config.max_queued_requests)
-        with await Generation.start(self._runtime.manager, call.requests, call.batch_id) as generation:
-            async for update in NativeReplies(call, generation).updates():
+        manager, call = self._runtime.manager, parse_call(body, self.config.max_queued_requests)
+        with await manager.submit(call.requests, call.batch_id) as generation:
+            async for update in NativeReplies(manager, call, generation).updates():
                 yield update
 
     async def _abort(self, rid: str | None, abort_all: bool) -> None:

@@ -116,25 +116,20 @@ class AsyncStream(AsyncIterator[T], Generic[T]):
     """The same for a caller with its own event loop; ``await`` gives the stream itself, as SGLang does."""
 
     def __init__(self, thread: LoopThread, source: AsyncGenerator[T, None], owner: object) -> None:
+        self._thread = thread
+        self._source = source  # its loop closes it once nobody refers to it
         self._owner = owner  # must outlive the stream
-        self._items = self._pull(thread, source)
 
     def __await__(self) -> Generator[Any, None, AsyncStream[T]]:
         yield from ()
         return self
 
     async def __anext__(self) -> T:
-        return await anext(self._items)
+        if (item := await self._thread.call_async(_step(self._source))) is None:
+            raise StopAsyncIteration
+        return item
 
     async def aclose(self) -> None:
         """End early."""
-        await self._items.aclose()
-
-    @staticmethod
-    async def _pull(thread: LoopThread, source: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        try:
-            while (item := await thread.call_async(_step(source))) is not None:
-                yield item
-        finally:
-            with suppress(EngineDeadError):
-                await thread.call_async(source.aclose())
+        with suppress(EngineDeadError):
+            await self._thread.call_async(self._source.aclose())

@@ -14,12 +14,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from segue.api.generation import Generation
 from segue.api.validation import TokenId, parse, prompts_of
-from segue.errors import InvalidRequestError, UnsupportedFieldError, short_repr
-from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, End, GenerateRequest, Output
-from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
+from segue.errors import InvalidRequestError, UnsupportedFieldError, invalid_value, short_repr
+from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, GenerateRequest, Generation, Output
+from segue.frontend.sampling_options import SamplingOptions, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
+from segue.frontend.tokenizer_manager import TokenizerManager
+from segue.messages.requests import Finished
 
 RULES = {
     "text": "a string or a list of strings",
@@ -103,21 +104,18 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
     _refuse_unsupported(body, UNSUPPORTED_FIELDS)
     if (call.text is None) == (call.input_ids is None):
         raise InvalidRequestError("give either text or input_ids, and not both", param="text")
-    param = "text" if call.text is not None else "input_ids"
-    prompts, batched = prompts_of(call.input_ids if call.text is None else call.text, param, RULES)
-    check_batch(len(prompts), max_prompts, param)
+    param, value = ("text", call.text) if call.input_ids is None else ("input_ids", call.input_ids)
+    prompts, batched = prompts_of(value, param, RULES, max_prompts)
     rids, batch_id = _rids(call.rid, len(prompts), batched)
     options = _all_options(call, len(prompts))
     for rid in rids:
         _check_rid(rid)
     if abs(call.priority) > MAX_PRIORITY:
-        text = f"priority={short_repr(call.priority)}: must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
-        raise InvalidRequestError(text, param="priority")
+        rule = f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
+        raise invalid_value("priority", call.priority, rule)
     return NativeCall(
         requests=[
-            GenerateRequest(
-                rid=rid, prompt=prompt, options=option, priority=call.priority, param=param, names=NAMES
-            )
+            GenerateRequest(rid=rid, prompt=prompt, options=option, priority=call.priority, param=param)
             for rid, prompt, option in zip(rids, prompts, options, strict=True)
         ],
         batch_id=batch_id,
@@ -134,7 +132,7 @@ def _check_rid(rid: str) -> None:
     try:
         rid.encode()
     except UnicodeEncodeError:
-        raise InvalidRequestError(f"rid={short_repr(rid)}: must be valid Unicode", param="rid") from None
+        raise invalid_value("rid", rid, "must be valid Unicode") from None
 
 
 def _refuse_unsupported(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
@@ -181,25 +179,23 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
     if sampling.n != 1:
         raise UnsupportedFieldError(f"n={short_repr(sampling.n)}: only 1 is supported", param="n")
     if call.top_logprobs_num < 0:
-        raise InvalidRequestError(
-            f"top_logprobs_num={short_repr(call.top_logprobs_num)}: must be at least 0",
-            param="top_logprobs_num",
-        )
+        raise invalid_value("top_logprobs_num", call.top_logprobs_num, "must be at least 0")
     return SamplingOptions.of(
         sampling,
         logprobs=call.top_logprobs_num if call.return_logprob else -1,
         prompt_logprobs_start=max(-1, call.logprob_start_len) if call.return_logprob else -1,
         must_fit=False,
+        names=NAMES,
     )
 
 
 class NativeReplies:
     """The replies to the requests of one call; texts and ids are cumulative, as SGLang's are."""
 
-    def __init__(self, call: NativeCall, generation: Generation) -> None:
+    def __init__(self, manager: TokenizerManager, call: NativeCall, generation: Generation) -> None:
+        self._manager = manager
         self._call = call
         self._generation = generation
-        self._manager = generation.manager
 
     async def result(self) -> tuple[Any, int]:
         """The finished reply, a list for a batch; and its number of entries: replies, tokens and logprobs."""
@@ -209,7 +205,8 @@ class NativeReplies:
             logprobs = (*output.logprobs, *self._generation.states[index].prompt_logprobs)
             num_entries += 1 + len(output.token_ids) + sum(1 + len(entry.top) for entry in logprobs)
             await turn(index)
-        replies = await self._generation.build(lambda: list(map(self._reply, count(), outputs)), num_entries)
+        pool = self._manager.thread_pool
+        replies = await pool.build(lambda: list(map(self._reply, count(), outputs)), num_entries)
         return replies if self._call.batch_id is not None else replies[0], num_entries
 
     async def updates(self) -> AsyncIterator[dict[str, Any]]:
@@ -227,7 +224,7 @@ class NativeReplies:
             "prompt_tokens": len(state.prompt_ids),
             "completion_tokens": len(output.token_ids),
             "cached_tokens": 0 if end is None else end.cached_tokens,
-            "weight_version": versions[-1][0] if versions else self._manager.weight_version,
+            "weight_version": versions[-1][0] if versions else self._manager.weights.version,
             "weight_versions": [{"version": v, "start": start, "end": stop} for v, start, stop in versions],
         }
         if state.wants_logprobs:
@@ -246,7 +243,7 @@ class NativeReplies:
         return [None if logprob is None else max(logprob, LOWEST_LOGPROB), token, text]
 
 
-def finish_reason(end: End) -> dict[str, Any]:
+def finish_reason(end: Finished) -> dict[str, Any]:
     """SGLang's ``finish_reason``."""
     match end.reason:
         case "stop":

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from segue.errors import InvalidRequestError, UnsupportedFieldError, short_repr
+from segue.errors import InvalidRequestError, UnsupportedFieldError, invalid_value, short_repr
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -71,8 +71,7 @@ def plain(value: Any, name: str = "") -> Any:
         case Mapping():
             return {plain(key): plain(item, str(key)) for key, item in value.items()}
         case set() | frozenset():
-            text = f"{name}={short_repr(value)}: must be a list, for a set has no order"
-            raise InvalidRequestError(text, param=name)
+            raise invalid_value(name, value, "must be a list, for a set has no order")
         case Iterable() if not isinstance(value, (bytes, bytearray, memoryview)):
             return [plain(item, name) for item in value]
         case _:
@@ -111,19 +110,31 @@ def parse(
     return structs.replace(checked, **decoded) if decoded else checked
 
 
-def prompts_of(value: Any, param: str, rules: Mapping[str, str]) -> tuple[Sequence[str | list[int]], bool]:
+def prompts_of(
+    value: Any, param: str, rules: Mapping[str, str], max_prompts: int
+) -> tuple[Sequence[str | list[int]], bool]:
     """Return the prompts of a text, token ids, or a list of either, and whether it is such a list.
 
     An empty list has no token ids, but where ``param`` is ``text``, no texts.
 
     Raises:
-        InvalidRequestError: a list has items of several types.
+        InvalidRequestError: a list has items of several types, no prompts, or more than ``max_prompts``.
     """
     if isinstance(value, list) and len(set(map(type, value))) > 1:
         raise InvalidRequestError(f"{param}: expected {rules[param]}", param=param)
     if isinstance(value, str) or (isinstance(value[0], int) if value else param != "text"):
         return [value], False
+    check_batch(len(value), max_prompts, param)
     return value, True
+
+
+def check_batch(count: int, most: int, param: str) -> None:
+    """Raise InvalidRequestError for an empty batch, and for one with more prompts than may wait."""
+    if count == 0:
+        raise InvalidRequestError(f"{param} is an empty list; it must have at least one prompt", param=param)
+    if count > most:
+        rule = f"at most {most} (--max-queued-requests) go in one call"
+        raise InvalidRequestError(f"{param} has {count} prompts; {rule}", param=param)
 
 
 def misfit(
@@ -154,14 +165,12 @@ def misfit(
     value = _at(value, steps) if place and "..." not in path else _UNSHOWN
     if steps and isinstance(steps[0], int):
         steps[0] += first
-    if field := _FIELD.fullmatch(message):
-        steps.append(field[2])
     steps = [param, *steps] if param else steps
-    location, rule = _cut(steps, rules)
-    where = _path(location)
-    if rule is not None and (field is None or len(location) < len(steps)):
+    where, rule = _where(steps, rules)
+    if rule is not None:
         return InvalidRequestError(f"{where}: expected {rule}", param=where)
-    if field is not None:
+    if field := _FIELD.fullmatch(message):
+        where, _ = _where([*steps, field[2]], {})
         if field[1] == "missing required":
             return InvalidRequestError(f"{where}: this field is required", param=where)
         return unknown_field(where)
@@ -173,8 +182,9 @@ def misfit(
         return InvalidRequestError(f"a value in {where} {message}", param=where)
     if not where:
         return InvalidRequestError(message)
-    given = "" if value is _UNSHOWN else f"={short_repr(value)}"
-    return InvalidRequestError(f"{where}{given}: {message}", param=where)
+    if value is _UNSHOWN:
+        return InvalidRequestError(f"{where}: {message}", param=where)
+    return invalid_value(where, value, message)
 
 
 def unknown_field(param: str) -> UnsupportedFieldError:
@@ -211,25 +221,23 @@ def _values(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 def _at(value: Any, steps: Sequence[int | str]) -> Any:
     """The part of a value that ``steps`` lead to, if they do."""
-    for step in steps:
-        try:
+    try:
+        for step in steps:
             value = value[step]
-        except (LookupError, TypeError):
-            return _UNSHOWN
+    except (LookupError, TypeError):
+        return _UNSHOWN
     return value
 
 
-def _cut(location: Sequence[int | str], rules: Mapping[str, str]) -> tuple[Sequence[int | str], str | None]:
-    """Leave out what follows a field of several types: the alternatives that did not match."""
-    for index, part in enumerate(location):
-        if isinstance(part, str) and part in rules:
-            return location[: index + 1], rules[part]
-    return location, None
+def _where(steps: Sequence[int | str], rules: Mapping[str, str]) -> tuple[str, str | None]:
+    """The place that ``steps`` lead to, in words, and its rule.
 
-
-def _path(location: Sequence[int | str]) -> str:
+    What follows a field with a rule is left out: the alternatives of several types that did not match.
+    """
     path = ""
-    for part in location:
-        name = str(part)[:MAX_NAME_CHARS]
-        path += f"[{name}]" if isinstance(part, int) else f".{name}" if path else name
-    return path
+    for step in steps:
+        name = str(step)[:MAX_NAME_CHARS]
+        path += f"[{name}]" if isinstance(step, int) else f".{name}" if path else name
+        if step in rules:
+            return path, rules[str(step)]
+    return path, None

@@ -1,16 +1,27 @@
-"""Turns token ids into text, one token at a time, with a table of each token's bytes."""
+"""Tokens as text: a table of each token's bytes, a request's text token by token, and its stop strings.
+
+The table also gives an upper bound of the characters per token, which refuses a long text untokenized.
+"""
 
 from __future__ import annotations
 
 import json
 from codecs import utf_8_decode
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from segue.errors import UnsupportedModelError
 
 _SPACE = "\u2581"  # how SentencePiece writes a space
+# The most characters of a text that a kind of normalizer turns into one. A composed character has at most
+# four parts, like U+1F82. Kinds that are not listed may drop any number of characters.
+_SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
+# Pre-tokenizers that keep every character.
+_KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Sequence"})
+
+_CONTINUATION = bytes(range(0x80, 0xC0))  # the bytes of a character after its first
 
 
 class TokenTable:
@@ -87,7 +98,7 @@ def _piece(token: bytes) -> str | None:
 
 def _token_to_bytes(tokenizer: Tokenizer) -> Callable[[str], bytes]:
     """Return the function that turns a token of the vocabulary into its bytes."""
-    decoder = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+    decoder = _state(tokenizer.decoder)
     parts = decoder.get("decoders", [decoder]) if decoder else []
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse", "ByteFallback", "Replace"}:
@@ -121,3 +132,139 @@ def byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
+
+
+# --- stop strings ---
+
+
+class _PrefixMatch:
+    """Tracks the longest prefix of a stop string that the text ends with. ``size`` is its length.
+
+    The time is proportional to the text, however often a long prefix fails to match (Knuth-Morris-Pratt).
+    """
+
+    __slots__ = ("_borders", "_stop", "size")
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._borders = [0]  # for each prefix of the stop string: the length of its longest border
+        self.size = 0
+
+    def push(self, text: str) -> None:
+        """Take more text. It must not complete the stop string."""
+        stop, size, at = self._stop, self.size, 0
+        while at < len(text):
+            if size == 0 and (at := text.find(stop[0], at)) < 0:
+                break
+            if text[at] == stop[size]:
+                size, at = size + 1, at + 1
+                if size > len(self._borders):
+                    self._add_border()
+            else:
+                size = self._borders[size - 1]
+        self.size = size
+
+    def _add_border(self) -> None:
+        stop, borders = self._stop, self._borders
+        size, last = borders[-1], stop[len(borders)]
+        while size and stop[size] != last:
+            size = borders[size - 1]
+        borders.append(size + (stop[size] == last))
+
+
+class StopMatcher:
+    """Finds the stop string that ends first, and holds back text that may be the beginning of a stop string.
+
+    The result is as if text came character by character, so it does not depend on the cuts between tokens.
+    """
+
+    __slots__ = ("_held", "_keep", "_prefixes", "_stops")
+
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        self._stops = stops
+        self._prefixes = [_PrefixMatch(stop) for stop in stops]
+        self._keep = keep  # whether the stop string stays in the text
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Take more text. Return the text that may be shown, and the stop string that is complete, if any."""
+        buffer = self._held + text
+        found: str | None = None
+        start, end = 0, len(buffer) + 1
+        for stop in self._stops:
+            at = buffer.find(stop, max(0, len(self._held) - len(stop) + 1))
+            if at >= 0 and (at + len(stop), at) < (end, start):
+                found, start, end = stop, at, at + len(stop)
+        if found is not None:
+            self._held = ""
+            return buffer[: end if self._keep else start], found
+        for prefix in self._prefixes:
+            prefix.push(text)
+        first = len(buffer) - max((prefix.size for prefix in self._prefixes), default=0)
+        self._held = buffer[first:]
+        return buffer[:first], None
+
+    def flush(self) -> str:
+        """Return the text that was held back, once no more text will come."""
+        held, self._held = self._held, ""
+        return held
+
+
+# --- the most characters that one token can stand for ---
+
+
+def max_chars_per_token(tokenizer: Tokenizer, tokens: Iterable[bytes]) -> int | None:
+    """Return the most characters of a text that can become one of ``tokens``, the vocabulary in bytes.
+
+    None: there is no bound, because characters may be dropped or merged in any number: by a normalizer that
+    strips, by a special token that absorbs the spaces beside it, or because the vocabulary lacks them.
+    """
+    shrinks = _shrinks(_state(tokenizer.normalizer))
+    if shrinks is None or not _keeps_all(_state(tokenizer.pre_tokenizer)) or not _knows_all(tokenizer):
+        return None
+    if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
+        return None
+    num_chars = (len(token.translate(None, _CONTINUATION)) for token in tokens)  # that begin in the token
+    return shrinks * max(1, *num_chars)
+
+
+def _state(part: Any) -> Mapping[str, Any]:
+    state: Mapping[str, Any] = {} if part is None else json.loads(part.__getstate__())
+    return state
+
+
+def _shrinks(normalizer: Mapping[str, Any]) -> int | None:
+    """Return the most characters that become one; None: there is no limit."""
+    kind = normalizer.get("type")
+    if kind is None:
+        return 1
+    if kind == "Replace":
+        pattern = normalizer["pattern"].get("String")
+        return 1 if pattern is not None and len(pattern) <= len(normalizer["content"]) else None
+    if kind != "Sequence":
+        return _SHRINKS.get(kind)
+    product = 1
+    for part in map(_shrinks, normalizer["normalizers"]):
+        if part is None:
+            return None
+        product *= part
+    return product
+
+
+def _keeps_all(pre_tokenizer: Mapping[str, Any]) -> bool:
+    kind = pre_tokenizer.get("type")
+    if kind == "Sequence":
+        return all(map(_keeps_all, pre_tokenizer["pretokenizers"]))
+    return kind is None or (kind in _KEEPING and pre_tokenizer.get("behavior") != "Removed")
+
+
+def _knows_all(tokenizer: Tokenizer) -> bool:
+    """Whether every byte is a token, so that no run of characters becomes a single unknown token."""
+    model = tokenizer.model
+    if not isinstance(model, models.BPE):
+        return False
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    if model.byte_fallback:
+        return all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    state = json.dumps([_state(tokenizer.pre_tokenizer), _state(tokenizer.normalizer)])
+    return '"ByteLevel"' in state and all(char in vocabulary for char in byte_alphabet())

@@ -1,24 +1,24 @@
-"""A request to the frontend, its state while it is in flight, and its output."""
+"""A request to the frontend, its state while it is in flight, its output, and the requests of one call."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
-from functools import partial
+from typing import Any
+
+from msgspec import structs
 
 from segue.errors import SegueError
-from segue.frontend.detokenizer import Detokenizer, TokenTable
-from segue.frontend.sampling_options import Prepared, RequestLimits, SamplingOptions, num_entries, prepare
-from segue.frontend.stop import StopMatcher
-from segue.frontend.thread_pool import ThreadPool
+from segue.frontend.detokenizer import Detokenizer, StopMatcher, TokenTable
+from segue.frontend.sampling_options import SamplingOptions
+from segue.frontend.thread_pool import turn
 from segue.messages.requests import Finished, SamplingParams, TokenLogprob
 
 MAX_PRIORITY = 1 << 31
 LOWEST_LOGPROB = -9999.0  # instead of minus infinity, which JSON cannot write
-INLINE_REQUESTS = 64  # most requests that are handled on the event loop
-INLINE_OPTIONS = 1024  # most entries of `logit_bias`, `stop_token_ids` and `stop` that are checked there
-PIECE_REQUESTS = 256  # most requests in one piece of work
+ACCEPT_S = 0.5  # how long a streamed call waits for a refusal of the scheduler before its reply begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,71 +31,8 @@ class GenerateRequest:
     priority: int = 0
     add_special_tokens: bool = True  # to a text prompt; a rendered chat template contains its own
     param: str = "prompt"  # the client's field name of the prompt, for errors
-    names: Mapping[str, str] = field(default_factory=dict)  # OpenAI's field names -> the client's
     outputs: Sequence[int] = ()  # output tokens that the client has already; the request goes on behind them
     output_logprobs: Sequence[TokenLogprob] = ()  # one per output token, if they were requested
-
-
-async def prepare_all(
-    requests: Sequence[GenerateRequest], limits: RequestLimits, thread_pool: ThreadPool
-) -> list[Prepared]:
-    """Return the checked options of the requests. Options that requests share are checked once.
-
-    Raises:
-        InvalidRequestError: a value breaks its rule.
-    """
-    owners = list({id(request.options): request for request in requests}.values())
-    prepared: dict[int, Prepared] = {}
-
-    def work(part: Sequence[GenerateRequest]) -> None:
-        for request in part:
-            prepared[id(request.options)] = prepare(request.options, limits, request.names)
-
-    entries = sum(num_entries(owner.options) + len(owner.options.stop) for owner in owners)
-    if len(owners) <= INLINE_REQUESTS and entries <= INLINE_OPTIONS:
-        work(owners)
-    else:
-        for start in range(0, len(owners), PIECE_REQUESTS):
-            await thread_pool.run(partial(work, owners[start : start + PIECE_REQUESTS]))
-    return [prepared[id(request.options)] for request in requests]
-
-
-class PendingCall:
-    """The requests of one call, until they are sent to the scheduler."""
-
-    __slots__ = ("_num_requests", "aborted", "ended")
-
-    def __init__(self, num_requests: int) -> None:
-        self.aborted: dict[str, str | None] = {}  # rid -> message
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # none will run
-        self._num_requests = num_requests
-
-    def abort(self, rid: str, message: str | None) -> bool:
-        """Mark one request as aborted. Return False if it was aborted already."""
-        if rid in self.aborted:
-            return False
-        self.aborted[rid] = message
-        if len(self.aborted) == self._num_requests:
-            self.end()
-        return True
-
-    def end(self) -> None:
-        """End the tokenization: none of the requests will run."""
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """The end of a request. ``num_tokens`` counts the output tokens of the reply, up to a stop string."""
-
-    reason: str  # stop | length | abort
-    matched: int | str | None
-    message: str | None
-    num_tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-    versions: list[tuple[str, int, int]]  # (weight version, start, end) in output tokens
 
 
 @dataclass(slots=True)
@@ -106,22 +43,19 @@ class Output:
     token_ids: list[int]
     logprobs: list[TokenLogprob]  # one per token id, if they were requested
     offsets: list[int]  # start of each token in the whole text, if logprobs were requested
-    end: End | None
+    end: Finished | None
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request in flight: collects tokens, holds back text that may begin a stop string, and ends once.
-
-    Its reader takes the output. Leaving a ``with`` block of it before its end aborts the request.
-    """
+    """One request in flight: collects tokens, holds back text that may begin a stop string, and ends once."""
 
     request: InitVar[GenerateRequest]
     prompt_ids: Sequence[int]
     params: SamplingParams
     table: InitVar[TokenTable]
     created: float  # by the monotonic clock
-    discard: Callable[[RequestState], None] | None = None  # aborts the request, unless it has ended
+    changed: asyncio.Event  # of its call; wakes the reader
     batch_id: str | None = None
     rid: str = field(init=False)
     wants_logprobs: bool = field(init=False)
@@ -131,10 +65,9 @@ class RequestState:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # as far as they are known
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the reader; a call has one
     streaming: bool = False  # whether every token wakes the reader, and not only the end
     discarded: bool = False  # whether the reader has left; only the end is awaited
-    end: End | None = None
+    end: Finished | None = None
     error: SegueError | None = None
     cut: int = -1  # tokens up to the end of a complete stop string; -1: none is complete
     _detokenizer: Detokenizer = field(init=False)
@@ -152,13 +85,6 @@ class RequestState:
         self._detokenizer = Detokenizer(table, skip_special_tokens=options.skip_special_tokens)
         self._matcher = StopMatcher(options.stop, keep=options.keep_stop) if options.stop else None
         self._keep_stop = options.keep_stop
-
-    def __enter__(self) -> RequestState:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.discard is not None:
-            self.discard(self)
 
     # --- the scheduler's side ---
 
@@ -189,7 +115,7 @@ class RequestState:
         # The first token was counted where it was made; until the next one comes, the client waits for that.
         self.first_token_at = self.last_token_at = self.created
 
-    def finish(self, finished: Finished) -> End:
+    def finish(self, finished: Finished) -> Finished:
         """End the request as the scheduler did, or at a stop string, which the scheduler may not know of."""
         if self.cut < 0:
             rest = self._detokenizer.flush()
@@ -197,19 +123,15 @@ class RequestState:
                 self._append_text(rest)
             if self.cut < 0 and self._matcher is not None:
                 self._parts.append(self._matcher.flush())
-        count = finished.num_tokens if self.cut < 0 else self.cut
+        if (cut := self.cut) >= 0:
+            versions = [(v, start, min(end, cut)) for v, start, end in finished.versions if start < cut]
+            stopped = {"reason": "stop", "matched": self._matched, "message": None, "num_tokens": cut}
+            finished = structs.replace(finished, **stopped, versions=versions)
+        count = finished.num_tokens
         assert count == len(self.ids), f"request {self.rid}: {len(self.ids)} tokens came, not {count}"
-        self.end = End(
-            reason=finished.reason if self.cut < 0 else "stop",
-            matched=finished.matched if self.cut < 0 else self._matched,
-            message=finished.message if self.cut < 0 else None,
-            num_tokens=count,
-            prompt_tokens=finished.prompt_tokens,
-            cached_tokens=finished.cached_tokens,
-            versions=[(v, start, min(end, count)) for v, start, end in finished.versions if start < count],
-        )
+        self.end = finished
         self.changed.set()
-        return self.end
+        return finished
 
     def fail(self, error: SegueError) -> None:
         """End the request with an error, unless it has ended already."""
@@ -241,15 +163,6 @@ class RequestState:
         self._parts, self._num_taken = ["".join(self._parts)], (0, 0)
         return self.take()
 
-    async def result(self) -> Output:
-        """Wait for the end, and return the whole output. Raises the error that ended the request."""
-        while not self.is_over:
-            self.changed.clear()
-            await self.changed.wait()
-        if self.error is not None:
-            raise self.error
-        return self.whole()
-
     def _append_text(self, text: str) -> bool:
         self._length += len(text)
         if self._matcher is None or len(self.ids) <= self.params.min_new_tokens:
@@ -262,3 +175,116 @@ class RequestState:
             return False
         self.cut = len(self.ids)
         return True
+
+
+class Generation:
+    """The requests of one call, from their arrival to their ends.
+
+    Leaving the ``with`` block aborts those that have not ended.
+    """
+
+    def __init__(self, num_requests: int, abort: Callable[[str], None]) -> None:
+        self.states: list[RequestState] = []  # of the requests that were sent, in their order
+        self.aborted: dict[str, str | None] = {}  # rid -> message, of the requests that were aborted before
+        self.encoding: asyncio.Future[Any] | None = None  # of the prompts, unless it is done at once
+        self.changed = asyncio.Event()  # a request has ended; while streaming, a token has arrived
+        self._num_requests = num_requests
+        self._abort = abort  # aborts a request that was sent, by its rid
+
+    # --- before the requests are sent ---
+
+    def abort(self, rid: str, message: str | None) -> bool:
+        """Mark one request as aborted. Return False if it was aborted already."""
+        if rid in self.aborted:
+            return False
+        self.aborted[rid] = message
+        if len(self.aborted) == self._num_requests:
+            self.stop_encoding()
+        return True
+
+    def stop_encoding(self) -> None:
+        """None of the requests will run: their prompts are not needed."""
+        if self.encoding is not None:
+            self.encoding.cancel()
+
+    # --- the reader's side ---
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort the requests that have not ended."""
+        for state in self.states:
+            if not state.is_over and not state.discarded:
+                state.discarded = True
+                self._abort(state.rid)
+
+    async def outputs(self) -> list[Output]:
+        """Wait for the end of every request, and return the whole output of each.
+
+        Raises the first error at once.
+        """
+        waiting = self.states
+        self.changed.set()  # to look at what has come before
+        while waiting:
+            await self.changed.wait()
+            self.changed.clear()
+            for state in waiting:
+                if state.error is not None:
+                    raise state.error
+            waiting = [state for state in waiting if state.end is None]
+        outputs = []
+        for index, state in enumerate(self.states):
+            outputs.append(state.whole())
+            await turn(index)
+        return outputs
+
+    async def updates(self) -> AsyncGenerator[tuple[int, Output], None]:
+        """Yield (index of the request, its new output) until all have ended.
+
+        The first error is raised, once what came before it has been yielded.
+        """
+        running = dict(enumerate(self.states))
+        self._stream()
+        while running:
+            await self.changed.wait()
+            self.changed.clear()
+            error: SegueError | None = None
+            for number, (index, state) in enumerate(list(running.items())):
+                error = error or state.error
+                if state.has_unread or state.end is not None:
+                    output = state.take()
+                    if output.end is not None:
+                        del running[index]
+                    yield index, output
+                if number:  # most calls have one request
+                    await turn(number)
+            if error is not None:
+                raise error
+
+    async def accepted(self) -> None:
+        """Wait until a request has output, at most ``ACCEPT_S``: the scheduler may refuse a request.
+
+        It refuses requests before it runs any of the same batch.
+
+        Raises:
+            SegueError: a request was refused, or has failed.
+        """
+        self._stream()
+        if not any(state.has_unread or state.is_over for state in self.states):
+            self.changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ACCEPT_S):
+                    await self.changed.wait()
+        for state in self.states:
+            if state.error is not None and not state.has_unread:
+                raise state.error
+
+    def _stream(self) -> None:
+        """Have every token wake the reader, and have it look at what has come before."""
+        for state in self.states:
+            state.streaming = True
+        self.changed.set()

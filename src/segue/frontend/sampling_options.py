@@ -4,82 +4,21 @@ from __future__ import annotations
 
 import math
 import secrets
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Annotated, Any, NoReturn, cast, get_type_hints
 
-import numpy as np
 from msgspec import Meta, structs
 
-from segue.errors import ContextLengthError, InvalidRequestError, short_repr
+from segue.errors import ContextLengthError, InvalidRequestError, invalid_value, short_repr
 from segue.messages.requests import SamplingParams
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1 << 14  # of all stop strings of a request together
 SEED_LIMIT = 1 << 63
-# What the values may be, where that does not depend on the model; without a maximum, any finite number.
-RANGES = {
-    "temperature": Meta(ge=0),
-    "top_p": Meta(gt=0, le=1),
-    "min_p": Meta(ge=0, le=1),
-    "top_k": Meta(ge=-1),
-    "presence_penalty": Meta(ge=-2, le=2),
-    "frequency_penalty": Meta(ge=-2, le=2),
-    # Far outside the usual range (1 to 2), yet near enough to 1 that no finite logit overflows.
-    "repetition_penalty": Meta(ge=0.01, le=100),
-    "min_tokens": Meta(ge=0),
-    "logprobs": Meta(ge=-1, le=20),
-    "max_tokens": Meta(ge=1),
-    "seed": Meta(ge=-SEED_LIMIT, le=SEED_LIMIT - 1),
-}
-NUMPY_IDS = 64  # token ids of an array above which NumPy is faster
 # Entries of `logit_bias` and `stop_token_ids` in one call, counted once per prompt.
 MAX_ENTRIES = 1 << 18
-
-
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_FLOATS = ("temperature", "top_p", "min_p", *_PENALTIES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
-    """The sampling options of a request, with OpenAI's names and defaults.
-
-    Only the EOS ids of a model's ``generation_config.json`` are used. The temperature and top-p that it
-    recommends are not applied.
-    """
-
-    max_tokens: int | None = None  # None: the rest of the context
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 and -1: off
-    min_p: float = 0.0
-    seed: int | None = None  # None: random
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    logprobs: int = -1  # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
-    prompt_logprobs_start: int = -1  # first prompt position with logprobs; -1: none
-    skip_special_tokens: bool = True  # whether special tokens are left out of the text
-    keep_stop: bool = False  # whether a matched stop string or stop token stays in the text
-    must_fit: bool = True  # whether a max_tokens that does not fit is an error; else it is clamped
-
-    @classmethod
-    def of(cls, body: object, **others: Any) -> SamplingOptions:
-        """Return the options that a client's body has as fields; None, or no field, is the default.
-
-        ``others`` replace what the body has.
-        """
-        given = {name: getattr(body, name, None) for name in cls.__dataclass_fields__} | others
-        if isinstance(given["stop"], str):
-            given["stop"] = (given["stop"],)
-        return cls(**{name: value for name, value in given.items() if value is not None})
+_FLOATS = tuple(each.name for each in structs.fields(SamplingParams) if each.type is float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,107 +31,139 @@ class RequestLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """Checked options for any number of prompts, which share what does not depend on the prompt."""
+class SamplingOptions:
+    """The sampling options of a request, with OpenAI's names and defaults.
 
-    options: SamplingOptions
-    limits: RequestLimits
-    names: Mapping[str, str]
-    shared: SamplingParams  # complete except for token limits, seed and start of prompt logprobs
+    ``Meta`` says what a value may be, where that does not depend on the model; without ``le``, any finite
+    number that is large enough. :meth:`check` checks it, so that the whole rule is in the error.
 
-    def params(self, prompt_len: int) -> SamplingParams:
+    Only the EOS ids of a model's ``generation_config.json`` are used. The temperature and top-p that it
+    recommends are not applied.
+    """
+
+    max_tokens: Annotated[int | None, Meta(ge=1)] = None  # None: the rest of the context
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0  # 0 and -1: off
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int | None, Meta(ge=-SEED_LIMIT, le=SEED_LIMIT - 1)] = None  # None: random
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    # Far outside the usual range (1 to 2), yet near enough to 1 that no finite logit overflows.
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
+    logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1
+    prompt_logprobs_start: int = -1  # first prompt position with logprobs; -1: none
+    skip_special_tokens: bool = True  # whether special tokens are left out of the text
+    keep_stop: bool = False  # whether a matched stop string or stop token stays in the text
+    must_fit: bool = True  # whether a max_tokens that does not fit is an error; else it is clamped
+    names: Mapping[str, str] = field(default_factory=dict)  # of these fields in the API in use, for errors
+
+    @classmethod
+    def of(cls, body: object, **others: Any) -> SamplingOptions:
+        """Return the options that a client's body has as fields; None, or no field, is the default.
+
+        ``others`` replace what the body has.
+        """
+        given = {name: getattr(body, name, None) for name in cls.__dataclass_fields__} | others
+        if isinstance(given["stop"], str):
+            given["stop"] = (given["stop"],)
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def shared_params(self, limits: RequestLimits) -> SamplingParams:
+        """Check the options, and return the parameters that any number of prompts share.
+
+        They lack what depends on the prompt (token limits, seed and start of the prompt logprobs), which
+        :meth:`prompt_params` adds.
+
+        Raises:
+            InvalidRequestError: a value breaks its rule.
+        """
+        self.check(limits)
+        stop_ids = set(self.stop_token_ids)
+        if not self.ignore_eos:
+            stop_ids.update(limits.eos_ids)
+        floats: dict[str, Any] = {name: float(getattr(self, name)) for name in _FLOATS}
+        return SamplingParams(
+            max_new_tokens=0,
+            **floats,
+            top_k=self.top_k if 0 < self.top_k < limits.vocab_size else 0,
+            logit_bias={int(token): float(bias) for token, bias in self.logit_bias.items()},
+            stop_token_ids=tuple(sorted(stop_ids)),
+            logprobs=self.logprobs,
+        )
+
+    def prompt_params(self, shared: SamplingParams, prompt_len: int, limits: RequestLimits) -> SamplingParams:
         """Return the parameters for one prompt of ``prompt_len`` tokens.
 
         Raises:
             ContextLengthError: the prompt with its ``max_tokens`` does not fit the context.
         """
-        options, room = self.options, self.limits.max_seq_len - prompt_len
-        max_tokens = room if options.max_tokens is None else options.max_tokens
-        if max_tokens > room and options.must_fit:
-            name = self.names.get("max_tokens", "max_tokens")
+        room = limits.max_seq_len - prompt_len
+        max_tokens = room if self.max_tokens is None else self.max_tokens
+        if max_tokens > room and self.must_fit:
+            name = self._name("max_tokens")
             raise ContextLengthError(
                 f"{name}={short_repr(max_tokens)} does not fit: this model's maximum context length is "
-                f"{self.limits.max_seq_len} tokens and the prompt has {prompt_len}; "
+                f"{limits.max_seq_len} tokens and the prompt has {prompt_len}; "
                 f"ask for at most {room}, or leave {name} out.",
                 param=name,
             )
         max_tokens = min(max_tokens, room)
         return structs.replace(
-            self.shared,
+            shared,
             max_new_tokens=max_tokens,
-            min_new_tokens=min(options.min_tokens, max_tokens),
-            seed=secrets.randbits(63) if options.seed is None else options.seed % SEED_LIMIT,
-            prompt_logprobs_start=min(options.prompt_logprobs_start, prompt_len),
+            min_new_tokens=min(self.min_tokens, max_tokens),
+            seed=secrets.randbits(63) if self.seed is None else self.seed % SEED_LIMIT,
+            prompt_logprobs_start=min(self.prompt_logprobs_start, prompt_len),
         )
 
+    def check(self, limits: RequestLimits) -> None:
+        """Check all options as far as they do not depend on the prompt; raises as :meth:`shared_params`."""
+        for option, rule in _RANGES.items():
+            if (value := getattr(self, option)) is not None:
+                self._check_range(option, value, rule)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            most = f"{self._name('max_tokens')}={short_repr(self.max_tokens)}"
+            self._fail("min_tokens", self.min_tokens, f"must be at most {most}")
+        if len(self.stop) > MAX_STOPS:
+            self._fail("stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS} are allowed")
+        if (count := sum(map(len, self.stop))) > MAX_STOP_CHARS:
+            self._fail("stop", f"{count} characters", f"at most {MAX_STOP_CHARS} are allowed")
+        if "" in self.stop:
+            self._fail("stop", "", "an empty string cannot be a stop string; leave it out")
+        token_id, bias_range = Meta(ge=0, le=limits.vocab_size - 1), Meta(ge=-100, le=100)
+        for token in self.stop_token_ids:
+            self._check_range("stop_token_ids", token, token_id)
+        for token, bias in self.logit_bias.items():
+            self._check_range("logit_bias", token, token_id)
+            self._check_range("logit_bias", bias, bias_range)
 
-def prepare(options: SamplingOptions, limits: RequestLimits, names: Mapping[str, str]) -> Prepared:
-    """Check options, and collect the stop token ids.
-
-    ``names`` maps OpenAI's field names to those of the API in use, for error messages.
-
-    Raises:
-        InvalidRequestError: a value breaks its rule.
-    """
-    check_options(options, limits, names)
-    stop_ids = set(options.stop_token_ids)
-    if not options.ignore_eos:
-        stop_ids.update(limits.eos_ids)
-    floats: dict[str, Any] = {name: float(getattr(options, name)) for name in _FLOATS}
-    shared = SamplingParams(
-        max_new_tokens=0,
-        **floats,
-        top_k=options.top_k if 0 < options.top_k < limits.vocab_size else 0,
-        logit_bias={int(token): float(bias) for token, bias in options.logit_bias.items()},
-        stop_token_ids=tuple(sorted(stop_ids)),
-        logprobs=options.logprobs,
-    )
-    return Prepared(options=options, limits=limits, names=names, shared=shared)
-
-
-def check_options(options: SamplingOptions, limits: RequestLimits, names: Mapping[str, str]) -> None:
-    """Check all options as far as they do not depend on the prompt. Raises as :func:`prepare` does."""
-
-    def name_of(option: str) -> str:
-        return names.get(option, option)
-
-    def fail(option: str, value: Any, rule: str) -> None:
-        raise InvalidRequestError(f"{name_of(option)}={short_repr(value)}: {rule}", param=name_of(option))
-
-    def check(option: str, value: float, rule: Meta) -> None:
+    def _check_range(self, option: str, value: float, rule: Meta) -> None:
         # Comparisons, unlike conversions, work for integers of any size.
         least = value > rule.gt if rule.gt is not None else value >= cast(float, rule.ge)
         if not (least and (value < math.inf if rule.le is None else value <= rule.le)):
             low = f"at least {rule.ge:g}" if rule.gt is None else f"above {rule.gt:g}"
-            fail(option, value, f"must be {low}" + ("" if rule.le is None else f" and at most {rule.le:g}"))
+            most = "" if rule.le is None else f" and at most {rule.le:g}"
+            self._fail(option, value, f"must be {low}{most}")
 
-    for option, rule in RANGES.items():
-        if (value := getattr(options, option)) is not None:
-            check(option, value, rule)
-    if options.max_tokens is not None and options.min_tokens > options.max_tokens:
-        most = f"{name_of('max_tokens')}={short_repr(options.max_tokens)}"
-        fail("min_tokens", options.min_tokens, f"must be at most {most}")
-    if len(options.stop) > MAX_STOPS:
-        fail("stop", f"{len(options.stop)} strings", f"at most {MAX_STOPS} are allowed")
-    if (count := sum(map(len, options.stop))) > MAX_STOP_CHARS:
-        fail("stop", f"{count} characters", f"at most {MAX_STOP_CHARS} are allowed")
-    if "" in options.stop:
-        fail("stop", "", "an empty string cannot be a stop string; leave it out")
-    token_id, bias_range = Meta(ge=0, le=limits.vocab_size - 1), Meta(ge=-100, le=100)
-    for token in options.stop_token_ids:
-        check("stop_token_ids", token, token_id)
-    for token, bias in options.logit_bias.items():
-        check("logit_bias", token, token_id)
-        check("logit_bias", bias, bias_range)
+    def _fail(self, option: str, value: Any, rule: str) -> NoReturn:
+        raise invalid_value(self._name(option), value, rule)
+
+    def _name(self, option: str) -> str:
+        return self.names.get(option, option)
 
 
-def check_batch(count: int, most: int, param: str) -> None:
-    """Raise InvalidRequestError for an empty batch, and for one with more prompts than may wait."""
-    if count == 0:
-        raise InvalidRequestError(f"{param} is an empty list; it must have at least one prompt", param=param)
-    if count > most:
-        rule = f"at most {most} (--max-queued-requests) go in one call"
-        raise InvalidRequestError(f"{param} has {count} prompts; {rule}", param=param)
+_RANGES: dict[str, Meta] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(SamplingOptions, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
 
 
 def num_entries(options: SamplingOptions) -> int:
@@ -208,36 +179,4 @@ def check_num_entries(count: int, num_prompts: int = 1) -> None:
             f"logit_bias and stop_token_ids have {count} entries{total}; at most {MAX_ENTRIES} are "
             "allowed in one call: give fewer entries, or send the prompts in several calls",
             param="logit_bias",
-        )
-
-
-def check_token_ids(ids: Collection[int], limits: RequestLimits, param: str) -> None:
-    """Raise InvalidRequestError for a token id that the model does not have."""
-    lowest, highest = _extremes(ids) if ids else (0, 0)
-    if lowest < 0 or highest >= limits.vocab_size:
-        wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
-        raise InvalidRequestError(
-            f"{param} contains token id {short_repr(wrong)}; ids of this model are 0 to "
-            f"{limits.vocab_size - 1}",
-            param=param,
-        )
-
-
-def _extremes(ids: Collection[int]) -> tuple[int, int]:
-    if isinstance(ids, array) and len(ids) > NUMPY_IDS:
-        view = np.frombuffer(ids, np.intc)
-        return int(view.min()), int(view.max())
-    return min(ids), max(ids)
-
-
-def check_prompt_len(prompt_len: int, limits: RequestLimits, param: str, *, at_least: bool = False) -> None:
-    """Raise if a prompt of ``prompt_len`` tokens is empty, or leaves no room for one output token."""
-    if prompt_len == 0:
-        raise InvalidRequestError(f"{param} is empty; it must have at least one token", param=param)
-    if prompt_len >= limits.max_seq_len:
-        count = f"at least {prompt_len}" if at_least else prompt_len
-        raise ContextLengthError(
-            f"The prompt has {count} tokens, but this model's maximum context length is {limits.max_seq_len} "
-            f"tokens, the output included; shorten the prompt to at most {limits.max_seq_len - 1} tokens.",
-            param=param,
         )

@@ -49,6 +49,10 @@ class ThreadPool:
                 raise self._end from None
             raise
 
+    async def build(self, make: Callable[[], T], num_entries: int) -> T:
+        """Return what ``make`` makes of a reply: at once if it has few entries, else in a thread."""
+        return make() if num_entries <= INLINE_ENTRIES else await self.run(make)
+
     def close(self, error: SegueError) -> None:
         """Begin no more pieces: queued and later ones end with ``error``. Running ones are not waited for."""
         self._end = error

@@ -13,19 +13,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 from tokenizers import Tokenizer as Backend
 
 from segue.checkpoint.gguf.tokenizer import CONVERTED_KEY
 from segue.checkpoint.source import eos_token_ids, read_json
-from segue.errors import ContextLengthError, InvalidRequestError, ModelFileError
-from segue.frontend.request import INLINE_REQUESTS, PIECE_REQUESTS, GenerateRequest
-from segue.frontend.sampling_options import RequestLimits, check_prompt_len, check_token_ids
+from segue.errors import ContextLengthError, InvalidRequestError, ModelFileError, short_repr
+from segue.frontend.request import GenerateRequest, Generation
+from segue.frontend.sampling_options import RequestLimits, num_entries
 from segue.frontend.thread_pool import ThreadPool
+from segue.messages.requests import SamplingParams
 from segue.sizes import ceil_div
 
+INLINE_REQUESTS = 64  # most requests of a call that are handled on the event loop
 INLINE_COST = 4096  # most characters of a call's prompts that are tokenized on the event loop
 IDS_PER_CHAR = 8  # token ids that are checked in the time that tokenizing one character takes
+CHARS_PER_ENTRY = 4  # characters that are tokenized in the time of checking one entry of the options
+PIECE_REQUESTS = 256  # most requests in one piece of work
 PIECE_COST = 1 << 16  # characters that a thread tokenizes in one piece of work: about 20 ms
 PROBE_CHARS_PER_TOKEN = 16  # texts longer than this times the context are first checked in parts
 PROBE_SLACK = 256  # tokens by which a part alone may exceed its share of the whole text
@@ -36,6 +41,8 @@ INLINE_CHARS = 1 << 16
 _GENERIC = "PreTrainedTokenizerFast"
 _QWEN = "Qwen2Tokenizer"
 _QWEN_MODEL_TYPES = frozenset({"qwen2", "qwen3", "qwen3_moe"})
+
+EncodedPrompt = tuple[Sequence[int], SamplingParams]  # its token ids, and how it is continued
 
 
 class Tokenizer:
@@ -149,22 +156,29 @@ class PromptEncoder:
     chars_per_token: int | None  # the most characters that become one token; None: there is no bound
     thread_pool: ThreadPool
 
-    async def encode_call(
-        self, requests: Sequence[GenerateRequest], ended: asyncio.Future[None]
-    ) -> list[Sequence[int]]:
-        """Return the token ids of the prompts of one call; empty ones, at once, if ``ended`` is done before.
+    async def encode_call(self, requests: Sequence[GenerateRequest], call: Generation) -> list[EncodedPrompt]:
+        """Encode the prompts of one call, and check their options; options that they share are checked once.
+
+        If all its requests are aborted meanwhile, the prompts are empty, at once.
 
         Raises:
-            InvalidRequestError: a token id is outside the vocabulary, or a text has no tokenizer.
-            ContextLengthError: a prompt does not fit the context.
+            InvalidRequestError: an option breaks its rule, a token id is outside the vocabulary, or a text
+                has no tokenizer.
+            ContextLengthError: a prompt, or a prompt with its ``max_tokens``, does not fit the context.
         """
-        if sum(map(_cost, requests)) <= INLINE_COST and len(requests) <= INLINE_REQUESTS:
-            return self.encode_all(requests)
-        work = asyncio.ensure_future(self._encode_in_pieces(requests))
+        shared: dict[int, SamplingParams] = {}
+        all_options = {id(request.options): request.options for request in requests}.values()
+        num = sum(num_entries(options) + len(options.stop) for options in all_options)
+        cost = sum(map(_cost, requests)) + CHARS_PER_ENTRY * num
+        if cost <= INLINE_COST and len(requests) <= INLINE_REQUESTS:
+            return self._encode_all(requests, shared)
+        work = asyncio.ensure_future(self._encode_in_pieces(requests, shared))
+        call.encoding = work
         try:
-            either: set[asyncio.Future[Any]] = {work, ended}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            return [() for _ in requests] if ended.done() else work.result()
+            await asyncio.wait([work])
+            if work.cancelled():  # by the abort of all requests
+                return [((), SamplingParams(max_new_tokens=0))] * len(requests)
+            return work.result()
         finally:
             work.cancel()
 
@@ -175,9 +189,7 @@ class PromptEncoder:
             InvalidRequestError: the model has no chat template, or the template rejects the messages.
             ContextLengthError: the messages cannot fit the context, whatever the template makes of them.
         """
-        tokenizer, max_len = self.tokenizer, self.limits.max_seq_len
-        if tokenizer is None:
-            raise _no_tokenizer("messages")
+        tokenizer, max_len = self._tokenizer_for("messages"), self.limits.max_seq_len
         if len(messages) >= max_len:
             text = f"messages has {len(messages)} messages, but this model's context has {max_len} tokens"
             raise ContextLengthError(
@@ -190,10 +202,11 @@ class PromptEncoder:
         return await self.thread_pool.run(lambda: tokenizer.apply_chat_template(messages))
 
     def encode(self, request: GenerateRequest) -> Sequence[int]:
-        """Return the token ids of one prompt. Raises as :meth:`encode_call` does."""
+        """Return the token ids of one prompt, checked."""
         prompt = request.prompt
         if isinstance(prompt, str):
-            prompt = self._ids(prompt, request, special=request.add_special_tokens)
+            tokenizer = self._tokenizer_for(request.param)
+            prompt = tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
         check_prompt_len(len(prompt), self.limits, request.param)
         try:
             ids = prompt if isinstance(prompt, array) else array("i", prompt)
@@ -201,10 +214,22 @@ class PromptEncoder:
             check_token_ids(prompt, self.limits, request.param)
             raise
         check_token_ids(ids, self.limits, request.param)
+        check_token_ids(request.outputs, self.limits, "outputs")
         return ids
 
-    def encode_all(self, requests: Sequence[GenerateRequest]) -> list[Sequence[int]]:
-        return [self.encode(request) for request in requests]
+    def _encode_all(
+        self, requests: Sequence[GenerateRequest], shared: dict[int, SamplingParams]
+    ) -> list[EncodedPrompt]:
+        """Encode prompts. ``shared`` gets the parameters of each of their options, by its identity."""
+        encoded: list[EncodedPrompt] = []
+        for request in requests:
+            options = request.options
+            if id(options) not in shared:
+                shared[id(options)] = options.shared_params(self.limits)
+            ids = self.encode(request)
+            params = options.prompt_params(shared[id(options)], len(ids), self.limits)
+            encoded.append((ids, params))
+        return encoded
 
     def check_num_chars(self, count: int, param: str) -> None:
         """Raise ContextLengthError if any text of ``count`` characters is too long for the context."""
@@ -223,26 +248,52 @@ class PromptEncoder:
         if not isinstance(text, str) or len(text) <= PROBE_CHARS_PER_TOKEN * self.limits.max_seq_len:
             return
         self.check_num_chars(len(text), request.param)
-        count = 0
+        encode, count = partial(self._tokenizer_for(request.param).encode, add_special_tokens=False), 0
         for start in range(0, len(text), PIECE_COST):
             part = text[start : start + PIECE_COST]
-            count += len(await self.thread_pool.run(partial(self._ids, part, request, special=False)))
-            count -= PROBE_SLACK
+            count += len(await self.thread_pool.run(partial(encode, part))) - PROBE_SLACK
             if count >= self.limits.max_seq_len:
                 check_prompt_len(count, self.limits, request.param, at_least=True)
 
-    async def _encode_in_pieces(self, requests: Sequence[GenerateRequest]) -> list[Sequence[int]]:
-        prompts: list[Sequence[int]] = []
+    async def _encode_in_pieces(
+        self, requests: Sequence[GenerateRequest], shared: dict[int, SamplingParams]
+    ) -> list[EncodedPrompt]:
+        encoded: list[EncodedPrompt] = []
         for part in _split(requests):
             if len(part) == 1:
                 await self.check_parts(part[0])
-            prompts += await self.thread_pool.run(partial(self.encode_all, part))
-        return prompts
+            encoded += await self.thread_pool.run(partial(self._encode_all, part, shared))
+        return encoded
 
-    def _ids(self, text: str, request: GenerateRequest, *, special: bool) -> list[int]:
+    def _tokenizer_for(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise _no_tokenizer(request.param)
-        return self.tokenizer.encode(text, add_special_tokens=special)
+            text = "this model has no tokenizer; give the prompt as token ids"
+            raise InvalidRequestError(text, param=param)
+        return self.tokenizer
+
+
+def check_token_ids(ids: Sequence[int], limits: RequestLimits, param: str) -> None:
+    """Raise InvalidRequestError for a token id that the model does not have."""
+    if ids and ((of_array := np.asarray(ids)).min() < 0 or of_array.max() >= limits.vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
+        raise InvalidRequestError(
+            f"{param} contains token id {short_repr(wrong)}; ids of this model are 0 to "
+            f"{limits.vocab_size - 1}",
+            param=param,
+        )
+
+
+def check_prompt_len(prompt_len: int, limits: RequestLimits, param: str, *, at_least: bool = False) -> None:
+    """Raise if a prompt of ``prompt_len`` tokens is empty, or leaves no room for one output token."""
+    if prompt_len == 0:
+        raise InvalidRequestError(f"{param} is empty; it must have at least one token", param=param)
+    if prompt_len >= limits.max_seq_len:
+        count = f"at least {prompt_len}" if at_least else prompt_len
+        raise ContextLengthError(
+            f"The prompt has {count} tokens, but this model's maximum context length is {limits.max_seq_len} "
+            f"tokens, the output included; shorten the prompt to at most {limits.max_seq_len - 1} tokens.",
+            param=param,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,10 +322,6 @@ def _cost(request: GenerateRequest) -> int:
     """Return the cost of a prompt, as a number of characters to tokenize."""
     prompt = request.prompt
     return len(prompt) if isinstance(prompt, str) else len(prompt) // IDS_PER_CHAR
-
-
-def _no_tokenizer(param: str) -> InvalidRequestError:
-    return InvalidRequestError("this model has no tokenizer; give the prompt as token ids", param=param)
 
 
 def _class_name(directory: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:

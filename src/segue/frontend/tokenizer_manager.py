@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from msgspec import convert, structs
 
 from segue import errors
-from segue.errors import EngineDeadError, InvalidRequestError, OverloadedError, PoisonedError, SegueError
-from segue.frontend.control_calls import ControlCalls
-from segue.frontend.detokenizer import TokenTable
-from segue.frontend.life import Life
-from segue.frontend.request import GenerateRequest, PendingCall, RequestState, prepare_all
-from segue.frontend.sampling_options import RequestLimits, check_token_ids
+from segue.errors import EngineDeadError, InvalidRequestError, PoisonedError, SegueError
+from segue.frontend.detokenizer import TokenTable, max_chars_per_token
+from segue.frontend.life import Admission, Life
+from segue.frontend.request import GenerateRequest, Generation, RequestState
+from segue.frontend.sampling_options import RequestLimits
 from segue.frontend.stats import Stats
-from segue.frontend.text_bound import max_chars_per_token
 from segue.frontend.thread_pool import ThreadPool, turn
 from segue.frontend.tokenizer import PromptEncoder, Tokenizer
 from segue.messages import control
-from segue.messages.control import Counters, FlushResult, FrontendMessage, PauseMode, PauseResult
+from segue.messages.control import FlushResult, FrontendMessage, PauseMode, PauseResult
 from segue.messages.requests import (
     BEFORE_PREFILL,
     FIRST_WEIGHT_VERSION,
@@ -30,43 +28,12 @@ from segue.messages.requests import (
     Finish,
     Finished,
     Rejected,
-    SamplingParams,
     pack_ids,
 )
 from segue.messages.weight_operations import WeightOperation
-from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice
+from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice, WithdrawCall
 
-
-@dataclass(slots=True)
-class Admission:
-    """Counts the requests in transit to the scheduler, and refuses requests that would not fit its queue.
-
-    It does so before they are sent, because the scheduler may be in a long step. The scheduler decides in the
-    end. A request that an idle engine would accept is never refused here.
-    """
-
-    max_queued_requests: int
-    max_running_requests: int
-    num_sent: int = 0
-    num_rejected: int = 0
-
-    def check(self, count: int, num_arriving: int, now: Counters) -> None:
-        """Check whether ``count`` more requests fit, while ``num_arriving`` others are not sent yet.
-
-        Raises:
-            OverloadedError: more requests would wait than ``max_queued_requests``.
-        """
-        in_transit = self.num_sent - self.num_rejected - now.num_accepted
-        waiting = now.num_waiting + max(0, in_transit) + num_arriving
-        # If requests wait already, the scheduler could not admit them: then free slots do not count.
-        is_open = now.num_waiting == 0 and now.paused is None
-        free = max(0, self.max_running_requests - now.num_running) if is_open else 0
-        allowed = self.max_queued_requests
-        if waiting + count > allowed + free:
-            raise OverloadedError(
-                f"{waiting} requests wait, and {count} more would exceed the {allowed} allowed "
-                "(--max-queued-requests); retry later"
-            )
+Answer = TypeVar("Answer", control.State, control.Paused, control.Continued, control.Flushed, WeightAnswer)
 
 
 class TokenizerManager:
@@ -83,7 +50,7 @@ class TokenizerManager:
         max_queued_requests: int,
     ) -> None:
         self.ready = ready
-        self.stats = Stats(counters=Counters())
+        self.stats = Stats()
         self.weights = WeightNotice(version=FIRST_WEIGHT_VERSION)
         chars_per_token = None
         if tokenizer is None:
@@ -101,29 +68,23 @@ class TokenizerManager:
         self.encoder = PromptEncoder(tokenizer, limits, chars_per_token, self.thread_pool)
         self._life = life
         self._send = send
-        self._control = ControlCalls(send, life)
+        self._calls: dict[int, asyncio.Future[Any]] = {}  # number -> the call that waits for this answer
+        self._num_calls = 0
         self._admission = Admission(max_queued_requests, ready.limits.max_running_requests)
         self._states: dict[str, RequestState] = {}
-        self._arriving: dict[str, PendingCall] = {}  # rid -> its call, until the request has a state
+        self._arriving: dict[str, Generation] = {}  # rid -> its call, until the request has a state
         self._batches: dict[str, set[str]] = {}  # batch id -> rids of its requests in flight
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def limits(self) -> RequestLimits:
-        """How long a request may be, and which token ids it may have."""
-        return self.encoder.limits
-
     # --- clients ---
 
-    async def submit(self, request: GenerateRequest) -> RequestState:
-        """Check one request and send it; see :meth:`submit_batch`."""
-        return (await self.submit_batch([request]))[0]
-
-    async def submit_batch(
-        self, requests: Sequence[GenerateRequest], batch_id: str | None = None
-    ) -> list[RequestState]:
+    async def submit(
+        self, requests: Sequence[GenerateRequest], batch_id: str | None = None, *, is_streamed: bool = False
+    ) -> Generation:
         """Check requests, and send all of them or none. Aborting ``batch_id`` aborts each of them.
+
+        With ``is_streamed`` it waits up to ``ACCEPT_S`` for a refusal of the scheduler, which is raised.
 
         Raises:
             InvalidRequestError: a value breaks its rule, or a rid is in flight.
@@ -137,53 +98,50 @@ class TokenizerManager:
         created = time.monotonic()
         self._check_rids(requests, batch_id)
         self._admission.check(len(requests), len(self._arriving), self.stats.counters)
-        arrival = PendingCall(len(requests))
+        generation = Generation(len(requests), self.abort)
         rids = [request.rid for request in requests]
-        self._arriving |= dict.fromkeys(rids, arrival)
+        self._arriving |= dict.fromkeys(rids, generation)
         if batch_id is not None:
             self._batches[batch_id] = set(rids)
         self._idle.clear()
-        begun: list[RequestState] = []
         try:
-            options = await prepare_all(requests, self.limits, self.thread_pool)
-            prompts = await self.encoder.encode_call(requests, arrival.ended)
-            states: list[RequestState] = []
-            for number, (request, ids, prepared) in enumerate(zip(requests, prompts, options, strict=True)):
-                aborted = request.rid in arrival.aborted
-                params = SamplingParams(max_new_tokens=0) if aborted else prepared.params(len(ids))
-                state = RequestState(request, ids, params, self.table, created, self.discard, batch_id)
-                if request.outputs:
-                    check_token_ids(request.outputs, self.limits, "outputs")
-                    state.prime(request.outputs, request.output_logprobs)
-                states.append(state)
-                await turn(number)
-            for number, (request, state) in enumerate(zip(requests, states, strict=True)):
+            prompts = await self.encoder.encode_call(requests, generation)
+            for number, (request, (ids, params)) in enumerate(zip(requests, prompts, strict=True)):
                 if self._life.error is not None:
                     raise self._life.error
-                self._begin(request, state, arrival)
-                begun.append(state)
+                state = RequestState(request, ids, params, self.table, created, generation.changed, batch_id)
+                if request.outputs:
+                    state.prime(request.outputs, request.output_logprobs)
+                self._begin(request, state, generation)
+                generation.states.append(state)
                 await turn(number)
         except BaseException:
             if batch_id is not None:
                 self._batches.pop(batch_id, None)
-            for state in begun:
+            for state in generation.states:
                 state.batch_id = None
-                self.discard(state)
+            generation.close()
             raise
         finally:
             for rid in rids:
-                if self._arriving.get(rid) is arrival:  # else it was sent, and its rid may be in use again
+                if self._arriving.get(rid) is generation:  # else it was sent: its rid may be in use again
                     del self._arriving[rid]
             self._update_idle()
-        return begun
+        if is_streamed:
+            try:
+                await generation.accepted()
+            except BaseException:
+                generation.close()
+                raise
+        return generation
 
-    def _begin(self, request: GenerateRequest, state: RequestState, arrival: PendingCall) -> None:
+    def _begin(self, request: GenerateRequest, state: RequestState, generation: Generation) -> None:
         """Send a request, or end it if it was aborted before."""
         rid = request.rid
         del self._arriving[rid]
         self._states[rid] = state
-        if rid in arrival.aborted:
-            reason = arrival.aborted[rid]
+        if rid in generation.aborted:
+            reason = generation.aborted[rid]
             end = Finished(
                 rid=rid,
                 reason="abort",
@@ -227,47 +185,60 @@ class TokenizerManager:
     def _abort_arriving(self, rids: Iterable[str], message: str | None) -> int:
         """Abort requests that are not sent yet. Return how many were not aborted before."""
         arriving = [(rid, self._arriving[rid]) for rid in rids if rid in self._arriving]
-        return sum(arrival.abort(rid, message) for rid, arrival in arriving)
+        return sum(generation.abort(rid, message) for rid, generation in arriving)
 
-    def discard(self, state: RequestState) -> None:
-        """Abort a request whose reader has left, unless it has ended."""
-        if not state.is_over and not state.discarded:
-            state.discarded = True
-            self.abort(state.rid)
+    # --- control calls, which are answered once ---
+
+    async def _ask(self, message: Callable[[int], FrontendMessage], kind: type[Answer]) -> Answer:
+        """Send the message for a new call number, and wait for the answer with that number.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+            EngineHungError: the engine does not answer. It may still carry out the call when it recovers.
+        """
+        if (silence := self._life.silence) is not None:
+            raise silence
+        self._num_calls += 1
+        call = self._num_calls
+        self._calls[call] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(message(call))
+            answer = await self._calls[call]
+        except asyncio.CancelledError:
+            if kind is WeightAnswer and self._life.error is None:
+                self._send(WithdrawCall(call))
+            raise
+        finally:
+            del self._calls[call]
+        assert isinstance(answer, kind)
+        return answer
 
     async def pause_generation(self, mode: PauseMode, ttl_s: float | None = None) -> PauseResult:
         """Stop generation, and return once nothing runs. After ``ttl_s`` seconds it continues by itself."""
         arriving = self._abort_arriving(self._arriving, None) if mode == "abort" else 0
         sent = time.monotonic()
-        answer = await self._control.ask(lambda call: control.Pause(call, mode, ttl_s, sent), control.Paused)
+        answer = await self._ask(lambda call: control.Pause(call, mode, ttl_s, sent), control.Paused)
         result = convert(answer, PauseResult, from_attributes=True)
         return structs.replace(result, num_aborted=result.num_aborted + arriving)
 
     async def continue_generation(self) -> None:
         """Continue generation. No effect if it is not paused."""
-        await self._control.ask(control.Continue, control.Continued)
+        await self._ask(control.Continue, control.Continued)
 
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushResult:
         """Drop all cached KV, unless a request still holds KV after ``timeout_s`` seconds."""
-        answer = await self._control.ask(lambda call: control.Flush(call, timeout_s), control.Flushed)
+        answer = await self._ask(lambda call: control.Flush(call, timeout_s), control.Flushed)
         return convert(answer, FlushResult, from_attributes=True)
 
     async def ask_weights(
         self, operation: WeightOperation, roots: list[str] | None = None, from_hub: bool = True
     ) -> WeightAnswer:
         """Have an operation on the weights performed; :class:`WeightCall` describes the arguments."""
-        return await self._control.ask(
-            lambda call: WeightCall(call, operation, roots, from_hub), WeightAnswer
-        )
-
-    @property
-    def weight_version(self) -> str:
-        """The version of the served weights."""
-        return self.weights.version
+        return await self._ask(lambda call: WeightCall(call, operation, roots, from_hub), WeightAnswer)
 
     async def get_state(self, *, check: bool = False) -> control.State:
         """Return the scheduler's state; with ``check`` also the violated invariants."""
-        return await self._control.ask(lambda call: control.GetState(call, check), control.State)
+        return await self._ask(lambda call: control.GetState(call, check), control.State)
 
     @property
     def num_requests(self) -> int:
@@ -317,13 +288,17 @@ class TokenizerManager:
             case (
                 control.State() | control.Paused() | control.Continued() | control.Flushed() | WeightAnswer()
             ):
-                self._control.answer(message)
+                future = self._calls.get(message.call)
+                if future is not None and not future.done():  # else the call waits no longer
+                    future.set_result(message)
             case _:
                 raise TypeError(f"unexpected {type(message).__name__} from a running scheduler")
 
     def hang(self, error: SegueError) -> None:
-        """End all calls with an error: the engine does not answer. Requests in flight wait."""
-        self._control.fail(error)
+        """End all control calls with an error: the engine does not answer. Requests in flight wait."""
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
 
     def die(self, error: SegueError) -> None:
         """End all requests and calls with an error: the engine is dead."""
@@ -333,10 +308,10 @@ class TokenizerManager:
             state.fail(error)
         self._states.clear()
         self._batches.clear()
-        for arrival in self._arriving.values():
-            arrival.end()
+        for generation in self._arriving.values():
+            generation.stop_encoding()
         self._idle.set()
-        self._control.fail(error)
+        self.hang(error)
 
     def _on_step(self, output: control.SchedulerOutput) -> None:
         now = time.monotonic()

@@ -73,7 +73,7 @@ class Probe:
         request = GenerateRequest(
             rid=f"health-{uuid.uuid4().hex}", prompt=[0], options=ONE_TOKEN, priority=MAX_PRIORITY
         )
-        with suppress(OverloadedError, PausedError), await self._runtime.manager.submit(request) as state:
-            if (await state.result()).token_ids:
+        with suppress(OverloadedError, PausedError), await self._runtime.manager.submit([request]) as call:
+            if (await call.outputs())[0].token_ids:
                 return
         await asyncio.sleep(RETRY_S)  # there was no room, or a client aborted all requests

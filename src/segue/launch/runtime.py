@@ -18,10 +18,9 @@ from msgspec.structs import asdict
 from segue.checkpoint.source import ModelSource, resolve
 from segue.config import EngineConfig
 from segue.errors import ConfigError, EngineDeadError, EngineHungError, EngineStartError, SegueError
-from segue.frontend.life import Life, LifeState
+from segue.frontend.life import Life, LifeState, WorkerHealth
 from segue.frontend.tokenizer import ServedModel, Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
-from segue.frontend.worker_health import WorkerHealth
 from segue.launch.channel import Channel
 from segue.launch.embedded import EmbeddedScheduler
 from segue.launch.processes import WORKER_COMMAND, WorkerProcesses, make_run_dir
@@ -187,7 +186,7 @@ class Runtime:
             "served_model_name": self.name,
             "model_type": self.source.config.architecture,
             "is_generation": True,
-            "weight_version": self.manager.weight_version,
+            "weight_version": self.manager.weights.version,
             "tp_size": self.config.tp,
         }
 

@@ -105,14 +105,18 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Reports the end of a request. It is sent exactly once per request."""
+    """Reports the end of a request. It is sent exactly once per request.
+
+    The frontend replaces what a stop string changes: ``reason``, ``matched``, ``message``, ``num_tokens`` and
+    ``versions``.
+    """
 
     rid: str
     reason: FinishReason
     num_tokens: int  # output tokens of the reply, those that the request began with included
     prompt_tokens: int
     cached_tokens: int  # prompt tokens
-    matched: int | None = None  # the stop token that ended the request, if one did
+    matched: int | str | None = None  # the stop token or stop string that ended the request, if one did
     message: str | None = None
     # (weight version, start, end) in output tokens; none covers the tokens that the request began with
     versions: list[tuple[str, int, int]] = []

@@ -14,8 +14,9 @@ from msgspec import Raw
 
 from segue.api import native
 from segue.api.openai import requests as openai
-from segue.api.validation import Decoded, misfit
-from segue.frontend.sampling_options import MAX_STOPS, check_batch, check_num_entries, check_prompt_len
+from segue.api.validation import Decoded, check_batch, misfit
+from segue.frontend.sampling_options import MAX_STOPS, check_num_entries
+from segue.frontend.tokenizer import check_prompt_len
 from segue.messages.weight_operations import MAX_PAYLOADS, MAX_TENSORS, Bucket
 from segue.server import json_pieces
 from segue.server.body import Decode, Shape, decode_fields, too_many

@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from segue.api.generation import Generation
 from segue.api.native import NativeCall, NativeGenerate, NativeReplies, parse_call
 from segue.api.schema import body_schema
 from segue.frontend.tokenizer_manager import TokenizerManager
@@ -30,16 +29,16 @@ async def generate(request: Request) -> ASGIApp:
     most = service.config.max_queued_requests
     call = await read_json(request, lambda body: parse_call(body, most), large_body.generate)
     if call.stream:
-        start = Generation.start(manager, call.requests, call.batch_id, is_streamed=True)
+        start = manager.submit(call.requests, call.batch_id, is_streamed=True)
         generation = await unless_gone(request, start)
-        return EventStream(_events(NativeReplies(call, generation)), native_body, generation.close)
+        return EventStream(_events(NativeReplies(manager, call, generation)), native_body, generation.close)
     reply, num_entries = await unless_gone(request, _result(manager, call))
     return await reply_response(reply, num_entries, manager.thread_pool)
 
 
 async def _result(manager: TokenizerManager, call: NativeCall) -> tuple[Any, int]:
-    with await Generation.start(manager, call.requests, call.batch_id) as generation:
-        return await NativeReplies(call, generation).result()
+    with await manager.submit(call.requests, call.batch_id) as generation:
+        return await NativeReplies(manager, call, generation).result()
 
 
 async def _events(replies: NativeReplies) -> AsyncGenerator[bytes, None]:

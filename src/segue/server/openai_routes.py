@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from segue.api.generation import Generation
 from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, Dialect, choice, usage
 from segue.api.openai.requests import (
     ChatCompletionRequest,
@@ -22,7 +21,7 @@ from segue.api.openai.requests import (
     parse_completion,
 )
 from segue.api.schema import body_schema
-from segue.frontend.request import Output
+from segue.frontend.request import Generation, Output
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.server import large_body
 from segue.server.access import Access, Routes
@@ -74,13 +73,13 @@ def _model_card(request: Request) -> dict[str, Any]:
         "created": service.started_at,
         "owned_by": "segue",
         "root": runtime.config.model or runtime.source.name,
-        "max_model_len": runtime.manager.limits.max_seq_len,
+        "max_model_len": runtime.manager.encoder.limits.max_seq_len,
     }
 
 
 async def _answer(request: Request, manager: TokenizerManager, dialect: Dialect, wanted: Wanted) -> ASGIApp:
     if wanted.stream:
-        start = Generation.start(manager, wanted.requests, wanted.batch_id, is_streamed=True)
+        start = manager.submit(wanted.requests, wanted.batch_id, is_streamed=True)
         generation = await unless_gone(request, start)
         return EventStream(_events(Chunks(dialect, wanted), generation), openai_body, generation.close)
     generation, outputs = await unless_gone(request, _outputs(manager, wanted))
@@ -91,14 +90,14 @@ async def _answer(request: Request, manager: TokenizerManager, dialect: Dialect,
         return [choice(dialect, index, output, wanted.has_logprobs) for index, output in enumerate(outputs)]
 
     reply = wanted.envelope(dialect.object) | {
-        "choices": await generation.build(choices, num_entries),
+        "choices": await manager.thread_pool.build(choices, num_entries),
         "usage": usage(ends),
     }
     return await reply_response(reply, num_entries, manager.thread_pool)
 
 
 async def _outputs(manager: TokenizerManager, wanted: Wanted) -> tuple[Generation, list[Output]]:
-    with await Generation.start(manager, wanted.requests, wanted.batch_id) as generation:
+    with await manager.submit(wanted.requests, wanted.batch_id) as generation:
         return generation, await generation.outputs()
 
 

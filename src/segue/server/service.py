@@ -61,7 +61,7 @@ class Service:
     @property
     def bounds(self) -> Bounds:
         """How much a body may ask for; raises as :attr:`running` does."""
-        return Bounds(vocabulary=self.manager.limits, max_prompts=self.config.max_queued_requests)
+        return Bounds(vocabulary=self.manager.encoder.limits, max_prompts=self.config.max_queued_requests)
 
 
 def service_of(request: Request) -> Service:

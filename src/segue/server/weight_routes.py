@@ -100,7 +100,7 @@ for _name, _kind in OPERATIONS.items():
 @routes.get("/weight_version")
 async def weight_version(request: Request) -> Response:
     """Return the name of the served weights."""
-    return json_response({"weight_version": service_of(request).manager.weight_version})
+    return json_response({"weight_version": service_of(request).manager.weights.version})
 
 
 @routes.get("/model_info")

@@ -41,8 +41,8 @@ from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.control.calls import WeightControl
 
 if TYPE_CHECKING:  # both need torch, which these loops do not
-    from segue.model_runner.runner import ModelRunner
     from segue.model_runner.executor import ForwardOutput
+    from segue.model_runner.runner import ModelRunner
     from segue.weight_update.rank import WeightUpdater
 
 

@@ -8,12 +8,13 @@ import pytest
 from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, usage
 from segue.api.openai.requests import Wanted
 from segue.frontend.detokenizer import TokenTable
-from segue.frontend.request import End, GenerateRequest, Output
+from segue.frontend.request import GenerateRequest, Output
 from segue.frontend.sampling_options import SamplingOptions
-from segue.messages.requests import TokenLogprob
+from segue.messages.requests import Finished, TokenLogprob
 
 TABLE = TokenTable([b"a", b"b", b"\xe6"])
-END = End(
+END = Finished(
+    rid="i",
     reason="stop",
     matched=None,
     message=None,

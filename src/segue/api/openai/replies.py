@@ -10,12 +10,13 @@ import msgspec
 
 from segue.api.openai.requests import Wanted
 from segue.frontend.detokenizer import TokenTable
-from segue.frontend.request import LOWEST_LOGPROB, End, Output
+from segue.frontend.request import LOWEST_LOGPROB, Output
+from segue.messages.requests import Finished
 
 encode = msgspec.json.Encoder().encode
 
 
-def usage(ends: Sequence[End]) -> dict[str, Any]:
+def usage(ends: Sequence[Finished]) -> dict[str, Any]:
     """Tokens of all choices."""
     prompt, completion = sum(end.prompt_tokens for end in ends), sum(end.num_tokens for end in ends)
     return {
@@ -141,7 +142,7 @@ class Chunks:
             data += self._chunk(index, self._dialect.last_delta, reason=encode(output.end.reason))
         return data
 
-    def usage(self, ends: Sequence[End]) -> bytes:
+    def usage(self, ends: Sequence[Finished]) -> bytes:
         """The chunk behind all choices, if it was asked for."""
         return self._head + b'],"usage":' + encode(usage(ends)) + b"}\n\n" if self._usage else b""
 

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError, short_repr
 from segue.frontend.request import GenerateRequest
-from segue.frontend.sampling_options import SamplingOptions, check_batch, check_num_entries, num_entries
+from segue.frontend.sampling_options import SamplingOptions, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
 from segue.frontend.tokenizer import ServedModel
 
@@ -150,6 +150,7 @@ class Wanted:
 async def chat_call(body: ChatCompletionRequest, model: ServedModel) -> Wanted:
     """Render the chat template, and check what the types of the fields cannot say."""
     check_model(body.model, model)
+    check_num_biases(len(body.logit_bias or ()))
     rid = f"chatcmpl-{uuid.uuid4().hex}"
     if not body.messages:
         raise InvalidRequestError("messages: must have at least one message", param="messages")
@@ -157,13 +158,13 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel) -> Wanted:
         raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     max_tokens, limit_name = _max_tokens(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    names = {"max_tokens": limit_name, "logprobs": "top_logprobs"}
     request = GenerateRequest(
         rid=rid,
         prompt=await model.encoder.render(await _messages(body.messages)),
-        options=_options(body, max_tokens, logprobs),
+        options=SamplingOptions.of(body, max_tokens=max_tokens, logprobs=logprobs, names=names),
         add_special_tokens=False,
         param="messages",
-        names={"max_tokens": limit_name, "logprobs": "top_logprobs"},
     )
     return _wanted(body, model, rid, [request])
 
@@ -171,11 +172,10 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel) -> Wanted:
 def completion_call(body: CompletionRequest, model: ServedModel) -> Wanted:
     """Make one request per prompt."""
     check_model(body.model, model)
+    check_num_biases(len(body.logit_bias or ()))
     rid = f"cmpl-{uuid.uuid4().hex}"
-    logprobs = -1 if body.logprobs is None else body.logprobs
-    options = _options(body, body.max_tokens, logprobs)
-    prompts, _ = prompts_of(body.prompt, "prompt", RULES)
-    check_batch(len(prompts), model.max_prompts, "prompt")
+    options = SamplingOptions.of(body)
+    prompts, _ = prompts_of(body.prompt, "prompt", RULES, model.max_prompts)
     check_num_entries(num_entries(options), len(prompts))
     rids = [rid] if len(prompts) == 1 else [f"{rid}-{index}" for index in range(len(prompts))]
     requests = [
@@ -246,13 +246,6 @@ def _wanted(
     )
 
 
-def _options(
-    body: ChatCompletionRequest | CompletionRequest, max_tokens: int | None, logprobs: int
-) -> SamplingOptions:
-    check_num_biases(len(body.logit_bias or ()))
-    return SamplingOptions.of(body, max_tokens=max_tokens, logprobs=logprobs)
-
-
 def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     new, old = body.max_completion_tokens, body.max_tokens
     if new is not None and old is not None and new != old:
@@ -272,10 +265,8 @@ async def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             raise InvalidRequestError(f"{name}: this field is required", param=name)
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        one = {"role": "system" if message.role == "developer" else message.role, "content": content}
-        if message.name is not None:
-            one["name"] = message.name
-        if message.tool_call_id is not None:
-            one["tool_call_id"] = message.tool_call_id
-        rendered.append(one)
+        role = "system" if message.role == "developer" else message.role
+        optional = {"name": message.name, "tool_call_id": message.tool_call_id}
+        given = {name: value for name, value in optional.items() if value is not None}
+        rendered.append({"role": role, "content": content, **given})
     return rendered

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.frontend.worker_health import WorkerHealth
+from segue.frontend.life import WorkerHealth
 from segue.messages.control import Heartbeat
 
 PING_S, STALL_S, PERIOD = 5.0, 30.0, 1.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from segue.errors import OverloadedError
-from segue.frontend.tokenizer_manager import Admission
+from segue.frontend.life import Admission
 from segue.messages.control import Counters
 from segue.messages.requests import AddRequest
 from tests.frontend.test_tokenizer_manager import Bench, request, run
@@ -75,15 +75,15 @@ def test_the_manager_refuses_without_sending_anything(tiny_model: Any) -> None:
     async def work() -> None:
         bench = Bench(tiny_model, max_queued_requests=2)  # and four may run
         for index in range(6):
-            await bench.manager.submit(request(f"r{index}"))
+            await bench.submit(request(f"r{index}"))
         with pytest.raises(OverloadedError):
-            await bench.manager.submit(request("late"))
+            await bench.submit(request("late"))
         with pytest.raises(OverloadedError):
-            await bench.manager.submit_batch([request("a"), request("b")], "batch")
+            await bench.manager.submit([request("a"), request("b")], "batch")
         assert len(bench.sent) == 6
         assert bench.manager.num_requests == 6
         bench.manager.receive(bench.output(Counters(num_accepted=6, num_running=4)))
-        await bench.manager.submit_batch([request("a"), request("b")], "batch")
+        await bench.manager.submit([request("a"), request("b")], "batch")
         assert sum(isinstance(message, AddRequest) for message in bench.sent) == 8
 
     run(work())
@@ -98,11 +98,11 @@ def test_a_request_that_is_being_tokenized_takes_a_place(
         tokenizer = bench.manager.encoder.tokenizer
         assert tokenizer is not None
         monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: go_on.wait(10) and [65])
-        long = [asyncio.create_task(bench.manager.submit(request(f"r{n}", "a" * 5000))) for n in range(5)]
+        long = [asyncio.create_task(bench.submit(request(f"r{n}", "a" * 5000))) for n in range(5)]
         while bench.manager.num_requests < 5:
             await asyncio.sleep(0)
         with pytest.raises(OverloadedError):
-            await bench.manager.submit(request("late"))
+            await bench.submit(request("late"))
         go_on.set()
         await asyncio.gather(*long)
 

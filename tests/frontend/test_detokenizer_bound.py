@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from segue.frontend.detokenizer import TokenTable
-from segue.frontend.text_bound import max_chars_per_token
+from segue.frontend.detokenizer import TokenTable, max_chars_per_token
 from tests.frontend.test_tokenizer import byte_level, sentencepiece
 from tests.support.tiny_model import make_tokenizer
 

@@ -5,7 +5,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.frontend.stop import StopMatcher
+from segue.frontend.detokenizer import StopMatcher
 
 LETTERS = st.text("abc", max_size=40)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple)
