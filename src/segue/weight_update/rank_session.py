@@ -15,19 +15,9 @@ import torch
 from segue.errors import SegueError, WeightSyncError
 from segue.logs import logger
 from segue.memory.tensor_ops import Copies
+from segue.messages import weight_update as messages
 from segue.messages.weight_operations import Bucket, Manifest
-from segue.messages.weight_update import (
-    AddCommand,
-    Commit,
-    Discard,
-    Load,
-    RankReply,
-    Receive,
-    Received,
-    SessionCommand,
-    Stage,
-    Take,
-)
+from segue.messages.weight_update import AddCommand, RankReply, Received, SessionCommand
 from segue.weight_update import from_checkpoint
 from segue.weight_update.manifest import bucket_bytes, check, normalised, receive_buffer_bytes
 from segue.weight_update.payload.decode import decode, from_base64
@@ -86,11 +76,11 @@ class RankSession:
     def handle(self, command: SessionCommand, others: Iterable[RankSession]) -> None:
         """Begin to execute a command and return at once; `others` may have memory that they give back."""
         match command:
-            case Receive():
+            case messages.Receive():
                 self._work.put(partial(self._receive, command))
-            case Commit():
+            case messages.Commit():
                 self._begin_commit(command.call)
-            case Discard():
+            case messages.Discard():
                 self._cancelled.set()
                 self._freed.clear()
                 self._work.put(partial(self._replies.answer, command.call, lambda fields: self._end()))
@@ -115,7 +105,7 @@ class RankSession:
 
     def _add(self, command: AddCommand, freed: Sequence[threading.Event], fields: Fields) -> list[str]:
         late = self._wait_freed(freed)
-        drops = isinstance(command, Stage) and command.manifest.discard
+        drops = isinstance(command, messages.Stage) and command.manifest.discard
         if self._cancelled.is_set():
             return ["the session was discarded"]
         if late or (self._errors and not drops):
@@ -123,7 +113,7 @@ class RankSession:
         if self._zero_copy is not None:
             return ["the session has tensors that were not copied, and accepts no more: commit it first"]
         self._changes = None
-        if isinstance(command, Stage):
+        if isinstance(command, messages.Stage):
             errors = self._stage(command.manifest)
         else:
             bring = partial(self._bring, command)
@@ -170,9 +160,9 @@ class RankSession:
             raise WeightSyncError(f"The group {name!r} is dead: {group.reason}. Join it again.")
         return group
 
-    def _bring(self, command: Load | Take) -> list[str]:
+    def _bring(self, command: messages.Load | messages.Take) -> list[str]:
         served = self._served
-        if isinstance(command, Load):
+        if isinstance(command, messages.Load):
             errors = from_checkpoint.load(self._staged, command, self._cancelled.is_set)
             self._num_bytes = self._staged.num_bytes
             return errors
@@ -198,13 +188,13 @@ class RankSession:
 
     # --- weights are received ---
 
-    def _receive(self, command: Receive) -> None:
+    def _receive(self, command: messages.Receive) -> None:
         """Begin to receive; the reply comes once the trainer may broadcast, or if the receive ends before."""
         errors = errors_of(partial(self._start_receiver, command))
         if errors:
             self._replies.send(command.call, errors)
 
-    def _start_receiver(self, command: Receive) -> None:
+    def _start_receiver(self, command: messages.Receive) -> None:
         manifest, self._manifest = self._manifest, None
         if self._cancelled.is_set():
             raise WeightSyncError("the session was discarded")

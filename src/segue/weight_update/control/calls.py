@@ -15,7 +15,7 @@ from segue.messages.control import SchedulerMessage
 from segue.messages.weight_update import Inspect, RankReply, Received, WeightCall, WeightCommand
 from segue.weight_update.control.groups import TrainerGroups
 from segue.weight_update.control.outbox import Outbox, Refusal
-from segue.weight_update.control.replies import merge, problems
+from segue.weight_update.control.replies import merge
 from segue.weight_update.control.session import BEFORE_PREPARED, RECEIVE_S, UpdatePhase, UpdateSession
 from segue.weight_update.control.state_machine import Port, WeightMachine
 
@@ -272,8 +272,8 @@ class WeightControl:
         self._outbox.answer([call], True, f"Weight version is {version!r}.", new_version=version)
 
     def _inspect(self, call: int, request: operations.GetWeights | operations.CheckWeights) -> None:
-        def inspected(replies: list[RankReply], now: float) -> None:
-            if wrong := problems(replies):
+        def inspected(replies: list[RankReply], wrong: str, now: float) -> None:
+            if wrong:
                 self._outbox.answer([call], False, wrong)
                 return
             fields = merge(request, replies)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from segue.messages.weight_operations import Group, JoinGroup
 from segue.messages.weight_update import Join, Leave, RankReply, StopJoin
 from segue.weight_update.control.outbox import Outbox, Refusal
-from segue.weight_update.control.replies import problems
 from segue.weight_update.control.state_machine import WeightMachine
 
 MAX_JOINS = 4
@@ -60,13 +60,13 @@ class TrainerGroups:
         self._joins.append(joining)
         self._outbox.command(
             Join(group=group, timeout_s=timeout_s),
-            then=lambda replies, now: self._on_joined(joining, replies, now),
+            then=partial(self._on_joined, joining),
         )
         return joining
 
-    def _on_joined(self, joining: Joining, replies: list[RankReply], now: float) -> None:
+    def _on_joined(self, joining: Joining, replies: list[RankReply], wrong: str, now: float) -> None:
         self._joins.remove(joining)
-        name, wrong = joining.group.name, problems(replies)
+        name = joining.group.name
         for lost in {lost for reply in replies for lost in reply.fields.get("dropped", ())} - {name}:
             self.joined.pop(lost, None)
             self._machine.abort_session_of(lost, "has lost its trainer", now, if_received=False)
@@ -92,8 +92,7 @@ class TrainerGroups:
         self._machine.last_ended = None
         del self.joined[name]
 
-        def left(replies: list[RankReply], now: float) -> None:
-            wrong = problems(replies)
+        def left(replies: list[RankReply], wrong: str, now: float) -> None:
             self._outbox.answer([call], not wrong, wrong or f"Left group {name!r}.")
 
         self._outbox.command(Leave(name=name), then=left)

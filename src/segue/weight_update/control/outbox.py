@@ -12,8 +12,10 @@ from msgspec import structs
 
 from segue.messages.control import SchedulerMessage
 from segue.messages.weight_update import RankReply, WeightAnswer, WeightCommand
+from segue.weight_update.control.replies import problems
 
-Then = Callable[[list[RankReply], float], None]  # called after the last reply: (replies by rank, time)
+# Called after the last reply: (replies by rank, their problems or "", time).
+Then = Callable[[list[RankReply], str, float], None]
 
 
 class Refusal(Exception):
@@ -39,7 +41,7 @@ class Outbox:
         """Queue the same answer to each of these calls of the frontend."""
         self._messages += [WeightAnswer(call, success, message, fields) for call in calls]
 
-    def command(self, *commands: WeightCommand, then: Then = lambda replies, now: None) -> None:
+    def command(self, *commands: WeightCommand, then: Then = lambda *_: None) -> None:
         """Queue one command for all ranks, or one for each rank; ``then`` is called after the last reply."""
         self._num_commands += 1
         numbered = [structs.replace(each, call=self._num_commands) for each in commands]
@@ -54,7 +56,8 @@ class Outbox:
         replies.setdefault(reply.rank, reply)
         if len(replies) == self.num_ranks:
             del self._pending[reply.call]
-            then([replies[rank] for rank in range(self.num_ranks)], now)
+            ordered = [replies[rank] for rank in range(self.num_ranks)]
+            then(ordered, problems(ordered), now)
 
     def take(self) -> tuple[list[SchedulerMessage], list[Sequence[WeightCommand]]]:
         """Return what was queued, and empty the queues; each entry of commands has one per rank, in order."""

@@ -15,24 +15,12 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from segue.messages import weight_update as messages
 from segue.messages.control import PauseMode, SchedulerMessage
 from segue.messages.weight_operations import Manifest, UpdateFromDisk, UpdateFromTensor
-from segue.messages.weight_update import (
-    Commit,
-    Discard,
-    Load,
-    RankReply,
-    Receive,
-    Received,
-    Stage,
-    Take,
-    WeightAnswer,
-    WeightCall,
-    WeightCommand,
-    WeightNotice,
-)
+from segue.messages.weight_update import RankReply, Received, WeightAnswer, WeightCall, WeightNotice
 from segue.weight_update.control.outbox import Outbox
-from segue.weight_update.control.replies import problems, staging
+from segue.weight_update.control.replies import staging
 from segue.weight_update.control.session import BEFORE_PREPARED, Kind, UpdatePhase, UpdateSession
 
 
@@ -145,13 +133,13 @@ class WeightMachine:
         """Have the ranks check a manifest and, once all of them accept it, receive its tensors."""
         session.begin_call(manifest)
         self.enter(session, UpdatePhase.STAGING, now)
-        command = Stage(session=session.number, manifest=manifest)
+        command = messages.Stage(session=session.number, manifest=manifest)
         self._command(session, command, then=self._on_staged, failed=self._on_stage_failed)
 
     def _on_staged(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
         session.staging = staging(replies)
         self.enter(session, UpdatePhase.POSTING, now)
-        command = Receive(session=session.number, gloo_timeout_s=session.gloo_timeout_s)
+        command = messages.Receive(session=session.number, gloo_timeout_s=session.gloo_timeout_s)
         self._command(session, command, then=self._on_posted)
 
     def _on_stage_failed(self, session: UpdateSession, wrong: str, now: float) -> None:
@@ -186,7 +174,7 @@ class WeightMachine:
         session.model_path, session.is_partial = request.model_path, False
         self.enter(session, UpdatePhase.POSTING, now)
         roots, from_hub = asked.roots, asked.from_hub
-        command = Load(session=session.number, request=request, roots=roots, from_hub=from_hub)
+        command = messages.Load(session=session.number, request=request, roots=roots, from_hub=from_hub)
         self._command(session, command, then=self._on_loaded)
 
     def take(self, session: UpdateSession, request: UpdateFromTensor, now: float) -> None:
@@ -203,7 +191,7 @@ class WeightMachine:
         self.enter(session, UpdatePhase.POSTING, now)
         copy = session.kind == "group of calls"
         commands = [
-            Take(session=session.number, payload=payload, load_format=request.load_format, copy=copy)
+            messages.Take(session=session.number, payload=payload, load_format=request.load_format, copy=copy)
             for payload in payloads
         ]
         self._command(session, *commands, then=self._on_loaded)
@@ -280,12 +268,12 @@ class WeightMachine:
     def _write(self, session: UpdateSession, now: float) -> None:
         if "WRITING" not in session.times and self._port.stands_still:
             session.times["WRITING"] = now
-            self._outbox.command(Commit(session=session.number), then=self._on_committed)
+            self._outbox.command(messages.Commit(session=session.number), then=self._on_committed)
 
-    def _on_committed(self, replies: list[RankReply], now: float) -> None:
+    def _on_committed(self, replies: list[RankReply], wrong: str, now: float) -> None:
         session = self.session
         assert session is not None and session.phase is UpdatePhase.COMMITTING
-        if wrong := problems(replies):
+        if wrong:
             if any(reply.fields.get("touched") or not reply.errors for reply in replies):
                 self._poison(wrong)
             self.abort(session, wrong, now)
@@ -314,7 +302,7 @@ class WeightMachine:
         if session.kind == "group of calls":
             self.group_error = why
         self.close(session)
-        self._outbox.command(Discard(session=session.number))
+        self._outbox.command(messages.Discard(session=session.number))
         self._outbox.answer(session.preparing, False, why, session_id=session.id)
         self._finish(session, False, why)
 
@@ -335,7 +323,8 @@ class WeightMachine:
         figures = self._figures(session)
         self._outbox.answer(session.ending, success, message, **figures)
         if session.kind == "session":
-            self.last_ended = (session.id, session.group_name, WeightAnswer(0, success, message, figures))
+            answer = WeightAnswer(0, success, message, figures)
+            self.last_ended = session.id, session.group_name, answer
 
     # --- what all phases use ---
 
@@ -347,7 +336,7 @@ class WeightMachine:
     def _command(
         self,
         session: UpdateSession,
-        *commands: WeightCommand,
+        *commands: messages.WeightCommand,
         then: Callable[[UpdateSession, list[RankReply], float], None],
         failed: Callable[[UpdateSession, str, float], None] | None = None,
     ) -> None:
@@ -356,10 +345,10 @@ class WeightMachine:
         Replies that come after the session has ended are ignored.
         """
 
-        def on_replies(replies: list[RankReply], now: float) -> None:
+        def on_replies(replies: list[RankReply], wrong: str, now: float) -> None:
             if self.session is not session:
                 return
-            if wrong := problems(replies):
+            if wrong:
                 (failed or self.abort)(session, wrong, now)
             else:
                 then(session, replies, now)
