@@ -321,7 +321,7 @@ def test_a_view_within_its_storage_is_decoded() -> None:
 def test_a_view_beyond_its_storage_is_refused(offset: object, size: object, stride: object) -> None:
     message = refused(view(offset, size, stride))
     assert any(
-        part in message for part in ("does not lie within", "does not fit as argument", "65 items", "keys")
+        part in message for part in ("does not lie within", "arguments that do not fit", "65 items", "keys")
     )
 
 
@@ -344,7 +344,9 @@ def bucket(flat: Tensor, metadata: object) -> bytes:
 def test_a_piece_beyond_its_bucket_is_refused(shape: Any, dtype: Any, start: Any, end: Any) -> None:
     flat = torch.zeros(16, dtype=torch.uint8)
     message = refused(bucket(flat, [FlattenedTensorMetadata("a", shape, dtype, start, end, 0)]))
-    assert any(part in message for part in ("does not fill", "of dtype", "torch.complex64", "65 items"))
+    assert any(
+        part in message for part in ("does not fill", "fields do not fit", "torch.complex64", "65 items")
+    )
 
 
 def test_pieces_of_a_bucket_need_not_be_aligned() -> None:
@@ -467,7 +469,7 @@ def test_mutated_payloads_are_refused_or_decoded(monkeypatch: pytest.MonkeyPatch
         except InvalidRequestError:
             num_refused += 1
     assert 1000 < num_refused < 3000
-    assert found == {unpickle.Function, type, torch.dtype, str}
+    assert found == {unpickle.Function, type(unpickle.PerRank), torch.dtype, str}
 
 
 def mutated(payload: bytes, random_: random.Random) -> bytes:
@@ -492,10 +494,3 @@ def test_base64_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(payload_module, "BASE64_PIECE", 40)
     payload = random.Random(size).randbytes(size)
     assert from_base64(base64.b64encode(payload).decode()) == payload
-
-
-@pytest.mark.parametrize("text", ["%", "abc", "A" * 37 + "A==" + "A" * 40, "A" * 40 + "=", "\xe9" * 4])
-def test_what_is_not_base64_is_refused_in_any_piece(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload_module, "BASE64_PIECE", 40)
-    with pytest.raises(InvalidRequestError, match="base64"):
-        from_base64(text)
