@@ -54,8 +54,6 @@ class Inspector:
         shape = table.shapes[meaning]
         if len(shape) > 2:
             raise InvalidRequestError(f"{name!r} holds many experts; ask for one: {table.stacked[name][0]}")
-        if size < 0:
-            raise InvalidRequestError(f"truncate_size is {size}; give 0 or more")
         columns = shape[1] if len(shape) == 2 else 1
         most = max(_DEFAULT_ROWS, _MAX_VALUES // columns)
         if min(size, shape[0]) > most:
@@ -107,18 +105,12 @@ class Inspector:
             raise InvalidRequestError(
                 "there is no snapshot to compare with: take one first (action 'snapshot')"
             )
-        table, arena = self._served.weight_map, self._served.arena
-        changed = {
-            name
-            for name, values in snapshot.items()
-            if not equal(arena.view(name), values, self._served.dtype)
-        }
+        table, dtype = self._served.weight_map, self._served.dtype
         return [
             name
             for name in table.names
-            if any(
-                part.parameter in changed
-                and not equal(self._view(part), box_of(snapshot[part.parameter], part), self._served.dtype)
+            if not all(
+                equal(self._view(part), box_of(snapshot[part.parameter], part), dtype)
                 for part in table.slices[name]
             )
         ]

@@ -19,11 +19,12 @@ from segue.messages import weight_update as messages
 from segue.messages.weight_operations import Bucket, Manifest
 from segue.messages.weight_update import AddCommand, RankReply, Received, SessionCommand
 from segue.weight_update import from_checkpoint
-from segue.weight_update.manifest import bucket_bytes, check, normalised, receive_buffer_bytes
+from segue.weight_update.manifest import check
 from segue.weight_update.payload.decode import decode, from_base64
 from segue.weight_update.served import ServedWeights
 from segue.weight_update.staging import Incoming, StagedWeights, ZeroCopyTensors
 from segue.weight_update.staging_memory import StagingMemory
+from segue.weight_update.transport.base import plan, receive_buffer_size
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
 from segue.weight_update.transport.receiver import Receiver
@@ -137,14 +138,12 @@ class RankSession:
 
     def _stage(self, manifest: Manifest) -> list[str]:
         group = self._group(manifest)
-        problems = check(manifest, self._served.weight_map)
-        if problems:
+        if problems := check(manifest, self._served.weight_map):
             return problems
-        manifest = normalised(manifest)
         self._sink = None  # it may be of a `Stage` that another rank refused
         if not manifest.discard:
             self._errors = ["memory could not be allocated for all weights of the session: discard it"]
-            receive_buffer = receive_buffer_bytes(manifest)
+            receive_buffer = 2 * receive_buffer_size(plan(manifest, None, group.device))
             if manifest.flattened:
                 receive_buffer = group.receive_buffer_cost(receive_buffer)
             self._sink = Incoming(self._staged, manifest, group.device, receive_buffer=receive_buffer)
@@ -174,10 +173,9 @@ class RankSession:
             shapes=[list(tensor.shape) for _, tensor in tensors],
         )
         manifest = Manifest(group_name="", buckets=[bucket], partial=True)
-        problems = check(manifest, served.weight_map)
-        if problems:
+        if problems := check(manifest, served.weight_map):
             return problems
-        self._num_bytes = bucket_bytes(bucket)
+        self._num_bytes = sum(tensor.nbytes for _, tensor in tensors)
         if command.copy or self._staged.parameters or any(t.device != served.device for _, t in tensors):
             sink = Incoming(self._staged, manifest, served.device, receive_buffer=0)
             for name, tensor in tensors:

@@ -13,9 +13,10 @@ from segue.memory.checksum import MASK, digest
 from segue.memory.tensor_ops import Copies, are_finite, as_sent, copy_into, equal, is_groupable
 from segue.messages.weight_operations import Manifest, StagingPlace
 from segue.models.weight_map import Box, Slice
-from segue.weight_update.manifest import first, receive_buffer_bytes, tensors
+from segue.weight_update.manifest import first, tensors
 from segue.weight_update.served import ServedWeights, box_of
 from segue.weight_update.staging_memory import StagingArena, StagingMemory, check_host
+from segue.weight_update.transport.base import plan, receive_buffer_size
 
 _WARM = 1 << 20  # elements
 
@@ -98,7 +99,7 @@ class StagedWeights:
     def problems(self, names: Collection[str]) -> list[str]:
         """Returns the problems of the staged `names`: not finite values, or a different tied tensor."""
         with self.memory.on_stream():
-            return [*self._not_finite(names), *self._untied(names)]
+            return [*self._not_finite(names), *_untied(self.served, names, self._tied)]
 
     def release(self, *, in_use: bool = False) -> None:
         """Give the memory back; if it is `in_use`, it is kept for its user for ever, and never reused."""
@@ -147,17 +148,9 @@ class StagedWeights:
             and not all(are_finite([view for view, _ in self.parts(name)], self.served.dtype))
         ]
 
-    def _untied(self, names: Collection[str]) -> list[str]:
-        """Error texts for tensors that must equal another one (a tied head and its embedding) and do not."""
-        table, found = self.served.weight_map, []
-        for name, tied_to in table.aliases.items():
-            if name not in names:
-                continue
-            for part in table.slices[tied_to]:
-                held = self._views.get(part.parameter, self.served.arena.view(part.parameter))
-                if not equal(self._views[name], held[part.destination], self.served.dtype):
-                    found.append(_untied(name, tied_to))
-        return found
+    def _tied(self, name: str, part: Slice) -> tuple[Tensor, Tensor]:
+        held = self._views.get(part.parameter, self.served.arena.view(part.parameter))
+        return self._views[name], held[part.destination]
 
 
 class Incoming:
@@ -184,7 +177,7 @@ class Incoming:
         self._digests: dict[str, Tensor] = {}
         if device.type == staged.memory.device.type:
             staged.add(self._sent, manifest.staging, receive_buffer)
-            exact = receive_buffer_bytes(manifest, lambda name: self.direct(name) is not None)
+            exact = 2 * receive_buffer_size(plan(manifest, self, device))
             staged.memory.check_receive_buffers(min(receive_buffer, exact))
         else:
             check_host(receive_buffer)
@@ -305,15 +298,12 @@ class ZeroCopyTensors:
             finite = are_finite([mine for _, _, mine in slices], dtype)
             bad = {name for (name, _, _), is_finite in zip(slices, finite, strict=True) if not is_finite}
             found = [_not_finite(name, dtype) for name in self.tensors if name in bad]
-            for name, part, mine in slices:
-                meaning = table.aliases.get(name)
-                if meaning is None:
-                    continue
-                tied = self.tensors.get(meaning)
-                values = self._served_values(part) if tied is None else tied[part.source]
-                if not equal(mine, values, dtype):
-                    found.append(_untied(name, meaning))
-        return first(found)
+            return first(found + _untied(self.served, self.tensors, self._tied))
+
+    def _tied(self, name: str, part: Slice) -> tuple[Tensor, Tensor]:
+        held = self.tensors.get(self.served.weight_map.aliases[name])
+        values = self._served_values(part) if held is None else held[part.source]
+        return self.tensors[name][part.source], values
 
     def _served_values(self, part: Slice) -> Tensor:
         return box_of(self.served.arena.view(part.parameter), part)
@@ -324,6 +314,17 @@ def _not_finite(name: str, dtype: torch.dtype) -> str:
     return f"{name!r} has values that are not finite in {str(dtype).removeprefix('torch.')}"
 
 
-def _untied(name: str, meaning: str) -> str:
-    """Returns the message for a tied tensor that differs."""
-    return f"{name!r} differs from {meaning!r}, to which this model ties it: send one of them, or both equal"
+def _untied(
+    served: ServedWeights, names: Collection[str], pair_of: Callable[[str, Slice], tuple[Tensor, Tensor]]
+) -> list[str]:
+    """Returns the messages for tied tensors (a head and its embedding) that are among `names` and differ.
+
+    `pair_of` returns this rank's part of a tied tensor, and what it must equal.
+    """
+    return [
+        f"{name!r} differs from {meaning!r}, to which this model ties it: send one of them, or both equal"
+        for name, meaning in served.weight_map.aliases.items()
+        if name in names
+        for part in served.weight_map.slices[meaning]
+        if not equal(*pair_of(name, part), served.dtype)
+    ]
