@@ -118,7 +118,6 @@ class Take(_SessionCommand, frozen=True, kw_only=True):
     """Take the tensors of a payload; with ``copy`` the client may overwrite them after the reply."""
 
     payload: str  # this rank's, in base64
-    load_format: str | None
     copy: bool
 
 
@@ -136,7 +135,7 @@ class Discard(_SessionCommand, frozen=True, kw_only=True):
 class Inspect(_Command, frozen=True, kw_only=True):
     """Read the served weights between two steps."""
 
-    request: operations.GetWeights | operations.CheckWeights
+    request: operations.Inspection
 
 
 AddCommand = Stage | Load | Take  # the commands that open a session, or add tensors to it

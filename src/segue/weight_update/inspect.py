@@ -12,7 +12,7 @@ from segue.distributed.info import TPInfo
 from segue.errors import InvalidRequestError
 from segue.memory.checksum import MASK, scramble
 from segue.memory.tensor_ops import BLOCK, BLOCK_CUDA, equal
-from segue.messages.weight_operations import CheckWeights, GetWeights
+from segue.messages.weight_operations import GetWeights, Inspection
 from segue.models import weight_map
 from segue.models.weight_map import Slice
 from segue.weight_update.served import ServedWeights, box_of
@@ -29,8 +29,8 @@ class Inspector:
         self._snapshot: dict[str, Tensor] | None = None  # parameter -> its values, in host memory
         self._owned_slices: dict[str, tuple[Slice, ...]] | None = None
 
-    def answer(self, request: GetWeights | CheckWeights) -> dict[str, Any]:
-        """Returns the fields of this rank's reply; `control.replies.merge` merges those of all ranks.
+    def answer(self, request: Inspection) -> dict[str, Any]:
+        """Returns the fields of this rank's reply; `control.calls.merge` merges those of all ranks.
 
         Raises:
             InvalidRequestError: there is no such tensor, or no snapshot to compare with.

@@ -59,13 +59,11 @@ def _wire_problems(manifest: Manifest) -> list[str]:
                 "dtype and one shape per name"
             )
             continue
-        for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        for name, dtype in zip(bucket.names, bucket.dtypes, strict=True):
             if dtype_name(dtype) is None:
                 problems.append(
                     f"{name!r} has dtype {dtype!r}; use one of {', '.join(dict.fromkeys(DTYPES.values()))}"
                 )
-            if any(size < 0 for size in shape):
-                problems.append(f"{name!r} has shape {shape}; sizes must be 0 or more")
     return problems
 
 

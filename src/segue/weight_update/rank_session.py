@@ -166,7 +166,7 @@ class RankSession:
             self._num_bytes = self._staged.num_bytes
             return errors
         payload = from_base64(command.payload)
-        tensors = decode(payload, command.load_format, served.device, rank=served.tp.rank)
+        tensors = decode(payload, served.device, rank=served.tp.rank)
         bucket = Bucket(
             names=[name for name, _ in tensors],
             dtypes=[str(tensor.dtype) for _, tensor in tensors],
@@ -304,7 +304,7 @@ class RankSession:
         try:
             idle = True
             if self._receiver is not None:
-                self._receiver.cancel("discarded")
+                self._receiver.end("discarded")
                 idle = self._receiver.idle.wait(_IDLE_S)
             self._receiver = self._sink = self._zero_copy = self._changes = None
             self._staged.release(in_use=not idle)

@@ -28,7 +28,7 @@ def cost(payload: bytes) -> tuple[str, int, float]:
     began = time.process_time()
     message = ""
     try:
-        kept = decode(payload, None, CPU)
+        kept = decode(payload, CPU)
         del kept
     except InvalidRequestError as error:
         message = error.message

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from segue.messages import weight_operations as operations
@@ -15,9 +16,10 @@ from segue.messages.control import SchedulerMessage
 from segue.messages.weight_update import Inspect, RankReply, Received, WeightCall, WeightCommand
 from segue.weight_update.control.groups import TrainerGroups
 from segue.weight_update.control.outbox import Outbox, Refusal
-from segue.weight_update.control.replies import merge
 from segue.weight_update.control.session import BEFORE_PREPARED, RECEIVE_S, UpdatePhase, UpdateSession
 from segue.weight_update.control.state_machine import Port, WeightMachine
+
+_MASK = (1 << 64) - 1
 
 
 class WeightControl:
@@ -208,10 +210,8 @@ class WeightControl:
         session.abort_all = session.abort_all or request.abort_all_requests
         if manifest is not None:
             self.machine.stage(session, manifest, now)
-        elif isinstance(request, operations.UpdateFromDisk):
-            self.machine.load(session, asked, request, now)
-        elif isinstance(request, operations.UpdateFromTensor):
-            self.machine.take(session, request, now)
+        else:
+            self.machine.load(session, asked, now)
 
     def _begin(self, call: int, now: float) -> None:
         if refusal := self._refusal(None, is_partial=True):
@@ -271,7 +271,7 @@ class WeightControl:
         self._outbox.send(self.machine.notice())  # before the answer: its client may then ask
         self._outbox.answer([call], True, f"Weight version is {version!r}.", new_version=version)
 
-    def _inspect(self, call: int, request: operations.GetWeights | operations.CheckWeights) -> None:
+    def _inspect(self, call: int, request: operations.Inspection) -> None:
         def inspected(replies: list[RankReply], wrong: str, now: float) -> None:
             if wrong:
                 self._outbox.answer([call], False, wrong)
@@ -287,3 +287,29 @@ class WeightControl:
 def _not_open(session_id: str | None) -> str:
     named = "no session" if session_id is None else f"no session {session_id!r}"
     return f"{named} is open; /prepare_weights_update opens one"
+
+
+def merge(request: operations.Inspection, replies: Sequence[RankReply]) -> dict[str, Any]:
+    """Merges what all ranks found in their weights to the fields of one answer.
+
+    ``GetWeights`` gives ``{"values"}``: the first ``truncate_size`` rows as nested lists. A checksum gives
+    ``{"checksums", "total"}``, which do not depend on the number of ranks, and ``{"ranks"}``, the sum of each
+    rank. A snapshot gives ``{"num_bytes"}``, and a comparison ``{"differ"}``: the names of the tensors.
+    """
+    ranks = [reply.fields for reply in replies]
+    if isinstance(request, operations.GetWeights):
+        values = np.zeros(ranks[0]["shape"], np.float32)
+        for part in (part for fields in ranks for part in fields["parts"]):
+            box = tuple(slice(*bounds) for bounds in part["place"])
+            values[box] = np.frombuffer(part["float32"], np.float32).reshape(values[box].shape)
+        return {"values": values.tolist()}
+    if request.action == "checksum":
+        sums: dict[str, int] = {}
+        for fields in ranks:
+            for name, value in fields["checksums"].items():
+                sums[name] = (sums.get(name, 0) + value) & _MASK
+        totals = [sum(fields["checksums"].values()) & _MASK for fields in ranks]
+        return {"checksums": sums, "total": sum(totals) & _MASK, "ranks": totals}
+    if request.action == "snapshot":
+        return {"num_bytes": sum(fields["num_bytes"] for fields in ranks)}
+    return {"differ": sorted({name for fields in ranks for name in fields["differ"]})}

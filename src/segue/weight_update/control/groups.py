@@ -46,23 +46,19 @@ class TrainerGroups:
             )
         joining = next((each for each in self._joins if each.group == group and not each.is_stopped), None)
         if joining is None:
-            joining = self._begin(group, request.timeout_s)
+            # The ranks give up an older join of this name for the new one.
+            others = [each.group for each in self._joins if each.group.name != group.name or each.is_stopped]
+            if len(others) >= MAX_JOINS:
+                named = [f"{each.name!r} at {each.master_address}:{each.master_port}" for each in others]
+                raise Refusal(
+                    f"{len(others)} groups are being joined ({'; '.join(named)}); the limit is {MAX_JOINS}; "
+                    "retry later"
+                )
+            joining = Joining(group)
+            self._joins.append(joining)
+            command = Join(group=group, timeout_s=request.timeout_s)
+            self._outbox.command(command, then=partial(self._on_joined, joining))
         joining.waiting[call] = now + request.timeout_s + _GRACE_S, request.timeout_s
-
-    def _begin(self, group: Group, timeout_s: float) -> Joining:
-        # The ranks give up an older join of this name for the new one.
-        others = [each.group for each in self._joins if each.group.name != group.name or each.is_stopped]
-        if len(others) >= MAX_JOINS:
-            named = "; ".join(f"{each.name!r} at {each.master_address}:{each.master_port}" for each in others)
-            text = f"{len(others)} groups are being joined ({named}); the limit is {MAX_JOINS}; retry later"
-            raise Refusal(text)
-        joining = Joining(group)
-        self._joins.append(joining)
-        self._outbox.command(
-            Join(group=group, timeout_s=timeout_s),
-            then=partial(self._on_joined, joining),
-        )
-        return joining
 
     def _on_joined(self, joining: Joining, replies: list[RankReply], wrong: str, now: float) -> None:
         self._joins.remove(joining)

@@ -12,8 +12,8 @@ from msgspec import structs
 
 from segue.messages.control import SchedulerMessage
 from segue.messages.weight_update import RankReply, WeightAnswer, WeightCommand
-from segue.weight_update.control.replies import problems
 
+_SHOWN = 20  # problems listed in a message
 # Called after the last reply: (replies by rank, their problems or "", time).
 Then = Callable[[list[RankReply], str, float], None]
 
@@ -57,10 +57,21 @@ class Outbox:
         if len(replies) == self.num_ranks:
             del self._pending[reply.call]
             ordered = [replies[rank] for rank in range(self.num_ranks)]
-            then(ordered, problems(ordered), now)
+            then(ordered, _problems(ordered), now)
 
     def take(self) -> tuple[list[SchedulerMessage], list[Sequence[WeightCommand]]]:
         """Return what was queued, and empty the queues; each entry of commands has one per rank, in order."""
         queued = self._messages, self._commands
         self._messages, self._commands = [], []
         return queued
+
+
+def _problems(replies: Sequence[RankReply]) -> str:
+    """Joins the replies' errors to one text, each once if all ranks agree; empty if there are none."""
+    distinct = {tuple(reply.errors) for reply in replies}
+    if len(distinct) == 1:
+        lines = list(replies[0].errors)
+    else:
+        lines = [f"rank {reply.rank}: {error}" for reply in replies for error in reply.errors]
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "; ".join(lines[:_SHOWN] + more)

@@ -20,7 +20,6 @@ from segue.messages.control import PauseMode, SchedulerMessage
 from segue.messages.weight_operations import Manifest, UpdateFromDisk, UpdateFromTensor
 from segue.messages.weight_update import RankReply, Received, WeightAnswer, WeightCall, WeightNotice
 from segue.weight_update.control.outbox import Outbox
-from segue.weight_update.control.replies import staging
 from segue.weight_update.control.session import BEFORE_PREPARED, Kind, UpdatePhase, UpdateSession
 
 
@@ -137,7 +136,7 @@ class WeightMachine:
         self._command(session, command, then=self._on_staged, failed=self._on_stage_failed)
 
     def _on_staged(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
-        session.staging = staging(replies)
+        session.staging = _staging(replies)
         self.enter(session, UpdatePhase.POSTING, now)
         command = messages.Receive(session=session.number, gloo_timeout_s=session.gloo_timeout_s)
         self._command(session, command, then=self._on_posted)
@@ -168,37 +167,32 @@ class WeightMachine:
             self._outbox.answer(session.preparing, True, text, session_id=session.id, **fields)
             session.preparing = []
 
-    def load(self, session: UpdateSession, asked: WeightCall, request: UpdateFromDisk, now: float) -> None:
-        """Have the ranks read a checkpoint."""
-        session.begin_call()
-        session.model_path, session.is_partial = request.model_path, False
-        self.enter(session, UpdatePhase.POSTING, now)
-        roots, from_hub = asked.roots, asked.from_hub
-        command = messages.Load(session=session.number, request=request, roots=roots, from_hub=from_hub)
-        self._command(session, command, then=self._on_loaded)
-
-    def take(self, session: UpdateSession, request: UpdateFromTensor, now: float) -> None:
-        """Have each rank take its payload, or all ranks the only one."""
-        payloads, num_ranks = request.serialized_named_tensors, self._outbox.num_ranks
-        if len(payloads) not in (1, num_ranks):
-            text = (
-                f"serialized_named_tensors has {len(payloads)} entries; give one for all ranks, or one for "
-                f"each of the {num_ranks}"
-            )
-            self.abort(session, text, now)
-            return
+    def load(self, session: UpdateSession, asked: WeightCall, now: float) -> None:
+        """Have the ranks read a checkpoint, or take a payload: each its own, or all of them the only one."""
         session.begin_call()
         self.enter(session, UpdatePhase.POSTING, now)
-        copy = session.kind == "group of calls"
-        commands = [
-            messages.Take(session=session.number, payload=payload, load_format=request.load_format, copy=copy)
-            for payload in payloads
-        ]
+        number, request = session.number, asked.operation
+        commands: list[messages.WeightCommand] = []
+        if isinstance(request, UpdateFromDisk):
+            session.model_path, session.is_partial = request.model_path, False
+            roots, from_hub = asked.roots, asked.from_hub
+            commands = [messages.Load(session=number, request=request, roots=roots, from_hub=from_hub)]
+        elif isinstance(request, UpdateFromTensor):
+            payloads, num_ranks = request.serialized_named_tensors, self._outbox.num_ranks
+            if len(payloads) not in (1, num_ranks):
+                text = (
+                    f"serialized_named_tensors has {len(payloads)} entries; give one for all ranks, or one "
+                    f"for each of the {num_ranks}"
+                )
+                self.abort(session, text, now)
+                return
+            copy = session.kind == "group of calls"
+            commands = [messages.Take(session=number, payload=each, copy=copy) for each in payloads]
         self._command(session, *commands, then=self._on_loaded)
 
     def _on_loaded(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
         """Take the replies to ``Load`` and ``Take``."""
-        session.staging = staging(replies)
+        session.staging = _staging(replies)
         session.bytes = {reply.rank: reply.fields.get("num_bytes", 0) for reply in replies}
         self._receive_ended(session, now)
 
@@ -357,3 +351,13 @@ class WeightMachine:
 
     def _figures(self, session: UpdateSession) -> dict[str, Any]:
         return session.figures() | {"weight_version": self._port.weight_version}
+
+
+def _staging(replies: list[RankReply]) -> dict[str, Any]:
+    """Returns the kind of staging memory, and the bytes staged on all ranks together."""
+    fields = replies[0].fields
+    return {
+        "place": fields.get("place", "device"),
+        "num_bytes": sum(reply.fields.get("staging_bytes", 0) for reply in replies),
+        "note": fields.get("note", ""),
+    }

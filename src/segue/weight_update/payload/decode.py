@@ -37,7 +37,6 @@ Form = Literal["safetensors", "flattened_bucket"]
 NamedTensors = list[tuple[str, Tensor]]
 
 BASE64_PIECE = 1 << 20  # characters, a multiple of four
-LOAD_FORMATS = (None, "flattened_bucket")
 
 # Of torch's CUDA IPC: bytes of an event handle, and reference counters in the shared file.
 _EVENT_HANDLE = 64
@@ -59,7 +58,7 @@ def from_base64(text: str) -> bytes:
     return bytes(payload)
 
 
-def decode(payload: bytes, load_format: str | None, device: torch.device, *, rank: int = 0) -> NamedTensors:
+def decode(payload: bytes, device: torch.device, *, rank: int = 0) -> NamedTensors:
     """Returns the names and tensors of ``payload``: values on the CPU, and handles as tensors on their GPU.
 
     Tensors in GPU memory are the sender's: copy and drop them before the sender may change them. A name may
@@ -67,17 +66,12 @@ def decode(payload: bytes, load_format: str | None, device: torch.device, *, ran
 
     Args:
         payload: the bytes, decoded from base64.
-        load_format: None or "flattened_bucket"; not used further, since the payload itself shows its form.
         device: of this rank; handles to GPU memory need a CUDA device.
         rank: this tensor-parallel rank, for a pickle with one tensor per rank.
 
     Raises:
         InvalidRequestError: the payload has no known form, is truncated, or contradicts its own description.
     """
-    if load_format not in LOAD_FORMATS:
-        raise InvalidRequestError(
-            f"load_format is {load_format!r}; use null or 'flattened_bucket'", param="load_format"
-        )
     if _is_safetensors(payload):
         try:
             return list(safetensors.torch.load(payload).items())

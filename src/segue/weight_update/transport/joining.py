@@ -222,21 +222,18 @@ class Groups:
                 "retry."
             )
         with self._lock:
-            old = None
             self._running.discard(attempt)
             self._record_result(group, failed=joined is None)
-            given_up = attempt.stopped.is_set()
-            if not given_up:
+            unused, why = joined, "the attempt to join it was given up"
+            if not attempt.stopped.is_set():
                 if joined is not None:
-                    old = self._joined.get(group.name)
+                    unused, why = self._joined.get(group.name), "it was joined again"
                     self._joined[group.name] = joined
                 attempt.error = error
                 del self._attempts[group.name]
                 attempt.ended.set()
-        if old is not None:
-            old.mark_dead("it was joined again")
-        if joined is not None and given_up:
-            joined.mark_dead("the attempt to join it was given up")
+        if unused is not None:
+            unused.mark_dead(why)
 
 
 def _ended(group: Group, error: str | None = None) -> JoinAttempt:
