@@ -41,7 +41,7 @@ class WeightAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
     fields: dict[str, Any] = {}
 
 
-class WeightNotice(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+class WeightNotice(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     """The state of the weights that the frontend shows without asking; it is sent with every change."""
 
     version: str
@@ -103,7 +103,7 @@ class Receive(_SessionCommand, frozen=True, kw_only=True):
     ``gloo_timeout_s``: a receive that cannot be cancelled any more ends by itself after this time.
     """
 
-    gloo_timeout_s: float | None = None
+    gloo_timeout_s: float = 86_400.0
 
 
 class Load(_SessionCommand, frozen=True, kw_only=True):

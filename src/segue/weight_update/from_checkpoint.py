@@ -47,6 +47,7 @@ def _load(staged: StagedWeights, request: UpdateFromDisk) -> list[str]:
     def make() -> Arena:
         staged.release()  # weights staged before in this session: the checkpoint replaces all of them
         staged.add(table.names)
+        assert staged.whole is not None
         return staged.whole
 
     with staged.memory.on_stream():

@@ -31,7 +31,7 @@ class StagedWeights:
         self.num_bytes = 0
         self.memory = memory
         self._stagings: list[StagingArena] = []
-        self._whole: Arena | None = None
+        self.whole: Arena | None = None  # of a session that has allocated memory for all weights at once
         self._views: dict[str, Tensor] = {}  # parameter, or tied checkpoint name -> its staging memory
 
     @property
@@ -44,12 +44,6 @@ class StagedWeights:
     def parameters(self) -> list[str]:
         """The model's parameters that are staged."""
         return [name for name in self._views if name not in self.served.weight_map.aliases]
-
-    @property
-    def whole(self) -> Arena:
-        """The arena of a session that has allocated memory for all weights at once."""
-        assert self._whole is not None
-        return self._whole
 
     def add(self, names: Iterable[str], place: StagingPlace = "auto", receive_buffer: int = 0) -> None:
         """Allocate memory for the parameters that the checkpoint's `names` write, unless they have some.
@@ -71,7 +65,7 @@ class StagedWeights:
         if new:
             arena = self._take(new, place, receive_buffer)
             if len(new) == len(table.parameters):
-                self._whole = arena
+                self.whole = arena
         if aliases:
             self._take([self._tied_spec(name) for name in aliases], place, 0)
         self.names |= written
@@ -92,8 +86,8 @@ class StagedWeights:
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Returns pairs of served memory and the staged memory to copy there."""
         served = self.served.arena
-        if self._whole is not None:
-            return list(zip(served.slabs, self._whole.slabs, strict=True))
+        if self.whole is not None:
+            return list(zip(served.slabs, self.whole.slabs, strict=True))
         return [(served.view(name), self._views[name]) for name in self.parameters]
 
     def problems(self, names: Collection[str]) -> list[str]:
@@ -108,7 +102,7 @@ class StagedWeights:
         for staging in self._stagings:
             self.memory.give_back(staging, in_use=in_use)
         self._stagings.clear()
-        self._whole = None
+        self.whole = None
         self.names.clear()
         self.num_bytes = 0
 

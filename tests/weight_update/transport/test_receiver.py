@@ -52,7 +52,7 @@ class Observer:
         self.progress: list[tuple[int, int]] = []
         self.done: list[str | None] = []
         self._ended = threading.Event()
-        gloo_timeout_s = options.pop("gloo_timeout_s", None)
+        gloo_timeout_s = options.pop("gloo_timeout_s", 86_400.0)
         self.receiver = Receiver(
             group,
             manifest(group.group.name, buckets, **options),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,28 @@ class WeightControl:
         self._outbox = Outbox(num_ranks)
         self.machine = WeightMachine(port, self._outbox)
         self.groups = TrainerGroups(self._outbox, self.machine)
+        self._handlers: dict[type[operations.Operation], Callable[[WeightCall, Any, float], None]] = {
+            operations.JoinGroup: self.groups.join,
+            operations.LeaveGroup: self.groups.leave,
+            operations.Prepare: self._prepare,
+            operations.Complete: self._complete,
+            operations.CommitSession: self._commit_session,
+            operations.AbortSession: self._abort_session,
+            operations.GetUpdateStatus: self._answer_status,
+            operations.UpdateFromDistributed: self._single,
+            operations.UpdateFromDisk: self._single,
+            operations.UpdateFromTensor: self._single,
+            operations.BeginUpdate: self._begin,
+            operations.EndUpdate: self._end_group,
+            operations.SetVersion: self._set_version,
+            operations.GetWeights: self._inspect,
+            operations.CheckWeights: self._inspect,
+        }
 
     def request(self, message: WeightCall, now: float) -> None:
         """Handle a call; :meth:`advance` returns its answer, now or later."""
         try:
-            self._handle(message, now)
+            self._handlers[type(message.operation)](message, message.operation, now)
         except Refusal as refusal:
             self._outbox.answer([message.call], False, str(refusal))
 
@@ -73,42 +90,17 @@ class WeightControl:
         """Returns the body of ``GET /weights_update_status``."""
         return self.machine.status(now) | {"groups": sorted(self.groups.joined)}
 
-    def _handle(self, message: WeightCall, now: float) -> None:
-        call, request = message.call, message.operation
-        match request:
-            case operations.JoinGroup():
-                self.groups.join(call, request, now)
-            case operations.LeaveGroup():
-                self.groups.leave(call, request.group_name, now)
-            case operations.Prepare():
-                self._prepare(call, request, now)
-            case operations.Complete():
-                self._complete(call, request, now)
-            case operations.CommitSession():
-                self._commit_session(call, request, now)
-            case operations.AbortSession():
-                self._abort_session(call, request, now)
-            case operations.GetUpdateStatus():
-                self._outbox.answer([call], True, **self.status(now))
-            case operations.SingleUpdate():
-                self._single(message, request, now)
-            case operations.BeginUpdate():
-                self._begin(call, now)
-            case operations.EndUpdate():
-                self._end_group(call, now)
-            case operations.SetVersion():
-                self._set_version(call, request)
-            case operations.GetWeights() | operations.CheckWeights():
-                self._inspect(call, request)
+    def _answer_status(self, asked: WeightCall, request: operations.GetUpdateStatus, now: float) -> None:
+        self._outbox.answer([asked.call], True, **self.status(now))
 
     # --- a session in two phases ---
 
-    def _prepare(self, call: int, request: operations.Prepare, now: float) -> None:
+    def _prepare(self, asked: WeightCall, request: operations.Prepare, now: float) -> None:
         manifest, session = request.manifest, self.machine.session
         if session is not None and session.kind == "session" and session.manifest == manifest:
             nothing_came = session.phase in (*BEFORE_PREPARED, UpdatePhase.PREPARED)
             if request.session_id == session.id or (request.session_id is None and nothing_came):
-                session.preparing.append(call)
+                session.preparing.append(asked.call)
                 self.machine.answer_prepared(session)
                 return
         self.machine.last_ended = None
@@ -120,14 +112,14 @@ class WeightControl:
         session = self.machine.open("session", now, request.session_id)
         session.weight_version = request.weight_version
         session.timeout_s, session.arm_timeout_s = request.timeout_s, request.arm_timeout_s
-        session.preparing.append(call)
+        session.preparing.append(asked.call)
         self.machine.stage(session, manifest, now)
 
-    def _complete(self, call: int, request: operations.Complete, now: float) -> None:
-        session = self._find(call, request.session_id, request.group_name)
+    def _complete(self, asked: WeightCall, request: operations.Complete, now: float) -> None:
+        session = self._find(asked.call, request.session_id, request.group_name)
         if session is None:
             return
-        session.ending.append(call)
+        session.ending.append(asked.call)
         if session.phase is UpdatePhase.COMMITTING:
             return
         session.flush_cache = session.flush_cache or request.flush_cache
@@ -138,18 +130,16 @@ class WeightControl:
         else:
             session.answer_by = now + session.timeout_s
 
-    def _commit_session(self, call: int, request: operations.CommitSession, now: float) -> None:
-        session = self._find(call, request.session_id, None)
+    def _commit_session(self, asked: WeightCall, request: operations.CommitSession, now: float) -> None:
+        session = self._find(asked.call, request.session_id, None)
         if session is None:
             return
         if session.phase not in (UpdatePhase.RECEIVED, UpdatePhase.COMMITTING):
             raise Refusal(f"session {session.id!r} is {self.machine.state}; complete it first")
-        session.ending.append(call)
-        if session.phase is UpdatePhase.RECEIVED:
-            session.flush_cache = session.flush_cache or request.flush_cache
-            self.machine.commit(session, now)
+        completed = operations.Complete(session_id=session.id, flush_cache=request.flush_cache)
+        self._complete(asked, completed, now)
 
-    def _abort_session(self, call: int, request: operations.AbortSession, now: float) -> None:
+    def _abort_session(self, asked: WeightCall, request: operations.AbortSession, now: float) -> None:
         session, text = self.machine.session, "The update was ended; the weights are as they were."
         if session is not None and request.session_id in (None, session.id):
             if session.phase is UpdatePhase.COMMITTING:
@@ -159,7 +149,7 @@ class WeightControl:
         elif session is not None or self.machine.group_error is None or request.session_id is not None:
             raise Refusal(_not_open(request.session_id))
         self.machine.group_error = None
-        self._outbox.answer([call], True, text)
+        self._outbox.answer([asked.call], True, text)
 
     def _find(self, call: int, session_id: str | None, group_name: str | None) -> UpdateSession | None:
         """Returns the open session if the given names are its own.
@@ -213,15 +203,15 @@ class WeightControl:
         else:
             self.machine.load(session, asked, now)
 
-    def _begin(self, call: int, now: float) -> None:
+    def _begin(self, asked: WeightCall, request: operations.BeginUpdate, now: float) -> None:
         if refusal := self._refusal(None, is_partial=True):
             raise Refusal(refusal)
         session = self.machine.open("group of calls", now)
         self.machine.enter(session, UpdatePhase.RECEIVED, now)  # nothing was announced: nothing is missing
         text = "The calls that follow take effect together, at /end_weight_update."
-        self._outbox.answer([call], True, text)
+        self._outbox.answer([asked.call], True, text)
 
-    def _end_group(self, call: int, now: float) -> None:
+    def _end_group(self, asked: WeightCall, request: operations.EndUpdate, now: float) -> None:
         session, error = self.machine.session, self.machine.group_error
         if session is None and error is not None:
             self.machine.group_error = None
@@ -233,9 +223,9 @@ class WeightControl:
             raise Refusal(f"a call of this update is still {state}; end it when that is answered")
         if session.is_empty:
             self.machine.close(session)
-            self._outbox.answer([call], True, "Nothing was sent; the weights are as they were.")
+            self._outbox.answer([asked.call], True, "Nothing was sent; the weights are as they were.")
         else:
-            session.ending.append(call)
+            session.ending.append(asked.call)
             self.machine.commit(session, now)
 
     # --- whether an update may begin ---
@@ -263,23 +253,23 @@ class WeightControl:
 
     # --- versions and inspection ---
 
-    def _set_version(self, call: int, request: operations.SetVersion) -> None:
+    def _set_version(self, asked: WeightCall, request: operations.SetVersion, now: float) -> None:
         version = request.new_version
         if request.abort_all_requests:
             self._outbox.send(self._port.abort_all())
         self._port.rename(version)
         self._outbox.send(self.machine.notice())  # before the answer: its client may then ask
-        self._outbox.answer([call], True, f"Weight version is {version!r}.", new_version=version)
+        self._outbox.answer([asked.call], True, f"Weight version is {version!r}.", new_version=version)
 
-    def _inspect(self, call: int, request: operations.Inspection) -> None:
+    def _inspect(self, asked: WeightCall, request: operations.Inspection, now: float) -> None:
         def inspected(replies: list[RankReply], wrong: str, now: float) -> None:
             if wrong:
-                self._outbox.answer([call], False, wrong)
+                self._outbox.answer([asked.call], False, wrong)
                 return
             fields = merge(request, replies)
             differing = fields.get("differ", [])
             text = f"{len(differing)} tensors differ from the snapshot." if differing else ""
-            self._outbox.answer([call], not differing, text, **fields)
+            self._outbox.answer([asked.call], not differing, text, **fields)
 
         self._outbox.command(Inspect(request=request), then=inspected)
 

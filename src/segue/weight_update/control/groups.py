@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from segue.messages.weight_operations import Group, JoinGroup
-from segue.messages.weight_update import Join, Leave, RankReply, StopJoin
+from segue.messages.weight_operations import Group, JoinGroup, LeaveGroup
+from segue.messages.weight_update import Join, Leave, RankReply, StopJoin, WeightCall
 from segue.weight_update.control.outbox import Outbox, Refusal
 from segue.weight_update.control.state_machine import WeightMachine
 
@@ -32,7 +32,7 @@ class TrainerGroups:
         self._machine = machine
         self._joins: list[Joining] = []
 
-    def join(self, call: int, request: JoinGroup, now: float) -> None:
+    def join(self, asked: WeightCall, request: JoinGroup, now: float) -> None:
         """Have every rank join a group; calls for the same group share one join.
 
         Raises:
@@ -58,7 +58,7 @@ class TrainerGroups:
             self._joins.append(joining)
             command = Join(group=group, timeout_s=request.timeout_s)
             self._outbox.command(command, then=partial(self._on_joined, joining))
-        joining.waiting[call] = now + request.timeout_s + _GRACE_S, request.timeout_s
+        joining.waiting[asked.call] = now + request.timeout_s + _GRACE_S, request.timeout_s
 
     def _on_joined(self, joining: Joining, replies: list[RankReply], wrong: str, now: float) -> None:
         self._joins.remove(joining)
@@ -76,12 +76,13 @@ class TrainerGroups:
             self._outbox.command(Leave(name=name))
         self._outbox.answer(list(joining.waiting), not wrong, wrong or f"Joined group {name!r}.")
 
-    def leave(self, call: int, name: str, now: float) -> None:
+    def leave(self, asked: WeightCall, request: LeaveGroup, now: float) -> None:
         """Have every rank leave a group.
 
         Raises:
             Refusal: there is no group of this name.
         """
+        name = request.group_name
         if name not in self.joined:
             raise Refusal(self.unknown(name))
         self._machine.abort_session_of(name, "was destroyed", now)
@@ -89,7 +90,7 @@ class TrainerGroups:
         del self.joined[name]
 
         def left(replies: list[RankReply], wrong: str, now: float) -> None:
-            self._outbox.answer([call], not wrong, wrong or f"Left group {name!r}.")
+            self._outbox.answer([asked.call], not wrong, wrong or f"Left group {name!r}.")
 
         self._outbox.command(Leave(name=name), then=left)
 

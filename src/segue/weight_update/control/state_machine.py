@@ -67,9 +67,8 @@ class WeightMachine:
         self._port = port
         self._outbox = outbox
         self.session: UpdateSession | None = None
-        self.num_sessions = self.num_committed = self.num_failed = 0
-        self.model_path: str | None = None  # the last checkpoint that was committed
-        self.last: dict[str, Any] = {}  # figures of the last committed update
+        self.num_sessions = 0
+        self._shown = WeightNotice(version=port.weight_version)
         self.group_error: str | None = None  # why a group of calls failed that its client has not ended yet
         # The session that ended last: (id, group, last answer). A repeated call gets the answer again.
         self.last_ended: tuple[str, str | None, WeightAnswer] | None = None
@@ -83,15 +82,8 @@ class WeightMachine:
 
     def notice(self) -> WeightNotice:
         """Returns the present state, as the frontend shows it without asking."""
-        return WeightNotice(
-            version=self._port.weight_version,
-            state=self.state,
-            poisoned=self._port.poisoned,
-            model_path=self.model_path,
-            num_committed=self.num_committed,
-            num_failed=self.num_failed,
-            last=self.last,
-        )
+        version, poisoned = self._port.weight_version, self._port.poisoned
+        return structs.replace(self._shown, version=version, state=self.state, poisoned=poisoned)
 
     def status(self, now: float) -> dict[str, Any]:
         """Returns the body of ``GET /weights_update_status``, apart from the groups."""
@@ -276,10 +268,10 @@ class WeightMachine:
         self._port.commit(session.weight_version, flush_cache=session.flush_cache)
         if not session.is_partial:
             self._port.poisoned = None
-        self.num_committed += 1
         session.times["SERVED"] = now
-        self.last = self._figures(session) | {"kind": session.kind}
-        self.model_path = session.model_path or self.model_path
+        self._shown.num_committed += 1
+        self._shown.last = self._figures(session) | {"kind": session.kind}
+        self._shown.model_path = session.model_path or self._shown.model_path
         self._port.release()
         self.close(session)
         self._finish(session, True, "The new weights are served.")
@@ -292,7 +284,7 @@ class WeightMachine:
 
     def abort(self, session: UpdateSession, why: str, now: float) -> None:
         """End a session without a commit; every failed session ends here."""
-        self.num_failed += 1
+        self._shown.num_failed += 1
         if session.kind == "group of calls":
             self.group_error = why
         self.close(session)

@@ -251,11 +251,11 @@ class _TensorBuilder:
         )
 
 
-def _check_name(name: Any) -> None:
-    if not isinstance(name, str) or len(name) > _MAX_NAME:
-        shown = f"{name[:80]!r}, {len(name)} characters" if isinstance(name, str) else type(name).__name__
+def _check_name(name: str) -> None:
+    if len(name) > _MAX_NAME:
         raise InvalidRequestError(
-            f"the payload has a tensor called {shown}; use text of at most {_MAX_NAME} characters as names"
+            f"the payload has a tensor called {name[:80]!r}, {len(name)} characters; use text of at most "
+            f"{_MAX_NAME} characters as names"
         )
 
 

@@ -55,7 +55,7 @@ class Function:
         Raises:
             InvalidRequestError: this function takes another number of arguments, or other types.
         """
-        _converted(arguments, self._arguments, f"calls {self.name} with arguments that do not fit")
+        converted(arguments, self._arguments, f"calls {self.name} with arguments that do not fit")
         return self._make(*arguments)
 
 
@@ -77,11 +77,11 @@ class Record:
         """Set the fields, once."""
         if self._fields is not None:
             raise _refusal("sets fields of an object twice")
-        self._fields = _converted(state, self._kind, "has an object whose fields do not fit")
+        self._fields = converted(state, self._kind, "has an object whose fields do not fit")
 
 
-def _converted(value: Any, kind: type[msgspec.Struct], complaint: str) -> Any:
-    """Returns a value of the pickle as a ``kind``; refuses any other."""
+def converted(value: Any, kind: Any, complaint: str) -> Any:
+    """Returns a value of the pickle as a ``kind``, a type; refuses any other."""
     try:
         return msgspec.convert(value, kind, builtin_types=(bytes,))
     except msgspec.ValidationError as error:  # the text has types and places, and no values

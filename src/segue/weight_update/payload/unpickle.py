@@ -8,14 +8,20 @@ from it (`decode.py`).
 from __future__ import annotations
 
 import io
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from msgspec import Meta, Struct, structs
 
 from segue.dtypes import ITEM_SIZES
 from segue.errors import InvalidRequestError
-from segue.weight_update.payload.pickle_machine import MAX_ITEMS, Function, PickleMachine, refusal
+from segue.weight_update.payload.pickle_machine import (
+    MAX_ITEMS,
+    Function,
+    PickleMachine,
+    converted,
+    refusal,
+)
 
 _DTYPES = {name: getattr(torch, name) for name in ITEM_SIZES}
 _STORAGES = {
@@ -37,7 +43,7 @@ class SavedStorage(Struct):
     data: bytes  # empty: a storage of no bytes
 
 
-class View(Struct):
+class View(Struct, tag=True):
     """A tensor in a storage; ``offset`` and ``stride`` count elements. Only the types are checked."""
 
     storage: SavedStorage
@@ -47,7 +53,7 @@ class View(Struct):
     stride: Sizes
 
 
-class CudaView(Struct):
+class CudaView(Struct, tag=True):
     """A tensor in another process's GPU memory; the fields have the order of torch's reduction.
 
     Only the types are checked.
@@ -105,7 +111,9 @@ _CUDA = Function("rebuild_cuda_tensor", CudaView, *(field.type for field in stru
 # Types of arguments: of a storage in `rebuild_tensor`, and of all arguments of two functions.
 _Storage = SavedStorage | tuple[SavedStorage, torch.dtype]
 _INLINE = (SavedStorage, Count, Sizes, Sizes, bool, _Hooks, _Hooks)
-_PARAMETER = (Any, bool, _Hooks)
+_PARAMETER = (View | CudaView, bool, _Hooks)
+# Magic number, protocol, (…, key, device, number of elements, view), keys.
+_Saved = tuple[int, int, tuple[Literal["storage"], torch.dtype, str, str, Count, None], tuple[str]]
 _Reduced = tuple[Count, Sizes, Sizes, bool]  # offset, size, stride, requires_grad
 
 # The stand-ins for all allowed globals: functions, dtypes, and classes, of which only the names are needed.
@@ -163,26 +171,17 @@ def read_saved(data: bytes) -> tuple[torch.dtype, memoryview]:
     magic, protocol, _, storage, keys = (
         _read(PickleMachine(file, _resolve_saved, has_persistent_ids=True)) for _ in range(5)
     )
-    if (type(magic), type(protocol)) != (int, int) or (magic, protocol) != (0x1950A86A20F9469CFC6C, 1001):
+    magic, protocol, (_, dtype, key, _, count, _), (listed,) = converted(
+        (magic, protocol, storage, keys), _Saved, "has an inlined storage that is not in torch.save's format"
+    )
+    if (magic, protocol) != (0x1950A86A20F9469CFC6C, 1001):
         raise refusal("an inlined storage is not in torch.save's format")
     content = memoryview(data)[file.tell() :]
-    if not _is_whole(storage, keys, content):
+    # There is one storage, and its number of elements and then their bytes follow.
+    is_whole = key == listed and int.from_bytes(content[:8], "little") == count
+    if not is_whole or len(content) != 8 + count * dtype.itemsize:
         raise refusal(f"an inlined storage of {len(data)} bytes contradicts its own header")
-    return storage[1], content[8:]
-
-
-def _is_whole(storage: Any, keys: Any, content: memoryview) -> bool:
-    """Whether there is one storage, and ``content`` has its number of elements and then their bytes."""
-    if type(storage) is not tuple or len(storage) != 6 or type(keys) is not list or len(keys) != 1:
-        return False
-    kind, dtype, key, _, count, view = storage
-    if (type(kind), type(dtype), type(key), type(count)) != (str, torch.dtype, str, int) or view is not None:
-        return False
-    return (
-        (kind, keys[0]) == ("storage", key)
-        and int.from_bytes(content[:8], "little") == count
-        and len(content) == 8 + count * dtype.itemsize
-    )
+    return dtype, content[8:]
 
 
 def resolve(module: str, name: str) -> Any:

@@ -46,7 +46,9 @@ class Receiver:
     on_ready: Callable[[], None]  # once the trainer may broadcast
     on_progress: Callable[[int, int], None]  # after the first broadcast and each bucket: buckets and bytes
     on_done: Callable[[str | None], None]  # once, as the last one, with the error if there is one
-    gloo_timeout_s: float | None = None  # after which gloo gives up a receive; later than all deadlines
+    gloo_timeout_s: float = (
+        FOREVER.total_seconds()
+    )  # after which gloo gives up a receive; later than all deadlines
 
     def __post_init__(self) -> None:
         self.idle = threading.Event()  # set once no memory is touched any more, the sink's included
@@ -127,9 +129,7 @@ class Receiver:
                 registered = manifest.flattened and group.registers
                 self._transport = NcclReceive(group, broadcasts, sink, registered=registered)
             else:
-                seconds = self.gloo_timeout_s
-                timeout = FOREVER if seconds is None else timedelta(seconds=seconds)
-                self._transport = GlooReceive(group, broadcasts, sink, timeout)
+                self._transport = GlooReceive(group, broadcasts, sink, timedelta(seconds=self.gloo_timeout_s))
             if self._transport is not None:
                 self._transport.receive(self)
             group.num_buckets += len(manifest.buckets)
