@@ -188,8 +188,7 @@ class RankSession:
 
     def _receive(self, command: messages.Receive) -> None:
         """Begin to receive; the reply comes once the trainer may broadcast, or if the receive ends before."""
-        errors = errors_of(partial(self._start_receiver, command))
-        if errors:
+        if errors := errors_of(partial(self._start_receiver, command)):
             self._replies.send(command.call, errors)
 
     def _start_receiver(self, command: messages.Receive) -> None:
