@@ -129,9 +129,7 @@ def run(trainer: Any, buckets: list[Any], num_bytes: int, rounds: int) -> None:
     groups = Groups(torch.device("cpu"))
     trainer.readline()
     command(trainer, do="host", port=port, name="bench", world_size=2)
-    attempt = groups.start(group, 0, SECONDS)
-    assert attempt is not None
-    groups.wait(attempt, SECONDS)
+    groups.wait(groups.start(group, 0, SECONDS), SECONDS)
     trainer.readline()
     joined = groups.get("bench")
     assert joined is not None

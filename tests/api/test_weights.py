@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from segue.api import weights
 from segue.errors import InvalidRequestError
-from segue.messages.weight_operations import OPERATIONS
+from segue.messages.weight_operations import OPERATIONS, UpdateFromTensor
 from tests.support.fake_engine import FakeEngine
 
 BUCKET = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
@@ -110,3 +112,21 @@ def test_a_rid_that_cannot_be_sent_is_free_again(engine: FakeEngine, monkeypatch
         with pytest.raises(ZeroDivisionError):
             engine.generate("Hello", {"max_new_tokens": 1}, rid=np.str_("r"))
     assert engine.generate("Hello", {"max_new_tokens": 1}, rid="r")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["%", "abc", "A" * 37 + "A==" + "A" * 40, "A" * 40 + "=", "A" * 40 + "%AAA" + "A" * 40, "\xe9" * 4],
+)
+def test_what_is_not_base64_is_refused_in_any_piece(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_PIECE", 40)
+    operation = UpdateFromTensor(serialized_named_tensors=["AAAA", text])
+    with pytest.raises(InvalidRequestError, match="base64"):
+        asyncio.run(weights.check_base64(operation))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 29, 30, 31, 61])
+def test_base64_of_any_length_is_accepted(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_PIECE", 40)
+    text = base64.b64encode(bytes(range(size))).decode()
+    asyncio.run(weights.check_base64(UpdateFromTensor(serialized_named_tensors=[text])))

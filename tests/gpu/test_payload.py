@@ -80,7 +80,7 @@ def exchange(form: str, look: Any) -> int:
 @pytest.mark.parametrize("form", ["ours", "theirs"])
 def test_tensors_of_another_process_are_decoded_and_given_back(form: str) -> None:
     def look(payload: bytes) -> None:
-        decoded = decode(payload, None, torch.device("cuda", 0))
+        decoded = decode(payload, torch.device("cuda", 0))
         assert [name for name, _ in decoded] == [name for name, _ in values("cpu")]
         for (name, got), (_, was) in zip(decoded, values("cpu"), strict=True):
             assert got.is_cuda and (got.dtype, got.shape) == (was.dtype, was.shape), name
@@ -94,7 +94,7 @@ def test_tensors_of_another_process_are_decoded_and_given_back(form: str) -> Non
 def test_a_storage_beyond_its_allocation_is_refused() -> None:
     def look(payload: bytes) -> None:
         with pytest.raises(InvalidRequestError, match="its allocation has fewer"):
-            decode(payload, None, torch.device("cuda", 0))
+            decode(payload, torch.device("cuda", 0))
         torch.cuda.synchronize()  # the context is alive
 
     exchange("beyond", look)
@@ -104,4 +104,4 @@ def test_a_handle_of_a_process_that_ended_is_refused() -> None:
     kept: list[bytes] = []
     exchange("ours", kept.append)
     with pytest.raises(InvalidRequestError):
-        decode(kept[0], None, torch.device("cuda", 0))
+        decode(kept[0], torch.device("cuda", 0))

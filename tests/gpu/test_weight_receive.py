@@ -176,7 +176,7 @@ def test_a_session_with_a_posted_receive_is_cancelled(
     session = open_session(joined, BUCKETS, set(), True)
     assert trainer.answer() == {}  # the communicator is built, so a kernel is running that must be aborted
     began = time.monotonic()
-    session.receiver.cancel("no longer wanted")
+    session.receiver.end("no longer wanted")
     assert time.monotonic() - began < 0.5
     assert session.end(10) == "no longer wanted"
     assert not joined.alive

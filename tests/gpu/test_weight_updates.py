@@ -103,7 +103,7 @@ def test_tensors_on_the_device_are_committed(
     assert HEAD in sent
     with rank_of(old, tp, device=DEVICE) as rank:
         places = [rank.served.arena.view(name).data_ptr() for name in rank.served.arena.layout.table]
-        rank.do(Take, session=1, payload=b"", load_format=None, copy=copy)
+        rank.do(Take, session=1, payload=b"", copy=copy)
         rank.do(Commit, session=1)
         assert_committed(rank, new, places)
 

@@ -26,9 +26,7 @@ DEADLINE_S = 30.0
 
 def join(groups: Groups, group: Group, tp_rank: int, timeout_s: float) -> None:
     """Join a group, and wait until that has succeeded; nothing happens if it was joined before."""
-    attempt = groups.start(group, tp_rank, timeout_s)
-    if attempt is not None:
-        groups.wait(attempt, timeout_s)
+    groups.wait(groups.start(group, tp_rank, timeout_s), timeout_s)
 
 
 class Trainer:

@@ -10,7 +10,7 @@ from segue.distributed.info import TPInfo
 from segue.messages.weight_operations import CheckWeights, GetWeights
 from segue.messages.weight_update import Commit, Inspect, Take
 from segue.weight_update import inspect
-from segue.weight_update.control.replies import merge
+from segue.weight_update.control.calls import merge
 from tests.checkpoint import tiny
 from tests.weight_update.test_rank import checkpoint
 from tests.weight_update.updating import Rank, State, rank_of
@@ -60,7 +60,7 @@ def test_checksums_do_not_depend_on_the_number_of_ranks(
 
 
 def change(rank: Rank, name: str, tensor: torch.Tensor) -> None:
-    rank.do(Take, session=1, payload=save({name: tensor}), load_format=None, copy=False)
+    rank.do(Take, session=1, payload=save({name: tensor}), copy=False)
     rank.do(Commit, session=1)
 
 
@@ -99,7 +99,6 @@ def test_swapped_rows_columns_and_tensors_have_other_checksums(tmp_path: Path) -
                 Take,
                 session=1,
                 payload=save({gate: state[gate], up: state[up]} | payload),
-                load_format=None,
                 copy=False,
             )
             rank.do(Commit, session=1)
@@ -111,7 +110,6 @@ def test_swapped_rows_columns_and_tensors_have_other_checksums(tmp_path: Path) -
     ("request_", "message"),
     [
         (GetWeights(name="model.nothing"), "'model.nothing' is not a tensor of this model"),
-        (GetWeights(name="model.norm.weight", truncate_size=-1), "truncate_size is -1"),
         (
             GetWeights(name="model.layers.0.mlp.experts.down_proj"),
             "ask for one: model.layers.0.mlp.experts.0",

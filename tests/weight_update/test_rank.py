@@ -126,7 +126,7 @@ def test_calls_of_one_session_are_committed_together(rank: Rank, tmp_path: Path)
     trainer = Trainer([rank])
     for part in parts[:2]:
         transfer([rank], trainer, part, manifest_of(part, partial=True))
-    rank.do(Take, session=1, payload=save(parts[2]), load_format=None, copy=True)
+    rank.do(Take, session=1, payload=save(parts[2]), copy=True)
     assert rank.served.arena.checksum() == before
     rank.do(Commit, session=1)
     assert_same(rank, new)
@@ -173,12 +173,12 @@ def test_a_session_waits_for_the_memory_of_the_previous_one(
         add(self, *arguments)
 
     payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
-    rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
+    rank.do(Take, session=1, payload=payload, copy=True)
     monkeypatch.setattr(StagedWeights, "release", slow_release)
     monkeypatch.setattr(StagedWeights, "add", seen_add)
     calls = [
         rank.send(end, session=1),
-        rank.send(Take, session=2, payload=payload, load_format=None, copy=True),
+        rank.send(Take, session=2, payload=payload, copy=True),
     ]
     assert [rank.reply(call).errors for call in calls] == [[], []]
     assert overlaps == [False]
@@ -195,12 +195,12 @@ def test_a_commit_is_answered_before_its_memory_is_given_back(
         raise RuntimeError("it cannot be unmapped")
 
     payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
-    rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
+    rank.do(Take, session=1, payload=payload, copy=True)
     with monkeypatch.context() as patched:
         patched.setattr(StagedWeights, "release", release)
         assert rank.do(Commit, session=1)["touched"] is True
         answered.set()
-        rank.do(Take, session=2, payload=payload, load_format=None, copy=True)
+        rank.do(Take, session=2, payload=payload, copy=True)
     assert seen == [True]
 
 
@@ -321,7 +321,7 @@ def test_tensors_of_a_payload_are_committed(copy: bool, tied: Rank, tmp_path: Pa
     new, state = checkpoint("llama-tied", tmp_path / "new", 1)
     state[HEAD] = state[HEAD].clone()
     before = tied.served.arena.checksum()
-    fields = tied.do(Take, session=1, payload=save(state), load_format=None, copy=copy)
+    fields = tied.do(Take, session=1, payload=save(state), copy=copy)
     assert fields["num_bytes"] == sum(tensor.nbytes for tensor in state.values())
     assert bool(fields["staging_bytes"]) == copy
     assert tied.served.arena.checksum() == before
@@ -340,7 +340,7 @@ def test_tensors_of_a_payload_are_committed(copy: bool, tied: Rank, tmp_path: Pa
     ],
 )
 def test_a_payload_is_checked_too(copy: bool, name: str, tensor: Tensor, message: str, tied: Rank) -> None:
-    reply = tied.ask(Take, session=1, payload=save({name: tensor}), load_format=None, copy=copy)
+    reply = tied.ask(Take, session=1, payload=save({name: tensor}), copy=copy)
     (error,) = reply.errors
     assert repr(name) in error and message in error
 
@@ -350,26 +350,26 @@ def test_a_tied_head_sent_alone_must_equal_the_served_embedding(copy: bool, tied
     served = tied.served.arena.view("embed.weight")
     for session, value in ((1, served + 1), (2, served.clone())):
         payload = save({HEAD: value})
-        errors = tied.ask(Take, session=session, payload=payload, load_format=None, copy=copy).errors
+        errors = tied.ask(Take, session=session, payload=payload, copy=copy).errors
         assert bool(errors) == (session == 1)
 
 
 def test_each_payload_counts_its_own_bytes(rank: Rank) -> None:
     tensor = torch.ones(rank.served.weight_map.shapes[NORM])
     for _ in range(2):
-        fields = rank.do(Take, session=1, payload=save({NORM: tensor}), load_format=None, copy=True)
+        fields = rank.do(Take, session=1, payload=save({NORM: tensor}), copy=True)
         assert fields["num_bytes"] == tensor.nbytes
 
 
 def test_without_a_copy_a_session_has_one_payload(rank: Rank) -> None:
     payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
-    rank.do(Take, session=1, payload=payload, load_format=None, copy=False)
-    (error,) = rank.ask(Take, session=1, payload=payload, load_format=None, copy=False).errors
+    rank.do(Take, session=1, payload=payload, copy=False)
+    (error,) = rank.ask(Take, session=1, payload=payload, copy=False).errors
     assert "accepts no more" in error
 
 
 def test_an_unknown_payload_is_refused(rank: Rank) -> None:
-    (error,) = rank.ask(Take, session=1, payload=b"nothing", load_format=None, copy=False).errors
+    (error,) = rank.ask(Take, session=1, payload=b"nothing", copy=False).errors
     assert "neither safetensors nor a pickle" in error
 
 
@@ -391,7 +391,7 @@ def test_a_failed_commit_reports_whether_it_has_written(tmp_path: Path) -> None:
     old, _ = checkpoint("llama", tmp_path / "old", 0)
     with rank_of(old, rebuild=rebuild) as rank:
         payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
-        rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
+        rank.do(Take, session=1, payload=payload, copy=True)
         reply = rank.ask(Commit, session=1)
         assert reply.errors == ["RuntimeError: no memory"] and reply.fields["touched"] is True
         rank.do(Discard, session=1)
@@ -410,7 +410,7 @@ def test_a_failed_commit_holds_up_no_other_session_once_it_is_answered(
 
     with rank_of(old, rebuild=lambda changed: 1 / 0) as rank:
         payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
-        rank.do(Take, session=1, payload=payload, load_format=None, copy=True)
+        rank.do(Take, session=1, payload=payload, copy=True)
         monkeypatch.setattr(Replies, "send", observed)
         assert rank.ask(Commit, session=1).errors == ["ZeroDivisionError: division by zero"]
         assert seen == [(True, True)], "a discard that follows the reply is the next to give memory back"
@@ -434,7 +434,7 @@ def test_a_commit_whose_result_is_unknown_counts_as_written(
     monkeypatch.setattr(RankSession, "_write", failing)
     payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
     for session, where in ((1, "behind"), (2, "where steps run")):
-        rank.do(Take, session=session, payload=payload, load_format=None, copy=True)
+        rank.do(Take, session=session, payload=payload, copy=True)
         reply = rank.ask(Commit, session=session)
         assert reply.errors == [f"RuntimeError: {where}"] and reply.fields == {"touched": True}
 

@@ -18,8 +18,8 @@ from segue.memory.peak import PeakMeter
 from segue.memory.rank_memory import PrivateMemory
 from segue.messages.weight_update import Commit
 from segue.models.weight_map import WeightMap
-from segue.weight_update.manifest import bucket_bytes
 from segue.weight_update.staging_memory import StagingMemory
+from segue.weight_update.transport.base import plan, receive_buffer_size
 from tests.checkpoint import tiny
 from tests.conftest import WaitUntil
 from tests.models.reference import hf_config
@@ -61,7 +61,8 @@ def peak_of_an_update(directory: Path, flattened: bool) -> tuple[int, int]:
         staging = rank.served.arena.num_bytes
         assert staging > 180 * MIB
         assert bool((rank.served.arena.view("norm.weight") == 0.5).all())
-        return peak, staging + 2 * max(map(bucket_bytes, manifest.buckets)) + 64 * MIB
+        receive_buffers = 2 * receive_buffer_size(plan(manifest, None, torch.device("cpu")))
+        return peak, staging + receive_buffers + 64 * MIB
 
 
 @pytest.mark.slow

@@ -107,14 +107,10 @@ def _signature(kind: type[Operation]) -> inspect.Signature:
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
     for field in fields:
         is_payload = field.name == "serialized_named_tensors"
-        parameters.append(
-            inspect.Parameter(
-                "named_tensors" if is_payload else field.name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=inspect.Parameter.empty if field.required else field.default,
-                annotation=Any if is_payload else field.type,
-            )
-        )
+        name, annotation = ("named_tensors", Any) if is_payload else (field.name, field.type)
+        default = inspect.Parameter.empty if field.required else field.default
+        either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters.append(inspect.Parameter(name, either, default=default, annotation=annotation))
     return inspect.Signature(parameters)
 
 

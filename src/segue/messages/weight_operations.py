@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from msgspec import Meta, Struct
 
+from segue.config import LoadFormat as CheckpointFormat
+
 Backend = Literal["nccl", "gloo"]
 StagingPlace = Literal["auto", "device", "host"]
 LoadFormat = Literal["flattened_bucket", "auto", "direct", ""]
@@ -218,7 +220,7 @@ class UpdateFromDisk(SingleUpdate, frozen=True, kw_only=True):
     reply: ClassVar = {"num_paused_requests": 0}
 
     model_path: Annotated[str, Meta(min_length=1)]
-    load_format: str | None = None
+    load_format: CheckpointFormat | None = None
 
 
 class UpdateFromTensor(SingleUpdate, frozen=True, kw_only=True):
@@ -231,7 +233,7 @@ class UpdateFromTensor(SingleUpdate, frozen=True, kw_only=True):
 
     # Base64 of one payload per rank, or of one for all ranks.
     serialized_named_tensors: Annotated[list[str], Meta(min_length=1, max_length=MAX_PAYLOADS)]
-    load_format: str | None = None
+    load_format: Literal["flattened_bucket"] | None = None  # says nothing new: a payload shows its form
 
 
 class BeginUpdate(Operation, frozen=True, kw_only=True):
@@ -277,6 +279,6 @@ class CheckWeights(Operation, frozen=True, kw_only=True):
 GroupOperation = JoinGroup | LeaveGroup
 SessionOperation = Prepare | Complete | CommitSession | AbortSession | GetUpdateStatus
 UpdateOperation = UpdateFromDistributed | UpdateFromDisk | UpdateFromTensor | BeginUpdate | EndUpdate
-ReadOperation = GetWeights | CheckWeights
-WeightOperation = GroupOperation | SessionOperation | UpdateOperation | SetVersion | ReadOperation
+Inspection = GetWeights | CheckWeights  # only read the weights
+WeightOperation = GroupOperation | SessionOperation | UpdateOperation | SetVersion | Inspection
 OPERATIONS: dict[str, type[WeightOperation]] = {kind.route: kind for kind in get_args(WeightOperation)}

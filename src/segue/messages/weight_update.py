@@ -39,7 +39,7 @@ class WeightAnswer(Call, frozen=True, tag=True, array_like=True):
     fields: dict[str, Any] = {}
 
 
-class WeightNotice(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+class WeightNotice(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     """The state of the weights that the frontend shows without asking; it is sent with every change."""
 
     version: str
@@ -101,7 +101,7 @@ class Receive(_SessionCommand, frozen=True, kw_only=True):
     ``gloo_timeout_s``: a receive that cannot be cancelled any more ends by itself after this time.
     """
 
-    gloo_timeout_s: float | None = None
+    gloo_timeout_s: float = 86_400.0
 
 
 class Load(_SessionCommand, frozen=True, kw_only=True):
@@ -116,7 +116,6 @@ class Take(_SessionCommand, frozen=True, kw_only=True):
     """Take the tensors of a payload; with ``copy`` the client may overwrite them after the reply."""
 
     payload: str  # this rank's, in base64
-    load_format: str | None
     copy: bool
 
 
@@ -134,7 +133,7 @@ class Discard(_SessionCommand, frozen=True, kw_only=True):
 class Inspect(_Command, frozen=True, kw_only=True):
     """Read the served weights between two steps."""
 
-    request: operations.GetWeights | operations.CheckWeights
+    request: operations.Inspection
 
 
 AddCommand = Stage | Load | Take  # the commands that open a session, or add tensors to it

@@ -26,7 +26,7 @@ from segue.options import parse_list
 from segue.server.access import Access, Endpoint, Routes
 from segue.server.body import read_json
 from segue.server.large_body import control
-from segue.server.responses import error_response, json_response
+from segue.server.responses import json_response
 from segue.server.service import service_of
 from segue.server.sse import unless_gone
 
@@ -44,15 +44,12 @@ routes = Routes(Access.ADMIN, "Control", _failure)
 def _endpoint(kind: type[WeightOperation]) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         service = service_of(request)
-        try:
-            check = partial(_checked, kind, dict(request.query_params))
-            operation = await read_json(request, check, partial(control, kind))
-            await check_base64(operation)
-            work = service.manager.ask_weights(operation, **limits(service.config, operation))
-            # Only its client wants a group to be met; every other operation goes on without its client.
-            answer = await (unless_gone(request, work) if kind is JoinGroup else work)
-        except SegueError as error:
-            return error_response(error, request.url.path, _failure(request.url.path, error))
+        check = partial(_checked, kind, dict(request.query_params))
+        operation = await read_json(request, check, partial(control, kind))
+        await check_base64(operation)
+        work = service.manager.ask_weights(operation, **limits(service.config, operation))
+        # Only its client wants a group to be met; every other operation goes on without its client.
+        answer = await (unless_gone(request, work) if kind is JoinGroup else work)
         reply = reply_of(kind, answer)
         if answer.success and kind is GetWeights:
             return json_response(reply["values"])

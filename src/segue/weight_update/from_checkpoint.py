@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import cast, get_args
 
 from segue.checkpoint import hub, model_files
 from segue.checkpoint.load import read_weights
 from segue.checkpoint.safetensors import BOUNCE_BYTES
 from segue.checkpoint.source import resolve
-from segue.config import LoadFormat
 from segue.errors import InvalidRequestError
 from segue.memory.arena import Arena
 from segue.messages.weight_operations import UpdateFromDisk
@@ -37,12 +35,7 @@ def load(staged: StagedWeights, command: Load, is_cancelled: Callable[[], bool])
 
 def _load(staged: StagedWeights, request: UpdateFromDisk) -> list[str]:
     served, table = staged.served, staged.served.weight_map
-    if request.load_format not in (None, *get_args(LoadFormat)):
-        raise InvalidRequestError(
-            f"load_format is {request.load_format!r}; use null or one of {', '.join(get_args(LoadFormat))}"
-        )
-    load_format = cast(LoadFormat, request.load_format or "auto")
-    source = resolve(request.model_path, load_format, served.cache_dir)
+    source = resolve(request.model_path, request.load_format or "auto", served.cache_dir)
     differences = _differences(served.config, source.config)
     if differences:
         raise InvalidRequestError(
@@ -55,6 +48,7 @@ def _load(staged: StagedWeights, request: UpdateFromDisk) -> list[str]:
     def make() -> Arena:
         staged.release()  # weights staged before in this session: the checkpoint replaces all of them
         staged.add(table.names)
+        assert staged.whole is not None
         return staged.whole
 
     with staged.memory.on_stream():

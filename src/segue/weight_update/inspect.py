@@ -12,7 +12,7 @@ from segue.distributed.info import TPInfo
 from segue.errors import InvalidRequestError
 from segue.memory.checksum import MASK, scramble
 from segue.memory.tensor_ops import BLOCK, BLOCK_CUDA, equal
-from segue.messages.weight_operations import CheckWeights, GetWeights
+from segue.messages.weight_operations import GetWeights, Inspection
 from segue.models import weight_map
 from segue.models.weight_map import Slice, box_of
 from segue.weight_update.served import ServedWeights
@@ -29,8 +29,8 @@ class Inspector:
         self._snapshot: dict[str, Tensor] | None = None  # parameter -> its values, in host memory
         self._owned_slices: dict[str, tuple[Slice, ...]] | None = None
 
-    def answer(self, request: GetWeights | CheckWeights) -> dict[str, Any]:
-        """Returns the fields of this rank's reply; `control.replies.merge` merges those of all ranks.
+    def answer(self, request: Inspection) -> dict[str, Any]:
+        """Returns the fields of this rank's reply; `control.calls.merge` merges those of all ranks.
 
         Raises:
             InvalidRequestError: there is no such tensor, or no snapshot to compare with.
@@ -55,8 +55,6 @@ class Inspector:
         shape = table.shapes[meaning]
         if len(shape) > 2:
             raise InvalidRequestError(f"{name!r} holds many experts; ask for one: {table.stacked[name][0]}")
-        if size < 0:
-            raise InvalidRequestError(f"truncate_size is {size}; give 0 or more")
         columns = shape[1] if len(shape) == 2 else 1
         most = max(_DEFAULT_ROWS, _MAX_VALUES // columns)
         if min(size, shape[0]) > most:
@@ -108,18 +106,12 @@ class Inspector:
             raise InvalidRequestError(
                 "there is no snapshot to compare with: take one first (action 'snapshot')"
             )
-        table, arena = self._served.weight_map, self._served.arena
-        changed = {
-            name
-            for name, values in snapshot.items()
-            if not equal(arena.view(name), values, self._served.dtype)
-        }
+        table, dtype = self._served.weight_map, self._served.dtype
         return [
             name
             for name in table.names
-            if any(
-                part.parameter in changed
-                and not equal(self._view(part), box_of(snapshot[part.parameter], part), self._served.dtype)
+            if not all(
+                equal(self._view(part), box_of(snapshot[part.parameter], part), dtype)
                 for part in table.slices[name]
             )
         ]

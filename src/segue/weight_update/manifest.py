@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from math import prod
+from collections.abc import Iterator
 
-import msgspec
-
-from segue.dtypes import FLOATS, ITEM_SIZES
-from segue.messages.weight_operations import Bucket, Manifest
+from segue.dtypes import FLOATS
+from segue.messages.weight_operations import Manifest
 from segue.models.weight_map import WeightMap
 
 DTYPES = {  # a client's dtype name, without "torch." -> torch's name
@@ -33,36 +30,6 @@ def tensors(manifest: Manifest) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     for bucket in manifest.buckets:
         for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
             yield name, dtype_name(dtype) or dtype, tuple(shape)
-
-
-def normalised(manifest: Manifest) -> Manifest:
-    """Returns the valid `manifest` with torch's names for the dtypes."""
-    buckets = [
-        msgspec.structs.replace(bucket, dtypes=[dtype_name(dtype) or dtype for dtype in bucket.dtypes])
-        for bucket in manifest.buckets
-    ]
-    return msgspec.structs.replace(manifest, buckets=buckets)
-
-
-def bucket_bytes(bucket: Bucket) -> int:
-    """Returns the bytes of a bucket as sent."""
-    return sum(
-        prod(shape) * ITEM_SIZES[dtype_name(dtype) or dtype]
-        for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True)
-    )
-
-
-def receive_buffer_bytes(manifest: Manifest, is_direct: Callable[[str], bool] = lambda name: False) -> int:
-    """Returns the bytes of the two receive buffers.
-
-    Tensors that are broadcast one by one and are `is_direct` need no receive buffer.
-    """
-    if manifest.flattened:
-        return 2 * max(map(bucket_bytes, manifest.buckets), default=0)
-    sizes = (
-        prod(shape) * ITEM_SIZES[dtype] for name, dtype, shape in tensors(manifest) if not is_direct(name)
-    )
-    return 2 * max(sizes, default=0)
 
 
 def check(manifest: Manifest, table: WeightMap) -> list[str]:
@@ -92,13 +59,11 @@ def _wire_problems(manifest: Manifest) -> list[str]:
                 "dtype and one shape per name"
             )
             continue
-        for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        for name, dtype in zip(bucket.names, bucket.dtypes, strict=True):
             if dtype_name(dtype) is None:
                 problems.append(
                     f"{name!r} has dtype {dtype!r}; use one of {', '.join(dict.fromkeys(DTYPES.values()))}"
                 )
-            if any(size < 0 for size in shape):
-                problems.append(f"{name!r} has shape {shape}; sizes must be 0 or more")
     return problems
 
 

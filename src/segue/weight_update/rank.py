@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 from functools import partial
 
 from segue.memory.tensor_ops import warm_up
@@ -12,7 +11,7 @@ from segue.weight_update.inspect import Inspector
 from segue.weight_update.rank_session import Fields, RankSession, Replies, Send, Work, errors_of
 from segue.weight_update.served import ServedWeights
 from segue.weight_update.staging_memory import StagingMemory
-from segue.weight_update.transport.joining import Groups, JoinAttempt
+from segue.weight_update.transport.joining import Groups
 
 
 class WeightUpdater:
@@ -38,7 +37,7 @@ class WeightUpdater:
             served.submit(partial(warm_up, served.device, served.dtype)).result()
         self._inspector = Inspector(served)
         self._sessions: dict[int, RankSession] = {}
-        self._threads: set[threading.Thread] = set()  # of joins, leaves and inspections
+        self._threads: set[threading.Thread] = set()  # of joins and leaves
 
     def handle(self, command: messages.WeightCommand) -> None:
         """Begin to execute `command` and return at once; a commit is queued behind the submitted steps."""
@@ -85,36 +84,20 @@ class WeightUpdater:
         names of groups that were found dead.
         """
         dropped = self._groups.drop_dead()
-        attempt: JoinAttempt | None = None
-
-        def start() -> None:
-            nonlocal attempt
-            attempt = self._groups.start(command.group, self._served.tp.rank, command.timeout_s)
-
-        refusal = errors_of(start)
+        attempt = self._groups.start(command.group, self._served.tp.rank, command.timeout_s)
 
         def wait(fields: Fields) -> list[str]:
-            errors = refusal
-            if attempt is not None:
-                errors = errors_of(partial(self._groups.wait, attempt, command.timeout_s))
-            fields["is_new"] = attempt is not None and not errors
+            errors = errors_of(partial(self._groups.wait, attempt, command.timeout_s))
+            fields["is_new"] = attempt.is_new and not errors
             fields["dropped"] = [name for name in dropped if self._groups.get(name) is None]
             return errors
 
         self._spawn(command.call, wait)
 
     def _inspect(self, command: messages.Inspect) -> None:
-        """Read the weights between two steps; raises nothing there, since later steps would fail with it."""
-        found: Fields = {}
-        read = partial(errors_of, lambda: found.update(self._inspector.answer(command.request)))
-        errors: Future[list[str]] = self._served.submit(read)
-
-        def wait(fields: Fields) -> list[str]:
-            failed = errors.result()
-            fields |= found
-            return failed
-
-        self._spawn(command.call, wait)
+        """Read the weights between two steps, and reply; an error there would make later steps fail too."""
+        read = partial(self._inspector.answer, command.request)
+        self._served.submit(partial(self._replies.answer, command.call, lambda fields: fields.update(read())))
 
     def _spawn(self, call: int, work: Work) -> None:
         """Reply to `call` when a thread has done `work`."""

@@ -15,25 +15,16 @@ import torch
 from segue.errors import SegueError, WeightSyncError
 from segue.logs import logger
 from segue.memory.tensor_ops import Copies
+from segue.messages import weight_update as messages
 from segue.messages.weight_operations import Bucket, Manifest
-from segue.messages.weight_update import (
-    AddCommand,
-    Commit,
-    Discard,
-    Load,
-    RankReply,
-    Receive,
-    Received,
-    SessionCommand,
-    Stage,
-    Take,
-)
+from segue.messages.weight_update import AddCommand, RankReply, Received, SessionCommand
 from segue.weight_update import from_checkpoint
-from segue.weight_update.manifest import bucket_bytes, check, normalised, receive_buffer_bytes
+from segue.weight_update.manifest import check
 from segue.weight_update.payload.decode import decode, from_base64
 from segue.weight_update.served import ServedWeights
 from segue.weight_update.staging import Incoming, StagedWeights, ZeroCopyTensors
 from segue.weight_update.staging_memory import StagingMemory
+from segue.weight_update.transport.base import plan, receive_buffer_size
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
 from segue.weight_update.transport.receiver import Receiver
@@ -86,11 +77,11 @@ class RankSession:
     def handle(self, command: SessionCommand, others: Iterable[RankSession]) -> None:
         """Begin to execute a command and return at once; `others` may have memory that they give back."""
         match command:
-            case Receive():
+            case messages.Receive():
                 self._work.put(partial(self._receive, command))
-            case Commit():
+            case messages.Commit():
                 self._begin_commit(command.call)
-            case Discard():
+            case messages.Discard():
                 self._cancelled.set()
                 self._freed.clear()
                 self._work.put(partial(self._replies.answer, command.call, lambda fields: self._end()))
@@ -115,7 +106,7 @@ class RankSession:
 
     def _add(self, command: AddCommand, freed: Sequence[threading.Event], fields: Fields) -> list[str]:
         late = self._wait_freed(freed)
-        drops = isinstance(command, Stage) and command.manifest.discard
+        drops = isinstance(command, messages.Stage) and command.manifest.discard
         if self._cancelled.is_set():
             return ["the session was discarded"]
         if late or (self._errors and not drops):
@@ -123,7 +114,7 @@ class RankSession:
         if self._zero_copy is not None:
             return ["the session has tensors that were not copied, and accepts no more: commit it first"]
         self._changes = None
-        if isinstance(command, Stage):
+        if isinstance(command, messages.Stage):
             errors = self._stage(command.manifest)
         else:
             bring = partial(self._bring, command)
@@ -147,14 +138,12 @@ class RankSession:
 
     def _stage(self, manifest: Manifest) -> list[str]:
         group = self._group(manifest)
-        problems = check(manifest, self._served.weight_map)
-        if problems:
+        if problems := check(manifest, self._served.weight_map):
             return problems
-        manifest = normalised(manifest)
         self._sink = None  # it may be of a `Stage` that another rank refused
         if not manifest.discard:
             self._errors = ["memory could not be allocated for all weights of the session: discard it"]
-            receive_buffer = receive_buffer_bytes(manifest)
+            receive_buffer = 2 * receive_buffer_size(plan(manifest, None, group.device))
             if manifest.flattened:
                 receive_buffer = group.receive_buffer_cost(receive_buffer)
             self._sink = Incoming(self._staged, manifest, group.device, receive_buffer=receive_buffer)
@@ -170,24 +159,23 @@ class RankSession:
             raise WeightSyncError(f"The group {name!r} is dead: {group.reason}. Join it again.")
         return group
 
-    def _bring(self, command: Load | Take) -> list[str]:
+    def _bring(self, command: messages.Load | messages.Take) -> list[str]:
         served = self._served
-        if isinstance(command, Load):
+        if isinstance(command, messages.Load):
             errors = from_checkpoint.load(self._staged, command, self._cancelled.is_set)
             self._num_bytes = self._staged.num_bytes
             return errors
         payload = from_base64(command.payload)
-        tensors = decode(payload, command.load_format, served.device, rank=served.tp.rank)
+        tensors = decode(payload, served.device, rank=served.tp.rank)
         bucket = Bucket(
             names=[name for name, _ in tensors],
             dtypes=[str(tensor.dtype) for _, tensor in tensors],
             shapes=[list(tensor.shape) for _, tensor in tensors],
         )
         manifest = Manifest(group_name="", buckets=[bucket], partial=True)
-        problems = check(manifest, served.weight_map)
-        if problems:
+        if problems := check(manifest, served.weight_map):
             return problems
-        self._num_bytes = bucket_bytes(bucket)
+        self._num_bytes = sum(tensor.nbytes for _, tensor in tensors)
         if command.copy or self._staged.parameters or any(t.device != served.device for _, t in tensors):
             sink = Incoming(self._staged, manifest, served.device, receive_buffer=0)
             for name, tensor in tensors:
@@ -198,13 +186,12 @@ class RankSession:
 
     # --- weights are received ---
 
-    def _receive(self, command: Receive) -> None:
+    def _receive(self, command: messages.Receive) -> None:
         """Begin to receive; the reply comes once the trainer may broadcast, or if the receive ends before."""
-        errors = errors_of(partial(self._start_receiver, command))
-        if errors:
+        if errors := errors_of(partial(self._start_receiver, command)):
             self._replies.send(command.call, errors)
 
-    def _start_receiver(self, command: Receive) -> None:
+    def _start_receiver(self, command: messages.Receive) -> None:
         manifest, self._manifest = self._manifest, None
         if self._cancelled.is_set():
             raise WeightSyncError("the session was discarded")
@@ -316,7 +303,7 @@ class RankSession:
         try:
             idle = True
             if self._receiver is not None:
-                self._receiver.cancel("discarded")
+                self._receiver.end("discarded")
                 idle = self._receiver.idle.wait(_IDLE_S)
             self._receiver = self._sink = self._zero_copy = self._changes = None
             self._staged.release(in_use=not idle)

@@ -13,9 +13,10 @@ from segue.memory.checksum import MASK, digest
 from segue.memory.tensor_ops import Copies, are_finite, as_sent, copy_into, equal, is_groupable
 from segue.messages.weight_operations import Manifest, StagingPlace
 from segue.models.weight_map import Box, Slice, box_of
-from segue.weight_update.manifest import first, receive_buffer_bytes, tensors
+from segue.weight_update.manifest import first, tensors
 from segue.weight_update.served import ServedWeights
 from segue.weight_update.staging_memory import StagingArena, StagingMemory, check_host
+from segue.weight_update.transport.base import plan, receive_buffer_size
 
 _WARM = 1 << 20  # elements
 
@@ -30,7 +31,7 @@ class StagedWeights:
         self.num_bytes = 0
         self.memory = memory
         self._stagings: list[StagingArena] = []
-        self._whole: Arena | None = None
+        self.whole: Arena | None = None  # of a session that has allocated memory for all weights at once
         self._views: dict[str, Tensor] = {}  # parameter, or tied checkpoint name -> its staging memory
 
     @property
@@ -43,12 +44,6 @@ class StagedWeights:
     def parameters(self) -> list[str]:
         """The model's parameters that are staged."""
         return [name for name in self._views if name not in self.served.weight_map.aliases]
-
-    @property
-    def whole(self) -> Arena:
-        """The arena of a session that has allocated memory for all weights at once."""
-        assert self._whole is not None
-        return self._whole
 
     def add(self, names: Iterable[str], place: StagingPlace = "auto", receive_buffer: int = 0) -> None:
         """Allocate memory for the parameters that the checkpoint's `names` write, unless they have some.
@@ -70,7 +65,7 @@ class StagedWeights:
         if new:
             arena = self._take(new, place, receive_buffer)
             if len(new) == len(table.parameters):
-                self._whole = arena
+                self.whole = arena
         if aliases:
             self._take([self._tied_spec(name) for name in aliases], place, 0)
         self.names |= written
@@ -91,14 +86,14 @@ class StagedWeights:
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Returns pairs of served memory and the staged memory to copy there."""
         served = self.served.arena
-        if self._whole is not None:
-            return list(zip(served.slabs, self._whole.slabs, strict=True))
+        if self.whole is not None:
+            return list(zip(served.slabs, self.whole.slabs, strict=True))
         return [(served.view(name), self._views[name]) for name in self.parameters]
 
     def problems(self, names: Collection[str]) -> list[str]:
         """Returns the problems of the staged `names`: not finite values, or a different tied tensor."""
         with self.memory.on_stream():
-            return [*self._not_finite(names), *self._untied(names)]
+            return [*self._not_finite(names), *_untied(self.served, names, self._tied)]
 
     def release(self, *, in_use: bool = False) -> None:
         """Give the memory back; if it is `in_use`, it is kept for its user for ever, and never reused."""
@@ -107,7 +102,7 @@ class StagedWeights:
         for staging in self._stagings:
             self.memory.give_back(staging, in_use=in_use)
         self._stagings.clear()
-        self._whole = None
+        self.whole = None
         self.names.clear()
         self.num_bytes = 0
 
@@ -147,17 +142,9 @@ class StagedWeights:
             and not all(are_finite([view for view, _ in self.parts(name)], self.served.dtype))
         ]
 
-    def _untied(self, names: Collection[str]) -> list[str]:
-        """Error texts for tensors that must equal another one (a tied head and its embedding) and do not."""
-        table, found = self.served.weight_map, []
-        for name, tied_to in table.aliases.items():
-            if name not in names:
-                continue
-            for part in table.slices[tied_to]:
-                held = self._views.get(part.parameter, self.served.arena.view(part.parameter))
-                if not equal(self._views[name], held[part.destination], self.served.dtype):
-                    found.append(_untied(name, tied_to))
-        return found
+    def _tied(self, name: str, part: Slice) -> tuple[Tensor, Tensor]:
+        held = self._views.get(part.parameter, self.served.arena.view(part.parameter))
+        return self._views[name], held[part.destination]
 
 
 class Incoming:
@@ -184,7 +171,7 @@ class Incoming:
         self._digests: dict[str, Tensor] = {}
         if device.type == staged.memory.device.type:
             staged.add(self._sent, manifest.staging, receive_buffer)
-            exact = receive_buffer_bytes(manifest, lambda name: self.direct(name) is not None)
+            exact = 2 * receive_buffer_size(plan(manifest, self, device))
             staged.memory.check_receive_buffers(min(receive_buffer, exact))
         else:
             check_host(receive_buffer)
@@ -305,15 +292,12 @@ class ZeroCopyTensors:
             finite = are_finite([mine for _, _, mine in slices], dtype)
             bad = {name for (name, _, _), is_finite in zip(slices, finite, strict=True) if not is_finite}
             found = [_not_finite(name, dtype) for name in self.tensors if name in bad]
-            for name, part, mine in slices:
-                meaning = table.aliases.get(name)
-                if meaning is None:
-                    continue
-                tied = self.tensors.get(meaning)
-                values = self._served_values(part) if tied is None else tied[part.source]
-                if not equal(mine, values, dtype):
-                    found.append(_untied(name, meaning))
-        return first(found)
+            return first(found + _untied(self.served, self.tensors, self._tied))
+
+    def _tied(self, name: str, part: Slice) -> tuple[Tensor, Tensor]:
+        held = self.tensors.get(self.served.weight_map.aliases[name])
+        values = self._served_values(part) if held is None else held[part.source]
+        return self.tensors[name][part.source], values
 
     def _served_values(self, part: Slice) -> Tensor:
         return box_of(self.served.arena.view(part.parameter), part)
@@ -324,6 +308,17 @@ def _not_finite(name: str, dtype: torch.dtype) -> str:
     return f"{name!r} has values that are not finite in {str(dtype).removeprefix('torch.')}"
 
 
-def _untied(name: str, meaning: str) -> str:
-    """Returns the message for a tied tensor that differs."""
-    return f"{name!r} differs from {meaning!r}, to which this model ties it: send one of them, or both equal"
+def _untied(
+    served: ServedWeights, names: Collection[str], pair_of: Callable[[str, Slice], tuple[Tensor, Tensor]]
+) -> list[str]:
+    """Returns the messages for tied tensors (a head and its embedding) that are among `names` and differ.
+
+    `pair_of` returns this rank's part of a tied tensor, and what it must equal.
+    """
+    return [
+        f"{name!r} differs from {meaning!r}, to which this model ties it: send one of them, or both equal"
+        for name, meaning in served.weight_map.aliases.items()
+        if name in names
+        for part in served.weight_map.slices[meaning]
+        if not equal(*pair_of(name, part), served.dtype)
+    ]

@@ -11,6 +11,7 @@ from msgspec import structs
 from segue.messages.control import Continue, Flush, Flushed, Pause, Paused, SchedulerOutput
 from segue.messages.requests import AddRequest, Rejected, SamplingParams, pack_ids
 from segue.messages.weight_operations import (
+    OPERATIONS,
     AbortSession,
     BeginUpdate,
     Bucket,
@@ -235,6 +236,10 @@ def test_a_rank_may_receive_before_another_has_posted(engine: Engine) -> None:
     engine.go()
     assert engine.answer(call).success
     assert engine.state == "received"
+
+
+def test_every_operation_has_a_handler(engine: Engine) -> None:
+    assert engine.weights._handlers.keys() == set(OPERATIONS.values())
 
 
 def test_the_group_and_the_count_are_checked_first(engine: Engine) -> None:
@@ -663,7 +668,7 @@ def test_calls_between_begin_and_end_are_committed_together(engine: Engine) -> N
     assert len({c.session for c in engine.done if isinstance(c, Stage | Take)}) == 1
     assert engine.reply(EndUpdate()).success
     assert engine.scheduler.weight_version == "5"
-    assert engine.weights.machine.num_committed == 1
+    assert engine.weights.machine.notice().num_committed == 1
 
 
 def test_begin_and_end_without_calls_in_between_change_nothing(engine: Engine) -> None:

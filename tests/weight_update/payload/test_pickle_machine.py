@@ -28,7 +28,7 @@ def cost(payload: bytes) -> tuple[str, int, float]:
     began = time.process_time()
     message = ""
     try:
-        kept = decode(payload, None, CPU)
+        kept = decode(payload, CPU)
         del kept
     except InvalidRequestError as error:
         message = error.message
@@ -139,6 +139,31 @@ def bombs() -> dict[str, bytes]:
         "an object in itself": whole(record + b"\x94}(" + value("name") + get(0) + b"ub"),
         "a long tuple": whole(b"(" + b"N" * MANY + b"t"),
         "a list in itself": whole(b"]\x94" + get(0) + b"a"),
+        "a parameter of many tuples": whole(
+            listed(
+                numbers + b"\x94" + b"ctorch._utils\n_rebuild_parameter\n" + listed(b"h\0" * MANY) + b"\x85R"
+            )
+        ),
+        "hooks of many tuples": whole(
+            listed(
+                numbers + b"\x94" + b"ctorch._utils\n_rebuild_parameter\n(" + view(value(SMALL)) + b"\x88}("
+                + b"".join(value(str(index)) + b"h\0" for index in range(MANY // 10)) + b"utR"
+            )
+        ),
+        "fields of many tuples": whole(
+            listed(
+                numbers + b"\x94" + METADATA + b")\x81}("
+                + b"".join(value(str(index)) + b"h\0" for index in range(MANY // 10)) + b"ub"
+            )
+        ),
+        "a size of many tuples": whole(listed(numbers + b"\x94" + size + listed(b"h\0" * MANY) + b"\x85R")),
+        "values of many tuples": whole(
+            listed(
+                numbers + b"\x94" + b"cx\nLocalSerializedTensor\n)\x81}" + value("values")
+                + listed(b"h\0" * MANY) + b"sb"
+            )
+        ),
+        "arguments of many tuples": whole(listed(numbers + b"\x94" + size + listed(b"h\0" * MANY) + b"R")),
         "large integers": whole(listed((b"\x8a\xff" + b"\x7f" * 255) * 4000)),
         "a huge name": whole(listed(long + b"N\x86")),
         "a huge global": whole(b"c" + b"a" * MIB + b"\nb\n"),

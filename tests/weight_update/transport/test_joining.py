@@ -48,20 +48,9 @@ def test_other_parameters_for_a_live_group_are_refused(
         join(groups, new_group(), 0, 5)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"rank_offset": 0}, "rank 0 of world_size 2"),
-        ({"rank_offset": 2}, "rank 2 of world_size 2"),
-        ({"master_port": 70000}, "master_port 70000"),
-        ({"backend": "nccl"}, "needs an engine on CUDA"),
-    ],
-)
-def test_invalid_parameters_are_refused_at_once(
-    groups: Groups, new_group: NewGroup, fields: dict[str, object], message: str
-) -> None:
-    with pytest.raises(WeightSyncError, match=message):
-        join(groups, new_group(**fields), 0, 30)
+def test_nccl_on_a_cpu_is_refused_at_once(groups: Groups, new_group: NewGroup) -> None:
+    with pytest.raises(WeightSyncError, match="needs an engine on CUDA"):
+        join(groups, new_group(backend="nccl"), 0, 30)
 
 
 def test_a_join_without_a_trainer_ends_at_the_deadline(groups: Groups, new_group: NewGroup) -> None:
@@ -303,7 +292,6 @@ def test_a_stopped_attempt_ends_before_its_deadline(
     if case == "others missing":
         trainer.host(group)
     attempt = groups.start(group, 0, 3600)
-    assert attempt is not None
     if case != "no listener":
         wait_until(lambda: attempt.peer is not None, what="an accepted connection")
     groups.stop(structs.replace(group, rank_offset=2), "it is another")
@@ -325,10 +313,9 @@ def test_the_number_of_attempts_is_limited(
     refusals = []
     for index in range(400):
         group = new_group(f"g{index % 100}", master_port=silent, world_size=2 + index // 100)
-        try:
-            groups.start(group, 0, 2.0)
-        except WeightSyncError as error:
-            refusals.append(error.message)
+        attempt = groups.start(group, 0, 2.0)
+        if attempt.error is not None:
+            refusals.append(attempt.error)
     assert len(refusals) >= 400 - MAX_ATTEMPTS
     assert f"127.0.0.1:{silent}" in refusals[0] and len(refusals[0]) < 2000
     assert num_threads() - before <= MAX_ATTEMPTS + 2
@@ -342,7 +329,6 @@ def test_giving_up_an_attempt_leaves_other_groups_of_the_same_store_alone(
     group = new_group()
     joined = trainer.meet(groups, group)
     attempt = groups.start(structs.replace(group, name="other"), 0, 3.0)
-    assert attempt is not None
     wait_until(lambda: attempt.peer is not None, what="an accepted connection")
     groups.stop(attempt.group, "its client has gone")
     wait_until(lambda: not groups._running, 15, what="no attempt left")
@@ -406,7 +392,6 @@ def test_the_retry_delay_of_an_address_grows_with_its_failures(groups: Groups, n
     assert pauses[:3] == [0.1, 0.2, 0.4] and pauses[-1] == 5.0
     assert groups._retry_delay_s(new_group(), time.monotonic()) == 0.0
     attempt = groups.start(group, 0, 60)
-    assert attempt is not None
     assert attempt.not_before - time.monotonic() > 3
     groups.stop(group, "it was enough")
     assert attempt.ended.wait(0)

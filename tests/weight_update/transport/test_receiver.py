@@ -52,7 +52,7 @@ class Observer:
         self.progress: list[tuple[int, int]] = []
         self.done: list[str | None] = []
         self._ended = threading.Event()
-        gloo_timeout_s = options.pop("gloo_timeout_s", None)
+        gloo_timeout_s = options.pop("gloo_timeout_s", 86_400.0)
         self.receiver = Receiver(
             group,
             manifest(group.group.name, buckets, **options),
@@ -168,7 +168,7 @@ def test_a_session_with_a_posted_receive_is_cancelled_at_once(
     session = Observer(joined, BUCKETS)
     assert session.ready.wait(10)
     began = time.monotonic()
-    session.receiver.cancel("no longer wanted")
+    session.receiver.end("no longer wanted")
     assert time.monotonic() - began < 0.2
     assert session.end(1) == "no longer wanted"
     assert not joined.alive
@@ -181,7 +181,7 @@ def test_cancelling_an_ended_session_changes_nothing(trainer: Any, joined: Joine
     session = Observer(joined, BUCKETS)
     trainer.send(joined.group, BUCKETS, flattened=False)
     assert session.end() is None
-    session.receiver.cancel()
+    session.receiver.end()
     assert session.done == [None]
     assert joined.alive
 
@@ -192,7 +192,7 @@ def test_a_session_is_cancelled_in_the_middle_of_its_broadcasts(
     session = Observer(joined, BUCKETS, flattened=True)
     trainer.send(joined.group, BUCKETS[:1], flattened=True)
     wait_until(lambda: bool(session.progress) and session.progress[-1][0] == 1, what="one bucket")
-    session.receiver.cancel("its deadline is over")
+    session.receiver.end("its deadline is over")
     assert session.end(3) == "its deadline is over"
     assert not joined.alive
 
@@ -370,7 +370,7 @@ def test_a_posted_receive_uses_no_processor_time(joined: JoinedGroup) -> None:
     while share >= 0.02 and time.monotonic() < deadline:
         share = share_of_a_core() - before
     assert share < 0.02, f"{share:.1%} of a core"
-    session.receiver.cancel()
+    session.receiver.end()
     session.end()
 
 

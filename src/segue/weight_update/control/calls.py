@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from segue.messages import weight_operations as operations
@@ -15,9 +16,10 @@ from segue.messages.control import SchedulerMessage
 from segue.messages.weight_update import Inspect, RankReply, Received, WeightCall, WeightCommand
 from segue.weight_update.control.groups import TrainerGroups
 from segue.weight_update.control.outbox import Outbox, Refusal
-from segue.weight_update.control.replies import merge, problems
 from segue.weight_update.control.session import BEFORE_PREPARED, RECEIVE_S, UpdatePhase, UpdateSession
 from segue.weight_update.control.state_machine import Port, WeightMachine
+
+_MASK = (1 << 64) - 1
 
 
 class WeightControl:
@@ -28,11 +30,28 @@ class WeightControl:
         self._outbox = Outbox(num_ranks)
         self.machine = WeightMachine(port, self._outbox)
         self.groups = TrainerGroups(self._outbox, self.machine)
+        self._handlers: dict[type[operations.Operation], Callable[[WeightCall, Any, float], None]] = {
+            operations.JoinGroup: self.groups.join,
+            operations.LeaveGroup: self.groups.leave,
+            operations.Prepare: self._prepare,
+            operations.Complete: self._complete,
+            operations.CommitSession: self._commit_session,
+            operations.AbortSession: self._abort_session,
+            operations.GetUpdateStatus: self._answer_status,
+            operations.UpdateFromDistributed: self._single,
+            operations.UpdateFromDisk: self._single,
+            operations.UpdateFromTensor: self._single,
+            operations.BeginUpdate: self._begin,
+            operations.EndUpdate: self._end_group,
+            operations.SetVersion: self._set_version,
+            operations.GetWeights: self._inspect,
+            operations.CheckWeights: self._inspect,
+        }
 
     def request(self, message: WeightCall, now: float) -> None:
         """Handle a call; :meth:`advance` returns its answer, now or later."""
         try:
-            self._handle(message, now)
+            self._handlers[type(message.operation)](message, message.operation, now)
         except Refusal as refusal:
             self._outbox.answer([message.call], False, str(refusal))
 
@@ -71,42 +90,17 @@ class WeightControl:
         """Returns the body of ``GET /weights_update_status``."""
         return self.machine.status(now) | {"groups": sorted(self.groups.joined)}
 
-    def _handle(self, message: WeightCall, now: float) -> None:
-        call, request = message.call, message.operation
-        match request:
-            case operations.JoinGroup():
-                self.groups.join(call, request, now)
-            case operations.LeaveGroup():
-                self.groups.leave(call, request.group_name, now)
-            case operations.Prepare():
-                self._prepare(call, request, now)
-            case operations.Complete():
-                self._complete(call, request, now)
-            case operations.CommitSession():
-                self._commit_session(call, request, now)
-            case operations.AbortSession():
-                self._abort_session(call, request, now)
-            case operations.GetUpdateStatus():
-                self._outbox.answer([call], True, **self.status(now))
-            case operations.SingleUpdate():
-                self._single(message, request, now)
-            case operations.BeginUpdate():
-                self._begin(call, now)
-            case operations.EndUpdate():
-                self._end_group(call, now)
-            case operations.SetVersion():
-                self._set_version(call, request)
-            case operations.GetWeights() | operations.CheckWeights():
-                self._inspect(call, request)
+    def _answer_status(self, asked: WeightCall, request: operations.GetUpdateStatus, now: float) -> None:
+        self._outbox.answer([asked.call], True, **self.status(now))
 
     # --- a session in two phases ---
 
-    def _prepare(self, call: int, request: operations.Prepare, now: float) -> None:
+    def _prepare(self, asked: WeightCall, request: operations.Prepare, now: float) -> None:
         manifest, session = request.manifest, self.machine.session
         if session is not None and session.kind == "session" and session.manifest == manifest:
             nothing_came = session.phase in (*BEFORE_PREPARED, UpdatePhase.PREPARED)
             if request.session_id == session.id or (request.session_id is None and nothing_came):
-                session.preparing.append(call)
+                session.preparing.append(asked.call)
                 self.machine.answer_prepared(session)
                 return
         self.machine.last_ended = None
@@ -118,14 +112,14 @@ class WeightControl:
         session = self.machine.open("session", now, request.session_id)
         session.weight_version = request.weight_version
         session.timeout_s, session.arm_timeout_s = request.timeout_s, request.arm_timeout_s
-        session.preparing.append(call)
+        session.preparing.append(asked.call)
         self.machine.stage(session, manifest, now)
 
-    def _complete(self, call: int, request: operations.Complete, now: float) -> None:
-        session = self._find(call, request.session_id, request.group_name)
+    def _complete(self, asked: WeightCall, request: operations.Complete, now: float) -> None:
+        session = self._find(asked.call, request.session_id, request.group_name)
         if session is None:
             return
-        session.ending.append(call)
+        session.ending.append(asked.call)
         if session.phase is UpdatePhase.COMMITTING:
             return
         session.flush_cache = session.flush_cache or request.flush_cache
@@ -136,18 +130,16 @@ class WeightControl:
         else:
             session.answer_by = now + session.timeout_s
 
-    def _commit_session(self, call: int, request: operations.CommitSession, now: float) -> None:
-        session = self._find(call, request.session_id, None)
+    def _commit_session(self, asked: WeightCall, request: operations.CommitSession, now: float) -> None:
+        session = self._find(asked.call, request.session_id, None)
         if session is None:
             return
         if session.phase not in (UpdatePhase.RECEIVED, UpdatePhase.COMMITTING):
             raise Refusal(f"session {session.id!r} is {self.machine.state}; complete it first")
-        session.ending.append(call)
-        if session.phase is UpdatePhase.RECEIVED:
-            session.flush_cache = session.flush_cache or request.flush_cache
-            self.machine.commit(session, now)
+        completed = operations.Complete(session_id=session.id, flush_cache=request.flush_cache)
+        self._complete(asked, completed, now)
 
-    def _abort_session(self, call: int, request: operations.AbortSession, now: float) -> None:
+    def _abort_session(self, asked: WeightCall, request: operations.AbortSession, now: float) -> None:
         session, text = self.machine.session, "The update was ended; the weights are as they were."
         if session is not None and request.session_id in (None, session.id):
             if session.phase is UpdatePhase.COMMITTING:
@@ -157,7 +149,7 @@ class WeightControl:
         elif session is not None or self.machine.group_error is None or request.session_id is not None:
             raise Refusal(_not_open(request.session_id))
         self.machine.group_error = None
-        self._outbox.answer([call], True, text)
+        self._outbox.answer([asked.call], True, text)
 
     def _find(self, call: int, session_id: str | None, group_name: str | None) -> UpdateSession | None:
         """Returns the open session if the given names are its own.
@@ -208,20 +200,18 @@ class WeightControl:
         session.abort_all = session.abort_all or request.abort_all_requests
         if manifest is not None:
             self.machine.stage(session, manifest, now)
-        elif isinstance(request, operations.UpdateFromDisk):
-            self.machine.load(session, asked, request, now)
-        elif isinstance(request, operations.UpdateFromTensor):
-            self.machine.take(session, request, now)
+        else:
+            self.machine.load(session, asked, now)
 
-    def _begin(self, call: int, now: float) -> None:
+    def _begin(self, asked: WeightCall, request: operations.BeginUpdate, now: float) -> None:
         if refusal := self._refusal(None, is_partial=True):
             raise Refusal(refusal)
         session = self.machine.open("group of calls", now)
         self.machine.enter(session, UpdatePhase.RECEIVED, now)  # nothing was announced: nothing is missing
         text = "The calls that follow take effect together, at /end_weight_update."
-        self._outbox.answer([call], True, text)
+        self._outbox.answer([asked.call], True, text)
 
-    def _end_group(self, call: int, now: float) -> None:
+    def _end_group(self, asked: WeightCall, request: operations.EndUpdate, now: float) -> None:
         session, error = self.machine.session, self.machine.group_error
         if session is None and error is not None:
             self.machine.group_error = None
@@ -233,9 +223,9 @@ class WeightControl:
             raise Refusal(f"a call of this update is still {state}; end it when that is answered")
         if session.is_empty:
             self.machine.close(session)
-            self._outbox.answer([call], True, "Nothing was sent; the weights are as they were.")
+            self._outbox.answer([asked.call], True, "Nothing was sent; the weights are as they were.")
         else:
-            session.ending.append(call)
+            session.ending.append(asked.call)
             self.machine.commit(session, now)
 
     # --- whether an update may begin ---
@@ -263,23 +253,23 @@ class WeightControl:
 
     # --- versions and inspection ---
 
-    def _set_version(self, call: int, request: operations.SetVersion) -> None:
+    def _set_version(self, asked: WeightCall, request: operations.SetVersion, now: float) -> None:
         version = request.new_version
         if request.abort_all_requests:
             self._outbox.send(self._port.output(finished=self._port.abort_all()))
         self._port.weight_version = version  # cached KV stays valid
         self._outbox.send(self.machine.notice())  # before the answer: its client may then ask
-        self._outbox.answer([call], True, f"Weight version is {version!r}.", new_version=version)
+        self._outbox.answer([asked.call], True, f"Weight version is {version!r}.", new_version=version)
 
-    def _inspect(self, call: int, request: operations.GetWeights | operations.CheckWeights) -> None:
-        def inspected(replies: list[RankReply], now: float) -> None:
-            if wrong := problems(replies):
-                self._outbox.answer([call], False, wrong)
+    def _inspect(self, asked: WeightCall, request: operations.Inspection, now: float) -> None:
+        def inspected(replies: list[RankReply], wrong: str, now: float) -> None:
+            if wrong:
+                self._outbox.answer([asked.call], False, wrong)
                 return
             fields = merge(request, replies)
             differing = fields.get("differ", [])
             text = f"{len(differing)} tensors differ from the snapshot." if differing else ""
-            self._outbox.answer([call], not differing, text, **fields)
+            self._outbox.answer([asked.call], not differing, text, **fields)
 
         self._outbox.command(Inspect(request=request), then=inspected)
 
@@ -287,3 +277,29 @@ class WeightControl:
 def _not_open(session_id: str | None) -> str:
     named = "no session" if session_id is None else f"no session {session_id!r}"
     return f"{named} is open; /prepare_weights_update opens one"
+
+
+def merge(request: operations.Inspection, replies: Sequence[RankReply]) -> dict[str, Any]:
+    """Merges what all ranks found in their weights to the fields of one answer.
+
+    ``GetWeights`` gives ``{"values"}``: the first ``truncate_size`` rows as nested lists. A checksum gives
+    ``{"checksums", "total"}``, which do not depend on the number of ranks, and ``{"ranks"}``, the sum of each
+    rank. A snapshot gives ``{"num_bytes"}``, and a comparison ``{"differ"}``: the names of the tensors.
+    """
+    ranks = [reply.fields for reply in replies]
+    if isinstance(request, operations.GetWeights):
+        values = np.zeros(ranks[0]["shape"], np.float32)
+        for part in (part for fields in ranks for part in fields["parts"]):
+            box = tuple(slice(*bounds) for bounds in part["place"])
+            values[box] = np.frombuffer(part["float32"], np.float32).reshape(values[box].shape)
+        return {"values": values.tolist()}
+    if request.action == "checksum":
+        sums: dict[str, int] = {}
+        for fields in ranks:
+            for name, value in fields["checksums"].items():
+                sums[name] = (sums.get(name, 0) + value) & _MASK
+        totals = [sum(fields["checksums"].values()) & _MASK for fields in ranks]
+        return {"checksums": sums, "total": sum(totals) & _MASK, "ranks": totals}
+    if request.action == "snapshot":
+        return {"num_bytes": sum(fields["num_bytes"] for fields in ranks)}
+    return {"differ": sorted({name for fields in ranks for name in fields["differ"]})}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
-from segue.messages.weight_operations import Group, JoinGroup
-from segue.messages.weight_update import Join, Leave, RankReply, StopJoin
+from segue.messages.weight_operations import Group, JoinGroup, LeaveGroup
+from segue.messages.weight_update import Join, Leave, RankReply, StopJoin, WeightCall
 from segue.weight_update.control.outbox import Outbox, Refusal
-from segue.weight_update.control.replies import problems
 from segue.weight_update.control.state_machine import WeightMachine
 
 MAX_JOINS = 4
@@ -32,7 +32,7 @@ class TrainerGroups:
         self._machine = machine
         self._joins: list[Joining] = []
 
-    def join(self, call: int, request: JoinGroup, now: float) -> None:
+    def join(self, asked: WeightCall, request: JoinGroup, now: float) -> None:
         """Have every rank join a group; calls for the same group share one join.
 
         Raises:
@@ -46,27 +46,23 @@ class TrainerGroups:
             )
         joining = next((each for each in self._joins if each.group == group and not each.is_stopped), None)
         if joining is None:
-            joining = self._begin(group, request.timeout_s)
-        joining.waiting[call] = now + request.timeout_s + _GRACE_S, request.timeout_s
+            # The ranks give up an older join of this name for the new one.
+            others = [each.group for each in self._joins if each.group.name != group.name or each.is_stopped]
+            if len(others) >= MAX_JOINS:
+                named = [f"{each.name!r} at {each.master_address}:{each.master_port}" for each in others]
+                raise Refusal(
+                    f"{len(others)} groups are being joined ({'; '.join(named)}); the limit is {MAX_JOINS}; "
+                    "retry later"
+                )
+            joining = Joining(group)
+            self._joins.append(joining)
+            command = Join(group=group, timeout_s=request.timeout_s)
+            self._outbox.command(command, then=partial(self._on_joined, joining))
+        joining.waiting[asked.call] = now + request.timeout_s + _GRACE_S, request.timeout_s
 
-    def _begin(self, group: Group, timeout_s: float) -> Joining:
-        # The ranks give up an older join of this name for the new one.
-        others = [each.group for each in self._joins if each.group.name != group.name or each.is_stopped]
-        if len(others) >= MAX_JOINS:
-            named = "; ".join(f"{each.name!r} at {each.master_address}:{each.master_port}" for each in others)
-            text = f"{len(others)} groups are being joined ({named}); the limit is {MAX_JOINS}; retry later"
-            raise Refusal(text)
-        joining = Joining(group)
-        self._joins.append(joining)
-        self._outbox.command(
-            Join(group=group, timeout_s=timeout_s),
-            then=lambda replies, now: self._on_joined(joining, replies, now),
-        )
-        return joining
-
-    def _on_joined(self, joining: Joining, replies: list[RankReply], now: float) -> None:
+    def _on_joined(self, joining: Joining, replies: list[RankReply], wrong: str, now: float) -> None:
         self._joins.remove(joining)
-        name, wrong = joining.group.name, problems(replies)
+        name = joining.group.name
         for lost in {lost for reply in replies for lost in reply.fields.get("dropped", ())} - {name}:
             self.joined.pop(lost, None)
             self._machine.abort_session_of(lost, "has lost its trainer", now, if_received=False)
@@ -80,21 +76,21 @@ class TrainerGroups:
             self._outbox.command(Leave(name=name))
         self._outbox.answer(list(joining.waiting), not wrong, wrong or f"Joined group {name!r}.")
 
-    def leave(self, call: int, name: str, now: float) -> None:
+    def leave(self, asked: WeightCall, request: LeaveGroup, now: float) -> None:
         """Have every rank leave a group.
 
         Raises:
             Refusal: there is no group of this name.
         """
+        name = request.group_name
         if name not in self.joined:
             raise Refusal(self.unknown(name))
         self._machine.abort_session_of(name, "was destroyed", now)
         self._machine.last_ended = None
         del self.joined[name]
 
-        def left(replies: list[RankReply], now: float) -> None:
-            wrong = problems(replies)
-            self._outbox.answer([call], not wrong, wrong or f"Left group {name!r}.")
+        def left(replies: list[RankReply], wrong: str, now: float) -> None:
+            self._outbox.answer([asked.call], not wrong, wrong or f"Left group {name!r}.")
 
         self._outbox.command(Leave(name=name), then=left)
 

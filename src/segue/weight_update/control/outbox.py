@@ -13,7 +13,9 @@ from msgspec import structs
 from segue.messages.control import SchedulerMessage
 from segue.messages.weight_update import RankReply, WeightAnswer, WeightCommand
 
-Then = Callable[[list[RankReply], float], None]  # called after the last reply: (replies by rank, time)
+_SHOWN = 20  # problems listed in a message
+# Called after the last reply: (replies by rank, their problems or "", time).
+Then = Callable[[list[RankReply], str, float], None]
 
 
 class Refusal(Exception):
@@ -39,7 +41,7 @@ class Outbox:
         """Queue the same answer to each of these calls of the frontend."""
         self._messages += [WeightAnswer(call, success, message, fields) for call in calls]
 
-    def command(self, *commands: WeightCommand, then: Then = lambda replies, now: None) -> None:
+    def command(self, *commands: WeightCommand, then: Then = lambda *_: None) -> None:
         """Queue one command for all ranks, or one for each rank; ``then`` is called after the last reply."""
         self._num_commands += 1
         numbered = [structs.replace(each, call=self._num_commands) for each in commands]
@@ -54,10 +56,22 @@ class Outbox:
         replies.setdefault(reply.rank, reply)
         if len(replies) == self.num_ranks:
             del self._pending[reply.call]
-            then([replies[rank] for rank in range(self.num_ranks)], now)
+            ordered = [replies[rank] for rank in range(self.num_ranks)]
+            then(ordered, _problems(ordered), now)
 
     def take(self) -> tuple[list[SchedulerMessage], list[Sequence[WeightCommand]]]:
         """Return what was queued, and empty the queues; each entry of commands has one per rank, in order."""
         queued = self._messages, self._commands
         self._messages, self._commands = [], []
         return queued
+
+
+def _problems(replies: Sequence[RankReply]) -> str:
+    """Joins the replies' errors to one text, each once if all ranks agree; empty if there are none."""
+    distinct = {tuple(reply.errors) for reply in replies}
+    if len(distinct) == 1:
+        lines = list(replies[0].errors)
+    else:
+        lines = [f"rank {reply.rank}: {error}" for reply in replies for error in reply.errors]
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "; ".join(lines[:_SHOWN] + more)

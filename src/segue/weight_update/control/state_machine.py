@@ -15,25 +15,12 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from segue.messages import weight_update as messages
 from segue.messages.control import PauseMode, SchedulerMessage
 from segue.messages.requests import Finished
 from segue.messages.weight_operations import Manifest, UpdateFromDisk, UpdateFromTensor
-from segue.messages.weight_update import (
-    Commit,
-    Discard,
-    Load,
-    RankReply,
-    Receive,
-    Received,
-    Stage,
-    Take,
-    WeightAnswer,
-    WeightCall,
-    WeightCommand,
-    WeightNotice,
-)
+from segue.messages.weight_update import RankReply, Received, WeightAnswer, WeightCall, WeightNotice
 from segue.weight_update.control.outbox import Outbox
-from segue.weight_update.control.replies import problems, staging
 from segue.weight_update.control.session import BEFORE_PREPARED, Kind, UpdatePhase, UpdateSession
 
 
@@ -75,9 +62,8 @@ class WeightMachine:
         self._port = port
         self._outbox = outbox
         self.session: UpdateSession | None = None
-        self.num_sessions = self.num_committed = self.num_failed = 0
-        self.model_path: str | None = None  # the last checkpoint that was committed
-        self.last: dict[str, Any] = {}  # figures of the last committed update
+        self.num_sessions = 0
+        self._shown = WeightNotice(version=port.weight_version)
         self.group_error: str | None = None  # why a group of calls failed that its client has not ended yet
         # The session that ended last: (id, group, last answer). A repeated call gets the answer again.
         self.last_ended: tuple[str, str | None, WeightAnswer] | None = None
@@ -91,15 +77,8 @@ class WeightMachine:
 
     def notice(self) -> WeightNotice:
         """Returns the present state, as the frontend shows it without asking."""
-        return WeightNotice(
-            version=self._port.weight_version,
-            state=self.state,
-            poisoned=self._port.poisoned,
-            model_path=self.model_path,
-            num_committed=self.num_committed,
-            num_failed=self.num_failed,
-            last=self.last,
-        )
+        version, poisoned = self._port.weight_version, self._port.poisoned
+        return structs.replace(self._shown, version=version, state=self.state, poisoned=poisoned)
 
     def status(self, now: float) -> dict[str, Any]:
         """Returns the body of ``GET /weights_update_status``, apart from the groups."""
@@ -140,13 +119,13 @@ class WeightMachine:
         """Have the ranks check a manifest and, once all of them accept it, receive its tensors."""
         session.begin_call(manifest)
         self.enter(session, UpdatePhase.STAGING, now)
-        command = Stage(session=session.number, manifest=manifest)
+        command = messages.Stage(session=session.number, manifest=manifest)
         self._command(session, command, then=self._on_staged, failed=self._on_stage_failed)
 
     def _on_staged(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
-        session.staging = staging(replies)
+        session.staging = _staging(replies)
         self.enter(session, UpdatePhase.POSTING, now)
-        command = Receive(session=session.number, gloo_timeout_s=session.gloo_timeout_s)
+        command = messages.Receive(session=session.number, gloo_timeout_s=session.gloo_timeout_s)
         self._command(session, command, then=self._on_posted)
 
     def _on_stage_failed(self, session: UpdateSession, wrong: str, now: float) -> None:
@@ -175,37 +154,32 @@ class WeightMachine:
             self._outbox.answer(session.preparing, True, text, session_id=session.id, **fields)
             session.preparing = []
 
-    def load(self, session: UpdateSession, asked: WeightCall, request: UpdateFromDisk, now: float) -> None:
-        """Have the ranks read a checkpoint."""
-        session.begin_call()
-        session.model_path, session.is_partial = request.model_path, False
-        self.enter(session, UpdatePhase.POSTING, now)
-        roots, from_hub = asked.roots, asked.from_hub
-        command = Load(session=session.number, request=request, roots=roots, from_hub=from_hub)
-        self._command(session, command, then=self._on_loaded)
-
-    def take(self, session: UpdateSession, request: UpdateFromTensor, now: float) -> None:
-        """Have each rank take its payload, or all ranks the only one."""
-        payloads, num_ranks = request.serialized_named_tensors, self._outbox.num_ranks
-        if len(payloads) not in (1, num_ranks):
-            text = (
-                f"serialized_named_tensors has {len(payloads)} entries; give one for all ranks, or one for "
-                f"each of the {num_ranks}"
-            )
-            self.abort(session, text, now)
-            return
+    def load(self, session: UpdateSession, asked: WeightCall, now: float) -> None:
+        """Have the ranks read a checkpoint, or take a payload: each its own, or all of them the only one."""
         session.begin_call()
         self.enter(session, UpdatePhase.POSTING, now)
-        copy = session.kind == "group of calls"
-        commands = [
-            Take(session=session.number, payload=payload, load_format=request.load_format, copy=copy)
-            for payload in payloads
-        ]
+        number, request = session.number, asked.operation
+        commands: list[messages.WeightCommand] = []
+        if isinstance(request, UpdateFromDisk):
+            session.model_path, session.is_partial = request.model_path, False
+            roots, from_hub = asked.roots, asked.from_hub
+            commands = [messages.Load(session=number, request=request, roots=roots, from_hub=from_hub)]
+        elif isinstance(request, UpdateFromTensor):
+            payloads, num_ranks = request.serialized_named_tensors, self._outbox.num_ranks
+            if len(payloads) not in (1, num_ranks):
+                text = (
+                    f"serialized_named_tensors has {len(payloads)} entries; give one for all ranks, or one "
+                    f"for each of the {num_ranks}"
+                )
+                self.abort(session, text, now)
+                return
+            copy = session.kind == "group of calls"
+            commands = [messages.Take(session=number, payload=each, copy=copy) for each in payloads]
         self._command(session, *commands, then=self._on_loaded)
 
     def _on_loaded(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
         """Take the replies to ``Load`` and ``Take``."""
-        session.staging = staging(replies)
+        session.staging = _staging(replies)
         session.bytes = {reply.rank: reply.fields.get("num_bytes", 0) for reply in replies}
         self._receive_ended(session, now)
 
@@ -275,12 +249,12 @@ class WeightMachine:
     def _write(self, session: UpdateSession, now: float) -> None:
         if "WRITING" not in session.times and self._port.stands_still:
             session.times["WRITING"] = now
-            self._outbox.command(Commit(session=session.number), then=self._on_committed)
+            self._outbox.command(messages.Commit(session=session.number), then=self._on_committed)
 
-    def _on_committed(self, replies: list[RankReply], now: float) -> None:
+    def _on_committed(self, replies: list[RankReply], wrong: str, now: float) -> None:
         session = self.session
         assert session is not None and session.phase is UpdatePhase.COMMITTING
-        if wrong := problems(replies):
+        if wrong:
             if any(reply.fields.get("touched") or not reply.errors for reply in replies):
                 self._poison(wrong)
             self.abort(session, wrong, now)
@@ -289,10 +263,10 @@ class WeightMachine:
         self._port.commit(session.weight_version, flush_cache=session.flush_cache)
         if not session.is_partial:
             self._port.poisoned = None
-        self.num_committed += 1
         session.times["SERVED"] = now
-        self.last = self._figures(session) | {"kind": session.kind}
-        self.model_path = session.model_path or self.model_path
+        self._shown.num_committed += 1
+        self._shown.last = self._figures(session) | {"kind": session.kind}
+        self._shown.model_path = session.model_path or self._shown.model_path
         self._port.release()
         self.close(session)
         self._finish(session, True, "The new weights are served.")
@@ -306,11 +280,11 @@ class WeightMachine:
 
     def abort(self, session: UpdateSession, why: str, now: float) -> None:
         """End a session without a commit; every failed session ends here."""
-        self.num_failed += 1
+        self._shown.num_failed += 1
         if session.kind == "group of calls":
             self.group_error = why
         self.close(session)
-        self._outbox.command(Discard(session=session.number))
+        self._outbox.command(messages.Discard(session=session.number))
         self._outbox.answer(session.preparing, False, why, session_id=session.id)
         self._finish(session, False, why)
 
@@ -331,7 +305,8 @@ class WeightMachine:
         figures = self._figures(session)
         self._outbox.answer(session.ending, success, message, **figures)
         if session.kind == "session":
-            self.last_ended = (session.id, session.group_name, WeightAnswer(0, success, message, figures))
+            answer = WeightAnswer(0, success, message, figures)
+            self.last_ended = session.id, session.group_name, answer
 
     # --- what all phases use ---
 
@@ -343,7 +318,7 @@ class WeightMachine:
     def _command(
         self,
         session: UpdateSession,
-        *commands: WeightCommand,
+        *commands: messages.WeightCommand,
         then: Callable[[UpdateSession, list[RankReply], float], None],
         failed: Callable[[UpdateSession, str, float], None] | None = None,
     ) -> None:
@@ -352,10 +327,10 @@ class WeightMachine:
         Replies that come after the session has ended are ignored.
         """
 
-        def on_replies(replies: list[RankReply], now: float) -> None:
+        def on_replies(replies: list[RankReply], wrong: str, now: float) -> None:
             if self.session is not session:
                 return
-            if wrong := problems(replies):
+            if wrong:
                 (failed or self.abort)(session, wrong, now)
             else:
                 then(session, replies, now)
@@ -364,3 +339,13 @@ class WeightMachine:
 
     def _figures(self, session: UpdateSession) -> dict[str, Any]:
         return session.figures() | {"weight_version": self._port.weight_version}
+
+
+def _staging(replies: list[RankReply]) -> dict[str, Any]:
+    """Returns the kind of staging memory, and the bytes staged on all ranks together."""
+    fields = replies[0].fields
+    return {
+        "place": fields.get("place", "device"),
+        "num_bytes": sum(reply.fields.get("staging_bytes", 0) for reply in replies),
+        "note": fields.get("note", ""),
+    }

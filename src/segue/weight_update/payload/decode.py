@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 import safetensors.torch
 import torch
+from msgspec import structs
 from safetensors import SafetensorError
 from torch import Tensor
 
 from segue.errors import InvalidRequestError
-from segue.weight_update.payload.pickle_machine import refusal
+from segue.weight_update.payload.pickle_machine import Record, refusal
 from segue.weight_update.payload.unpickle import (
-    DTYPES,
     CudaView,
     PerRank,
     TensorMetadata,
@@ -37,7 +37,6 @@ Form = Literal["safetensors", "flattened_bucket"]
 NamedTensors = list[tuple[str, Tensor]]
 
 BASE64_PIECE = 1 << 20  # characters, a multiple of four
-LOAD_FORMATS = (None, "flattened_bucket")
 
 # Of torch's CUDA IPC: bytes of an event handle, and reference counters in the shared file.
 _EVENT_HANDLE = 64
@@ -51,25 +50,15 @@ _COUNTER_FILE = re.compile(rb"/torch_[A-Za-z0-9_]{1,64}")
 def from_base64(text: str) -> bytes:
     """Decode a payload, a piece at a time: one call into C would hold up the steps for as long as it takes.
 
-    Raises:
-        InvalidRequestError: it is not base64.
+    The frontend has refused what is not base64 (:func:`segue.api.weights.check_base64`).
     """
     payload = bytearray()
-    try:
-        for start in range(0, len(text), BASE64_PIECE):
-            piece = base64.b64decode(text[start : start + BASE64_PIECE], validate=True)
-            if len(piece) < BASE64_PIECE // 4 * 3 and start + BASE64_PIECE < len(text):
-                raise ValueError("padding before the end")
-            payload += piece
-    except ValueError as error:
-        raise InvalidRequestError(
-            f"serialized_named_tensors: every entry must be base64 ({error})",
-            param="serialized_named_tensors",
-        ) from None
+    for start in range(0, len(text), BASE64_PIECE):
+        payload += base64.b64decode(text[start : start + BASE64_PIECE], validate=True)
     return bytes(payload)
 
 
-def decode(payload: bytes, load_format: str | None, device: torch.device, *, rank: int = 0) -> NamedTensors:
+def decode(payload: bytes, device: torch.device, *, rank: int = 0) -> NamedTensors:
     """Returns the names and tensors of ``payload``: values on the CPU, and handles as tensors on their GPU.
 
     Tensors in GPU memory are the sender's: copy and drop them before the sender may change them. A name may
@@ -77,17 +66,12 @@ def decode(payload: bytes, load_format: str | None, device: torch.device, *, ran
 
     Args:
         payload: the bytes, decoded from base64.
-        load_format: None or "flattened_bucket"; not used further, since the payload itself shows its form.
         device: of this rank; handles to GPU memory need a CUDA device.
         rank: this tensor-parallel rank, for a pickle with one tensor per rank.
 
     Raises:
         InvalidRequestError: the payload has no known form, is truncated, or contradicts its own description.
     """
-    if load_format not in LOAD_FORMATS:
-        raise InvalidRequestError(
-            f"load_format is {load_format!r}; use null or 'flattened_bucket'", param="load_format"
-        )
     if _is_safetensors(payload):
         try:
             return list(safetensors.torch.load(payload).items())
@@ -188,11 +172,8 @@ class _TensorBuilder:
             raise refusal("the payload is a list with items that are not (name, tensor)")
         name, what = pair
         _check_name(name)
-        if isinstance(what, PerRank):
-            values = _field(what, "values")
-            data = values[self._rank] if type(values) is list else None
-            if type(data) is not bytes:
-                raise refusal("a tensor per rank is not pickled as a list of bytes")
+        if isinstance(what, Record) and isinstance(what.fields, PerRank):
+            data = what.fields.values[self._rank]
             if id(data) not in self._loaded:
                 self._loaded[id(data)] = data, load(data)
             what = self._loaded[id(data)][1]
@@ -207,7 +188,7 @@ class _TensorBuilder:
     def _tensor(self, name: str, what: Any) -> Tensor:
         if isinstance(what, View):
             dtype, raw = self._storage(what.storage.data)
-            dtype = _dtype(what.dtype or dtype)
+            dtype = what.dtype or dtype
             values = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
             _check_view(name, what, values.numel())
             return values.as_strided(what.size, what.stride, what.offset)
@@ -224,7 +205,9 @@ class _TensorBuilder:
         return self._storages[id(data)][1:]
 
     def _unflatten(self, flattened_tensor: Any, metadata: Any) -> NamedTensors:
-        if not isinstance(metadata, list) or not all(isinstance(item, TensorMetadata) for item in metadata):
+        if not isinstance(metadata, list) or not all(
+            isinstance(item, Record) and isinstance(item.fields, TensorMetadata) for item in metadata
+        ):
             raise refusal("the bucket's metadata is not a list of FlattenedTensorMetadata")
         if not metadata:
             return []
@@ -236,7 +219,7 @@ class _TensorBuilder:
         self._check_number(metadata)
         raw, pieces, num_bytes = flat.view(torch.uint8), [], 0
         for item in metadata:
-            name, piece = _piece(raw, item, flat.itemsize)
+            name, piece = _piece(raw, item.fields, flat.itemsize)
             num_bytes += piece.nbytes
             if num_bytes > raw.numel():  # pieces may be copied, so this limits the memory of the copies
                 raise InvalidRequestError(
@@ -247,7 +230,6 @@ class _TensorBuilder:
         return pieces
 
     def _in_gpu_memory(self, name: str, what: CudaView) -> Tensor:
-        dtype = _dtype(what.dtype)
         if self._device.type != "cuda":
             raise InvalidRequestError(
                 f"tensor {name[:80]!r} is in GPU memory, but this engine runs on {self._device.type}; send "
@@ -255,63 +237,39 @@ class _TensorBuilder:
             )
         if not what.storage_bytes:
             _check_view(name, what, 0)
-            return torch.empty(what.size, dtype=dtype, device=self._device)
+            return torch.empty(what.size, dtype=what.dtype, device=self._device)
         _check_handles(name, what)
-        _check_view(name, what, what.storage_bytes // dtype.itemsize)
+        _check_view(name, what, what.storage_bytes // what.dtype.itemsize)
         device = torch.device("cuda", _device_index(what.device))
         storage = torch.UntypedStorage._new_shared_cuda(
             device.index, what.handle, what.storage_bytes, what.storage_offset,
             what.counter_handle, what.counter_offset, what.event_handle, what.needs_event,
         )  # fmt: skip
         _check_allocation(name, storage)
-        return torch.empty(0, dtype=dtype, device=device).set_(storage, what.offset, what.size, what.stride)
-
-
-def _dtype(dtype: Any) -> torch.dtype:
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
-        shown = str(dtype) if isinstance(dtype, torch.dtype) else f"a {type(dtype).__name__}"
-        raise InvalidRequestError(
-            f"the payload has a tensor of dtype {shown}; use one of {', '.join(DTYPES)}"
-        )
-    return dtype
-
-
-def _check_name(name: Any) -> None:
-    if not isinstance(name, str) or len(name) > _MAX_NAME:
-        shown = f"{name[:80]!r}, {len(name)} characters" if isinstance(name, str) else type(name).__name__
-        raise InvalidRequestError(
-            f"the payload has a tensor called {shown}; use text of at most {_MAX_NAME} characters as names"
+        return torch.empty(0, dtype=what.dtype, device=device).set_(
+            storage, what.offset, what.size, what.stride
         )
 
 
-def _field(record: Any, name: str) -> Any:
-    fields = record.fields
-    if not isinstance(fields, dict) or name not in fields:
-        raise refusal(f"a record of the payload has no field {name!r}")
-    return fields[name]
+def _check_name(name: str) -> None:
+    if len(name) > _MAX_NAME:
+        raise InvalidRequestError(
+            f"the payload has a tensor called {name[:80]!r}, {len(name)} characters; use text of at most "
+            f"{_MAX_NAME} characters as names"
+        )
 
 
-def _are_counts(*values: Any) -> bool:
-    return all(type(value) is int and 0 <= value < 1 << 62 for value in values)
-
-
-def _is_shape(shape: Any) -> bool:
-    return (
-        type(shape) in (tuple, list)
-        and len(shape) <= 64
-        and _are_counts(*shape)
-        and _are_counts(prod(max(size, 1) for size in shape))
-    )
+def _is_small(shape: list[int]) -> bool:
+    """Whether the number of elements fits torch, even if sizes of 0 count as 1."""
+    return prod(max(size, 1) for size in shape) < 1 << 62
 
 
 def _check_view(name: str, view: View | CudaView, num_items: int) -> None:
     """Check that a view lies within its storage's elements, and repeats none of them (a stride of 0)."""
     size, stride, offset = view.size, view.stride, view.offset
     is_sound = (
-        _is_shape(size)
-        and type(stride) in (tuple, list)
-        and len(size) == len(stride)
-        and _are_counts(offset, *stride)
+        len(size) == len(stride)
+        and _is_small(size)
         and prod(size) <= num_items
         and (0 in size or offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) < num_items)
     )
@@ -324,14 +282,10 @@ def _check_view(name: str, view: View | CudaView, num_items: int) -> None:
 
 def _piece(raw: Tensor, record: TensorMetadata, unit: int) -> tuple[str, Tensor]:
     """Returns name and tensor of one record of a bucket; the record's indices count ``unit`` bytes."""
-    name, shape, dtype, start, end = (
-        _field(record, field) for field in ("name", "shape", "dtype", "start_idx", "end_idx")
-    )
-    dtype = _dtype(dtype)
+    name, shape, dtype, start, end = structs.astuple(record)
     _check_name(name)
     is_sound = (
-        _is_shape(shape)
-        and _are_counts(start, end)
+        _is_small(shape)
         and start <= end <= raw.numel() // unit
         and prod(shape) * dtype.itemsize == (end - start) * unit
     )
@@ -348,14 +302,16 @@ def _piece(raw: Tensor, record: TensorMetadata, unit: int) -> tuple[str, Tensor]
 
 def _check_handles(name: str, what: CudaView) -> None:
     """Refuse handles that torch would use unchecked: it writes a counter in a file that the sender names."""
+    counter, event = what.counter_handle, what.event_handle
     is_sound = (
-        _are_counts(what.storage_bytes, what.storage_offset, what.counter_offset)
-        and type(what.needs_event) is bool
-        and all(type(handle) is bytes for handle in (what.handle, what.counter_handle, what.event_handle))
-        and (len(what.event_handle) == _EVENT_HANDLE or not what.needs_event)
+        None not in (what.handle, what.needs_event)
+        and what.counter_offset is not None
         and what.counter_offset < _NUM_COUNTERS
-        and _COUNTER_FILE.fullmatch(what.counter_handle) is not None
-        and _shared_file_size(what.counter_handle) >= _NUM_COUNTERS * 8
+        and event is not None
+        and (len(event) == _EVENT_HANDLE or not what.needs_event)
+        and counter is not None
+        and _COUNTER_FILE.fullmatch(counter) is not None
+        and _shared_file_size(counter) >= _NUM_COUNTERS * 8
     )
     if not is_sound:
         raise InvalidRequestError(

@@ -16,9 +16,10 @@ import io
 import pickle
 import pickletools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pickle import _Unpickler
 from typing import Any
+
+import msgspec
 
 from segue.errors import InvalidRequestError
 
@@ -34,17 +35,19 @@ _MAX_SHOWN = 120  # characters of the payload in an error message
 _BYTES_PER_OBJECT = 8  # an honest payload has more bytes per list, dict, mark or call
 _FREE_OBJECTS = 64  # allowed in addition
 
-Check = Callable[[Any], bool]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Function:
     """Stands for a function that a pickle names; the pickle never gets the function itself."""
 
-    name: str
-    make: Callable[..., Any]
-    kinds: tuple[Check, ...]  # one check per argument
-    least: int | None = None  # number of required arguments; None: all
+    def __init__(self, name: str, make: Callable[..., Any], *kinds: Any, least: int | None = None) -> None:
+        """Take a call as ``make`` describes it.
+
+        ``kinds``: the types of the arguments; ``least``: the number of required ones, None: all.
+        """
+        self.name, self._make = name, make
+        fields: list[Any] = [(f"argument{index}", kind) for index, kind in enumerate(kinds[:least])]
+        fields += [(f"optional{index}", kind, None) for index, kind in enumerate(kinds[len(fields) :])]
+        self._arguments = msgspec.defstruct(name, fields, array_like=True, forbid_unknown_fields=True)
 
     def call(self, arguments: Any) -> Any:
         """Returns the description that a call with ``arguments`` makes.
@@ -52,27 +55,37 @@ class Function:
         Raises:
             InvalidRequestError: this function takes another number of arguments, or other types.
         """
-        most = len(self.kinds)
-        least = most if self.least is None else self.least
-        if type(arguments) is not tuple or not least <= len(arguments) <= most:
-            raise _refusal(f"calls {self.name} with a wrong number of arguments")
-        for index, (argument, is_fit) in enumerate(zip(arguments, self.kinds, strict=False)):
-            if not is_fit(argument):
-                raise _refusal(
-                    f"calls {self.name} with a {type(argument).__name__} that does not fit as argument "
-                    f"{index}"
-                )
-        return self.make(*arguments)
+        converted(arguments, self._arguments, f"calls {self.name} with arguments that do not fit")
+        return self._make(*arguments)
 
 
 class Record:
-    """An object of a data class; ``fields`` has the pickle's values, unchecked."""
+    """An object of a data class; its fields must be those of the struct ``kind``, and have their types."""
 
-    __slots__ = ("fields",)
-    fields: dict[str, Any] | None
+    def __init__(self, kind: type[msgspec.Struct]) -> None:
+        self._kind = kind
+        self._fields: msgspec.Struct | None = None
 
-    def __init__(self) -> None:
-        self.fields = None
+    @property
+    def fields(self) -> msgspec.Struct:
+        """The fields, as an instance of the struct."""
+        if self._fields is None:
+            raise _refusal("has an object without fields")
+        return self._fields
+
+    def build(self, state: Any) -> None:
+        """Set the fields, once."""
+        if self._fields is not None:
+            raise _refusal("sets fields of an object twice")
+        self._fields = converted(state, self._kind, "has an object whose fields do not fit")
+
+
+def converted(value: Any, kind: Any, complaint: str) -> Any:
+    """Returns a value of the pickle as a ``kind``, a type; refuses any other."""
+    try:
+        return msgspec.convert(value, kind, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:  # the text has types and places, and no values
+        raise _refusal(f"{complaint} ({error})") from None
 
 
 _CONTAINERS = frozenset([tuple, list, dict])
@@ -162,20 +175,16 @@ class PickleMachine(_Unpickler):
 
     def load_newobj(self) -> None:
         arguments, kind = self.stack.pop(), self.stack.pop()
-        if not (isinstance(kind, type) and issubclass(kind, Record) and arguments == ()):
+        if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct) and arguments == ()):
             raise _refusal("makes an object of something that is no data class, or with arguments")
         self._count_object()
-        self.append(kind())
+        self.append(Record(kind))
 
     def load_build(self) -> None:
         state, record = self.stack.pop(), self.stack[-1]
-        if not isinstance(record, Record) or type(state) is not dict or record.fields is not None:
-            raise _refusal("sets fields of something that has no fields, or sets them twice")
-        if not all(_is_field(value) for value in state.values()):
-            raise _refusal(
-                "has an object with a field that is neither a number, text, bytes nor a list of bytes"
-            )
-        record.fields = state
+        if not isinstance(record, Record):
+            raise _refusal("sets fields of something that has no fields")
+        record.build(state)
 
 
 # Each allowed opcode is read by the method that the standard library has for it, or by its override above.
@@ -239,13 +248,6 @@ class _Memo:
 def is_flat(value: Any) -> bool:
     """Whether a container is a tuple without further containers in it."""
     return type(value) is tuple and not any(type(item) in _CONTAINERS for item in value)
-
-
-def _is_field(value: Any) -> bool:
-    if type(value) is list:
-        return all(type(item) is bytes for item in value)
-    items = value if is_flat(value) else (value,)
-    return not any(type(item) in _CONTAINERS or isinstance(item, Record) for item in items)
 
 
 def refusal(what: str) -> InvalidRequestError:

@@ -8,29 +8,22 @@ from it (`decode.py`).
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from msgspec import Meta, Struct, structs
 
+from segue.dtypes import ITEM_SIZES
 from segue.errors import InvalidRequestError
 from segue.weight_update.payload.pickle_machine import (
     MAX_ITEMS,
-    Check,
     Function,
     PickleMachine,
-    Record,
+    converted,
     refusal,
 )
 
-DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
-        "int64", "int32", "int16", "int8", "uint8", "bool",
-    )
-}  # fmt: skip
-
+_DTYPES = {name: getattr(torch, name) for name in ITEM_SIZES}
 _STORAGES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
@@ -39,92 +32,68 @@ _STORAGES = {
 }  # fmt: skip
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class SavedStorage:
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Sizes = Annotated[list[Count], Meta(max_length=MAX_ITEMS)]
+_Hooks = Annotated[dict[Any, Any], Meta(max_length=0)] | None  # of an honest tensor there are none
+
+
+class SavedStorage(Struct):
     """A storage in `torch.save`'s format from before zip files; see :func:`read_saved`."""
 
     data: bytes  # empty: a storage of no bytes
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class View:
+class View(Struct, tag=True):
     """A tensor in a storage; ``offset`` and ``stride`` count elements. Only the types are checked."""
 
     storage: SavedStorage
-    dtype: Any  # None: the storage's dtype
-    offset: Any
-    size: Any
-    stride: Any
+    dtype: torch.dtype | None  # None: the storage's dtype
+    offset: Count
+    size: Sizes
+    stride: Sizes
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class CudaView:
+class CudaView(Struct, tag=True):
     """A tensor in another process's GPU memory; the fields have the order of torch's reduction.
 
     Only the types are checked.
     """
 
-    tensor_class: Any
-    size: Any
-    stride: Any
-    offset: Any  # elements
-    storage_class: Any
-    dtype: Any
-    device: Any  # the sender's device index, or the UUID
-    handle: Any
-    storage_bytes: Any
-    storage_offset: Any  # bytes from the start of the allocation
-    requires_grad: Any
-    counter_handle: Any
-    counter_offset: Any
-    event_handle: Any
-    needs_event: Any
+    tensor_class: str
+    size: Sizes
+    stride: Sizes
+    offset: Count  # elements
+    storage_class: str
+    dtype: torch.dtype
+    device: int | str  # the sender's device index, or the UUID
+    handle: bytes | None
+    storage_bytes: Count
+    storage_offset: Count  # bytes from the start of the allocation
+    requires_grad: bool
+    counter_handle: bytes | None
+    counter_offset: Count | None
+    event_handle: bytes | None
+    needs_event: bool | None
 
 
-class TensorMetadata(Record):
+class TensorMetadata(Struct):
     """A tensor's range in a flattened bucket."""
 
+    name: str
+    shape: Sizes
+    dtype: torch.dtype
+    start_idx: Count
+    end_idx: Count
 
-class PerRank(Record):
+
+class PerRank(Struct):
     """A tensor that was pickled once per rank."""
 
-
-# --- arguments of functions ---
-
-
-def _is(*types: type) -> Check:
-    return lambda value: type(value) in types
-
-
-def _is_sizes(value: Any) -> bool:
-    return type(value) in (tuple, list) and len(value) <= MAX_ITEMS and all(type(n) is int for n in value)
-
-
-def _is_storage(value: Any) -> bool:
-    if type(value) is tuple:
-        return len(value) == 2 and _is_bytes_storage(value[0]) and type(value[1]) is torch.dtype
-    return _is_bytes_storage(value)
-
-
-def _is_metadata(value: Any) -> bool:
-    """Whether it is the (offset, size, stride, requires_grad) of torch's reduction of a shared tensor."""
-    return (
-        type(value) is tuple
-        and len(value) == 4
-        and type(value[0]) is int
-        and _is_sizes(value[1])
-        and _is_sizes(value[2])
-        and type(value[3]) is bool
-    )
-
-
-_is_bytes_storage = _is(SavedStorage)
-_INT, _BOOL, _TEXT, _HOOKS = _is(int), _is(bool), _is(str), _is(dict, type(None))
-_HANDLE, _MAYBE_INT = _is(bytes, type(None)), _is(int, type(None))
+    values: list[bytes]
 
 
 def _inline(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> View:
-    return View(storage=storage, dtype=None, offset=offset, size=size, stride=stride)
+    return View(storage, None, offset, size, stride)
 
 
 def _first(tensor: Any, *_: Any) -> Any:
@@ -133,38 +102,37 @@ def _first(tensor: Any, *_: Any) -> Any:
 
 def _shared(_: Any, storage: Any, metadata: Any) -> View:
     offset, size, stride, _ = metadata
-    dtype = None
-    if type(storage) is tuple:
-        storage, dtype = storage
-    return View(storage=storage, dtype=dtype, offset=offset, size=size, stride=stride)
+    storage, dtype = storage if type(storage) is tuple else (storage, None)
+    return View(storage, dtype, offset, size, stride)
 
 
 _REDUCTIONS = "torch.multiprocessing.reductions"
-_CUDA = Function(
-    "rebuild_cuda_tensor", CudaView,
-    (_TEXT, _is_sizes, _is_sizes, _INT, _TEXT, _is(torch.dtype), _is(int, str), _HANDLE, _INT, _INT, _BOOL,
-     _HANDLE, _MAYBE_INT, _HANDLE, _is(bool, type(None))),
-)  # fmt: skip
-_VIEW_KINDS = (_is_storage, _INT, _is_sizes, _is_sizes, _BOOL, _HOOKS, _HOOKS)
-_PARAMETER_KINDS = (_is(View, CudaView), _BOOL, _HOOKS)
+_CUDA = Function("rebuild_cuda_tensor", CudaView, *(field.type for field in structs.fields(CudaView)))
+# Types of arguments: of a storage in `rebuild_tensor`, and of all arguments of two functions.
+_Storage = SavedStorage | tuple[SavedStorage, torch.dtype]
+_INLINE = (SavedStorage, Count, Sizes, Sizes, bool, _Hooks, _Hooks)
+_PARAMETER = (View | CudaView, bool, _Hooks)
+# Magic number, protocol, (…, key, device, number of elements, view), keys.
+_Saved = tuple[int, int, tuple[Literal["storage"], torch.dtype, str, str, Count, None], tuple[str]]
+_Reduced = tuple[Count, Sizes, Sizes, bool]  # offset, size, stride, requires_grad
 
 # The stand-ins for all allowed globals: functions, dtypes, and classes, of which only the names are needed.
 _GLOBALS: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): Function("torch.Size", tuple, (_is_sizes,)),
-    ("collections", "OrderedDict"): Function("OrderedDict", dict, ()),
-    ("torch._utils", "_rebuild_tensor_v2"): Function("_rebuild_tensor_v2", _inline, _VIEW_KINDS, 4),
-    ("torch._utils", "_rebuild_parameter"): Function("_rebuild_parameter", _first, _PARAMETER_KINDS, 1),
-    ("torch.storage", "_load_from_bytes"): Function("_load_from_bytes", SavedStorage, (_is(bytes),)),
+    ("torch", "Size"): Function("Size", tuple, Sizes),
+    ("collections", "OrderedDict"): Function("OrderedDict", dict),
+    ("torch._utils", "_rebuild_tensor_v2"): Function("_rebuild_tensor_v2", _inline, *_INLINE, least=4),
+    ("torch._utils", "_rebuild_parameter"): Function("_rebuild_parameter", _first, *_PARAMETER, least=1),
+    ("torch.storage", "_load_from_bytes"): Function("_load_from_bytes", SavedStorage, bytes),
     **{
         (_REDUCTIONS, each.name): each
         for each in (
-            Function("rebuild_tensor", _shared, (_TEXT, _is_storage, _is_metadata)),
-            Function("rebuild_storage_empty", lambda _: SavedStorage(b""), (_TEXT,)),
-            Function("rebuild_typed_storage", lambda *both: both, (_is_bytes_storage, _is(torch.dtype))),
+            Function("rebuild_tensor", _shared, str, _Storage, _Reduced),
+            Function("rebuild_storage_empty", lambda _: SavedStorage(b""), str),
+            Function("rebuild_typed_storage", lambda *both: both, SavedStorage, torch.dtype),
             _CUDA,
         )
     },
-    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
     ("torch", "Tensor"): "Tensor",
     ("torch.nn.parameter", "Parameter"): "Parameter",
     ("torch.storage", "TypedStorage"): "TypedStorage",
@@ -203,26 +171,17 @@ def read_saved(data: bytes) -> tuple[torch.dtype, memoryview]:
     magic, protocol, _, storage, keys = (
         _read(PickleMachine(file, _resolve_saved, has_persistent_ids=True)) for _ in range(5)
     )
-    if (type(magic), type(protocol)) != (int, int) or (magic, protocol) != (0x1950A86A20F9469CFC6C, 1001):
+    magic, protocol, (_, dtype, key, _, count, _), (listed,) = converted(
+        (magic, protocol, storage, keys), _Saved, "has an inlined storage that is not in torch.save's format"
+    )
+    if (magic, protocol) != (0x1950A86A20F9469CFC6C, 1001):
         raise refusal("an inlined storage is not in torch.save's format")
     content = memoryview(data)[file.tell() :]
-    if not _is_whole(storage, keys, content):
+    # There is one storage, and its number of elements and then their bytes follow.
+    is_whole = key == listed and int.from_bytes(content[:8], "little") == count
+    if not is_whole or len(content) != 8 + count * dtype.itemsize:
         raise refusal(f"an inlined storage of {len(data)} bytes contradicts its own header")
-    return storage[1], content[8:]
-
-
-def _is_whole(storage: Any, keys: Any, content: memoryview) -> bool:
-    """Whether there is one storage, and ``content`` has its number of elements and then their bytes."""
-    if type(storage) is not tuple or len(storage) != 6 or type(keys) is not list or len(keys) != 1:
-        return False
-    kind, dtype, key, _, count, view = storage
-    if (type(kind), type(dtype), type(key), type(count)) != (str, torch.dtype, str, int) or view is not None:
-        return False
-    return (
-        (kind, keys[0]) == ("storage", key)
-        and int.from_bytes(content[:8], "little") == count
-        and len(content) == 8 + count * dtype.itemsize
-    )
+    return dtype, content[8:]
 
 
 def resolve(module: str, name: str) -> Any:

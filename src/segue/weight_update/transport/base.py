@@ -14,6 +14,7 @@ from torch import Tensor
 
 from segue.memory import backing
 from segue.messages.weight_operations import Bucket, Manifest
+from segue.weight_update.manifest import dtype_name
 
 
 class Sink(Protocol):
@@ -80,7 +81,10 @@ class ReceiveObserver(Protocol):
 
 
 def plan(manifest: Manifest, sink: Sink | None, device: torch.device) -> list[ReceiveSpec]:
-    """Returns a manifest's broadcasts, also empty ones: one per bucket if flattened, else one per tensor."""
+    """Returns the broadcasts of a valid manifest: one per bucket if flattened, else one per tensor.
+
+    Empty broadcasts are among them.
+    """
     broadcasts = []
     for index, bucket in enumerate(manifest.buckets):
         pieces = list(_pieces(bucket, manifest.flattened))
@@ -98,7 +102,7 @@ def plan(manifest: Manifest, sink: Sink | None, device: torch.device) -> list[Re
 def _pieces(bucket: Bucket, flattened: bool) -> Iterator[Piece]:
     start = 0
     for name, text, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        dtype = getattr(torch, text.removeprefix("torch."))
+        dtype = getattr(torch, dtype_name(text) or text)
         num_bytes = math.prod(shape) * dtype.itemsize
         yield Piece(name, dtype, shape, start, num_bytes)
         start += num_bytes if flattened else 0

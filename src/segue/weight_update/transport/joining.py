@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
@@ -31,13 +32,14 @@ _MAX_FAILED = 64  # addresses whose failures are remembered
 
 @dataclass(slots=True, eq=False)
 class JoinAttempt:
-    """An attempt to join a group, in a thread of its own."""
+    """An attempt to join a group, in a thread of its own; one that need not or must not begin has ended."""
 
     group: Group
-    deadline: float  # by the monotonic clock; `Groups.wait` keeps it, and gives the attempt up
-    not_before: float  # by the monotonic clock
+    deadline: float = 0.0  # by the monotonic clock; `Groups.wait` keeps it, and gives the attempt up
+    not_before: float = 0.0  # by the monotonic clock
     ended: threading.Event = field(default_factory=threading.Event)  # joined, failed, or given up
-    error: str | None = None
+    error: str | None = None  # why the group is not joined
+    is_new: bool = True  # the group was not joined before
     stopped: threading.Event = field(default_factory=threading.Event)  # given up: its group is not kept
     peer: Address | None = None  # the address that accepted the connection
 
@@ -72,27 +74,27 @@ class Groups:
                 del self._joined[name]
         return dead
 
-    def start(self, group: Group, tp_rank: int, timeout_s: float) -> JoinAttempt | None:
+    def start(self, group: Group, tp_rank: int, timeout_s: float) -> JoinAttempt:
         """Begin to join ``group`` as rank ``group.rank_offset + tp_rank``; returns at once.
 
-        Returns None if a live group was joined with the same parameters: it is kept. A dead group is
-        replaced. An attempt with the same parameters is shared; one with other parameters is given up.
-
-        Raises:
-            WeightSyncError: invalid parameters, a live group with other ones, or too many attempts.
+        A live group that was joined with the same parameters is kept; one with other parameters is an error
+        of the attempt. A dead group is replaced. An attempt with the same parameters is shared; one with
+        other parameters is given up.
         """
-        rank = group.rank_offset + tp_rank
-        _check(group, rank, self._device)
+        device = self._device.type
+        if group.backend == "nccl" and device != "cuda":
+            text = f"backend 'nccl' needs an engine on CUDA, and this one is on {device!r}: use 'gloo'."
+            return _ended(group, text)
         with self._lock:
             known = self._joined.get(group.name)
             if known is not None and known.alive:
                 if known.group == group:
-                    return None
-                raise WeightSyncError(
+                    return _ended(group)
+                return _ended(
+                    group,
                     f"The group {group.name!r} is joined already, with other parameters "
                     f"({describe(known.group)}; requested: {describe(group)}): destroy it first, or use "
                     "another group_name.",
-                    param="group_name",
                 )
             attempt = self._attempts.get(group.name)
             if attempt is not None and attempt.group == group:
@@ -105,17 +107,17 @@ class Groups:
                     ". Retry with those, or use another group_name.",
                 )
             if len(self._running) >= MAX_ATTEMPTS:
-                raise WeightSyncError(
+                return _ended(
+                    group,
                     f"{len(self._running)} attempts to join a group have not ended, which is the limit: "
-                    f"{'; '.join(describe(each.group) for each in self._running)}. Retry later."
+                    f"{'; '.join(describe(each.group) for each in self._running)}. Retry later.",
                 )
             now = time.monotonic()
             attempt = JoinAttempt(group, now + timeout_s, now + self._retry_delay_s(group, now))
             self._attempts[group.name] = attempt
             self._running.add(attempt)
-            threading.Thread(
-                target=self._run, args=(attempt, rank), name="join-weight-group", daemon=True
-            ).start()
+            run = partial(self._run, attempt, group.rank_offset + tp_rank)
+            threading.Thread(target=run, name="join-weight-group", daemon=True).start()
             return attempt
 
     def wait(self, attempt: JoinAttempt, timeout_s: float) -> None:
@@ -220,37 +222,25 @@ class Groups:
                 "retry."
             )
         with self._lock:
-            old = None
             self._running.discard(attempt)
             self._record_result(group, failed=joined is None)
-            given_up = attempt.stopped.is_set()
-            if not given_up:
+            unused, why = joined, "the attempt to join it was given up"
+            if not attempt.stopped.is_set():
                 if joined is not None:
-                    old = self._joined.get(group.name)
+                    unused, why = self._joined.get(group.name), "it was joined again"
                     self._joined[group.name] = joined
                 attempt.error = error
                 del self._attempts[group.name]
                 attempt.ended.set()
-        if old is not None:
-            old.mark_dead("it was joined again")
-        if joined is not None and given_up:
-            joined.mark_dead("the attempt to join it was given up")
+        if unused is not None:
+            unused.mark_dead(why)
 
 
-def _check(group: Group, rank: int, device: torch.device) -> None:
-    if not 0 < rank < group.world_size:
-        raise WeightSyncError(
-            f"rank_offset {group.rank_offset} gives rank {rank} of world_size {group.world_size}; rank 0 is "
-            "the trainer, and world_size is 1 + the ranks of all engines: give offsets from 1 to below it.",
-            param="rank_offset",
-        )
-    if not 0 < group.master_port < 1 << 16:
-        raise WeightSyncError(f"master_port {group.master_port} is not in 1..65535.", param="master_port")
-    if group.backend == "nccl" and device.type != "cuda":
-        raise WeightSyncError(
-            f"backend 'nccl' needs an engine on CUDA, and this one is on {device.type!r}: use 'gloo'.",
-            param="backend",
-        )
+def _ended(group: Group, error: str | None = None) -> JoinAttempt:
+    """Returns an attempt for a group that is joined already, or that cannot be joined."""
+    attempt = JoinAttempt(group, error=error, is_new=False)
+    attempt.ended.set()
+    return attempt
 
 
 def _meet(attempt: JoinAttempt, rank: int, device: torch.device, allowed: Sequence[str]) -> JoinedGroup:

@@ -36,7 +36,7 @@ class _SessionEnded(Exception):
 class Receiver:
     """Receives one session; begins in its constructor.
 
-    The callbacks are called from its threads, or from the caller of `cancel`; they must not block.
+    The callbacks are called from its threads, or from the caller of `end`; they must not block.
     """
 
     group: JoinedGroup
@@ -46,7 +46,9 @@ class Receiver:
     on_ready: Callable[[], None]  # once the trainer may broadcast
     on_progress: Callable[[int, int], None]  # after the first broadcast and each bucket: buckets and bytes
     on_done: Callable[[str | None], None]  # once, as the last one, with the error if there is one
-    gloo_timeout_s: float | None = None  # after which gloo gives up a receive; later than all deadlines
+    gloo_timeout_s: float = (
+        FOREVER.total_seconds()
+    )  # after which gloo gives up a receive; later than all deadlines
 
     def __post_init__(self) -> None:
         self.idle = threading.Event()  # set once no memory is touched any more, the sink's included
@@ -67,12 +69,20 @@ class Receiver:
         for thread in threads:
             thread.start()
 
-    def cancel(self, reason: str = "cancelled") -> None:
+    def end(self, error: str | None = "cancelled") -> None:
         """End the session now, unless it has ended; `idle` is set once its memory is free.
 
-        The group is dead afterwards if a receive may have been posted: a posted receive cannot be withdrawn.
+        With an error the group is dead afterwards if a receive may have been posted: a posted receive cannot
+        be withdrawn.
         """
-        self._end(reason)
+        with self._changed:
+            if self._has_ended:
+                return
+            self._has_ended = True
+            self._changed.notify()
+        if error is not None and self._is_ready:
+            self.group.mark_dead(error)
+        self.on_done(error)
 
     def check(self) -> None:
         """Raise if the session has ended."""
@@ -119,19 +129,17 @@ class Receiver:
                 registered = manifest.flattened and group.registers
                 self._transport = NcclReceive(group, broadcasts, sink, registered=registered)
             else:
-                seconds = self.gloo_timeout_s
-                timeout = FOREVER if seconds is None else timedelta(seconds=seconds)
-                self._transport = GlooReceive(group, broadcasts, sink, timeout)
+                self._transport = GlooReceive(group, broadcasts, sink, timedelta(seconds=self.gloo_timeout_s))
             if self._transport is not None:
                 self._transport.receive(self)
             group.num_buckets += len(manifest.buckets)
             if self._num_buckets < len(manifest.buckets):  # empty buckets at the end
                 self._report_progress(len(manifest.buckets))
-            self._end(None)
+            self.end(None)
         except _SessionEnded:
             pass
         except Exception as error:
-            self._end(_explain(error, self.group))
+            self.end(_explain(error, self.group))
         finally:
             if self._transport is not None:
                 self._transport.wait_idle()
@@ -148,22 +156,12 @@ class Receiver:
                     self._stored_at = time.monotonic()
                 if lost_at == math.inf and not self.group.connected:
                     lost_at = time.monotonic()
-        self._end("the connection to the trainer was lost: its store is closed")
+        self.end("the connection to the trainer was lost: its store is closed")
         pause_s = _RELEASE_POLL_S
         while not self.idle.wait(pause_s):
             pause_s = min(2 * pause_s, 1.0)
             if self.group.is_closed and self._transport is not None and self._transport.try_release():
                 self.idle.set()
-
-    def _end(self, error: str | None) -> None:
-        with self._changed:
-            if self._has_ended:
-                return
-            self._has_ended = True
-            self._changed.notify()
-        if error is not None and self._is_ready:
-            self.group.mark_dead(error)
-        self.on_done(error)
 
 
 def _explain(error: Exception, group: JoinedGroup) -> str:
