@@ -8,4 +8,5 @@ SAFETENSORS = {
     "BOOL": ("bool", 1), "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1),
 }  # fmt: skip
 ITEM_SIZES = dict(SAFETENSORS.values())  # torch's name -> bytes of an element
-FLOATS = ("float64", "float32", "float16", "bfloat16")  # the dtypes that weights may have
+WEIGHTS = ("F64", "F32", "F16", "BF16")  # the dtypes that weights may have, as safetensors files name them
+FLOATS = tuple(SAFETENSORS[name][0] for name in WEIGHTS)  # the same, as torch names them

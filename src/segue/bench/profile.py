@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
@@ -40,7 +41,7 @@ class StepProfile:
     """The times of one kind of step."""
 
     label: str
-    milliseconds: float  # from launch to launch, as in serving
+    milliseconds: float  # from launch to launch, as in serving; the median
     host_milliseconds: float  # of planning, launching and reading, without the wait for the device
     roofline_milliseconds: float  # the longer of reading weights and KV once, and of the GEMMs' arithmetic
     kernels: list[KernelTime]  # the slowest first
@@ -116,14 +117,16 @@ class StepBench:
     def _profile(self, label: str, step: Callable[[], None], roofline_milliseconds: float) -> StepProfile:
         for _ in range(_WARM):
             step()
-        host, begun = self._host_seconds, time.perf_counter()
+        host, seconds = self._host_seconds, []
         for _ in range(_TIMED):
+            begun = time.perf_counter()
             step()
+            seconds.append(time.perf_counter() - begun)
         self._read_results()
-        seconds, host = time.perf_counter() - begun, self._host_seconds - host
+        host = self._host_seconds - host
         return StepProfile(
             label=label,
-            milliseconds=seconds / _TIMED * 1e3,
+            milliseconds=median(seconds) * 1e3,
             host_milliseconds=host / _TIMED * 1e3,
             roofline_milliseconds=roofline_milliseconds,
             kernels=self._traced(step),
