@@ -179,8 +179,8 @@ class OneShotAllReduce:
         self.sampling_rows = sampling_rows
         sums = 2 * tp.size * self.max_rows * hidden_size * _WORD_BYTES
         candidates = 2 * tp.size * sampling_rows * _CANDIDATE_WORDS * _WORD_BYTES
-        self._memory = groups.share(device, sums + candidates)
-        self._inboxes = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
+        addresses, self._memory = groups.share(device, sums + candidates)
+        self._inboxes = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.candidates = self._inboxes + sums
         self.num_bytes = sums + candidates
         programs = self.max_rows * _CHUNKS.value
