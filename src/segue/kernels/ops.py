@@ -104,9 +104,9 @@ def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = 
         ConfigError: this device has no batch-invariant GEMM for the weight.
     """
     if weight.is_cuda and deterministic:
-        from segue.kernels.triton.batch_invariant_gemm import TritonBatchInvariantGemm as OnCUDA
+        from segue.kernels.triton.gemm import TritonBatchInvariantGemm
 
-        return OnCUDA.from_weight(weight, torch.float32 if float32_output else weight.dtype)
+        return TritonBatchInvariantGemm(weight, torch.float32 if float32_output else weight.dtype)
     if weight.device.type != "cpu":
         return None
     if deterministic:
