@@ -1,5 +1,7 @@
 """Each Triton kernel compared with its plain-torch reference, over odd shapes."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -126,9 +128,21 @@ def test_gather_inputs() -> None:
     assert torch.equal(slot_mapping, pages * 96 + at[1] % 16)
 
 
+def choose(
+    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, **columns: Any
+) -> torch.Tensor:
+    """Returns the tokens that `sample_plain` writes to its ring, int64 `[B]`."""
+    from segue.kernels.triton.sampling import sample_plain
+
+    ring = torch.empty((1, len(logits)), dtype=torch.int32, device="cuda")
+    ring_index = torch.zeros(1, dtype=torch.int32, device="cuda")
+    sample_plain(logits, slots, positions, **columns, ring=ring, ring_index=ring_index)
+    return ring[0].long()
+
+
 @pytest.mark.parametrize("vocab", [100, 128, 4096, 50257])
 def test_plain_sampling_chooses_the_tokens_of_the_cpu(vocab) -> None:
-    from segue.kernels.triton.sampling import choose, log_sum_exp, sample_plain
+    from segue.kernels.triton.sampling import log_sum_exp, sample_plain
     from segue.sampling.gumbel_max import argmax, draw
 
     count = 70
@@ -188,7 +202,7 @@ def _make_non_finite(logits: torch.Tensor) -> int:
 @pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("vocab", [100, 4096, 5000, 50257])
 def test_rows_that_are_not_finite_have_no_token_and_do_not_change_others(vocab, filters) -> None:
-    from segue.kernels.triton.sampling import choose, sample_plain
+    from segue.kernels.triton.sampling import sample_plain
     from segue.messages.steps import NON_FINITE
 
     count = 28
@@ -256,7 +270,6 @@ def test_draws_follow_the_distribution(temperature) -> None:
 
 @pytest.mark.parametrize("vocab", [50, 1000, 50257])
 def test_filtered_draws_agree_with_the_cpu(vocab) -> None:
-    from segue.kernels.triton.sampling import choose
     from segue.sampling.gumbel_max import draw_candidates
     from segue.sampling.top_k_top_p import candidates
 
