@@ -69,7 +69,7 @@ def test_silu_mul(rows, size, splits, dtype) -> None:
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (16, 8, 128), (4, 1, 24), (28, 4, 128)])
 def test_qk_norm_rope_store(heads, kv_heads, dim, norms, splits, dtype) -> None:
-    from segue.kernels.triton.qk_norm_rope_store import qk_norm_rope_store
+    from segue.kernels.triton.norm import qk_norm_rope_store
 
     tokens, width = 7, (heads + 2 * kv_heads) * dim
     qkv = normal(splits, tokens, width) if splits else normal(tokens, width, dtype=dtype)
@@ -114,7 +114,7 @@ def test_gemm(rows, tma, splits, biased) -> None:
 
 
 def test_gather_inputs() -> None:
-    from segue.kernels.triton.gather_inputs import gather_inputs
+    from segue.kernels.triton.step_inputs import gather_inputs
 
     pool = torch.arange(5 * 300, dtype=torch.int32, device="cuda").view(5, 300)
     table = torch.arange(5 * 32, dtype=torch.int32, device="cuda").view(5, 32) * 7

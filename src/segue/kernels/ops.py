@@ -17,7 +17,7 @@ def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
     `weight` `[rows, N]` holds the ids from `start` to `start + rows - 1`.
     """
     if ids.is_cuda:
-        from segue.kernels.triton.embedding import embed as fused
+        from segue.kernels.triton.step_inputs import embed as fused
 
         return fused(ids, weight, start)
     local = ids - start

@@ -52,7 +52,7 @@ class CUDAWriter(DeviceWriter):
         self._values.append(words)
 
     def flush(self) -> None:
-        from segue.kernels.triton.scatter import scatter
+        from segue.kernels.triton.step_inputs import scatter
 
         if not self._addresses:
             return
