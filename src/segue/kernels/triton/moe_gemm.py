@@ -210,15 +210,7 @@ def _gemm(
 
 
 @triton.jit
-def sum_pairs(
-    parts,
-    experts,
-    out,
-    hidden,
-    num_experts,
-    K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def sum_pairs(parts, experts, out, hidden, num_experts, K: tl.constexpr, PDL: tl.constexpr):
     """Sum over each token's pairs, in order; skips pairs of no expert."""
     token = tl.program_id(0)
     n = tl.program_id(1) * SUM_BLOCK + tl.arange(0, SUM_BLOCK)
