@@ -94,7 +94,7 @@ class Plain:
 
 
 def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = False) -> Gemm | None:
-    """Returns a GEMM by `weight` `[out, in]` in another layout or by another kernel; None: use it as it is.
+    """Returns a GEMM by `weight` `[out, in]`; None: `linear` chooses one in each call.
 
     On CPUs the GEMM holds a copy in oneDNN's blocked layout: without it, each GEMM of a few rows first
     reorders the weight. With `deterministic` the GEMM is batch-invariant. `float32_output` has to be the same
@@ -109,22 +109,17 @@ def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = 
         return TritonBatchInvariantGemm(weight, torch.float32 if float32_output else weight.dtype)
     if weight.device.type != "cpu":
         return None
-    if deterministic:
-        return BatchInvariantGemm.from_weight(weight, _pack_cpu)
-    return _pack_cpu(weight) if _can_pack(weight.dtype) else None
+    return BatchInvariantGemm.from_weight(weight, _pack_cpu) if deterministic else _pack_cpu(weight)
 
 
 def _pack_cpu(weight: Tensor) -> Gemm:
-    if not _can_pack(weight.dtype):
+    supported = torch._C._has_mkldnn and weight.dtype in (torch.float32, torch.bfloat16)
+    if supported and weight.dtype == torch.bfloat16:
+        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if not supported:
         return Plain(weight)
     rows_hint = 16  # oneDNN chose the same layout for 1 to 1024 rows on the machine measured
     return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows_hint))
-
-
-def _can_pack(dtype: torch.dtype) -> bool:
-    if dtype == torch.bfloat16:
-        return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return torch._C._has_mkldnn and dtype == torch.float32
 
 
 def linear(
