@@ -146,10 +146,8 @@ def best_of_ranks(
     high = tl.full((), float("-inf"), tl.float32)
     sum_ = tl.full((), 0.0, tl.float32)
     for rank in tl.static_range(WORLD):
-        if rank == RANK:
-            got = data
-        else:
-            got = _receive(inbox + (rank * max_rows + row) * 8 + lane, used, flag).to(tl.uint64)
+        words = inbox + (rank * max_rows + row) * 8 + lane
+        got = data if rank == RANK else _receive(words, used, flag).to(tl.uint64)
         got_bits = (_lane_value(got, lane, 0) << 32) | _lane_value(got, lane, 1)
         got_score = got_bits.to(tl.float64, bitcast=True)
         got_token = _lane_value(got, lane, 2).to(tl.uint32).to(tl.int32, bitcast=True)

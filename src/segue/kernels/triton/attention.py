@@ -160,10 +160,7 @@ def _attend_keys(
             if masked:
                 scores = tl.where(position[None, :] <= last[:, None], scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
-            if masked:
-                base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            else:
-                base = new_top
+            base = tl.where(new_top == float("-inf"), 0.0, new_top) if masked else new_top
             weights = tl.exp2(scores - base[:, None])
             shrink = tl.exp2(top - base)
             total = total * shrink + tl.sum(weights, 1)

@@ -117,10 +117,7 @@ def _gemm(
         else:
             w = tl.load(weights + k)
             t = tl.load(tokens + k, mask=m[:, None] < num_rows, other=0.0)
-        if SWAP:
-            acc = tl.dot(w, t.T, acc)
-        else:
-            acc = tl.dot(t, w.T, acc)
+        acc = tl.dot(w, t.T, acc) if SWAP else tl.dot(t, w.T, acc)
     pdl_launch_dependents(PDL)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BN // 2, BM)), (1, 2, 0)))
@@ -130,10 +127,7 @@ def _gemm(
         if split == 0:
             b = tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)
             acc += b[:, None] if SWAP else b[None, :]
-    if SWAP:
-        m, n = m[None, :], n[:, None]
-    else:
-        m, n = m[:, None], n[None, :]
+    m, n = (m[None, :], n[:, None]) if SWAP else (m[:, None], n[None, :])
     inside = m < num_rows
     if GROUP_M:  # otherwise the size is a multiple of BN
         inside = inside & (n < size)
