@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from segue.kernels.ops import embed
+from segue.kernels.ops import embed, linear
 from tests.kernels.formulas import rms_norm_reference, rotate_reference
 
 pytestmark = pytest.mark.gpu
@@ -408,11 +408,9 @@ def test_gate_up_silu_gemm_small_m(rows, size) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_gemm_without_a_stored_plan(biased, wide, dtype) -> None:
-    from segue.kernels.triton.gemm import gemm
-
     x, weight = normal(7, 40, dtype=dtype), normal(24, 40, dtype=dtype, seed=1)
     bias = normal(24, dtype=dtype, seed=2) if biased else None
-    result = gemm(x, weight, bias, may_split=True, dtype=torch.float32 if wide else None)
+    result = linear(x, weight, bias, may_split=True, float32_output=wide)
     expected = x.double() @ weight.double().T + (bias.double() if biased else 0)
     assert result.dtype == (torch.float32 if wide else dtype)
     if wide:

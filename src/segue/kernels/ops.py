@@ -142,9 +142,14 @@ def linear(
         float32_output: the result is float32, with the precision of the device's accumulation.
     """
     if x.is_cuda and packed is None:
-        from segue.kernels.triton.gemm import gemm
+        from segue.kernels.triton import gemm
 
-        return gemm(x, weight, bias, may_split=may_split, dtype=torch.float32 if float32_output else None)
+        plan = gemm.choose(*x.shape, weight.shape[0], x.dtype, may_split)
+        if plan is not None:
+            return gemm.run(plan, x, weight, bias, torch.float32 if float32_output else x.dtype)
+        if float32_output and x.dtype != torch.float32:
+            product = torch.mm(x, weight.T, out_dtype=torch.float32)
+            return product if bias is None else product.add_(bias)
     result = F.linear(x, weight, bias) if packed is None else packed(x, bias)
     return result.float() if float32_output else result
 

@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -133,27 +132,6 @@ def _gemm(
         inside = inside & (n < size)
     at = out + (split * num_rows + m).to(tl.int64) * size + n
     tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
-
-
-def gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, may_split: bool, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Returns `x @ weight.T + bias`, `[M, N]`.
-
-    Args:
-        x: `[M, K]`.
-        weight: `[N, K]`.
-        bias: `[N]`.
-        may_split: the result may be split-K partials, float32 `[S, M, N]`, which the caller adds up.
-        dtype: of the result, by default that of `x`; float32 keeps the precision of the accumulation.
-    """
-    plan = choose(*x.shape, weight.shape[0], x.dtype, may_split)
-    if plan is None:
-        if dtype in (None, x.dtype):
-            return F.linear(x, weight, bias)
-        result = torch.mm(x, weight.T, out_dtype=dtype)
-        return result if bias is None else result.add_(bias)
-    return run(plan, x, weight, bias, dtype or x.dtype)
 
 
 def run(
