@@ -153,14 +153,14 @@ def test_plain_sampling_chooses_the_tokens_of_the_cpu(vocab) -> None:
         if i % 2 and temperatures[rows[i]] == 0:
             logits[i, [token for token in (i, i + 1, 300 + i, 4096 + i, 9000 + i) if token < vocab]] = 50.0
     logits[1:9, : vocab // 2] = -torch.inf
-    inverse = 1 / temperatures.clamp(min=1e-5)
+    inverse = torch.where(temperatures > 0, 1 / temperatures, 0.0)
     seeds = torch.arange(-40, 50, device="cuda")
     positions = torch.arange(3, 3 + count, dtype=torch.int32, device="cuda")
     pool = torch.full((90, 80), -1, dtype=torch.int32, device="cuda")
     ring = torch.full((4, 128), -1, dtype=torch.int32).pin_memory()
     logprob_ring = torch.ones(4, 128).pin_memory()
     num_top = torch.tensor([-1, 0] * 45, device="cuda")
-    columns = {"temperatures": temperatures, "inverse_temperatures": inverse, "seeds": seeds}
+    columns = {"inverse_temperatures": inverse, "seeds": seeds}
     sample_plain(
         logits, rows, positions, **columns, num_top=num_top, token_pool=pool, ring=ring,
         logprob_ring=logprob_ring, ring_index=torch.tensor([2], dtype=torch.int32, device="cuda"),
@@ -209,8 +209,7 @@ def test_rows_that_are_not_finite_have_no_token_and_do_not_change_others(vocab, 
     index = torch.arange(count, dtype=torch.int32, device="cuda")
     temperatures = torch.tensor([0.0, 0.0, 0.9, 0.9] * 7, device="cuda")
     columns = {
-        "temperatures": temperatures,
-        "inverse_temperatures": 1 / temperatures.clamp(min=1e-5),
+        "inverse_temperatures": torch.where(temperatures > 0, 1 / temperatures, 0.0),
         "seeds": torch.arange(count, device="cuda"),
         "filters": None,
     }
@@ -253,8 +252,8 @@ def test_draws_follow_the_distribution(temperature) -> None:
     sample_plain(
         logits, torch.zeros(count, dtype=torch.int32, device="cuda"),
         torch.arange(count, dtype=torch.int32, device="cuda"),
-        temperatures=temperatures, inverse_temperatures=1 / temperatures,
-        seeds=torch.tensor([11], device="cuda"), num_top=torch.tensor([-1], device="cuda"),
+        inverse_temperatures=1 / temperatures, seeds=torch.tensor([11], device="cuda"),
+        num_top=torch.tensor([-1], device="cuda"),
         logprob_ring=torch.zeros(1, count).pin_memory(),
         token_pool=torch.zeros((1, count), dtype=torch.int32, device="cuda"), ring=ring,
         ring_index=torch.zeros(1, dtype=torch.int32, device="cuda"),
@@ -278,11 +277,9 @@ def test_filtered_draws_agree_with_the_cpu(vocab) -> None:
     logits = normal(count, vocab) * 3
     logits[3] = logits[3].round()  # ties
     logits[5], logits[5, 7] = -torch.inf, 1.0
-    columns = {
-        "temperatures": torch.tensor([0.3, 0.0, 0.7, 1.0, 1.6, 1.0, 0.9])[each % 7],
-        "seeds": each - 20,
-    }
-    columns["inverse_temperatures"] = 1 / columns["temperatures"].clamp(min=1e-5)
+    temperatures = torch.tensor([0.3, 0.0, 0.7, 1.0, 1.6, 1.0, 0.9])[each % 7]
+    inverse = torch.where(temperatures > 0, 1 / temperatures, 0.0)
+    columns = {"inverse_temperatures": inverse, "seeds": each - 20}
     top_k = torch.tensor([0, 5, 1, 50, 0, 20])[each % 6]
     top_p = torch.tensor([0.9, 1.0, 0.5, 0.95, 1.0, 0.3, 1.0, 0.0])[each % 8]
     min_p = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.05])[each % 5]
@@ -299,14 +296,14 @@ def test_filtered_draws_agree_with_the_cpu(vocab) -> None:
     ).cpu()
     weights, ids = candidates(
         logits.cpu(),
-        inverse_temperatures=columns["inverse_temperatures"][rows],
+        inverse_temperatures=inverse[rows],
         top_k=top_k[rows].clamp(max=vocab),
         top_p=top_p[rows],
         min_p=min_p[rows],
         max_top_k=50,
     )
     filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
-    filtered = (filtered & (columns["temperatures"] > 0))[rows]
+    filtered = (filtered & (temperatures > 0))[rows]
     expected = torch.where(filtered, draw_candidates(weights, ids, columns["seeds"][rows], positions), plain)
     # Sums that round differently may include or exclude a token at the threshold of top-p.
     assert (drawn != expected).sum() <= 1

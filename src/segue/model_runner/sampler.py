@@ -88,7 +88,7 @@ class Sampler:
     ) -> Tensor:
         if logits.is_cuda:
             return self._choose_on_cuda(logits, slots, positions, filters=filtered is not None)
-        draws = self._state.host.temperature[slots] > 0.0
+        draws = self._state.host.inverse_temperature[slots] > 0.0
         if filtered is None:
             filtered = np.zeros(len(slots), dtype=np.bool_)
         tokens = torch.empty(len(slots), dtype=torch.int64)
@@ -114,7 +114,6 @@ class Sampler:
             logits,
             self._index(slots),
             self._index(positions),
-            temperatures=columns.temperature,
             inverse_temperatures=columns.inverse_temperature,
             seeds=columns.seed,
             ring=tokens,

@@ -110,7 +110,6 @@ def _choose_block(
     logits,
     slots,
     positions,
-    temperatures,
     inverse_temperatures,
     seeds,
     num_top,
@@ -135,13 +134,13 @@ def _choose_block(
     if num_top is not None:
         if tl.load(num_top + slot) >= 0:
             _partial_sum(x, maxima, sums, out)
-    if tl.load(temperatures + slot) == 0.0:
+    inverse = tl.load(inverse_temperatures + slot)
+    if inverse == 0.0:
         top = tl.reduce(largest, 0, _nan_max)
         first = tl.min(tl.min(tl.where(x == top, token, size), 1), 0)
         tl.store(scores + out, top.to(tl.float64))
         tl.store(choices + out, first)
     else:
-        inverse = tl.load(inverse_temperatures + slot)
         shift = tl.where(largest == float("-inf"), 0.0, largest * inverse)
         total = tl.sum(tl.exp(x * inverse - shift[:, None]), 1).to(tl.float64)
         position = tl.load(positions + i).to(tl.int64)
@@ -159,7 +158,6 @@ def _choose_token(
     logits,
     slots,
     positions,
-    temperatures,
     inverse_temperatures,
     seeds,
     num_top,
@@ -198,11 +196,12 @@ def _choose_token(
     non_finite = tl.max(((score != score) | (score == float("inf"))).to(tl.int32), 0) > 0
     best = tl.where(non_finite, float("inf"), tl.max(score, 0))
     chosen = tl.min(tl.where(score == best, choice, 2147483647), 0)
-    if tl.load(temperatures + slot) > 0.0:
+    inverse = tl.load(inverse_temperatures + slot)
+    if inverse > 0.0:
         lane = tl.arange(0, _BLOCK)
         token = tl.maximum(tl.minimum(chosen, tl.cdiv(size, _BLOCK) - 1), 0) * _BLOCK + lane
         x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
-        x = (x * tl.load(inverse_temperatures + slot)).to(tl.float64)
+        x = (x * inverse).to(tl.float64)
         x += gumbel(tl.load(seeds + slot), position, tl.cdiv(vocab_size, _BLOCK) + lane)
         chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
     chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # a row that is not finite has chosen nothing
@@ -236,7 +235,6 @@ def sample_plain(
     slots: Tensor,
     positions: Tensor,
     *,
-    temperatures: Tensor,
     inverse_temperatures: Tensor,
     seeds: Tensor,
     ring: Tensor,
@@ -255,8 +253,7 @@ def sample_plain(
         logits: float32 `[B, V]`, or this rank's shard of them.
         slots: integers `[B]`, the rows' request slots.
         positions: integers `[B]`, the positions of the sampled tokens.
-        temperatures: float32, by request slot; 0: the likeliest token, the lowest id among equals.
-        inverse_temperatures: float32, by request slot.
+        inverse_temperatures: float32, by request slot; 0: the likeliest token, the lowest id among equals.
         seeds: int64, by request slot.
         ring: int32 `[lines, at least B]`; may be pinned host memory.
         ring_index: int32 `[1]`, the line to write.
@@ -280,7 +277,6 @@ def sample_plain(
         "logits": logits,
         "slots": slots,
         "positions": positions,
-        "temperatures": temperatures,
         "inverse_temperatures": inverse_temperatures,
         "seeds": seeds,
         "stride": logits.stride(0),

@@ -71,7 +71,6 @@ def draw_filtered(
     logits,
     slots,
     positions,
-    temperatures,
     inverse_temperatures,
     seeds,
     top_ks,
@@ -92,9 +91,9 @@ def draw_filtered(
     top_k, top_p, min_p = tl.load(top_ks + slot), tl.load(top_ps + slot), tl.load(min_ps + slot)
     filtered = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
     drawn = tl.full((), -1, tl.int32)
-    if filtered & (tl.load(temperatures + slot) > 0.0):
+    inverse = tl.load(inverse_temperatures + slot)
+    if filtered & (inverse > 0.0):
         logits += i * stride
-        inverse = tl.load(inverse_temperatures + slot)
         highest = tl.full((_BLOCK,), float("-inf"), tl.float32)
         for start in range(0, vocab_size, _BLOCK):
             highest = tl.maximum(highest, _load_logits(logits, start + tl.arange(0, _BLOCK), vocab_size))
