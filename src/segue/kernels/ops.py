@@ -142,11 +142,11 @@ def linear(
         float32_output: the result is float32, with the precision of the device's accumulation.
     """
     if x.is_cuda and packed is None:
-        from segue.kernels.triton import gemm
+        from segue.kernels.triton.gemm import choose, run
 
-        plan = gemm.choose(*x.shape, weight.shape[0], x.dtype, may_split)
+        plan = choose(*x.shape, weight.shape[0], x.dtype, may_split)
         if plan is not None:
-            return gemm.run(plan, x, weight, bias, torch.float32 if float32_output else x.dtype)
+            return run(plan, x, weight, bias, torch.float32 if float32_output else x.dtype)
         if float32_output and x.dtype != torch.float32:
             product = torch.mm(x, weight.T, out_dtype=torch.float32)
             return product if bias is None else product.add_(bias)
