@@ -104,7 +104,9 @@ class Case:
     def whole(self, plan: MoEPlan) -> float:
         """Return the microseconds of everything after the routing."""
         return chain_time(
-            lambda i: moe.run(plan, self.inputs[i][0], *self.weights[i % COPIES], *self.inputs[i][1:]),
+            lambda i: moe.run_experts(
+                self.inputs[i][0], *self.weights[i % COPIES], *self.inputs[i][1:], plan=plan
+            ),
             ROUTINGS,
         )
 

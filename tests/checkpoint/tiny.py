@@ -42,9 +42,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 class Rank(Collectives):
     """A rank without communication, which is enough to build its shard of a model."""
 
-    def __init__(self, tp: TPInfo) -> None:
-        self.tp = tp
-
 
 def make(kind: str, **options: Any) -> Any:
     """Makes a transformers model with random weights."""

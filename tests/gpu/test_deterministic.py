@@ -46,29 +46,29 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
 @pytest.mark.parametrize(("size", "depth"), [(4096, 12288), (331, 1096), (64, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_all_tiles_give_a_row_the_same_bits(size, depth, dtype) -> None:
-    from segue.kernels.triton import batch_invariant_gemm as gemms
+    from segue.kernels.triton import gemm
 
     x, weight, bias = (normal(*shape, dtype=dtype) for shape in ((300, depth), (size, depth), (size,)))
-    expected = gemms.run(next(iter(gemms.LARGE_M_TILES)), x, weight, bias, torch.float32)
+    expected = gemm.run(next(iter(gemm.LARGE_M_PLANS)), x, weight, bias, torch.float32)
     exact = x.double() @ weight.double().T + bias.double()
     assert ((expected - exact).abs().max() / exact.abs().max()) < 1e-4
-    for tile in {*gemms.LARGE_M_TILES, *gemms.SMALL_M_TILES, *gemms.SMALL_M_LARGE_N_TILES}:
+    for plan in {*gemm.LARGE_M_PLANS, *gemm.SMALL_M_PLANS, *gemm.SMALL_M_LARGE_N_PLANS}:
         for start, stop in ((0, 1), (299, 300), (37, 101), (0, 300)):
-            found = gemms.run(tile, x[start:stop], weight, bias, torch.float32)
-            assert torch.equal(found, expected[start:stop]), (tile, start, stop)
+            found = gemm.run(plan, x[start:stop], weight, bias, torch.float32)
+            assert torch.equal(found, expected[start:stop]), (plan, start, stop)
 
 
 def test_a_gemm_gives_a_row_the_same_bits_in_any_batch() -> None:
-    from segue.kernels.triton.batch_invariant_gemm import TritonBatchInvariantGemm
+    from segue.kernels.triton.gemm import TritonBatchInvariantGemm
 
     weight, x = normal(4096, 12288), normal(8192, 12288, seed=1)
-    whole = TritonBatchInvariantGemm.from_weight(weight, torch.float32)
+    whole = TritonBatchInvariantGemm(weight, torch.float32)
     expected = whole(x, None)
     for rows in (1, 2, 8, 9, 16, 17, 33, 64, 65, 100, 128, 129, 250, 256, 257, 700, 1024, 4097, 8191):
         for start in {0, (8192 - rows) // 3, 8192 - rows}:
             found = whole(x[start : start + rows], None)
             assert torch.equal(found, expected[start : start + rows]), (rows, start)
-    backwards = TritonBatchInvariantGemm.from_weight(weight.flip(1).contiguous(), torch.float32)
+    backwards = TritonBatchInvariantGemm(weight.flip(1).contiguous(), torch.float32)
     found = backwards(x[:1].flip(1).contiguous(), None)
     assert not torch.equal(found, expected[:1]), "another summation order has to give other bits"
 

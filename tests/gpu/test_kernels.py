@@ -1,10 +1,12 @@
 """Each Triton kernel compared with its plain-torch reference, over odd shapes."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from segue.kernels.ops import embed
+from segue.kernels.ops import embed, linear
 from tests.kernels.formulas import rms_norm_reference, rotate_reference
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +69,7 @@ def test_silu_mul(rows, size, splits, dtype) -> None:
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (16, 8, 128), (4, 1, 24), (28, 4, 128)])
 def test_qk_norm_rope_store(heads, kv_heads, dim, norms, splits, dtype) -> None:
-    from segue.kernels.triton.qk_norm_rope_store import qk_norm_rope_store
+    from segue.kernels.triton.norm import qk_norm_rope_store
 
     tokens, width = 7, (heads + 2 * kv_heads) * dim
     qkv = normal(splits, tokens, width) if splits else normal(tokens, width, dtype=dtype)
@@ -112,7 +114,7 @@ def test_gemm(rows, tma, splits, biased) -> None:
 
 
 def test_gather_inputs() -> None:
-    from segue.kernels.triton.gather_inputs import gather_inputs
+    from segue.kernels.triton.step_inputs import gather_inputs
 
     pool = torch.arange(5 * 300, dtype=torch.int32, device="cuda").view(5, 300)
     table = torch.arange(5 * 32, dtype=torch.int32, device="cuda").view(5, 32) * 7
@@ -126,9 +128,21 @@ def test_gather_inputs() -> None:
     assert torch.equal(slot_mapping, pages * 96 + at[1] % 16)
 
 
+def choose(
+    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, **columns: Any
+) -> torch.Tensor:
+    """Returns the tokens that `sample_plain` writes to its ring, int64 `[B]`."""
+    from segue.kernels.triton.sampling import sample_plain
+
+    ring = torch.empty((1, len(logits)), dtype=torch.int32, device="cuda")
+    ring_index = torch.zeros(1, dtype=torch.int32, device="cuda")
+    sample_plain(logits, slots, positions, **columns, ring=ring, ring_index=ring_index)
+    return ring[0].long()
+
+
 @pytest.mark.parametrize("vocab", [100, 128, 4096, 50257])
 def test_plain_sampling_chooses_the_tokens_of_the_cpu(vocab) -> None:
-    from segue.kernels.triton.sampling import choose, log_sum_exp, sample_plain
+    from segue.kernels.triton.sampling import log_sum_exp, sample_plain
     from segue.sampling.gumbel_max import argmax, draw
 
     count = 70
@@ -139,14 +153,14 @@ def test_plain_sampling_chooses_the_tokens_of_the_cpu(vocab) -> None:
         if i % 2 and temperatures[rows[i]] == 0:
             logits[i, [token for token in (i, i + 1, 300 + i, 4096 + i, 9000 + i) if token < vocab]] = 50.0
     logits[1:9, : vocab // 2] = -torch.inf
-    inverse = 1 / temperatures.clamp(min=1e-5)
+    inverse = torch.where(temperatures > 0, 1 / temperatures, 0.0)
     seeds = torch.arange(-40, 50, device="cuda")
     positions = torch.arange(3, 3 + count, dtype=torch.int32, device="cuda")
     pool = torch.full((90, 80), -1, dtype=torch.int32, device="cuda")
     ring = torch.full((4, 128), -1, dtype=torch.int32).pin_memory()
     logprob_ring = torch.ones(4, 128).pin_memory()
     num_top = torch.tensor([-1, 0] * 45, device="cuda")
-    columns = {"temperatures": temperatures, "inverse_temperatures": inverse, "seeds": seeds}
+    columns = {"inverse_temperatures": inverse, "seeds": seeds}
     sample_plain(
         logits, rows, positions, **columns, num_top=num_top, token_pool=pool, ring=ring,
         logprob_ring=logprob_ring, ring_index=torch.tensor([2], dtype=torch.int32, device="cuda"),
@@ -188,15 +202,14 @@ def _make_non_finite(logits: torch.Tensor) -> int:
 @pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("vocab", [100, 4096, 5000, 50257])
 def test_rows_that_are_not_finite_have_no_token_and_do_not_change_others(vocab, filters) -> None:
-    from segue.kernels.triton.sampling import choose, sample_plain
+    from segue.kernels.triton.sampling import sample_plain
     from segue.messages.steps import NON_FINITE
 
     count = 28
     index = torch.arange(count, dtype=torch.int32, device="cuda")
     temperatures = torch.tensor([0.0, 0.0, 0.9, 0.9] * 7, device="cuda")
     columns = {
-        "temperatures": temperatures,
-        "inverse_temperatures": 1 / temperatures.clamp(min=1e-5),
+        "inverse_temperatures": torch.where(temperatures > 0, 1 / temperatures, 0.0),
         "seeds": torch.arange(count, device="cuda"),
         "filters": None,
     }
@@ -239,8 +252,8 @@ def test_draws_follow_the_distribution(temperature) -> None:
     sample_plain(
         logits, torch.zeros(count, dtype=torch.int32, device="cuda"),
         torch.arange(count, dtype=torch.int32, device="cuda"),
-        temperatures=temperatures, inverse_temperatures=1 / temperatures,
-        seeds=torch.tensor([11], device="cuda"), num_top=torch.tensor([-1], device="cuda"),
+        inverse_temperatures=1 / temperatures, seeds=torch.tensor([11], device="cuda"),
+        num_top=torch.tensor([-1], device="cuda"),
         logprob_ring=torch.zeros(1, count).pin_memory(),
         token_pool=torch.zeros((1, count), dtype=torch.int32, device="cuda"), ring=ring,
         ring_index=torch.zeros(1, dtype=torch.int32, device="cuda"),
@@ -256,7 +269,6 @@ def test_draws_follow_the_distribution(temperature) -> None:
 
 @pytest.mark.parametrize("vocab", [50, 1000, 50257])
 def test_filtered_draws_agree_with_the_cpu(vocab) -> None:
-    from segue.kernels.triton.sampling import choose
     from segue.sampling.gumbel_max import draw_candidates
     from segue.sampling.top_k_top_p import candidates
 
@@ -265,11 +277,9 @@ def test_filtered_draws_agree_with_the_cpu(vocab) -> None:
     logits = normal(count, vocab) * 3
     logits[3] = logits[3].round()  # ties
     logits[5], logits[5, 7] = -torch.inf, 1.0
-    columns = {
-        "temperatures": torch.tensor([0.3, 0.0, 0.7, 1.0, 1.6, 1.0, 0.9])[each % 7],
-        "seeds": each - 20,
-    }
-    columns["inverse_temperatures"] = 1 / columns["temperatures"].clamp(min=1e-5)
+    temperatures = torch.tensor([0.3, 0.0, 0.7, 1.0, 1.6, 1.0, 0.9])[each % 7]
+    inverse = torch.where(temperatures > 0, 1 / temperatures, 0.0)
+    columns = {"inverse_temperatures": inverse, "seeds": each - 20}
     top_k = torch.tensor([0, 5, 1, 50, 0, 20])[each % 6]
     top_p = torch.tensor([0.9, 1.0, 0.5, 0.95, 1.0, 0.3, 1.0, 0.0])[each % 8]
     min_p = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.05])[each % 5]
@@ -286,14 +296,14 @@ def test_filtered_draws_agree_with_the_cpu(vocab) -> None:
     ).cpu()
     weights, ids = candidates(
         logits.cpu(),
-        inverse_temperatures=columns["inverse_temperatures"][rows],
+        inverse_temperatures=inverse[rows],
         top_k=top_k[rows].clamp(max=vocab),
         top_p=top_p[rows],
         min_p=min_p[rows],
         max_top_k=50,
     )
     filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
-    filtered = (filtered & (columns["temperatures"] > 0))[rows]
+    filtered = (filtered & (temperatures > 0))[rows]
     expected = torch.where(filtered, draw_candidates(weights, ids, columns["seeds"][rows], positions), plain)
     # Sums that round differently may include or exclude a token at the threshold of top-p.
     assert (drawn != expected).sum() <= 1
@@ -395,11 +405,9 @@ def test_gate_up_silu_gemm_small_m(rows, size) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_gemm_without_a_stored_plan(biased, wide, dtype) -> None:
-    from segue.kernels.triton.gemm import gemm
-
     x, weight = normal(7, 40, dtype=dtype), normal(24, 40, dtype=dtype, seed=1)
     bias = normal(24, dtype=dtype, seed=2) if biased else None
-    result = gemm(x, weight, bias, may_split=True, dtype=torch.float32 if wide else None)
+    result = linear(x, weight, bias, may_split=True, float32_output=wide)
     expected = x.double() @ weight.double().T + (bias.double() if biased else 0)
     assert result.dtype == (torch.float32 if wide else dtype)
     if wide:

@@ -72,24 +72,24 @@ def test_the_experts_agree_with_plain_torch(tokens, shape, dtype) -> None:
 @pytest.mark.parametrize("shape", [(70, *ODD), (600, 5, 4, 320, 200)])
 @pytest.mark.parametrize("chosen", ["any", "one"])
 def test_every_plan_agrees_with_plain_torch(name, shape, chosen) -> None:
-    from segue.kernels.triton.moe import run
+    from segue.kernels.triton.moe import run_experts
 
     x, gate_up, down, weights, experts = make(*shape, dtype=torch.bfloat16)
     if chosen == "one":  # many tiles of one expert and none of the others
         experts = torch.full_like(experts, shape[1] - 1)
     case = x, gate_up, down, weights, experts
-    close(run(plan(name), *case), expected(*case))
+    close(run_experts(*case, plan=plan(name)), expected(*case))
 
 
 @pytest.mark.parametrize("name", ["by pair", "16", "128 by TMA, halves"])
 def test_a_replay_gives_the_bits_of_the_eager_run_every_time(name) -> None:
-    from segue.kernels.triton.moe import run
+    from segue.kernels.triton.moe import run_experts
 
     logits = torch.randn(200, 60, device="cuda")
     x, gate_up, down, _, _ = make(200, *ODD, torch.bfloat16)
 
     def step():
-        return run(plan(name), x, gate_up, down, *route(logits, 4, renormalise=True))
+        return run_experts(x, gate_up, down, *route(logits, 4, renormalise=True), plan=plan(name))
 
     step()
     torch.cuda.synchronize()
@@ -157,18 +157,18 @@ def test_a_token_of_nan_changes_no_other_token() -> None:
 @pytest.mark.parametrize("name", ["by pair", "16", "128 by TMA, halves"])
 @pytest.mark.parametrize("real", [0, 1, 30])
 def test_padding_is_routed_to_no_expert(name, real) -> None:
-    from segue.kernels.triton.moe import run
+    from segue.kernels.triton.moe import run_experts
     from segue.kernels.triton.moe_routing import sort
 
     x, gate_up, down, _, _ = make(48, 9, 4, 136, 72, torch.bfloat16)
     logits = torch.randn(48, 9, device="cuda")
     logits[:real, 4:] -= 100
     logits[real:, :4] -= 100  # only padding tokens choose experts 4 and above
-    clean = run(plan(name), x, gate_up, down, *route(logits, 4, renormalise=True))
+    clean = run_experts(x, gate_up, down, *route(logits, 4, renormalise=True), plan=plan(name))
     x[real:], logits[real + 1 :] = float("nan"), float("nan")
     count = torch.tensor([real], dtype=torch.int32, device="cuda")
     weights, experts = route(logits, 4, renormalise=True, num_unpadded=count)
-    padded = run(plan(name), x, gate_up, down, weights, experts)
+    padded = run_experts(x, gate_up, down, weights, experts, plan=plan(name))
     assert torch.equal(padded[:real], clean[:real])
     assert not padded[real:].any()
     assert (experts[real:] == 9).all() and (experts[:real] < 4).all()

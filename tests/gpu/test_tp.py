@@ -106,8 +106,7 @@ def _samples(groups: TPGroups, vocab: int) -> list[torch.Tensor]:
     shard = VocabShard(OneShotAllReduce(groups, device, 64, 40), tp.rank * shard_size, vocab)
     temperatures = torch.tensor([0.0, 0.7, 1.3, 0.0], device=device).repeat(10)
     columns = {
-        "temperatures": temperatures,
-        "inverse_temperatures": 1 / temperatures.clamp(min=1e-5),
+        "inverse_temperatures": torch.where(temperatures > 0, 1 / temperatures, 0.0),
         "seeds": torch.arange(-20, 20, device=device),
         "num_top": torch.tensor([-1, 0], device=device).repeat(20),
     }

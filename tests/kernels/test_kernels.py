@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from segue.kernels.ops import add_rms_norm, embed, linear, pack, rms_norm, rotate, route, silu_mul
+from segue.kernels.ops import Plain, add_rms_norm, embed, linear, pack, rms_norm, rotate, route, silu_mul
 from tests.kernels.formulas import rms_norm_reference, rotate_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -58,7 +58,8 @@ def test_a_packed_gemm_agrees_with_the_plain_one(rows: int, bias: bool, dtype: t
     x, weight = torch.randn(rows, 24).to(dtype), torch.randn(40, 24).to(dtype)
     bias_values = torch.randn(40).to(dtype) if bias else None
     packed = pack(weight)
-    assert packed is None or packed.num_bytes >= weight.nbytes
+    assert packed is not None
+    assert isinstance(packed, Plain) or packed.num_bytes >= weight.nbytes
     expected = linear(x.double(), weight.double(), None if bias_values is None else bias_values.double())
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(

@@ -15,7 +15,7 @@ class OneOfSeveralRanks(Collectives):
     """The collectives of one of several ranks; they return its partial results unchanged."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.tp = TPInfo(rank, size)
+        super().__init__(TPInfo(rank, size))
 
 
 def fill(layer: Any, **weights: Tensor) -> Any:

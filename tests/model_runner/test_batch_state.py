@@ -52,7 +52,7 @@ def test_a_new_slot_has_tokens_pages_and_parameters():
     assert state.token_pool[1, :5].tolist() == [7, 8, 9, 10, 11]
     assert state.page_table.data[1, :3].tolist() == [40, 41, SCRATCH]
     host = state.host
-    assert host.temperature[1] == 0.5 and host.inverse_temperature[1] == 2.0
+    assert host.inverse_temperature[1] == 2.0
     assert host.top_k[1] == 7 and host.top_p[1] == np.float32(0.9) and host.min_p[1] == np.float32(0.1)
     assert host.seed[1] == 5 and host.prompt_len[1] == 5 and host.min_len[1] == 8
     assert state.lengths[1] == 5
@@ -61,7 +61,7 @@ def test_a_new_slot_has_tokens_pages_and_parameters():
 def test_the_columns_on_the_device_equal_those_on_the_host():
     state = _state()
     state.apply(_plan(1, (2, 0, 1), new=[_new_slot(2, [1], temperature=0.25, seed=77)], pages=[(2, 0, [0])]))
-    assert state.on_device.temperature.tolist() == [0, 0, 0.25, 0]
+    assert state.on_device.inverse_temperature.tolist() == [0, 0, 4.0, 0]
     assert state.on_device.seed.tolist() == [0, 0, 77, 0]
 
 
@@ -79,7 +79,7 @@ def test_a_slot_that_is_used_again_keeps_nothing_of_the_previous_request():
     state.apply(_plan(1, (0, 0, 12), new=[first], pages=[(0, 0, [5, 6, 7])]))
     state.apply(_plan(2, (0, 0, 2), new=[_new_slot(0, [4, 4], temperature=0.0)], pages=[(0, 0, [9])]))
     assert state.page_table.data[0, :3].tolist() == [9, SCRATCH, SCRATCH]
-    assert state.host.temperature[0] == 0.0
+    assert state.host.inverse_temperature[0] == 0.0
     assert state.extras == {}
     assert state.lengths[0] == 2
 

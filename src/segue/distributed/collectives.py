@@ -27,60 +27,44 @@ class FusedAllReduce(Protocol):
 class Collectives:
     """The collectives of a forward pass. Every rank calls the same ones in the same order.
 
-    This class is for a group of one: each collective returns its tensor unchanged.
+    They run over a process group: gloo on CPU, NCCL on CUDA. The root is rank 0. Without a group, each
+    collective returns its tensor unchanged.
     """
 
     # For few rows; None where the devices do not support it. The runner sets it: this package may not import
     # kernels.
     fused_all_reduce: FusedAllReduce | None = None
 
-    def __init__(self, tp: TPInfo | None = None) -> None:
-        """Use the rank `tp`; None: the only one."""
+    def __init__(self, tp: TPInfo | None = None, group: ProcessGroup | None = None) -> None:
+        """Use `group`, in which this process is rank `tp`; None: this rank is the only one."""
         self.tp = tp or TPInfo()
+        self._group = group
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks. May overwrite `tensor`."""
-        return tensor
-
-    def gather(self, tensor: Tensor) -> Tensor | None:
-        """Return all ranks' tensors, of equal shape, joined along the last dimension; None but on rank 0."""
+        if self._group is not None:
+            options = dist.AllreduceOptions()
+            options.asyncOp = False  # NCCL's kernel runs on the current stream: there is no other to wait for
+            _wait(self._group.allreduce([tensor], options))
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with rank 0's, and return it."""
-        return tensor
-
-
-class GroupCollectives(Collectives):
-    """Collectives over a process group: gloo on CPU, NCCL on CUDA."""
-
-    def __init__(self, tp: TPInfo, group: ProcessGroup) -> None:
-        """Use `group`, in which this process has rank `tp.rank`."""
-        super().__init__(tp)
-        self._group = group
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        options = dist.AllreduceOptions()
-        options.asyncOp = False  # NCCL's kernel runs on the current stream, so there is no other to wait for
-        _wait(self._group.allreduce([tensor], options))
-        return tensor
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        options = dist.BroadcastOptions()
-        options.asyncOp = False
-        options.rootRank = 0
-        options.rootTensor = 0
-        _wait(self._group.broadcast([tensor], options))
+        if self._group is not None:
+            options = dist.BroadcastOptions()
+            options.asyncOp = False
+            _wait(self._group.broadcast([tensor], options))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor | None:
-        options = dist.GatherOptions()
-        options.rootRank = 0
+        """Return all ranks' tensors, of equal shape, joined along the last dimension; None but on rank 0."""
+        if self._group is None:
+            return tensor
         if not self.tp.is_first:
-            self._group.gather([], [tensor.contiguous()], options).wait()
+            self._group.gather([], [tensor.contiguous()], dist.GatherOptions()).wait()
             return None
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.tp.size)]
-        self._group.gather([parts], [tensor.contiguous()], options).wait()
+        self._group.gather([parts], [tensor.contiguous()], dist.GatherOptions()).wait()
         return torch.cat(parts, dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""The process groups of the tensor-parallel ranks.
+"""The process groups of the tensor-parallel ranks, and the device memory that they share.
 
 They are made directly on a store and never registered as torch's default group, so an engine that is embedded
 in a training script does not disturb the script's own `torch.distributed`.
@@ -14,11 +14,17 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroup, Store
+from torch._C._distributed_c10d import (
+    FileStore,
+    PrefixStore,
+    ProcessGroup,
+    Store,
+    _register_process_group,
+    _SymmetricMemory,
+)
 
-from segue.distributed.collectives import Collectives, GroupCollectives
+from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
-from segue.distributed.symmetric import SymmetricMemory
 
 
 @dataclass
@@ -41,12 +47,26 @@ class TPGroups:
         self.control.allgather([parts], [mine]).wait()
         return [part.tolist() for part in parts]
 
-    def share(self, device: torch.device, num_bytes: int) -> SymmetricMemory:
-        """Allocate symmetric memory of `num_bytes` on the CUDA device of every rank."""
+    def share(self, device: torch.device, num_bytes: int) -> tuple[list[int], object]:
+        """Allocate bytes, zero at first, that the kernels of every rank can access, over NVLink or PCIe.
+
+        All ranks share the same number of bytes, each on its CUDA device.
+
+        Returns:
+            The address of each rank's bytes in this process, and the object that keeps them allocated.
+        """
         assert self.store is not None
         self._num_shared += 1
         name = f"{self.name} {self._num_shared}"
-        return SymmetricMemory(self.tp, PrefixStore(name, self.store), name, device, num_bytes)
+        # The allocator asks a group of this name for its ranks and its store only. Registering the group does
+        # not keep it alive.
+        group = ProcessGroup(PrefixStore(name, self.store), self.tp.rank, self.tp.size)
+        _register_process_group(name, group)  # type: ignore[arg-type]
+        memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
+        memory.zero_()
+        torch.cuda.synchronize(device)  # before another rank can write
+        handle = _SymmetricMemory.rendezvous(memory, name)
+        return list(handle.buffer_ptrs), (group, memory, handle)
 
     def barrier(self) -> None:
         """Return once every rank has called this."""
@@ -73,4 +93,10 @@ def connect(
         options = dist.ProcessGroupNCCL.Options()
         nccl = dist.ProcessGroupNCCL(PrefixStore("data", store), tp.rank, tp.size, options)
         data = cast(ProcessGroup, nccl)
-    return TPGroups(tp, GroupCollectives(tp, data), control, store, str(rendezvous))
+    return TPGroups(tp, Collectives(tp, data), control, store, str(rendezvous))
+
+
+def all_devices_have_peer_access(size: int) -> bool:
+    """Whether each of the first `size` CUDA devices can access the memory of all others."""
+    pairs = ((a, b) for a in range(size) for b in range(size) if a != b)
+    return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)

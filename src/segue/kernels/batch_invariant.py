@@ -57,11 +57,8 @@ class BatchInvariantGemm:
         sizes = split_rows(len(x), self.sizes)
         if len(sizes) == 1:
             return self._block(x, bias, sizes[0])
-        parts, start = [], 0
-        for size in sizes:
-            parts.append(self._block(x[start : start + size], bias, size))
-            start += size
-        return torch.cat(parts)
+        blocks = x.split_with_sizes([*sizes[:-1], len(x) - sum(sizes[:-1])])
+        return torch.cat([self._block(block, bias, size) for block, size in zip(blocks, sizes, strict=True)])
 
     def _block(self, x: Tensor, bias: Tensor | None, size: int) -> Tensor:
         missing = size - len(x)

@@ -17,7 +17,7 @@ def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
     `weight` `[rows, N]` holds the ids from `start` to `start + rows - 1`.
     """
     if ids.is_cuda:
-        from segue.kernels.triton.embedding import embed as fused
+        from segue.kernels.triton.step_inputs import embed as fused
 
         return fused(ids, weight, start)
     local = ids - start
@@ -94,7 +94,7 @@ class Plain:
 
 
 def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = False) -> Gemm | None:
-    """Returns a GEMM by `weight` `[out, in]` in another layout or by another kernel; None: use it as it is.
+    """Returns a GEMM by `weight` `[out, in]`; None: `linear` chooses one in each call.
 
     On CPUs the GEMM holds a copy in oneDNN's blocked layout: without it, each GEMM of a few rows first
     reorders the weight. With `deterministic` the GEMM is batch-invariant. `float32_output` has to be the same
@@ -104,27 +104,22 @@ def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = 
         ConfigError: this device has no batch-invariant GEMM for the weight.
     """
     if weight.is_cuda and deterministic:
-        from segue.kernels.triton.batch_invariant_gemm import TritonBatchInvariantGemm as OnCUDA
+        from segue.kernels.triton.gemm import TritonBatchInvariantGemm
 
-        return OnCUDA.from_weight(weight, torch.float32 if float32_output else weight.dtype)
+        return TritonBatchInvariantGemm(weight, torch.float32 if float32_output else weight.dtype)
     if weight.device.type != "cpu":
         return None
-    if deterministic:
-        return BatchInvariantGemm.from_weight(weight, _pack_cpu)
-    return _pack_cpu(weight) if _can_pack(weight.dtype) else None
+    return BatchInvariantGemm.from_weight(weight, _pack_cpu) if deterministic else _pack_cpu(weight)
 
 
 def _pack_cpu(weight: Tensor) -> Gemm:
-    if not _can_pack(weight.dtype):
+    supported = torch._C._has_mkldnn and weight.dtype in (torch.float32, torch.bfloat16)
+    if supported and weight.dtype == torch.bfloat16:
+        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if not supported:
         return Plain(weight)
     rows_hint = 16  # oneDNN chose the same layout for 1 to 1024 rows on the machine measured
     return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows_hint))
-
-
-def _can_pack(dtype: torch.dtype) -> bool:
-    if dtype == torch.bfloat16:
-        return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return torch._C._has_mkldnn and dtype == torch.float32
 
 
 def linear(
@@ -147,9 +142,14 @@ def linear(
         float32_output: the result is float32, with the precision of the device's accumulation.
     """
     if x.is_cuda and packed is None:
-        from segue.kernels.triton.gemm import gemm
+        from segue.kernels.triton.gemm import choose, run
 
-        return gemm(x, weight, bias, may_split=may_split, dtype=torch.float32 if float32_output else None)
+        plan = choose(*x.shape, weight.shape[0], x.dtype, may_split)
+        if plan is not None:
+            return run(plan, x, weight, bias, torch.float32 if float32_output else x.dtype)
+        if float32_output and x.dtype != torch.float32:
+            product = torch.mm(x, weight.T, out_dtype=torch.float32)
+            return product if bias is None else product.add_(bias)
     result = F.linear(x, weight, bias) if packed is None else packed(x, bias)
     return result.float() if float32_output else result
 

@@ -37,8 +37,7 @@ Column = TypeVar("Column", NDArray[Any], Tensor)
 class SamplingColumns(Generic[Column]):
     """The sampling parameters of all slots: one column per parameter, each `[max_running_requests + 1]`."""
 
-    temperature: Column  # float32, 0: greedy
-    inverse_temperature: Column  # float32
+    inverse_temperature: Column  # float32, 0: greedy
     top_k: Column  # int64, 0: off
     top_p: Column  # float32
     min_p: Column  # float32
@@ -154,9 +153,8 @@ class BatchState:
 
     def _set_columns(self, slot: int, prompt_len: int, params: SamplingParams) -> None:
         host = self.host
-        temperature = min(params.temperature, _HIGHEST_TEMPERATURE)
-        host.temperature[slot] = temperature
-        host.inverse_temperature[slot] = 1.0 / max(temperature, _LOWEST_TEMPERATURE)
+        temperature = min(max(params.temperature, _LOWEST_TEMPERATURE), _HIGHEST_TEMPERATURE)
+        host.inverse_temperature[slot] = 1.0 / temperature if params.temperature > 0 else 0.0
         host.top_k[slot] = params.top_k
         host.top_p[slot] = params.top_p
         host.min_p[slot] = params.min_p
@@ -239,7 +237,7 @@ class CUDAWriter(DeviceWriter):
         self._values.append(words)
 
     def flush(self) -> None:
-        from segue.kernels.triton.scatter import scatter
+        from segue.kernels.triton.step_inputs import scatter
 
         if not self._addresses:
             return

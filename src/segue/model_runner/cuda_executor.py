@@ -257,7 +257,6 @@ class CUDAExecutor(StepExecutor):
             logits,
             slots,
             positions,
-            temperatures=columns.temperature,
             inverse_temperatures=columns.inverse_temperature,
             seeds=columns.seed,
             num_top=columns.num_top,

@@ -83,7 +83,7 @@ class Sampler:
         if logits.is_cuda:
             return self._choose_on_cuda(logits, slots, positions, filters=filters)
         host = self._state.host
-        draws, filtered = host.temperature[slots] > 0.0, np.zeros(len(slots), dtype=np.bool_)
+        draws, filtered = host.inverse_temperature[slots] > 0.0, np.zeros(len(slots), dtype=np.bool_)
         if filters:
             filtered = (host.top_k[slots] > 0) | (host.top_p[slots] < 1.0) | (host.min_p[slots] > 0.0)
         tokens = torch.empty(len(slots), dtype=torch.int64)
@@ -101,18 +101,21 @@ class Sampler:
 
     def _choose_on_cuda(self, logits: Tensor, slots: Indices, positions: Indices, *, filters: bool) -> Tensor:
         """Choose with the kernels of plain sampling, so that every sampling mode gives the same tokens."""
-        from segue.kernels.triton.sampling import choose
+        from segue.kernels.triton.sampling import sample_plain
 
-        columns = self._state.on_device
-        return choose(
+        columns, device = self._state.on_device, logits.device
+        tokens = torch.empty((1, len(logits)), dtype=torch.int32, device=device)
+        sample_plain(
             logits,
             self._index(slots),
             self._index(positions),
-            temperatures=columns.temperature,
             inverse_temperatures=columns.inverse_temperature,
             seeds=columns.seed,
+            ring=tokens,
+            ring_index=torch.zeros(1, dtype=torch.int32, device=device),
             filters=(columns.top_k, columns.top_p, columns.min_p) if filters else None,
         )
+        return tokens[0].to(torch.int64)
 
     def _argmax(self, logits: Tensor, slots: Indices, positions: Indices) -> Tensor:
         return argmax(logits)

@@ -14,10 +14,8 @@ from segue.attention.base import AttentionShape, PagedBackend
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
-from segue.distributed.collectives import GroupCollectives
-from segue.distributed.groups import connect
+from segue.distributed.groups import all_devices_have_peer_access, connect
 from segue.distributed.info import TPInfo
-from segue.distributed.symmetric import all_devices_have_peer_access
 from segue.host import free_cpu_memory, keep_freed_memory
 from segue.kvcache.page_table import PageTable
 from segue.layers import moe_backend
@@ -114,15 +112,13 @@ class Startup:
         """Add the one-shot all-reduce to the collectives if devices have peer access; returns its bytes."""
         from segue.kernels.triton.all_reduce import OneShotAllReduce
 
-        collectives = self._groups.collectives
-        assert isinstance(collectives, GroupCollectives)
         if not all_devices_have_peer_access(self.tp.size):
             logger.warning(
                 "the CUDA devices cannot address each other's memory: all-reduces use NCCL, and steps run "
                 "eagerly"
             )
             return 0
-        collectives.fused_all_reduce = fused_all_reduce = OneShotAllReduce(
+        self._groups.collectives.fused_all_reduce = fused_all_reduce = OneShotAllReduce(
             self._groups,
             self.resolved.device,
             self.source.config.hidden_size,

@@ -216,7 +216,7 @@ class DeviceInputs:
         return _split(buffer[self._header_size :], [size] * 3)
 
     def _gather_inputs(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        from segue.kernels.triton.gather_inputs import gather_inputs
+        from segue.kernels.triton.step_inputs import gather_inputs
 
         state = self._state
         return gather_inputs(

@@ -77,7 +77,7 @@ class Attention(Layer):
         return query, key, value
 
     def _norm_rope_store_cuda(self, qkv: Tensor, angles: Angles, ctx: Context) -> tuple[Tensor, None, None]:
-        from segue.kernels.triton.qk_norm_rope_store import qk_norm_rope_store
+        from segue.kernels.triton.norm import qk_norm_rope_store
 
         query = qk_norm_rope_store(
             qkv,

@@ -26,6 +26,8 @@ MAX_BYTES = 3 << 20  # maximum of the words a rank sends; above it NCCL is faste
 _CHUNKS = tl.constexpr(8)
 _WORD_BYTES = 8
 _CANDIDATE_WORDS = 8  # words of a rank's candidate for a row's token; only the first five carry data
+NO_RANKS = {"inboxes": None, "epochs": None, "max_rows": 0, "RANK": 0, "WORLD": 1}
+"""The arguments of a kernel that may exchange data between ranks, where there is one rank."""
 
 
 @triton.jit
@@ -144,10 +146,8 @@ def best_of_ranks(
     high = tl.full((), float("-inf"), tl.float32)
     sum_ = tl.full((), 0.0, tl.float32)
     for rank in tl.static_range(WORLD):
-        if rank == RANK:
-            got = data
-        else:
-            got = _receive(inbox + (rank * max_rows + row) * 8 + lane, used, flag).to(tl.uint64)
+        words = inbox + (rank * max_rows + row) * 8 + lane
+        got = data if rank == RANK else _receive(words, used, flag).to(tl.uint64)
         got_bits = (_lane_value(got, lane, 0) << 32) | _lane_value(got, lane, 1)
         got_score = got_bits.to(tl.float64, bitcast=True)
         got_token = _lane_value(got, lane, 2).to(tl.uint32).to(tl.int32, bitcast=True)
@@ -174,19 +174,20 @@ class OneShotAllReduce:
 
     def __init__(self, groups: TPGroups, device: torch.device, hidden_size: int, sampling_rows: int) -> None:
         """Allocate the inboxes; collective. `sampling_rows` is the maximum of rows for `best_of_ranks`."""
-        tp = self.tp = groups.tp
+        tp = groups.tp
         self.max_rows = MAX_BYTES // (_WORD_BYTES * hidden_size * (tp.size - 1))
-        self.sampling_rows = sampling_rows
         sums = 2 * tp.size * self.max_rows * hidden_size * _WORD_BYTES
-        candidates = 2 * tp.size * sampling_rows * _CANDIDATE_WORDS * _WORD_BYTES
-        self._memory = groups.share(device, sums + candidates)
-        self._inboxes = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
-        self.candidates = self._inboxes + sums
-        self.num_bytes = sums + candidates
+        self.num_bytes = sums + 2 * tp.size * sampling_rows * _CANDIDATE_WORDS * _WORD_BYTES
+        addresses, self._memory = groups.share(device, self.num_bytes)
+        inboxes = torch.tensor(addresses, dtype=torch.int64, device=device)
         programs = self.max_rows * _CHUNKS.value
-        self._epochs = torch.zeros(programs, dtype=torch.int32, device=device)
         self._squares = torch.zeros(programs, dtype=torch.uint64, device=device)
-        self.candidate_epochs = torch.zeros(sampling_rows, dtype=torch.int32, device=device)
+        # The arguments by which kernels find the inboxes: of `add_rms_norm`, and of `best_of_ranks`.
+        ranks: dict[str, object] = {"RANK": tp.rank, "WORLD": tp.size}
+        epochs = torch.zeros(programs, dtype=torch.int32, device=device)
+        self._sums = {"inboxes": inboxes, "epochs": epochs, "max_rows": self.max_rows, **ranks}
+        epochs = torch.zeros(sampling_rows, dtype=torch.int32, device=device)
+        self.candidates = {"inboxes": inboxes + sums, "epochs": epochs, "max_rows": sampling_rows, **ranks}
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
@@ -208,19 +209,15 @@ class OneShotAllReduce:
             weight=weight,
             normed=normed,
             total_out=total,
-            inboxes=self._inboxes,
-            epochs=self._epochs,
             squares=self._squares,
             num_rows=num_rows,
             size=size,
             width=width,
-            max_rows=self.max_rows,
             eps=eps,
-            RANK=self.tp.rank,
-            WORLD=self.tp.size,
             SPLITS=x.shape[0] if x.dim() == 3 else 1,
             BLOCK=block,
             THREADS=32 * warps,
+            **self._sums,
             **launch_options(warps, num_rows),
         )
         return normed, total

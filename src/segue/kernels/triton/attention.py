@@ -10,6 +10,13 @@ from segue.kernels.triton.launch import pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
+def _no_keys(ROWS: tl.constexpr, DP: tl.constexpr):
+    """Returns the softmax over no keys: its maxima, its sums and the weighted values."""
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DP), tl.float32)
+
+
+@triton.jit
 def decode(
     query,
     keys,
@@ -54,9 +61,7 @@ def decode(
         valid = (g[:, None] < G) & in_head
         head = (b * KV_HEADS + h) * G + g
         q = tl.load(query + head[:, None].to(tl.int64) * D + d[None, :], mask=valid, other=0.0)
-        top = tl.full((GP,), float("-inf"), tl.float32)
-        total = tl.zeros((GP,), tl.float32)
-        acc = tl.zeros((GP, DP), tl.float32)
+        top, total, acc = _no_keys(GP, DP)
         table_row, first = page_table + slot * table_stride, split * per_split
         for i in tl.range(first, tl.minimum(first + per_split, kv_len), BLOCK, num_stages=STAGES):
             position = i + j
@@ -138,9 +143,7 @@ def _attend_keys(
     """
     d, j = tl.arange(0, DP), tl.arange(0, BLOCK)
     in_head = d[None, :] < D
-    top = tl.full((q.shape[0],), float("-inf"), tl.float32)
-    total = tl.zeros((q.shape[0],), tl.float32)
-    acc = tl.zeros((q.shape[0], DP), tl.float32)
+    top, total, acc = _no_keys(q.shape[0], DP)
     for masked in tl.static_range(2):
         for i in tl.range(
             masked_from if masked else start, end if masked else masked_from, BLOCK, num_stages=STAGES
@@ -160,10 +163,7 @@ def _attend_keys(
             if masked:
                 scores = tl.where(position[None, :] <= last[:, None], scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
-            if masked:
-                base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            else:
-                base = new_top
+            base = tl.where(new_top == float("-inf"), 0.0, new_top) if masked else new_top
             weights = tl.exp2(scores - base[:, None])
             shrink = tl.exp2(top - base)
             total = total * shrink + tl.sum(weights, 1)
@@ -269,9 +269,7 @@ def attend(
                 page_rows, KV_HEADS, D, DP, PAGE, BN, STAGES, PRECISION,
             )  # fmt: skip
         else:
-            top = tl.full((BM,), float("-inf"), tl.float32)
-            total = tl.zeros((BM,), tl.float32)
-            acc = tl.zeros((BM, DP), tl.float32)
+            top, total, acc = _no_keys(BM, DP)
             for start in tl.range(split * SPAN, end, SPLITS * SPAN):
                 stop = tl.minimum(start + SPAN, end)
                 masked_from = tl.minimum(tl.maximum(common, start), stop)

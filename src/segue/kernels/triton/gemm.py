@@ -4,6 +4,11 @@ A GEMM of few rows streams the weight once, with split-K where N gives too few p
 swapped: rows of the weight fill the tensor cores' 64 rows, tokens their columns. The fastest tile and split
 were measured for each shape (`bench/tune_gemm.py`) and are stored in `gemm.json`; shapes that are not in
 there use cuBLAS.
+
+A batch-invariant GEMM, for `--deterministic`, gives a row the same bits in any batch. Each element is one
+chain of float32 additions over K in ascending order, 16 at a step of the tensor cores. No tile splits K, and
+the chain depends neither on the tile nor on which operand fills the tensor cores' rows. So the tile is chosen
+for speed by the number of rows (`tests/gpu/test_deterministic.py` compares all tiles).
 """
 
 from dataclasses import dataclass
@@ -11,13 +16,19 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from segue.kernels.triton.launch import launch_options, measured_plans, pdl_launch_dependents, pdl_wait
+from segue.errors import ConfigError
+from segue.kernels.triton.launch import (
+    launch_options,
+    measured_plans,
+    num_sms,
+    pdl_launch_dependents,
+    pdl_wait,
+)
 
 TABLE = Path(__file__).parent / "gemm.json"
 MAX_ROWS = 256
@@ -35,6 +46,7 @@ class GemmPlan:
     stages: int
     warps: int
     swap: bool = True  # whether rows of the weight, not tokens, fill the tensor cores' 64 rows
+    group_m: int = 0  # blocks of tokens whose tiles run together and share the L2 cache; 0: all. Needs TMA
 
 
 @triton.jit
@@ -104,10 +116,7 @@ def _gemm(
         else:
             w = tl.load(weights + k)
             t = tl.load(tokens + k, mask=m[:, None] < num_rows, other=0.0)
-        if SWAP:
-            acc = tl.dot(w, t.T, acc)
-        else:
-            acc = tl.dot(t, w.T, acc)
+        acc = tl.dot(w, t.T, acc) if SWAP else tl.dot(t, w.T, acc)
     pdl_launch_dependents(PDL)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BN // 2, BM)), (1, 2, 0)))
@@ -117,36 +126,12 @@ def _gemm(
         if split == 0:
             b = tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)
             acc += b[:, None] if SWAP else b[None, :]
-    if SWAP:
-        m, n = m[None, :], n[:, None]
-    else:
-        m, n = m[:, None], n[None, :]
+    m, n = (m[None, :], n[:, None]) if SWAP else (m[:, None], n[None, :])
     inside = m < num_rows
     if GROUP_M:  # otherwise the size is a multiple of BN
         inside = inside & (n < size)
     at = out + (split * num_rows + m).to(tl.int64) * size + n
     tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
-
-
-def gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, may_split: bool, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Returns `x @ weight.T + bias`, `[M, N]`.
-
-    Args:
-        x: `[M, K]`.
-        weight: `[N, K]`.
-        bias: `[N]`.
-        may_split: the result may be split-K partials, float32 `[S, M, N]`, which the caller adds up.
-        dtype: of the result, by default that of `x`; float32 keeps the precision of the accumulation.
-    """
-    plan = choose(*x.shape, weight.shape[0], x.dtype, may_split)
-    if plan is None:
-        if dtype in (None, x.dtype):
-            return F.linear(x, weight, bias)
-        result = torch.mm(x, weight.T, out_dtype=dtype)
-        return result if bias is None else result.add_(bias)
-    return run(plan, x, weight, bias, dtype or x.dtype)
 
 
 def run(
@@ -157,19 +142,17 @@ def run(
     dtype: torch.dtype,
     *,
     gated: bool = False,
-    group_m: int = 0,
 ) -> Tensor:
     """Run the GEMM with `plan`; returns split-K partials if the plan splits K.
 
     Args:
-        plan: the tile. Its sizes have to divide those of the weight, except with `group_m`.
+        plan: the tile. Its sizes have to divide those of the weight, except with a `group_m`.
         x: `[M, K]`.
         weight: `[N, K]`.
         bias: `[N]`.
         dtype: of the result, unless these are split-K partials.
         gated: the weight is `[2 * I, K]`, gate rows first; the result is `silu(gate) * up`, `[M, I]`. Threads
             load the tiles, because half of a tile's rows are of the gate.
-        group_m: the blocks of tokens whose tiles run at the same time; 0: all. The plan must use TMA.
     """
     (num_rows, depth), num_columns = x.shape, weight.shape[0]
     size = num_columns // 2 if gated else num_columns
@@ -177,7 +160,7 @@ def run(
     out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else dtype, device=x.device)
     tma = plan.tma and not gated
     columns, blocks = triton.cdiv(num_columns, plan.block_n), triton.cdiv(num_rows, plan.block_m)
-    _gemm[(columns * blocks,) if group_m else (columns, plan.splits, blocks)](
+    _gemm[(columns * blocks,) if plan.group_m else (columns, plan.splits, blocks)](
         x=TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]) if tma else x,
         weight=TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]) if tma else weight,
         bias=bias,
@@ -193,8 +176,8 @@ def run(
         TMA=tma,
         SWAP=plan.swap,
         GATED=gated,
-        GROUP_M=group_m,
-        **launch_options(plan.warps, None if group_m else num_rows),
+        GROUP_M=plan.group_m,
+        **launch_options(plan.warps, None if plan.group_m else num_rows),
     )
     return out
 
@@ -210,3 +193,70 @@ def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, may_split: 
             plan = plans["split" if may_split else "whole"]
             return GemmPlan(**plan) if plan else None
     return None
+
+
+def _batch_invariant(
+    block_m: int, block_n: int, block_k: int, stages: int, warps: int, swap: bool = False
+) -> GemmPlan:
+    return GemmPlan(True, block_m, block_n, block_k, 1, stages, warps, swap, group_m=8)
+
+
+# The plans of batch-invariant GEMMs of many rows, from the largest tile to the smallest: time of a program on
+# a full device, relative to the largest tile's.
+LARGE_M_PLANS = {
+    _batch_invariant(128, 256, 64, 4, 8): 1.0,
+    _batch_invariant(128, 128, 64, 5, 8): 0.57,
+    _batch_invariant(64, 128, 128, 4, 4): 0.37,
+    _batch_invariant(64, 64, 128, 5, 4): 0.28,
+}
+# Those of few rows: for one program per SM, and for several programs per SM.
+SMALL_M_PLANS = tuple(_batch_invariant(rows, 64, 128, 6, 4, swap=True) for rows in (16, 32, 64))
+SMALL_M_LARGE_N_PLANS = (
+    *(_batch_invariant(rows, 64, 128, 4, 4, swap=True) for rows in (16, 32)),
+    _batch_invariant(64, 128, 128, 4, 4),
+)
+_SMALL_M = 64  # rows up to which the time of a batch-invariant GEMM is that of reading the weight
+
+
+@dataclass(frozen=True, slots=True)
+class TritonBatchInvariantGemm:
+    """A weight, callable as a batch-invariant GEMM; see `segue.kernels.batch_invariant.Gemm`."""
+
+    weight: Tensor  # [N, K]
+    dtype: torch.dtype  # of the results
+    num_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the weight.
+
+        Raises:
+            ConfigError: the weight is float32, or TMA cannot load rows of its length.
+        """
+        weight = self.weight
+        if weight.dtype == torch.float32 or weight.shape[1] % 8:
+            raise ConfigError(
+                f"deterministic=True: a weight {list(weight.shape)} is in {weight.dtype}; on CUDA it has to "
+                f"be in bfloat16 or float16, and the length of its rows a multiple of 8; use another --dtype "
+                f"or leave --deterministic out",
+                param="deterministic",
+            )
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns `x @ weight.T + bias`, `[M, K] -> [M, N]`."""
+        plan = choose_batch_invariant(len(x), self.weight.shape[0], num_sms(x.device))
+        return run(plan, x, self.weight, bias, self.dtype)
+
+
+@cache
+def choose_batch_invariant(num_rows: int, size: int, num_sms: int) -> GemmPlan:
+    """Returns the fastest plan for a batch-invariant GEMM, according to measurements on an H200."""
+    if num_rows <= _SMALL_M:
+        plans = SMALL_M_LARGE_N_PLANS if size > 64 * num_sms else SMALL_M_PLANS
+        return next(plan for plan in plans if num_rows <= plan.block_m)
+
+    def cost(plan: GemmPlan) -> float:
+        programs = triton.cdiv(num_rows, plan.block_m) * triton.cdiv(size, plan.block_n)
+        waves: int = triton.cdiv(programs, num_sms)
+        return LARGE_M_PLANS[plan] * waves
+
+    return min(LARGE_M_PLANS, key=cost)

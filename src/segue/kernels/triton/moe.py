@@ -51,22 +51,30 @@ class MoEPlan:
     down: TileConfig
 
 
-def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """See `segue.layers.moe_backend.MoEBackend`."""
-    num_experts, size = gate_up.shape[0], gate_up.shape[1] // 2
-    plan = choose(x.shape[0], experts.shape[1], num_experts, size, x.shape[1], x.dtype)
-    return run(plan, x, gate_up, down, weights, experts)
-
-
-def run(plan: MoEPlan, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Run the experts with `plan`."""
+def run_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, plan: MoEPlan | None = None
+) -> Tensor:
+    """See `segue.layers.moe_backend.MoEBackend`; without `plan` the stored one is used."""
+    (num_experts, hidden, size), (num_tokens, per_token) = down.shape, experts.shape
+    if plan is None:
+        plan = choose(num_tokens, per_token, num_experts, size, hidden, x.dtype)
     if plan.block_m == 1:
         inner = gate_up_by_pair(plan.gate_up, x, gate_up, weights, experts)
         return down_by_token(plan.down, inner, down, experts)
-    order, tiles = sort(experts, gate_up.shape[0], plan.block_m)
+    order, tiles = sort(experts, num_experts, plan.block_m)
     inner = gemm_by_tile(plan.block_m, plan.gate_up, x, gate_up, weights, order, tiles)
     parts = gemm_by_tile(plan.block_m, plan.down, inner, down, None, order, tiles)
-    return sum_pairs(parts, experts, down.shape[0])
+    out = torch.empty_like(x)
+    moe_gemm.sum_pairs[(num_tokens, triton.cdiv(hidden, moe_gemm.SUM_BLOCK.value))](
+        parts=parts,
+        experts=experts,
+        out=out,
+        hidden=hidden,
+        num_experts=num_experts,
+        K=per_token,
+        **launch_options(4, num_tokens),
+    )
+    return out
 
 
 def gate_up_by_pair(
@@ -152,22 +160,6 @@ def gemm_by_tile(
         EVEN=gated and depth % config.block_k == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **config.options(),
-    )
-    return out
-
-
-def sum_pairs(parts: Tensor, experts: Tensor, num_experts: int) -> Tensor:
-    """Returns the sum over each token's pairs, `[T, H]`."""
-    (num_tokens, per_token), hidden = experts.shape, parts.shape[1]
-    out = torch.empty((num_tokens, hidden), dtype=parts.dtype, device=parts.device)
-    moe_gemm.sum_pairs[(num_tokens, triton.cdiv(hidden, moe_gemm.SUM_BLOCK.value))](
-        parts=parts,
-        experts=experts,
-        out=out,
-        hidden=hidden,
-        num_experts=num_experts,
-        K=per_token,
-        **launch_options(4, num_tokens),
     )
     return out
 

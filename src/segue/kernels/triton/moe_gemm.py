@@ -169,20 +169,15 @@ def _gemm(
     for i in tl.range(0, depth, BK, num_stages=STAGES):
         if not GATED and TMA:  # also loads rows of other pairs and experts, whose results are not stored
             t = x.load([start, i])
-        elif EVEN:
-            t = tl.load(tokens + i, mask=inside[:, None], other=0.0)
         else:
-            t = tl.load(tokens + i, mask=inside[:, None] & (i + k < depth)[None, :], other=0.0)
+            here = inside[:, None] if EVEN else inside[:, None] & (i + k < depth)[None, :]
+            t = tl.load(tokens + i, mask=here, other=0.0)
         if BM < 64:
-            if TMA:
-                w = weight.load([expert * PARTS * size + first, i])
-            else:
-                w = tl.load(gates + i, mask=(n < size)[:, None] & (i + k < depth)[None, :], other=0.0)
+            there = (n < size)[:, None] & (i + k < depth)[None, :]
+            row = expert * PARTS * size + first
+            w = weight.load([row, i]) if TMA else tl.load(gates + i, mask=there, other=0.0)
             if GATED:
-                if TMA:
-                    u = weight.load([expert * PARTS * size + first + size, i])
-                else:
-                    u = tl.load(ups + i, mask=(n < size)[:, None] & (i + k < depth)[None, :], other=0.0)
+                u = weight.load([row + size, i]) if TMA else tl.load(ups + i, mask=there, other=0.0)
             acc = tl.dot(w, t.T, acc, input_precision=PRECISION)
             if GATED:
                 up = tl.dot(u, t.T, up, input_precision=PRECISION)
@@ -210,15 +205,7 @@ def _gemm(
 
 
 @triton.jit
-def sum_pairs(
-    parts,
-    experts,
-    out,
-    hidden,
-    num_experts,
-    K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def sum_pairs(parts, experts, out, hidden, num_experts, K: tl.constexpr, PDL: tl.constexpr):
     """Sum over each token's pairs, in order; skips pairs of no expert."""
     token = tl.program_id(0)
     n = tl.program_id(1) * SUM_BLOCK + tl.arange(0, SUM_BLOCK)

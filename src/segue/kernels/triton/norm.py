@@ -1,4 +1,6 @@
-"""RMSNorm fused with the addition to the residual stream. See `segue.kernels.ops`."""
+"""RMSNorm fused with its neighbours: the addition to the residual stream, or RoPE and the KV store."""
+
+import math
 
 import torch
 import triton
@@ -59,3 +61,134 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         **launch_options(min(8, max(1, block // 512)), num_rows),
     )
     return normed, total
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _qk_norm_rope_store(
+    qkv,
+    qk_weight,
+    cosines,
+    sines,
+    positions,
+    slot_mapping,
+    query,
+    keys,
+    values,
+    num_tokens,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    width: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
+    groups: tl.constexpr = (HEADS + 2 * KV_HEADS) // GROUP
+    token = (tl.program_id(0) // groups).to(tl.int64)  # consecutive programs read adjacent memory
+    first = tl.program_id(0) % groups * GROUP
+    half: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)[None, :]
+    inside = d < half
+    head = first + tl.arange(0, GROUP)[:, None]
+    pdl_wait(PDL)
+    position = tl.load(positions + token).to(tl.int64)  # loaded first, since other loads depend on them
+    row = tl.load(slot_mapping + token).to(tl.int64)
+    stride = num_tokens.to(tl.int64) * width
+    low = load_split_k(qkv + token * width, head * D + d, stride, inside, SPLITS)
+    high = load_split_k(qkv + token * width, head * D + half + d, stride, inside, SPLITS)
+    if first < HEADS + KV_HEADS:
+        dtype = query.dtype.element_ty
+        cos = tl.load(cosines + position * half + d, mask=inside, other=0.0)
+        sin = tl.load(sines + position * half + d, mask=inside, other=0.0)
+        if qk_weight is not None:
+            low_weight = tl.load(qk_weight + head * D + d, mask=inside, other=0.0)
+            high_weight = tl.load(qk_weight + head * D + half + d, mask=inside, other=0.0)
+            # Rounds as the unfused operations do: to the model's type before and after the norm.
+            low = low.to(dtype).to(tl.float32)
+            high = high.to(dtype).to(tl.float32)
+            rms = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
+            low = low * rms * low_weight
+            high = high * rms * high_weight
+        rotated_low = low * cos - high * sin
+        rotated_high = high * cos + low * sin
+        if first < HEADS:
+            at = query + token * (HEADS * D) + head * D + d
+            tl.store(at, rotated_low.to(dtype), mask=inside)
+            tl.store(at + half, rotated_high.to(dtype), mask=inside)
+        else:
+            at = keys + row * (KV_HEADS * D) + (head - HEADS) * D + d
+            tl.store(at, rotated_low.to(dtype), mask=inside)
+            tl.store(at + half, rotated_high.to(dtype), mask=inside)
+    else:
+        at = values + row * (KV_HEADS * D) + (head - HEADS - KV_HEADS) * D + d
+        tl.store(at, low.to(values.dtype.element_ty), mask=inside)
+        tl.store(at + half, high.to(values.dtype.element_ty), mask=inside)
+    pdl_launch_dependents(PDL)
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    qk_weight: Tensor | None,
+    eps: float,
+    cosines: Tensor,
+    sines: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> Tensor:
+    """Normalise and rotate queries and keys, store keys and values in the KV pool, and return the queries.
+
+    Args:
+        qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, or split-K partials, float32 `[S, T, …]`.
+        qk_weight: float32 `[num_heads + num_kv_heads, head_dim]`, each head's norm weight; None: no QK-norm.
+        eps: the epsilon of the QK-norm.
+        cosines: float32 `[max_position, head_dim / 2]`.
+        sines: float32 `[max_position, head_dim / 2]`.
+        positions: integers `[T]`.
+        slot_mapping: int64 `[T]`, the token rows of the pool to write.
+        keys: this layer's key rows of the pool, `[*, num_kv_heads * head_dim]`.
+        values: this layer's value rows of the pool, of the same shape.
+        num_heads: number of query heads.
+        num_kv_heads: number of key-value heads.
+        head_dim: size of a head; even.
+
+    Returns:
+        The queries, `[T, num_heads, head_dim]`.
+    """
+    num_tokens = qkv.shape[-2]
+    query = torch.empty((num_tokens, num_heads, head_dim), dtype=keys.dtype, device=qkv.device)
+    group = _heads_per_program(num_heads, num_kv_heads)
+    _qk_norm_rope_store[(num_tokens * (num_heads + 2 * num_kv_heads) // group,)](
+        qkv=qkv,
+        qk_weight=qk_weight,
+        cosines=cosines,
+        sines=sines,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        query=query,
+        keys=keys,
+        values=values,
+        num_tokens=num_tokens,
+        eps=eps,
+        HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        D=head_dim,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        GROUP=group,
+        SPLITS=qkv.shape[0] if qkv.dim() == 3 else 1,
+        **launch_options(1 if group * head_dim <= 512 else 2, num_tokens),
+    )
+    return query
+
+
+def _heads_per_program(num_heads: int, num_kv_heads: int) -> int:
+    """Returns the heads per program, a power of two that divides both, so no program mixes Q, K and V."""
+    common = math.gcd(num_heads, num_kv_heads)
+    return min(8, common & -common)

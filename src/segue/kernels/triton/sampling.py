@@ -21,19 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.triton.all_reduce import OneShotAllReduce, best_of_ranks
+from segue.kernels.triton.all_reduce import NO_RANKS, OneShotAllReduce, best_of_ranks
 from segue.kernels.triton.gumbel_noise import gumbel
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
-from segue.kernels.triton.top_k_top_p import draw_filtered
+from segue.kernels.triton.top_k_top_p import WARPS, draw_filtered
 from segue.messages.steps import NON_FINITE
 
 _BLOCK = tl.constexpr(128)  # as in segue.sampling.gumbel_max
 _BLOCKS = tl.constexpr(32)  # per program; 128 took 229 instead of 141 µs for 256 rows of 151,936
 _NONE = tl.constexpr(NON_FINITE)
 _CHUNK = _BLOCK.value * _BLOCKS.value  # tokens per program
-
-Filters = tuple[Tensor, Tensor, Tensor]
-"""Top-k, top-p and min-p, each indexed by request slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,6 @@ def _choose_block(
     logits,
     slots,
     positions,
-    temperatures,
     inverse_temperatures,
     seeds,
     num_top,
@@ -138,13 +134,13 @@ def _choose_block(
     if num_top is not None:
         if tl.load(num_top + slot) >= 0:
             _partial_sum(x, maxima, sums, out)
-    if tl.load(temperatures + slot) == 0.0:
+    inverse = tl.load(inverse_temperatures + slot)
+    if inverse == 0.0:
         top = tl.reduce(largest, 0, _nan_max)
         first = tl.min(tl.min(tl.where(x == top, token, size), 1), 0)
         tl.store(scores + out, top.to(tl.float64))
         tl.store(choices + out, first)
     else:
-        inverse = tl.load(inverse_temperatures + slot)
         shift = tl.where(largest == float("-inf"), 0.0, largest * inverse)
         total = tl.sum(tl.exp(x * inverse - shift[:, None]), 1).to(tl.float64)
         position = tl.load(positions + i).to(tl.int64)
@@ -162,7 +158,6 @@ def _choose_token(
     logits,
     slots,
     positions,
-    temperatures,
     inverse_temperatures,
     seeds,
     num_top,
@@ -201,11 +196,12 @@ def _choose_token(
     non_finite = tl.max(((score != score) | (score == float("inf"))).to(tl.int32), 0) > 0
     best = tl.where(non_finite, float("inf"), tl.max(score, 0))
     chosen = tl.min(tl.where(score == best, choice, 2147483647), 0)
-    if tl.load(temperatures + slot) > 0.0:
+    inverse = tl.load(inverse_temperatures + slot)
+    if inverse > 0.0:
         lane = tl.arange(0, _BLOCK)
         token = tl.maximum(tl.minimum(chosen, tl.cdiv(size, _BLOCK) - 1), 0) * _BLOCK + lane
         x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
-        x = (x * tl.load(inverse_temperatures + slot)).to(tl.float64)
+        x = (x * inverse).to(tl.float64)
         x += gumbel(tl.load(seeds + slot), position, tl.cdiv(vocab_size, _BLOCK) + lane)
         chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
     chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # a row that is not finite has chosen nothing
@@ -239,7 +235,6 @@ def sample_plain(
     slots: Tensor,
     positions: Tensor,
     *,
-    temperatures: Tensor,
     inverse_temperatures: Tensor,
     seeds: Tensor,
     ring: Tensor,
@@ -247,7 +242,7 @@ def sample_plain(
     token_pool: Tensor | None = None,
     num_top: Tensor | None = None,
     logprob_ring: Tensor | None = None,
-    filters: Filters | None = None,
+    filters: tuple[Tensor, Tensor, Tensor] | None = None,
     part: VocabShard | None = None,
 ) -> None:
     """Sample one token for each of B rows; writes it to the token pool and to a line of `ring`.
@@ -256,10 +251,9 @@ def sample_plain(
 
     Args:
         logits: float32 `[B, V]`, or this rank's shard of them.
-        slots: int32 `[B]`, the rows' request slots.
-        positions: int32 `[B]`, the positions of the sampled tokens.
-        temperatures: float32, by request slot; 0: the likeliest token, the lowest id among equals.
-        inverse_temperatures: float32, by request slot.
+        slots: integers `[B]`, the rows' request slots.
+        positions: integers `[B]`, the positions of the sampled tokens.
+        inverse_temperatures: float32, by request slot; 0: the likeliest token, the lowest id among equals.
         seeds: int64, by request slot.
         ring: int32 `[lines, at least B]`; may be pinned host memory.
         ring_index: int32 `[1]`, the line to write.
@@ -267,7 +261,8 @@ def sample_plain(
         num_top: int64, by request slot; negative: the request asks for no log-probability and gets none.
             None: no request gets one.
         logprob_ring: float32, of the same shape and strides as `ring`; needed with `num_top`.
-        filters: see `draw_filtered`; None: no request has a filter. Not allowed with `part`.
+        filters: top-k (int64, 0: off), top-p (float32, 1: off) and min-p (float32, 0: off), by request slot;
+            None: no request has a filter. Not allowed with `part`.
         part: the shard of the vocabulary that `logits` cover; None: all of it. All ranks choose the same
             tokens, and each rank writes them.
     """
@@ -278,29 +273,39 @@ def sample_plain(
     size = max(0, min(width, vocab_size - start))
     num_chunks = max(1, triton.cdiv(size, _CHUNK))
     maxima, sums = torch.empty((2, count, num_chunks), device=logits.device)
-    common = {
+    rows = {
         "logits": logits,
         "slots": slots,
         "positions": positions,
-        "temperatures": temperatures,
         "inverse_temperatures": inverse_temperatures,
         "seeds": seeds,
+        "stride": logits.stride(0),
+    }
+    filtered = None
+    if filters is not None:
+        top_ks, top_ps, min_ps = filters
+        filtered = torch.empty(count, dtype=torch.int32, device=logits.device)
+        draw_filtered[(count,)](
+            **rows,
+            top_ks=top_ks,
+            top_ps=top_ps,
+            min_ps=min_ps,
+            out=filtered,
+            vocab_size=width,
+            **launch_options(WARPS, count),
+        )
+    rows |= {
         "num_top": num_top,
         "scores": torch.empty((count, num_chunks), dtype=torch.float64, device=logits.device),
         "choices": torch.empty((count, num_chunks), dtype=torch.int32, device=logits.device),
         "maxima": maxima,
         "sums": sums,
-        "stride": logits.stride(0),
         "start": start,
         "size": size,
     }
-    filtered = None
-    if filters is not None:
-        columns = (temperatures, inverse_temperatures, seeds)
-        filtered = draw_filtered(logits, slots, positions, *columns, *filters)
-    _choose_block[(num_chunks, count)](**common, **launch_options(4, count))
+    _choose_block[(num_chunks, count)](**rows, **launch_options(4, count))
     _choose_token[(count,)](
-        **common,
+        **rows,
         token_pool=token_pool,
         pool_stride=0 if token_pool is None else token_pool.stride(0),
         ring=ring,
@@ -308,39 +313,9 @@ def sample_plain(
         ring_index=ring_index,
         ring_stride=ring.stride(0),
         filtered=filtered,
-        inboxes=part.fused_all_reduce.candidates if part else None,
-        epochs=part.fused_all_reduce.candidate_epochs if part else None,
-        max_rows=part.fused_all_reduce.sampling_rows if part else 0,
         vocab_size=vocab_size,
         num_chunks=num_chunks,
-        RANK=part.fused_all_reduce.tp.rank if part else 0,
-        WORLD=part.fused_all_reduce.tp.size if part else 1,
         CHUNKS=triton.next_power_of_2(num_chunks),
+        **(part.fused_all_reduce.candidates if part else NO_RANKS),
         **launch_options(1, count),
     )
-
-
-def choose(
-    logits: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    *,
-    temperatures: Tensor,
-    inverse_temperatures: Tensor,
-    seeds: Tensor,
-    filters: Filters | None = None,
-) -> Tensor:
-    """Returns the tokens that `sample_plain` would write, int64 `[B]`; indices may be of any integer type."""
-    tokens = torch.empty((1, len(logits)), dtype=torch.int32, device=logits.device)
-    sample_plain(
-        logits,
-        slots,
-        positions,
-        temperatures=temperatures,
-        inverse_temperatures=inverse_temperatures,
-        seeds=seeds,
-        ring=tokens,
-        ring_index=torch.zeros(1, dtype=torch.int32, device=logits.device),
-        filters=filters,
-    )
-    return tokens[0].to(torch.int64)

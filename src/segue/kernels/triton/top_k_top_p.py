@@ -1,4 +1,4 @@
-"""Sampling with top-k, top-p or min-p.
+"""The kernel of sampling with top-k, top-p or min-p.
 
 Each filter keeps the likeliest tokens down to a threshold logit, tokens equal to the threshold included. So a
 row's tokens need no sorting: one program searches for the threshold, dividing its range by four in each pass,
@@ -6,15 +6,14 @@ and then draws among the tokens kept by Gumbel-max with noise per token, as
 `segue.sampling.gumbel_max.draw_candidates` does. A row is read about 25 times, mostly from the cache.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from segue.kernels.triton.gumbel_noise import gumbel
-from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
+from segue.kernels.triton.launch import pdl_launch_dependents, pdl_wait
 
-_BLOCK, _WARPS = tl.constexpr(4096), 16
+WARPS = 16  # per program
+_BLOCK = tl.constexpr(4096)
 # Noise, which is most of the work, is computed only for blocks with a token kept.
 _DRAW_BLOCK = tl.constexpr(1024)
 
@@ -68,11 +67,10 @@ def _find_threshold(logits, top, inverse, vocab_size, target, low, BY_WEIGHT: tl
 
 
 @triton.jit
-def _draw(
+def draw_filtered(
     logits,
     slots,
     positions,
-    temperatures,
     inverse_temperatures,
     seeds,
     top_ks,
@@ -83,15 +81,19 @@ def _draw(
     vocab_size,
     PDL: tl.constexpr,
 ):
+    """Draw a token for each row that has a temperature and a filter; -1 for the other rows.
+
+    Filters apply after the temperature, as `segue.sampling.top_k_top_p.candidates` defines.
+    """
     i = tl.program_id(0).to(tl.int64)
     pdl_wait(PDL)
     slot = tl.load(slots + i).to(tl.int64)
     top_k, top_p, min_p = tl.load(top_ks + slot), tl.load(top_ps + slot), tl.load(min_ps + slot)
     filtered = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
     drawn = tl.full((), -1, tl.int32)
-    if filtered & (tl.load(temperatures + slot) > 0.0):
+    inverse = tl.load(inverse_temperatures + slot)
+    if filtered & (inverse > 0.0):
         logits += i * stride
-        inverse = tl.load(inverse_temperatures + slot)
         highest = tl.full((_BLOCK,), float("-inf"), tl.float32)
         for start in range(0, vocab_size, _BLOCK):
             highest = tl.maximum(highest, _load_logits(logits, start + tl.arange(0, _BLOCK), vocab_size))
@@ -123,48 +125,3 @@ def _draw(
         drawn = tl.minimum(drawn, vocab_size - 1)  # no token is kept if all logits are NaN
     tl.store(out + i, drawn)
     pdl_launch_dependents(PDL)
-
-
-def draw_filtered(
-    logits: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    temperatures: Tensor,
-    inverse_temperatures: Tensor,
-    seeds: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-) -> Tensor:
-    """Draw a token for each of B rows that has a temperature and a filter: int32 `[B]`, -1 for other rows.
-
-    Filters apply after the temperature, as `segue.sampling.top_k_top_p.candidates` defines.
-
-    Args:
-        logits: float32 `[B, V]`, contiguous.
-        slots: `[B]`, the rows' request slots.
-        positions: `[B]`, the positions of the drawn tokens.
-        temperatures: float32, by request slot.
-        inverse_temperatures: float32, by request slot.
-        seeds: int64, by request slot.
-        top_k: int64, by request slot; 0: off.
-        top_p: float32, by request slot; 1: off.
-        min_p: float32, by request slot; 0: off.
-    """
-    out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    _draw[(len(logits),)](
-        logits=logits,
-        slots=slots,
-        positions=positions,
-        temperatures=temperatures,
-        inverse_temperatures=inverse_temperatures,
-        seeds=seeds,
-        top_ks=top_k,
-        top_ps=top_p,
-        min_ps=min_p,
-        out=out,
-        stride=logits.stride(0),
-        vocab_size=logits.shape[1],
-        **launch_options(_WARPS, len(logits)),
-    )
-    return out

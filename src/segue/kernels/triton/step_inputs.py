@@ -1,4 +1,4 @@
-"""The first kernel of a captured step: gathers its token ids and its slot mapping."""
+"""The kernels before the first layer: device writes, token ids and slot mapping, embeddings."""
 
 import torch
 import triton
@@ -7,7 +7,29 @@ from torch import Tensor
 
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
-_BLOCK = tl.constexpr(128)
+_WORDS = tl.constexpr(512)  # per program of `_scatter`
+_TOKENS = tl.constexpr(128)  # per program of `_gather_inputs`
+_COLUMNS = tl.constexpr(1024)  # per program of `_embed`
+
+
+@triton.jit(do_not_specialize=["count"])
+def _scatter(addresses, values, count, PDL: tl.constexpr):
+    i = tl.program_id(0) * _WORDS + tl.arange(0, _WORDS)
+    pdl_wait(PDL)
+    to = tl.load(addresses + i, mask=i < count, other=0).to(tl.pointer_type(tl.int32))
+    value = tl.load(values + i, mask=i < count, other=0)
+    pdl_launch_dependents(PDL)
+    tl.store(to, value, mask=i < count)
+
+
+def scatter(addresses: Tensor, values: Tensor, count: int) -> None:
+    """Write `values[i]` (int32) to the byte address `addresses[i]` (int64), i < `count`.
+
+    No address may occur twice.
+    """
+    _scatter[(triton.cdiv(count, _WORDS.value),)](
+        addresses=addresses, values=values, count=count, **launch_options(4, 1)
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -25,7 +47,7 @@ def _gather_inputs(
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    token = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
+    token = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     inside = token < num_tokens
     pdl_wait(PDL)
     slot = tl.load(token_slots + token, mask=inside, other=0).to(tl.int64)
@@ -59,7 +81,7 @@ def gather_inputs(
     num_tokens = len(token_slots)
     ids = torch.empty(num_tokens, dtype=torch.int64, device=token_slots.device)
     slot_mapping = torch.empty_like(ids)
-    _gather_inputs[(triton.cdiv(num_tokens, _BLOCK.value),)](
+    _gather_inputs[(triton.cdiv(num_tokens, _TOKENS.value),)](
         token_slots=token_slots,
         positions=positions,
         token_pool=token_pool,
@@ -74,3 +96,32 @@ def gather_inputs(
         **launch_options(4, num_tokens),
     )
     return ids, slot_mapping
+
+
+@triton.jit
+def _embed(ids, weight, output, start, num_rows, size, PDL: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)
+    inside = columns < size
+    pdl_wait(PDL)
+    row = tl.load(ids + token) - start
+    here = (row >= 0) & (row < num_rows)
+    value = tl.load(weight + row * size + columns, mask=inside & here, other=0.0)
+    pdl_launch_dependents(PDL)
+    tl.store(output + token * size + columns, value, mask=inside)
+
+
+def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
+    """See `segue.kernels.ops.embed`."""
+    num_rows, size = weight.shape
+    output = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
+    _embed[(len(ids), triton.cdiv(size, _COLUMNS.value))](
+        ids=ids,
+        weight=weight,
+        output=output,
+        start=start,
+        num_rows=num_rows,
+        size=size,
+        **launch_options(4, len(ids)),
+    )
+    return output
