@@ -22,9 +22,10 @@ from segue.api.openai import requests as openai
 from segue.api.validation import MAX_NAME_CHARS, unknown_field
 from segue.config import MIB
 from segue.errors import InvalidRequestError, RequestTooLargeError, SegueError, short_repr
+from segue.frontend.tokenizer import ServedModel
 from segue.server import json_pieces
 from segue.server.json_pieces import MisfitError, TooManyItemsError, cut
-from segue.server.service import Bounds, service_of
+from segue.server.service import service_of
 
 T = TypeVar("T")
 Decode = Callable[[bytes], Any]
@@ -59,7 +60,7 @@ class Shape:
     refused: frozenset[str] = frozenset()  # further fields, which are errors unless they ask for nothing
 
 
-async def read_json(request: Request, check: Callable[[Any], T], shape: Callable[[Bounds], Shape]) -> T:
+async def read_json(request: Request, check: Callable[[Any], T], shape: Callable[[ServedModel], Shape]) -> T:
     """Returns the result of ``check`` for the decoded body; an empty body decodes to ``{}``.
 
     A body of more than ``INLINE_BYTES`` is decoded by its ``shape`` and checked in a thread.
@@ -70,10 +71,11 @@ async def read_json(request: Request, check: Callable[[Any], T], shape: Callable
         InvalidRequestError: the body is not JSON, or has more than ``shape`` allows.
     """
     service = service_of(request)
-    manager, bounds = service.manager, service.bounds
+    runtime = service.running
     data = await read_bytes(request, service.config.max_body_mib)
     if len(data) > INLINE_BYTES:
-        return await manager.thread_pool.run(lambda: check(decode(data, shape(bounds))))
+        model = runtime.served_model
+        return await runtime.manager.thread_pool.run(lambda: check(decode(data, shape(model))))
     try:
         body = msgspec.json.decode(data or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

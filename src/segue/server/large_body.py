@@ -16,11 +16,11 @@ from segue.api import native
 from segue.api.openai import requests as openai
 from segue.api.validation import Decoded, misfit
 from segue.frontend.sampling_options import MAX_STOPS, check_batch, check_num_entries, check_prompt_len
+from segue.frontend.tokenizer import ServedModel
 from segue.messages.weight_operations import MAX_PAYLOADS, MAX_TENSORS, Bucket
 from segue.server import json_pieces
 from segue.server.body import Decode, Shape, decode_fields, too_many
 from segue.server.json_pieces import MisfitError
-from segue.server.service import Bounds
 
 MAX_STRINGS = 1 << 18  # of a conversation, the names of its messages' fields included
 MAX_MESSAGES = MAX_STRINGS // 4
@@ -43,7 +43,7 @@ _buckets = msgspec.json.Decoder(list[_Bucket])
 # --- the shapes of bodies ---
 
 
-def chat(bounds: Bounds) -> Shape:
+def chat(model: ServedModel) -> Shape:
     """``POST /v1/chat/completions``."""
     return Shape(
         model=openai.ChatCompletionRequest,
@@ -53,31 +53,31 @@ def chat(bounds: Bounds) -> Shape:
     )
 
 
-def completion(bounds: Bounds) -> Shape:
+def completion(model: ServedModel) -> Shape:
     """``POST /v1/completions``."""
     return Shape(
         model=openai.CompletionRequest,
-        large={**_OPENAI_SAMPLING, "prompt": partial(_prompt, "prompt", bounds)},
+        large={**_OPENAI_SAMPLING, "prompt": partial(_prompt, "prompt", model)},
         skipped=openai.HARMLESS,
         refused=frozenset(openai.COMPLETION_NOT_YET),
     )
 
 
-def generate(bounds: Bounds) -> Shape:
+def generate(model: ServedModel) -> Shape:
     """``POST /generate``."""
     return Shape(
         model=native.NativeGenerate,
         large={
-            "text": partial(_prompt, "text", bounds),
-            "input_ids": partial(_prompt, "input_ids", bounds),
-            "rid": partial(_strings, "rid", bounds.max_prompts),
-            "sampling_params": partial(_params, bounds.max_prompts),
+            "text": partial(_prompt, "text", model),
+            "input_ids": partial(_prompt, "input_ids", model),
+            "rid": partial(_strings, "rid", model.max_prompts),
+            "sampling_params": partial(_params, model.max_prompts),
         },
         refused=frozenset(native.UNSUPPORTED_FIELDS),
     )
 
 
-def control(kind: type[msgspec.Struct], _: Bounds) -> Shape:
+def control(kind: type[msgspec.Struct], _: ServedModel) -> Shape:
     """A control call, of the weights or of the engine; unknown fields are ignored."""
     return Shape(model=kind, large=_CONTROL)
 
@@ -85,11 +85,11 @@ def control(kind: type[msgspec.Struct], _: Bounds) -> Shape:
 # --- prompts and options ---
 
 
-def _prompt(param: str, bounds: Bounds, data: bytes) -> Any:
+def _prompt(param: str, model: ServedModel, data: bytes) -> Any:
     def check_count(count: int) -> None:
-        check_batch(max(count, 1), bounds.max_prompts, param)  # 0 may be a lower bound
+        check_batch(max(count, 1), model.max_prompts, param)  # 0 may be a lower bound
 
-    check_len = partial(check_prompt_len, limits=bounds.vocabulary, param=param)
+    check_len = partial(check_prompt_len, limits=model.encoder.limits, param=param)
     if param != "input_ids":
         if data.startswith(b'"'):
             return msgspec.json.decode(data)

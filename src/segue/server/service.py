@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from starlette.requests import Request
 
 from segue.config import EngineConfig
 from segue.errors import EngineStartError
 from segue.frontend.life import STARTING
-from segue.frontend.sampling_options import RequestLimits
 from segue.frontend.tokenizer_manager import TokenizerManager
-from segue.launch.probe import Probe
 from segue.launch.runtime import Runtime
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """How much a body may ask for."""
-
-    vocabulary: RequestLimits
-    max_prompts: int  # in one call
 
 
 @dataclass
@@ -32,6 +22,7 @@ class Service:
     config: EngineConfig
     runtime: Runtime | None = None
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
+    check: asyncio.Task[None] | None = None  # whether the engine generates; the calls share it
 
     @property
     def running(self) -> Runtime:
@@ -44,24 +35,10 @@ class Service:
             raise EngineStartError(STARTING)
         return self.runtime
 
-    @cached_property
-    def probe(self) -> Probe:
-        """What sees whether the engine generates.
-
-        Raises:
-            EngineStartError: it is still starting.
-        """
-        return Probe(self.running)
-
     @property
     def manager(self) -> TokenizerManager:
         """Where requests go; raises as :attr:`running` does."""
         return self.running.manager
-
-    @property
-    def bounds(self) -> Bounds:
-        """How much a body may ask for; raises as :attr:`running` does."""
-        return Bounds(vocabulary=self.manager.limits, max_prompts=self.config.max_queued_requests)
 
 
 def service_of(request: Request) -> Service:
