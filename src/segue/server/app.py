@@ -11,7 +11,7 @@ from segue.api.schema import openapi, redoc_page, swagger_page
 from segue.config import EngineConfig
 from segue.errors import SegueError
 from segue.http_guard import install
-from segue.server import control_routes, health, metrics, native_routes, openai_routes, weight_routes
+from segue.server import control_routes, generation_routes, health, metrics, weight_routes
 from segue.server.access import Access, Gate, GuardedRoute, Routes, require_levels, unmatched
 from segue.server.responses import InternalError, RouteError, error_response, json_response
 from segue.server.service import Service
@@ -34,9 +34,9 @@ def create_app(config: EngineConfig) -> Starlette:
     app.router.redirect_slashes = False  # `unmatched` redirects, once the key is checked
     app.state.service = Service(config)
     app.state.gate = gate = Gate(config)
-    for rooms in (openai_routes, native_routes, control_routes, weight_routes, health, metrics):
+    app.router.routes.extend([*generation_routes.openai, *generation_routes.native, *routes])
+    for rooms in (control_routes, weight_routes, health, metrics):
         app.router.routes.extend(rooms.routes)
-    app.router.routes.extend(routes)
     app.router.default = unmatched(gate, app.router.routes)
     require_levels(app.router.routes)
     install(app, gate.guard, error_response, checks_all=False)
