@@ -28,9 +28,9 @@ def request(*chunks: bytes, length: int | None = None) -> Request:
     headers = [] if length is None else [(b"content-length", str(length).encode())]
     limits = RequestLimits(max_seq_len=100, vocab_size=50, eos_ids=())
     model = SimpleNamespace(encoder=SimpleNamespace(limits=limits), max_prompts=10)
-    runtime = SimpleNamespace(manager=SimpleNamespace(thread_pool=ThreadPool()), served_model=model)
-    service = SimpleNamespace(config=EngineConfig(max_body_mib=1), running=runtime)
-    app = SimpleNamespace(state=SimpleNamespace(service=service))
+    manager = SimpleNamespace(thread_pool=ThreadPool())
+    runtime = SimpleNamespace(config=EngineConfig(max_body_mib=1), manager=manager, served_model=model)
+    app = SimpleNamespace(state=SimpleNamespace(runtime=runtime))
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "app": app}
     return Request(scope, receive)
 

@@ -56,6 +56,7 @@ class Runtime:
         self.config = config
         self.source = source
         self.life = Life()
+        self.started_at = int(time.time())  # seconds since the epoch
         self.died: asyncio.Future[SegueError] = loop.create_future()  # why the engine has ended by itself
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._manager: TokenizerManager | None = None

@@ -14,7 +14,6 @@ from segue.http_guard import install
 from segue.server import control_routes, generation_routes, health, metrics, weight_routes
 from segue.server.access import Access, Gate, GuardedRoute, Routes, require_levels, unmatched
 from segue.server.responses import InternalError, RouteError, error_response, json_response
-from segue.server.service import Service
 from segue.version import __version__
 
 TITLE = "Segue"
@@ -23,7 +22,7 @@ routes = Routes(Access.USER, "About")
 
 
 def create_app(config: EngineConfig) -> Starlette:
-    """The application. It answers 503 until ``app.state.service.runtime`` is set.
+    """The application. It answers 503 until ``app.state.runtime`` is set.
 
     Raises:
         ConfigError: a host or an origin in the options is none.
@@ -32,7 +31,7 @@ def create_app(config: EngineConfig) -> Starlette:
     kinds = (SegueError, HTTPException, ClientDisconnect, Exception)
     app = Starlette(exception_handlers=dict.fromkeys(kinds, _on_error))
     app.router.redirect_slashes = False  # `unmatched` redirects, once the key is checked
-    app.state.service = Service(config)
+    app.state.runtime = app.state.step_check = None
     app.state.gate = gate = Gate(config)
     app.router.routes.extend([*generation_routes.openai, *generation_routes.native, *routes])
     for rooms in (control_routes, weight_routes, health, metrics):

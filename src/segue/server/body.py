@@ -25,7 +25,7 @@ from segue.errors import InvalidRequestError, RequestTooLargeError, SegueError, 
 from segue.frontend.tokenizer import ServedModel
 from segue.server import json_pieces
 from segue.server.json_pieces import MisfitError, TooManyItemsError, cut
-from segue.server.service import service_of
+from segue.server.running import runtime_of
 
 T = TypeVar("T")
 Decode = Callable[[bytes], Any]
@@ -70,9 +70,8 @@ async def read_json(request: Request, check: Callable[[Any], T], shape: Callable
         RequestTooLargeError: the body exceeds the limit; no more than the limit was kept.
         InvalidRequestError: the body is not JSON, or has more than ``shape`` allows.
     """
-    service = service_of(request)
-    runtime = service.running
-    data = await read_bytes(request, service.config.max_body_mib)
+    runtime = runtime_of(request)
+    data = await read_bytes(request, runtime.config.max_body_mib)
     if len(data) > INLINE_BYTES:
         model = runtime.served_model
         return await runtime.manager.thread_pool.run(lambda: check(decode(data, shape(model))))

@@ -29,7 +29,7 @@ from segue.server import large_body
 from segue.server.access import Access, Routes
 from segue.server.body import read_json
 from segue.server.responses import json_response, native_body, openai_body, reply_response
-from segue.server.service import service_of
+from segue.server.running import runtime_of
 from segue.server.sse import DONE, EventStream, event, unless_gone
 
 Whole = Callable[[Generation], Awaitable[tuple[Any, int]]]  # gives the reply and its number of entries
@@ -47,7 +47,7 @@ async def _answer(
     error_body: Callable[[SegueError], dict[str, Any]],
 ) -> ASGIApp:
     """Generate, and answer with a whole reply or, if the call asks for one, with a stream of events."""
-    manager = service_of(request).manager
+    manager = runtime_of(request).manager
     start = Generation.start(manager, call.requests, call.batch_id, is_streamed=call.stream)
     if call.stream:
         generation = await unless_gone(request, start)
@@ -66,7 +66,7 @@ async def _answer(
 @openai.post("/v1/chat/completions", schema=body_schema(ChatCompletionRequest))
 async def chat_completions(request: Request) -> ASGIApp:
     """Continue a conversation."""
-    runtime = service_of(request).running
+    runtime = runtime_of(request)
     body = await read_json(request, parse_chat, large_body.chat)
     wanted = await chat_call(body, runtime.served_model)
     return await _openai_answer(request, wanted, ChatDialect(runtime.manager.table))
@@ -75,7 +75,7 @@ async def chat_completions(request: Request) -> ASGIApp:
 @openai.post("/v1/completions", schema=body_schema(CompletionRequest))
 async def completions(request: Request) -> ASGIApp:
     """Continue a text, or several."""
-    runtime = service_of(request).running
+    runtime = runtime_of(request)
     body = await read_json(request, parse_completion, large_body.completion)
     wanted = completion_call(body, runtime.served_model)
     return await _openai_answer(request, wanted, CompletionDialect(runtime.manager.table))
@@ -90,17 +90,16 @@ async def models(request: Request) -> Response:
 @openai.get("/v1/models/{name:path}")
 async def model(request: Request) -> Response:
     """The model by name."""
-    check_model(request.path_params["name"], service_of(request).running.served_model)
+    check_model(request.path_params["name"], runtime_of(request).served_model)
     return json_response(_model_card(request))
 
 
 def _model_card(request: Request) -> dict[str, Any]:
-    service = service_of(request)
-    runtime = service.running
+    runtime = runtime_of(request)
     return {
         "id": runtime.name,
         "object": "model",
-        "created": service.started_at,
+        "created": runtime.started_at,
         "owned_by": "segue",
         "root": runtime.config.model or runtime.source.name,
         "max_model_len": runtime.manager.limits.max_seq_len,
@@ -143,7 +142,7 @@ async def _chunks(dialect: Dialect, wanted: Wanted, generation: Generation) -> A
 @native.post("/generate", schema=body_schema(NativeGenerate))
 async def generate(request: Request) -> ASGIApp:
     """Continue a prompt, or a batch of prompts."""
-    most = service_of(request).config.max_queued_requests
+    most = runtime_of(request).config.max_queued_requests
     call = await read_json(request, lambda body: parse_call(body, most), large_body.generate)
 
     async def events(generation: Generation) -> AsyncGenerator[bytes, None]:

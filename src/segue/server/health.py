@@ -8,6 +8,7 @@ import uuid
 from contextlib import suppress
 from typing import Any
 
+from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,7 +19,7 @@ from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.launch.runtime import Runtime
 from segue.server.access import Access, Routes
 from segue.server.responses import HEADERS, json_response, native_body
-from segue.server.service import Service, service_of
+from segue.server.running import runtime_of
 
 routes = Routes(Access.OPEN, "Health")
 
@@ -40,9 +41,8 @@ ONE_TOKEN = SamplingOptions(max_tokens=1, temperature=0.0, ignore_eos=True)
 @routes.get("/ping")
 async def health(request: Request) -> Response:
     """200 while requests are taken, also paused, updating or busy; else 503, and why."""
-    service = service_of(request)
     try:
-        return json_response(_condition(service))
+        return json_response(_condition(runtime_of(request)))
     except SegueError as error:
         return _unable(error)
 
@@ -50,22 +50,21 @@ async def health(request: Request) -> Response:
 @routes.get("/health_generate")
 async def health_generate(request: Request) -> Response:
     """As ``/health``, and a token is generated, unless that is known to work or may not be."""
-    service = service_of(request)
     try:
-        _condition(service)
-        await _generates(service)
-        return json_response(_condition(service))
+        runtime = runtime_of(request)
+        _condition(runtime)
+        await _generates(request.app.state, runtime)
+        return json_response(_condition(runtime))
     except SegueError as error:
         return _unable(error)
 
 
-def _condition(service: Service) -> dict[str, Any]:
+def _condition(runtime: Runtime) -> dict[str, Any]:
     """What the engine does.
 
     Raises:
         SegueError: it cannot serve.
     """
-    runtime = service.running
     if (trouble := runtime.trouble) is not None:
         raise trouble
     manager = runtime.manager
@@ -84,7 +83,7 @@ def _unable(error: SegueError) -> Response:
 # --- does the engine generate? ---
 
 
-async def _generates(service: Service) -> None:
+async def _generates(state: State, runtime: Runtime) -> None:
     """Return once a step has ended, or if one ended lately, or if no step may run.
 
     The calls need no API key. So concurrent calls share one check: there is at most one probe request at a
@@ -94,10 +93,10 @@ async def _generates(service: Service) -> None:
         SegueError: the engine cannot serve, or the probe request failed.
         EngineHungError: no step ended within ``--stall-s``.
     """
-    if service.check is None or service.check.done():
-        service.check = asyncio.create_task(_wait_for_step(service.running))
-        service.check.add_done_callback(lambda task: task.cancelled() or task.exception())
-    await asyncio.shield(service.check)
+    if state.step_check is None or state.step_check.done():
+        state.step_check = asyncio.create_task(_wait_for_step(runtime))
+        state.step_check.add_done_callback(lambda task: task.cancelled() or task.exception())
+    await asyncio.shield(state.step_check)
 
 
 async def _wait_for_step(runtime: Runtime) -> None:

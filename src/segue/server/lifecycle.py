@@ -49,7 +49,7 @@ async def serve(
         await _first_of(starting, stopping, http)
         if not starting.done():
             return 0 if stop.is_set() else 1
-        runtime = app.state.service.runtime = starting.result()
+        runtime = app.state.runtime = starting.result()
         freeze_heap()
         on_ready(runtime, url_of(listener))
         await _first_of(stopping, http, runtime.died)

@@ -27,7 +27,7 @@ from segue.server.access import Access, Endpoint, Routes
 from segue.server.body import read_json
 from segue.server.large_body import control
 from segue.server.responses import error_response, json_response
-from segue.server.service import service_of
+from segue.server.running import runtime_of
 from segue.server.sse import unless_gone
 
 
@@ -43,12 +43,12 @@ routes = Routes(Access.ADMIN, "Control", _failure)
 
 def _endpoint(kind: type[WeightOperation]) -> Endpoint:
     async def endpoint(request: Request) -> Response:
-        service = service_of(request)
+        runtime = runtime_of(request)
         try:
             check = partial(_checked, kind, dict(request.query_params))
             operation = await read_json(request, check, partial(control, kind))
             await check_base64(operation)
-            work = service.manager.ask_weights(operation, **limits(service.config, operation))
+            work = runtime.manager.ask_weights(operation, **limits(runtime.config, operation))
             # Only its client wants a group to be met; every other operation goes on without its client.
             answer = await (unless_gone(request, work) if kind is JoinGroup else work)
         except SegueError as error:
@@ -100,11 +100,11 @@ for _name, _kind in OPERATIONS.items():
 @routes.get("/weight_version")
 async def weight_version(request: Request) -> Response:
     """Return the name of the served weights."""
-    return json_response({"weight_version": service_of(request).manager.weight_version})
+    return json_response({"weight_version": runtime_of(request).manager.weight_version})
 
 
 @routes.get("/model_info")
 @routes.get("/get_model_info")
 async def model_info(request: Request) -> Response:
     """Return what is served, and the name of the served weights."""
-    return json_response(service_of(request).running.model_info())
+    return json_response(runtime_of(request).model_info())
