@@ -33,7 +33,7 @@ class Gate:
     """The checks of one server, in their order: key, host, origin, type of the body."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.guard = HttpGuard.create(
+        self.guard = HttpGuard(
             config.host, allowed_hosts=config.allowed_hosts, cors_origin=config.cors_origin
         )
         admin = [config.admin_api_key.encode()] if config.admin_api_key else []
