@@ -26,7 +26,7 @@ from segue.launch.channel import Channel
 from segue.launch.embedded import EmbeddedScheduler
 from segue.launch.processes import WORKER_COMMAND, WorkerProcesses, make_run_dir
 from segue.logs import logger
-from segue.messages.control import Heartbeat, Ready, SchedulerMessage, Shutdown, StartFailed
+from segue.messages.control import Heartbeat, Ready, Shutdown, StartFailed
 from segue.models.sharding import check_tp_size
 from segue.version import __version__
 
@@ -70,7 +70,7 @@ class Runtime:
             self._workers = EmbeddedScheduler(config, run_dir, self._context)
         else:
             self._workers = WorkerProcesses(config, run_dir, command)
-        self._channel = Channel(self._context, self._workers.addresses, self._receive)
+        self._channel = Channel(self._context, self._workers.addresses, self._receive, self._on_error)
         self._loop = loop
 
     @classmethod
@@ -104,6 +104,7 @@ class Runtime:
                 life=runtime.life,
                 max_queued_requests=config.max_queued_requests,
             )
+            runtime._channel.on_output = runtime._manager.receive
             if runtime.life.error is not None:
                 raise EngineStartError(runtime.life.error.message)
             runtime.life.advance(LifeState.ACTIVE)
@@ -243,23 +244,19 @@ class Runtime:
             logger.warning("the engine answers again")
             self.life.hung = None
 
-    def _receive(self, message: SchedulerMessage) -> None:
-        try:
-            match message:
-                case Ready():
-                    if not self._ready.done():
-                        self._ready.set_result(message)
-                case StartFailed():
-                    self._fail_start(error_of(message.kind, message.message))
-                case Heartbeat():
-                    if self._vitals is not None:
-                        self._vitals.note(message, time.monotonic())
-                case _:
-                    if self.life.error is None:
-                        self.manager.receive(message)
-        except Exception as error:
-            logger.exception("the frontend failed on a message of the scheduler")
-            self._die(EngineDeadError(f"the frontend failed: {type(error).__name__}: {error}"))
+    def _receive(self, message: Ready | StartFailed | Heartbeat) -> None:
+        """Take what a worker says of itself; the tokenizer manager takes all other messages."""
+        match message:
+            case Ready() if not self._ready.done():
+                self._ready.set_result(message)
+            case StartFailed():
+                self._fail_start(error_of(message.kind, message.message))
+            case Heartbeat() if self._vitals is not None:
+                self._vitals.note(message, time.monotonic())
+
+    def _on_error(self, error: Exception) -> None:
+        logger.error("the frontend failed on a message of the scheduler", exc_info=error)
+        self._die(EngineDeadError(f"the frontend failed: {type(error).__name__}: {error}"))
 
     def _on_exit(self, reason: str) -> None:
         """Take the exit of a worker. Called by the thread that watches the worker."""
