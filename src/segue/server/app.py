@@ -11,7 +11,7 @@ from segue.api.schema import openapi, redoc_page, swagger_page
 from segue.config import EngineConfig
 from segue.errors import SegueError
 from segue.http_guard import install
-from segue.server import control_routes, generation_routes, health, metrics, weight_routes
+from segue.server import control_routes, generation_routes, health, metrics
 from segue.server.access import Access, Gate, GuardedRoute, Routes, require_levels, unmatched
 from segue.server.responses import InternalError, RouteError, error_response, json_response
 from segue.version import __version__
@@ -34,7 +34,7 @@ def create_app(config: EngineConfig) -> Starlette:
     app.state.runtime = app.state.step_check = None
     app.state.gate = gate = Gate(config)
     app.router.routes.extend([*generation_routes.openai, *generation_routes.native, *routes])
-    for rooms in (control_routes, weight_routes, health, metrics):
+    for rooms in (control_routes, health, metrics):
         app.router.routes.extend(rooms.routes)
     app.router.default = unmatched(gate, app.router.routes)
     require_levels(app.router.routes)
