@@ -23,8 +23,7 @@ from segue.frontend.tokenizer import ServedModel, Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
 from segue.frontend.worker_health import WorkerHealth
 from segue.launch.channel import Channel
-from segue.launch.embedded import EmbeddedScheduler
-from segue.launch.processes import WORKER_COMMAND, WorkerProcesses, make_run_dir
+from segue.launch.processes import WORKER_COMMAND, EmbeddedScheduler, WorkerProcesses, make_run_dir
 from segue.logs import logger
 from segue.messages.control import Heartbeat, Ready, Shutdown, StartFailed
 from segue.models.sharding import check_tp_size
