@@ -28,10 +28,8 @@ from segue.errors import ContextLengthError, InvalidRequestError, SegueError, Un
 from segue.frontend.sampling_options import MAX_ENTRIES, RequestLimits
 from segue.frontend.tokenizer import PromptEncoder, ServedModel
 from segue.messages.weight_operations import MAX_TENSORS, OPERATIONS
-from segue.server import body as body_module
 from segue.server import json_pieces, large_body
-from segue.server.body import Shape, decode
-from segue.server.large_body import chat, completion, control, generate
+from segue.server.large_body import Shape, chat, completion, control, decode, generate
 
 MAX_PROMPTS = 6
 LIMITS = RequestLimits(max_seq_len=40, vocab_size=1000, eos_ids=())
@@ -147,7 +145,7 @@ NAMES_OF_FAMILIES = ["chat", "completion", "generate", "prepare", "distributed",
 @pytest.fixture(params=[(5, 1 << 20), (20, 1 << 20), (5, 0), (20, 60)], ids=str)
 def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     small, at_once = request.param
-    monkeypatch.setattr(body_module, "SMALL", small)
+    monkeypatch.setattr(large_body, "SMALL", small)
     monkeypatch.setattr(json_pieces, "AT_ONCE", at_once)
     monkeypatch.setattr(json_pieces, "PIECE", 100)
     monkeypatch.setattr(json_pieces, "SLICE", 50)
@@ -416,7 +414,7 @@ def test_every_field_of_a_model_is_known_to_its_shape() -> None:
         (completion, CompletionRequest, HARMLESS),
         (generate, NativeGenerate, set[str]()),
     ):
-        known = body_module._undecoded(shape(MODEL).model, shape(MODEL).skipped | shape(MODEL).refused)
+        known = large_body._undecoded(shape(MODEL).model, shape(MODEL).skipped | shape(MODEL).refused)
         assert {*model.__struct_fields__, *others} <= {*known.__struct_fields__}
 
 
