@@ -16,7 +16,7 @@ from segue.listener import bind, url_of
 from segue.messages.control import State
 from segue.server.app import create_app
 from segue.server.connections import ConnectionLimits
-from segue.server.http_server import HttpServer
+from segue.server.lifecycle import HttpServer
 from tests.support.fake_engine import FAKE_WORKER
 
 

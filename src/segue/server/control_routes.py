@@ -29,9 +29,8 @@ from segue.options import parse_list
 from segue.server.access import Access, Endpoint, Routes
 from segue.server.body import read_json
 from segue.server.large_body import control
-from segue.server.responses import json_response
+from segue.server.responses import json_response, unless_gone
 from segue.server.running import runtime_of
-from segue.server.sse import unless_gone
 
 routes = Routes(Access.ADMIN, "Control")
 

@@ -28,9 +28,17 @@ from segue.errors import SegueError
 from segue.server import large_body
 from segue.server.access import Access, Routes
 from segue.server.body import read_json
-from segue.server.responses import json_response, native_body, openai_body, reply_response
+from segue.server.responses import (
+    DONE,
+    EventStream,
+    event,
+    json_response,
+    native_body,
+    openai_body,
+    reply_response,
+    unless_gone,
+)
 from segue.server.running import runtime_of
-from segue.server.sse import DONE, EventStream, event, unless_gone
 
 Whole = Callable[[Generation], Awaitable[tuple[Any, int]]]  # gives the reply and its number of entries
 Events = Callable[[Generation], AsyncGenerator[bytes, None]]
