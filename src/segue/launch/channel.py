@@ -6,8 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -18,21 +16,10 @@ RECONNECT_MS = 10  # until the scheduler has bound its socket
 TURN_S = 0.005  # time for which messages are received before the event loop runs other tasks
 
 
-class Addresses(NamedTuple):
-    """The addresses of the messages to the scheduler and to the frontend. Each binds that of its own."""
-
-    to_scheduler: str
-    to_frontend: str
-
-    @classmethod
-    def of(cls, run_dir: Path) -> Addresses:
-        """Return those in the run directory of an engine."""
-        return cls(f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
-
-
 class Channel:
     """Sends each ``FrontendMessage``, and hands on each ``SchedulerMessage``, on one event loop.
 
+    ``to_scheduler`` and ``to_frontend`` are the addresses of the messages that go there.
     ``on_worker`` is called for what the workers say of themselves, and ``on_output``, which is set when the
     scheduler runs, for all else. If one of them raises an error, ``on_error`` is called.
 
@@ -44,7 +31,8 @@ class Channel:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        addresses: Addresses,
+        to_scheduler: str,
+        to_frontend: str,
         on_worker: Callable[[Ready | StartFailed | Heartbeat], None],
         on_error: Callable[[Exception], None],
     ) -> None:
@@ -57,8 +45,8 @@ class Channel:
         self._push.set_hwm(0)
         self._pull.set_hwm(0)
         self._push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._push.connect(addresses.to_scheduler)  # from now on it queues messages
-        self._pull.bind(addresses.to_frontend)
+        self._push.connect(to_scheduler)  # the scheduler binds it later; from now on, messages are queued
+        self._pull.bind(to_frontend)
         self._descriptor = int(self._pull.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._drain)
         self._loop.call_soon(self._drain)  # the descriptor signals only changes

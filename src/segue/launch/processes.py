@@ -20,7 +20,6 @@ from pathlib import Path
 import zmq
 
 from segue.config import EngineConfig
-from segue.launch.channel import Addresses
 from segue.logs import logger
 
 # -P: files in the user's directory must not shadow modules of the standard library.
@@ -92,7 +91,7 @@ class WorkerProcesses:
         self._config = config
         self._run_dir = run_dir
         self._command = list(command)
-        self.addresses = Addresses.of(run_dir)
+        self.addresses = (f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stopping = False
 
@@ -164,7 +163,7 @@ class WorkerProcesses:
 class EmbeddedScheduler:
     """Runs rank 0's scheduler and model runner in a thread of this process. There is no other rank."""
 
-    addresses = Addresses("inproc://to_scheduler", "inproc://to_frontend")
+    addresses = ("inproc://to_scheduler", "inproc://to_frontend")
 
     def __init__(self, config: EngineConfig, run_dir: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._config = config

@@ -69,7 +69,7 @@ class Runtime:
             self._workers = EmbeddedScheduler(config, run_dir, self._context)
         else:
             self._workers = WorkerProcesses(config, run_dir, command)
-        self._channel = Channel(self._context, self._workers.addresses, self._receive, self._on_error)
+        self._channel = Channel(self._context, *self._workers.addresses, self._receive, self._on_error)
         self._loop = loop
 
     @classmethod

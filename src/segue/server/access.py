@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -76,9 +76,9 @@ Refusal = Callable[[str, SegueError], dict[str, Any]]  # the path and the error 
 class GuardedRoute(Route):
     """A route that checks a request before anything of its endpoint runs, whatever the method."""
 
-    def __init__(self, path: str, endpoint: Endpoint, methods: Sequence[str], group: Routes) -> None:
-        super().__init__(path, endpoint, methods=list(methods))
-        self.methods = set(methods)  # Starlette adds HEAD, which nobody needs here
+    def __init__(self, path: str, endpoint: Endpoint, method: str, group: Routes) -> None:
+        super().__init__(path, endpoint, methods=[method])
+        self.methods = {method}  # Starlette adds HEAD, which nobody needs here
         # Starlette's pattern ends with `$`, which matches before a newline at the end too.
         self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
         self.access = group.access
@@ -106,35 +106,33 @@ class Routes(list[BaseRoute]):
 
     def get(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
         """Decorate the endpoint of a GET route; ``options`` are those of :meth:`add`."""
-        return partial(self.add, path, methods=("GET",), **options)
+        return partial(self.add, "GET", path, **options)
 
     def post(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
         """Decorate the endpoint of a POST route; ``options`` are those of :meth:`add`."""
-        return partial(self.add, path, methods=("POST",), **options)
+        return partial(self.add, "POST", path, **options)
 
     def add(
         self,
+        method: str,
         path: str,
         endpoint: Endpoint,
-        methods: Sequence[str],
         *,
-        summary: str | None = None,
         hidden: bool = False,
         schema: Mapping[str, Any] | None = None,
     ) -> Endpoint:
         """Add a route; returns its endpoint.
 
         Args:
+            method: HTTP's.
             path: Starlette's pattern.
-            endpoint: gives a request's response.
-            methods: HTTP's.
-            summary: the first line of OpenAPI's description; None takes the endpoint's docstring.
+            endpoint: gives a request's response; the first line of its docstring describes the route.
             hidden: leave it out of OpenAPI's description.
             schema: more of that description, such as the schema of the body.
         """
-        route = GuardedRoute(path, endpoint, methods, self)
+        route = GuardedRoute(path, endpoint, method, self)
         if not hidden:
-            text = summary or endpoint.__doc__ or ""
+            text = endpoint.__doc__ or ""
             named = {"in": "path", "required": True, "schema": {"type": "string"}}
             parameters = [{"name": name, **named} for name in sorted(route.param_convertors)]
             route.description = {"parameters": parameters} if parameters else {}

@@ -29,13 +29,14 @@ def create_app(config: EngineConfig) -> Starlette:
         TypeError: a route declares no level of access.
     """
     kinds = (SegueError, HTTPException, ClientDisconnect, Exception)
-    app = Starlette(exception_handlers=dict.fromkeys(kinds, _on_error))
+    rooms = (generation_routes, control_routes, health, metrics)
+    app = Starlette(
+        routes=[*(route for room in rooms for route in room.routes), *routes],
+        exception_handlers=dict.fromkeys(kinds, _on_error),
+    )
     app.router.redirect_slashes = False  # `unmatched` redirects, once the key is checked
     app.state.runtime = app.state.step_check = None
     app.state.gate = gate = Gate(config)
-    app.router.routes.extend([*generation_routes.openai, *generation_routes.native, *routes])
-    for rooms in (control_routes, health, metrics):
-        app.router.routes.extend(rooms.routes)
     app.router.default = unmatched(gate, app.router.routes)
     require_levels(app.router.routes)
     install(app, gate.guard, error_response, checks_all=False)

@@ -134,6 +134,7 @@ def _endpoint(kind: type[WeightOperation]) -> Endpoint:
             return json_response(reply["values"])
         return json_response(reply, 200 if answer.success else kind.failure_status)
 
+    endpoint.__doc__ = kind.__doc__
     return endpoint
 
 
@@ -167,9 +168,7 @@ for _name, _kind in OPERATIONS.items():
         _given = reply_schema(
             None if _kind is GetWeights else {"success": True, "message": "", **_kind.reply}
         )
-        weights.add(
-            f"/{_name}", _endpoint(_kind), (_method,), summary=_kind.__doc__, schema={**_taken, **_given}
-        )
+        weights.add(_method, f"/{_name}", _endpoint(_kind), schema={**_taken, **_given})
 
 
 @weights.get("/get_weight_version")

@@ -159,3 +159,6 @@ async def generate(request: Request) -> ASGIApp:
         yield DONE
 
     return await _answer(request, call, lambda each: NativeReplies(call, each).result(), events, native_body)
+
+
+routes = [*openai, *native]
