@@ -10,12 +10,14 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from segue.config import EngineConfig
 from segue.errors import AuthenticationError, SegueError
 from segue.http_guard import Headers, HttpGuard
+from segue.server.responses import error_response
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]  # what answers a request, a `Response` for example
 
@@ -70,7 +72,7 @@ class Gate:
             raise AuthenticationError("a valid key is needed: send the header 'Authorization: Bearer <key>'")
 
 
-Refusal = Callable[[str, SegueError], dict[str, Any]]  # the path and the error -> the body of the refusal
+Refusal = Callable[[SegueError, str], Response]  # makes the answer to an error, for a path
 
 
 class GuardedRoute(Route):
@@ -93,12 +95,9 @@ class GuardedRoute(Route):
 
 
 class Routes(list[BaseRoute]):
-    """The routes of one room, all of one level of access.
+    """The routes of one room, all of one level of access; ``refusal`` answers their errors."""
 
-    ``refusal`` makes the body of every error's answer; without it, the path decides the body's form.
-    """
-
-    def __init__(self, access: Access, tag: str, refusal: Refusal | None = None) -> None:
+    def __init__(self, access: Access, tag: str, refusal: Refusal = error_response) -> None:
         super().__init__()
         self.access = access
         self.refusal = refusal

@@ -12,7 +12,7 @@ from segue.config import EngineConfig
 from segue.errors import SegueError
 from segue.http_guard import install
 from segue.server import control_routes, generation_routes, health, metrics
-from segue.server.access import Access, Gate, GuardedRoute, Routes, require_levels, unmatched
+from segue.server.access import Access, Gate, GuardedRoute, Refusal, Routes, require_levels, unmatched
 from segue.server.responses import InternalError, RouteError, error_response, json_response
 from segue.version import __version__
 
@@ -47,8 +47,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
     path = request.url.path
     match error:
         case SegueError():
-            refusal = request.scope.get("refusal")
-            return error_response(error, path, refusal and refusal(path, error))
+            refusal: Refusal = request.scope.get("refusal", error_response)
+            return refusal(error, path)
         case HTTPException():
             response = error_response(RouteError(error.status_code, request), path)
             response.headers.update(error.headers or {})

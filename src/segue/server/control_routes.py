@@ -29,7 +29,7 @@ from segue.options import parse_list
 from segue.server.access import Access, Endpoint, Routes
 from segue.server.body import read_json
 from segue.server.large_body import control
-from segue.server.responses import json_response, unless_gone
+from segue.server.responses import error_response, json_response, unless_gone
 from segue.server.running import runtime_of
 
 routes = Routes(Access.ADMIN, "Control")
@@ -110,11 +110,11 @@ async def server_info(request: Request) -> Response:
 # --- weights: one route per operation of `segue.messages.weight_operations` ---
 
 
-def _failure(path: str, error: SegueError) -> dict[str, Any]:
-    """The body of a refusal, in the form of the route's replies."""
-    content: dict[str, Any] = {"success": False, "message": error.message}
+def _failure(error: SegueError, path: str) -> Response:
+    """Answers an error in the form of the route's replies."""
     kind = OPERATIONS.get(path[1:])
-    return content | {"status": "error"} if kind and "status" in kind.reply else content
+    status = {"status": "error"} if kind and "status" in kind.reply else {}
+    return error_response(error, path, {"success": False, "message": error.message} | status)
 
 
 weights = Routes(Access.ADMIN, "Control", _failure)

@@ -21,8 +21,6 @@ from segue.server.access import Access, Routes
 from segue.server.responses import HEADERS, json_response, native_body
 from segue.server.running import runtime_of
 
-routes = Routes(Access.OPEN, "Health")
-
 STATUSES = {
     "engine_not_ready": "starting",
     "engine_dead": "dead",
@@ -36,27 +34,30 @@ RETRY_S = 0.2  # before another try for a token, if the queue was full or a clie
 ONE_TOKEN = SamplingOptions(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
+def _unable(error: SegueError, path: str) -> Response:
+    """Answers 503, and says why the server cannot serve."""
+    status = STATUSES.get(error.code or "", "failing")
+    return json_response({"status": status} | native_body(error) | {"code": 503}, 503, HEADERS[503])
+
+
+routes = Routes(Access.OPEN, "Health", _unable)
+
+
 @routes.get("/health")
 @routes.get("/ready")
 @routes.get("/ping")
 async def health(request: Request) -> Response:
     """200 while requests are taken, also paused, updating or busy; else 503, and why."""
-    try:
-        return json_response(_condition(runtime_of(request)))
-    except SegueError as error:
-        return _unable(error)
+    return json_response(_condition(runtime_of(request)))
 
 
 @routes.get("/health_generate")
 async def health_generate(request: Request) -> Response:
     """As ``/health``, and a token is generated, unless that is known to work or may not be."""
-    try:
-        runtime = runtime_of(request)
-        _condition(runtime)
-        await _generates(request.app.state, runtime)
-        return json_response(_condition(runtime))
-    except SegueError as error:
-        return _unable(error)
+    runtime = runtime_of(request)
+    _condition(runtime)
+    await _generates(request.app.state, runtime)
+    return json_response(_condition(runtime))
 
 
 def _condition(runtime: Runtime) -> dict[str, Any]:
@@ -73,11 +74,6 @@ def _condition(runtime: Runtime) -> dict[str, Any]:
     update = {} if manager.weights.state == "idle" else {"weight_update": manager.weights.state}
     requests = {"num_requests": manager.num_requests} if manager.num_requests else {}
     return {"status": "ok"} | paused | update | requests
-
-
-def _unable(error: SegueError) -> Response:
-    status = STATUSES.get(error.code or "", "failing")
-    return json_response({"status": status} | native_body(error) | {"code": 503}, 503, HEADERS[503])
 
 
 # --- does the engine generate? ---
@@ -103,9 +99,9 @@ async def _wait_for_step(runtime: Runtime) -> None:
     manager, began = runtime.manager, time.monotonic()
     token: asyncio.Task[None] | None = None
     try:
-        while not (_may_not_run(manager) or manager.stats.last_step_at >= began - FRESH_S):
-            if (trouble := runtime.trouble) is not None:
-                raise trouble
+        while manager.stats.last_step_at < began - FRESH_S:
+            if {"mode", "weight_update"} & _condition(runtime).keys():
+                return  # paused or updating: no step can be expected
             if time.monotonic() - began > runtime.config.stall_s:
                 raise EngineHungError(
                     f"the engine has ended no step for {runtime.config.stall_s:g} s (--stall-s); "
@@ -119,11 +115,6 @@ async def _wait_for_step(runtime: Runtime) -> None:
     finally:
         if token is not None:
             token.cancel()
-
-
-def _may_not_run(manager: TokenizerManager) -> bool:
-    """Whether generation is paused, or weights are being updated, so that no step can be expected."""
-    return manager.stats.counters.paused is not None or manager.weights.state != "idle"
 
 
 async def _generate_token(manager: TokenizerManager) -> None:
