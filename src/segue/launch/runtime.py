@@ -48,12 +48,15 @@ LAST_MESSAGE_S = 0.3  # most time between a worker's exit and the arrival of its
 class Runtime:
     """One running engine, made by :meth:`start`. It lives on the event loop that made it."""
 
+    served_model: ServedModel  # what is needed to make requests of a client's body, once the engine is ready
+
     def __init__(
         self, config: EngineConfig, source: ModelSource, *, embedded: bool, command: Sequence[str]
     ) -> None:
         loop = asyncio.get_running_loop()
         self.config = config
         self.source = source
+        self.name = config.served_model_name or source.name  # of the model, as clients use it
         self.life = Life()
         self.started_at = int(time.time())  # seconds since the epoch
         self.died: asyncio.Future[SegueError] = loop.create_future()  # why the engine has ended by itself
@@ -104,6 +107,11 @@ class Runtime:
                 max_queued_requests=config.max_queued_requests,
             )
             runtime._channel.on_output = runtime._manager.receive
+            runtime.served_model = ServedModel(
+                names=[runtime.name] if config.model is None else [runtime.name, config.model],
+                max_prompts=config.max_queued_requests,
+                encoder=runtime._manager.encoder,
+            )
             if runtime.life.error is not None:
                 raise EngineStartError(runtime.life.error.message)
             runtime.life.advance(LifeState.ACTIVE)
@@ -136,19 +144,6 @@ class Runtime:
     def heartbeat_ages(self) -> list[float]:
         """The seconds since each worker's last heartbeat, by rank; empty if embedded."""
         return self._vitals.ages(time.monotonic()) if self._vitals is not None else []
-
-    @property
-    def name(self) -> str:
-        """The model name that clients use."""
-        return self.config.served_model_name or self.source.name
-
-    @property
-    def served_model(self) -> ServedModel:
-        """What is needed to make requests of a client's body."""
-        names = [self.name] if self.config.model is None else [self.name, self.config.model]
-        return ServedModel(
-            names=names, max_prompts=self.config.max_queued_requests, encoder=self.manager.encoder
-        )
 
     @property
     def worker_pids(self) -> list[int]:
