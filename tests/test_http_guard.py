@@ -38,7 +38,7 @@ def host_passes(guard: HttpGuard, host: str) -> bool:
 )
 @pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "127.0.0.9"])
 def test_a_server_on_loopback_answers_for_this_machine(bound: str, host: str) -> None:
-    assert host_passes(HttpGuard.create(bound), host)
+    assert host_passes(HttpGuard(bound), host)
 
 
 @pytest.mark.parametrize(
@@ -62,31 +62,31 @@ def test_a_server_on_loopback_answers_for_this_machine(bound: str, host: str) ->
     ],
 )
 def test_a_server_on_loopback_answers_for_no_other_host(host: str) -> None:
-    guard = HttpGuard.create("127.0.0.1")
+    guard = HttpGuard("127.0.0.1")
     assert not host_passes(guard, host)
     assert passes(lambda: guard.check_host({}))  # HTTP/1.0; a browser always sends one
 
 
 def test_other_hosts_can_be_named() -> None:
-    guard = HttpGuard.create("127.0.0.1", allowed_hosts=" GPU-1.lan , [fe80::1]")
+    guard = HttpGuard("127.0.0.1", allowed_hosts=" GPU-1.lan , [fe80::1]")
     for host in ("gpu-1.lan:30000", "GPU-1.LAN", "[fe80::1]:1", "localhost"):
         assert host_passes(guard, host)
     assert not host_passes(guard, "gpu-2.lan")
-    assert host_passes(HttpGuard.create("127.0.0.1", allowed_hosts="*"), "evil.example")
+    assert host_passes(HttpGuard("127.0.0.1", allowed_hosts="*"), "evil.example")
 
 
 def test_a_server_on_the_network_checks_hosts_where_names_are_given() -> None:
-    assert host_passes(HttpGuard.create("0.0.0.0"), "anything.example")
-    guard = HttpGuard.create("0.0.0.0", allowed_hosts="api.example")
+    assert host_passes(HttpGuard("0.0.0.0"), "anything.example")
+    guard = HttpGuard("0.0.0.0", allowed_hosts="api.example")
     assert host_passes(guard, "api.example") and host_passes(guard, "127.0.0.1")
     assert not host_passes(guard, "evil.example")
 
 
 def test_a_refused_host_is_named_with_the_remedy() -> None:
     with pytest.raises(ForbiddenError, match=r"'evil\.example'.*--allowed-hosts"):
-        HttpGuard.create("127.0.0.1").check_host({b"host": b"evil.example"})
+        HttpGuard("127.0.0.1").check_host({b"host": b"evil.example"})
     with pytest.raises(ForbiddenError) as refused:
-        HttpGuard.create("127.0.0.1").check_host({b"host": b"x" * 60_000})
+        HttpGuard("127.0.0.1").check_host({b"host": b"x" * 60_000})
     assert len(refused.value.message) < 400
 
 
@@ -126,12 +126,12 @@ OWN = "http://localhost:30000"
 def test_requests_of_pages_of_other_origins_are_refused(
     origin: str | None, site: str | None, expected: bool
 ) -> None:
-    assert origin_passes(HttpGuard.create("127.0.0.1"), origin, site) is expected
-    assert origin_passes(HttpGuard.create("127.0.0.1", cors_origin="*"), origin, site)
+    assert origin_passes(HttpGuard("127.0.0.1"), origin, site) is expected
+    assert origin_passes(HttpGuard("127.0.0.1", cors_origin="*"), origin, site)
 
 
 def test_origins_can_be_allowed() -> None:
-    guard = HttpGuard.create("127.0.0.1", cors_origin="https://chat.example, app://notes")
+    guard = HttpGuard("127.0.0.1", cors_origin="https://chat.example, app://notes")
     assert origin_passes(guard, "https://chat.example", "cross-site")
     assert origin_passes(guard, "app://notes", None)
     assert not origin_passes(guard, "https://chat.example:444", "cross-site")
@@ -195,5 +195,5 @@ def test_a_refused_type_is_named_with_the_remedy() -> None:
 def test_a_wrong_option_is_named(options: dict[str, str]) -> None:
     ((name, value),) = options.items()
     with pytest.raises(ConfigError) as refused:
-        HttpGuard.create("127.0.0.1", **options)
+        HttpGuard("127.0.0.1", **options)
     assert refused.value.param == name and refused.value.message.startswith(f"{name}={value!r}: ")

@@ -11,7 +11,6 @@ import ipaddress
 import re
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
@@ -30,31 +29,27 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 Headers = Mapping[bytes, bytes]  # names in lower case; of a repeated header, the last value
 
 
-@dataclass(frozen=True, slots=True)
 class HttpGuard:
-    """The host names that a server answers for, and the web pages that may change something on it."""
+    """The host names that a server answers for, and the web pages that may change something on it.
 
-    hosts: frozenset[str] | None  # allowed besides localhost and loopback addresses; None: all are
-    origins: frozenset[str]  # allowed besides the server's own; ``*``: all are
+    It is made for a server that listens on ``host``, from the options of the same names. Hosts are checked if
+    the server listens on a loopback address, or if ``allowed_hosts`` is given.
 
-    @classmethod
-    def create(
-        cls, host: str, *, allowed_hosts: str | None = None, cors_origin: str | None = None
-    ) -> HttpGuard:
-        """Make the guard of a server that listens on ``host``, from the options of the same names.
+    Raises:
+        ConfigError: an entry is not a host name, or not an origin.
+    """
 
-        Hosts are checked if the server listens on a loopback address, or if ``allowed_hosts`` is given.
-
-        Raises:
-            ConfigError: an entry is not a host name, or not an origin.
-        """
+    def __init__(
+        self, host: str, *, allowed_hosts: str | None = None, cors_origin: str | None = None
+    ) -> None:
         names = _entries(allowed_hosts, "allowed_hosts", _is_host, "a host name without port, like gpu-1.lan")
-        origins = _entries(
-            cors_origin, "cors_origin", _ORIGIN.fullmatch, "an origin, like https://chat.example"
-        )
-        if ANY in names or not (names or is_loopback(host)):
-            return cls(None, origins)
-        return cls(frozenset(name.strip("[]") for name in names | {host.lower()}), origins)
+        rule = "an origin, like https://chat.example"
+        # Those allowed besides the server's own; ``*``: all are.
+        self.origins = _entries(cors_origin, "cors_origin", _ORIGIN.fullmatch, rule)
+        # Those allowed besides localhost and loopback addresses; None: all are.
+        self.hosts: frozenset[str] | None = None
+        if ANY not in names and (names or is_loopback(host)):
+            self.hosts = frozenset(name.strip("[]") for name in names | {host.lower()})
 
     def check_host(self, headers: Headers) -> None:
         """Refuse other servers' host names: in DNS rebinding, a page's own name points to this address.
@@ -83,8 +78,6 @@ class HttpGuard:
             ForbiddenError: the origin is neither this server's nor an allowed one.
         """
         origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", b"none")
-        if origin is None and site in (b"none", b"same-origin"):
-            return
         if ANY in self.origins or (origin is not None and origin.decode("latin-1") in self.origins):
             return
         own = b"%s://%s" % (scheme.encode(), headers.get(b"host", b""))

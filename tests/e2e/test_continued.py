@@ -40,8 +40,8 @@ class Client:
         addresses = ("inproc://to_scheduler", "inproc://to_frontend")
         self.sender, self.receiver = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         self.receiver.setsockopt(zmq.RCVTIMEO, 60_000)
-        for socket, address in zip((self.sender, self.receiver), addresses, strict=True):
-            socket.bind(address)
+        self.sender.connect(addresses[0])
+        self.receiver.bind(addresses[1])
         config = EngineConfig(dtype="float32", page_size=16, num_kv_tokens=1024, max_running_requests=4)
         self.context = context
         self.thread = threading.Thread(

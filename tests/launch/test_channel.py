@@ -9,18 +9,23 @@ import msgspec
 import pytest
 import zmq
 
-from segue.launch.channel import Addresses, Channel
-from segue.launch.processes import make_run_dir
-from segue.messages.control import FrontendMessage, SchedulerMessage, State
+from segue.config import EngineConfig
+from segue.launch.channel import Channel
+from segue.launch.processes import EmbeddedScheduler, WorkerProcesses, make_run_dir
+from segue.messages.control import FrontendMessage, Heartbeat, SchedulerMessage, StartFailed, State
 from segue.messages.requests import Abort
 
 
 @pytest.fixture
-def addresses() -> Iterator[Addresses]:
+def addresses() -> Iterator[tuple[str, str]]:
     """Addresses in a directory whose path is short enough for sockets, wherever temporary files are."""
     run_dir = make_run_dir()
-    yield Addresses.of(run_dir)
+    yield WorkerProcesses(EngineConfig(), run_dir).addresses
     shutil.rmtree(run_dir)
+
+
+def no_call(*_: object) -> None:
+    raise AssertionError("not to be called")
 
 
 async def until(condition: Any) -> None:
@@ -29,14 +34,14 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.002)
 
 
-def test_messages_sent_before_the_scheduler_connects_arrive_in_order(addresses: Addresses) -> None:
+def test_messages_sent_before_the_scheduler_listens_arrive_in_order(addresses: tuple[str, str]) -> None:
     async def work() -> None:
         context: zmq.Context[Any] = zmq.Context()
-        channel = Channel(context, addresses, lambda _: None)
+        channel = Channel(context, *addresses, no_call, no_call)
         for number in range(20):
             channel.send(Abort(rid=str(number)))
         inbox = context.socket(zmq.PULL)
-        inbox.connect(addresses.to_scheduler)
+        inbox.bind(addresses[0])
         decoder = msgspec.msgpack.Decoder(FrontendMessage)
         frames = [await asyncio.to_thread(inbox.recv) for _ in range(20)]
         assert [decoder.decode(frame) for frame in frames] == [Abort(rid=str(number)) for number in range(20)]
@@ -47,14 +52,15 @@ def test_messages_sent_before_the_scheduler_connects_arrive_in_order(addresses: 
     asyncio.run(work())
 
 
-def test_every_message_of_a_burst_is_received(addresses: Addresses) -> None:
+def test_every_message_of_a_burst_is_received(addresses: tuple[str, str]) -> None:
     async def work() -> None:
         context: zmq.Context[Any] = zmq.Context()
         got: list[SchedulerMessage] = []
-        channel = Channel(context, addresses, got.append)
+        channel = Channel(context, *addresses, no_call, no_call)
+        channel.on_output = got.append
         outbox = context.socket(zmq.PUSH)
         outbox.set_hwm(0)
-        outbox.connect(addresses.to_frontend)
+        outbox.connect(addresses[1])
         for burst in (1, 5000, 1):
             del got[:]
             for call in range(burst):
@@ -68,10 +74,53 @@ def test_every_message_of_a_burst_is_received(addresses: Addresses) -> None:
     asyncio.run(work())
 
 
-def test_a_closed_channel_drops_messages(addresses: Addresses) -> None:
+def test_messages_are_handed_on_by_kind_and_an_error_stops_none(
+    addresses: tuple[str, str],
+) -> None:
     async def work() -> None:
         context: zmq.Context[Any] = zmq.Context()
-        channel = Channel(context, addresses, lambda _: None)
+        of_worker: list[SchedulerMessage] = []
+        errors: list[Exception] = []
+        channel = Channel(context, *addresses, of_worker.append, errors.append)
+        channel.on_output = no_call
+        outbox = context.socket(zmq.PUSH)
+        outbox.connect(addresses[1])
+        failed, beat = StartFailed("ConfigError", "no"), Heartbeat(0, 0.0)
+        for frame in (msgspec.msgpack.encode(failed), b"?", msgspec.msgpack.encode(State(1, {}))):
+            outbox.send(frame)
+        outbox.send(msgspec.msgpack.encode(beat))
+        await until(lambda: len(of_worker) == 2)
+        assert of_worker == [failed, beat]
+        assert [type(error) for error in errors] == [msgspec.ValidationError, AssertionError]
+        channel.close()
+        outbox.close()
+        context.term()
+
+    asyncio.run(work())
+
+
+def test_messages_to_an_embedded_scheduler_that_has_ended_are_dropped() -> None:
+    async def work() -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        channel = Channel(context, *EmbeddedScheduler.addresses, no_call, no_call)
+        inbox = context.socket(zmq.PULL)
+        inbox.bind(EmbeddedScheduler.addresses[0])
+        channel.send(Abort())
+        assert inbox.recv()
+        inbox.close()
+        for _ in range(20):
+            channel.send(Abort())
+            await asyncio.sleep(0.005)
+        channel.close()
+        context.term()
+
+    asyncio.run(work())
+
+
+def test_a_closed_channel_drops_messages(addresses: tuple[str, str]) -> None:
+    async def work() -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        channel = Channel(context, *addresses, no_call, no_call)
         channel.close()
         channel.send(Abort())
         channel.close()

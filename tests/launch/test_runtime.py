@@ -80,6 +80,18 @@ def test_a_shutdown_is_the_end_of_a_life_and_nobodys_death(tiny_model: Path) -> 
     run(tiny_model, work)
 
 
+def test_an_error_on_a_message_is_the_engines_death(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(runtime: Runtime) -> None:
+        runtime.life.advance(LifeState.ACTIVE)
+        runtime._on_error(ValueError("a bug"))
+        assert runtime.died.result().message == "the frontend failed: ValueError: a bug"
+
+    run(tiny_model, work)
+    assert "ValueError: a bug" in caplog.text
+
+
 def test_without_a_last_message_the_exit_is_the_reason(tiny_model: Path) -> None:
     async def work(runtime: Runtime) -> None:
         runtime._on_worker_exit("worker rank 0 ended with exit code 5")

@@ -16,7 +16,7 @@ from segue.listener import bind, url_of
 from segue.messages.control import State
 from segue.server.app import create_app
 from segue.server.connections import ConnectionLimits
-from segue.server.http_server import HttpServer
+from segue.server.lifecycle import HttpServer
 from tests.support.fake_engine import FAKE_WORKER
 
 
@@ -32,9 +32,7 @@ class LiveServer:
         self._thread = LoopThread("test-server")
         self.app = create_app(self.config)
         if started:
-            self.app.state.service.runtime = self._thread.call(
-                Runtime.start(self.config, command=FAKE_WORKER)
-            )
+            self.app.state.runtime = self._thread.call(Runtime.start(self.config, command=FAKE_WORKER))
         listener = bind(self.config.host, self.config.port)
         self.url = url_of(listener)
         limits = limits or ConnectionLimits.of_this_process(self.config.max_body_mib)
@@ -49,7 +47,7 @@ class LiveServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.client.close()
-        if self.app.state.service.runtime is not None:
+        if self.app.state.runtime is not None:
             self._thread.call(self.runtime.shutdown())
         self._http.should_exit = True
         self._serving.result(10)
@@ -57,7 +55,7 @@ class LiveServer:
 
     @property
     def runtime(self) -> Runtime:
-        runtime: Runtime = self.app.state.service.runtime
+        runtime: Runtime = self.app.state.runtime
         return runtime
 
     def assert_nothing_left(self) -> None:

@@ -14,7 +14,6 @@ from segue.frontend.sampling_options import RequestLimits
 from segue.frontend.thread_pool import ThreadPool
 from segue.server.body import read_json
 from segue.server.large_body import generate
-from segue.server.service import Bounds
 
 MIB = 1 << 20
 
@@ -27,12 +26,11 @@ def request(*chunks: bytes, length: int | None = None) -> Request:
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
 
     headers = [] if length is None else [(b"content-length", str(length).encode())]
-    service = SimpleNamespace(
-        config=EngineConfig(max_body_mib=1),
-        manager=SimpleNamespace(thread_pool=ThreadPool()),
-        bounds=Bounds(vocabulary=RequestLimits(max_seq_len=100, vocab_size=50, eos_ids=()), max_prompts=10),
-    )
-    app = SimpleNamespace(state=SimpleNamespace(service=service))
+    limits = RequestLimits(max_seq_len=100, vocab_size=50, eos_ids=())
+    model = SimpleNamespace(encoder=SimpleNamespace(limits=limits), max_prompts=10)
+    manager = SimpleNamespace(thread_pool=ThreadPool())
+    runtime = SimpleNamespace(config=EngineConfig(max_body_mib=1), manager=manager, served_model=model)
+    app = SimpleNamespace(state=SimpleNamespace(runtime=runtime))
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "app": app}
     return Request(scope, receive)
 

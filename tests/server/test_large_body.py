@@ -6,7 +6,8 @@ import json
 from array import array
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -25,16 +26,15 @@ from segue.api.openai.requests import (
 from segue.api.validation import Decoded, parse
 from segue.errors import ContextLengthError, InvalidRequestError, SegueError, UnsupportedFieldError
 from segue.frontend.sampling_options import MAX_ENTRIES, RequestLimits
+from segue.frontend.tokenizer import PromptEncoder, ServedModel
 from segue.messages.weight_operations import MAX_TENSORS, OPERATIONS
-from segue.server import body as body_module
 from segue.server import json_pieces, large_body
-from segue.server.body import Shape, decode
-from segue.server.large_body import chat, completion, control, generate
-from segue.server.service import Bounds
+from segue.server.large_body import Shape, chat, completion, control, decode, generate
 
 MAX_PROMPTS = 6
-BOUNDS = Bounds(
-    vocabulary=RequestLimits(max_seq_len=40, vocab_size=1000, eos_ids=()), max_prompts=MAX_PROMPTS
+LIMITS = RequestLimits(max_seq_len=40, vocab_size=1000, eos_ids=())
+MODEL = ServedModel(
+    names=[], max_prompts=MAX_PROMPTS, encoder=cast(PromptEncoder, SimpleNamespace(limits=LIMITS))
 )
 SCALARS = (
     st.none()
@@ -126,12 +126,12 @@ def native(body: Any) -> Any:
     return [(request.prompt, request.options) for request in call.requests]
 
 
-def weights(name: str) -> tuple[Callable[[Any], Any], Callable[[Bounds], Shape]]:
+def weights(name: str) -> tuple[Callable[[Any], Any], Callable[[ServedModel], Shape]]:
     kind = OPERATIONS[name]
     return partial(parse, kind), partial(control, kind)
 
 
-FAMILIES: list[tuple[Any, Callable[[Any], Any], Callable[[Bounds], Shape]]] = [
+FAMILIES: list[tuple[Any, Callable[[Any], Any], Callable[[ServedModel], Shape]]] = [
     (CHAT, parse_chat, chat),
     (COMPLETION, parse_completion, completion),
     (GENERATE, native, generate),
@@ -145,7 +145,7 @@ NAMES_OF_FAMILIES = ["chat", "completion", "generate", "prepare", "distributed",
 @pytest.fixture(params=[(5, 1 << 20), (20, 1 << 20), (5, 0), (20, 60)], ids=str)
 def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     small, at_once = request.param
-    monkeypatch.setattr(body_module, "SMALL", small)
+    monkeypatch.setattr(large_body, "SMALL", small)
     monkeypatch.setattr(json_pieces, "AT_ONCE", at_once)
     monkeypatch.setattr(json_pieces, "PIECE", 100)
     monkeypatch.setattr(json_pieces, "SLICE", 50)
@@ -179,14 +179,14 @@ def test_pieces_and_the_whole_are_the_same(bodies: Any, check: Any, shape: Any) 
     def compare(body: dict[str, Any], indent: int | None, escape: bool) -> None:
         data = json.dumps(body, indent=indent, ensure_ascii=escape).encode("utf-8", "replace")
         whole = outcome(lambda: check(msgspec.json.decode(data)))
-        in_pieces = outcome(lambda: check(decode(data, shape(BOUNDS))))
+        in_pieces = outcome(lambda: check(decode(data, shape(MODEL))))
         assert in_pieces == whole
 
     compare()
 
 
-def right(shape: Callable[[Bounds], Shape], body: bytes) -> dict[str, Any]:
-    return decode(body, shape(BOUNDS))
+def right(shape: Callable[[ServedModel], Shape], body: bytes) -> dict[str, Any]:
+    return decode(body, shape(MODEL))
 
 
 def many(item: str, count: int) -> bytes:
@@ -232,7 +232,7 @@ LARGE = 20_000  # items, more than one piece of each kind
     ],
 )
 def test_too_many_items_and_wrong_ones_are_refused_by_name(
-    shape: Callable[[Bounds], Shape], field: str, value: bytes, words: str
+    shape: Callable[[ServedModel], Shape], field: str, value: bytes, words: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=words) as refused:
         right(shape, b'{"%b": %b}' % (field.encode(), value))
@@ -405,7 +405,7 @@ def test_names_that_the_count_before_decoding_misses_are_counted(name: str) -> N
     bucket = b'{"names":%b,"dtypes":[],"shapes":[]}' % hidden
     body = bucket if name.startswith("update") else b'{"group_name":"g","buckets":[%b]}' % bucket
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_TENSORS}"):
-        decode(body, control(OPERATIONS[name], BOUNDS))
+        decode(body, control(OPERATIONS[name], MODEL))
 
 
 def test_every_field_of_a_model_is_known_to_its_shape() -> None:
@@ -414,7 +414,7 @@ def test_every_field_of_a_model_is_known_to_its_shape() -> None:
         (completion, CompletionRequest, HARMLESS),
         (generate, NativeGenerate, set[str]()),
     ):
-        known = body_module._undecoded(shape(BOUNDS).model, shape(BOUNDS).skipped | shape(BOUNDS).refused)
+        known = large_body._undecoded(shape(MODEL).model, shape(MODEL).skipped | shape(MODEL).refused)
         assert {*model.__struct_fields__, *others} <= {*known.__struct_fields__}
 
 

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from segue.server import sse
+from segue.server import responses
 from tests.server.conftest import MODEL, Api
 from tests.server.events import parse_events
 from tests.server.live import LiveServer
@@ -295,7 +295,7 @@ def test_a_disconnect_while_the_prompt_is_tokenized_is_noticed_at_once(
 def test_a_paused_stream_gets_comments_and_then_the_rest(
     slow: LiveServer, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.03)
+    monkeypatch.setattr(responses, "KEEP_ALIVE_S", 0.03)
     body = {"model": MODEL, "prompt": "abc", "max_tokens": COUNT, "stream": True, "ignore_eos": True}
     with slow.client.stream("POST", "/v1/completions", json=body) as response:
         raw = response.iter_lines()
@@ -316,7 +316,7 @@ def test_a_paused_stream_gets_comments_and_then_the_rest(
 def test_openais_client_reads_a_stream_through_a_pause(
     slow: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.03)
+    monkeypatch.setattr(responses, "KEEP_ALIVE_S", 0.03)
     client = openai.OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
     params: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": COUNT}
     text = ""

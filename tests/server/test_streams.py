@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from segue.server import sse
-from segue.server.sse import KEEP_ALIVE, EventStream
+from segue.server import responses
+from segue.server.responses import KEEP_ALIVE, EventStream
 from tests.server.conftest import MODEL, Api
 from tests.server.events import parse_events
 from tests.server.live import LiveServer
@@ -37,7 +37,7 @@ def test_comments_fill_silence_and_do_not_change_the_events(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_STEP_S", "0.1")
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.03)
+    monkeypatch.setattr(responses, "KEEP_ALIVE_S", 0.03)
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
     native = {"text": "abc", "sampling_params": {"max_new_tokens": 3}}
     with LiveServer(tiny_model) as server:
@@ -95,7 +95,7 @@ def stream_to(
 
 
 def test_comments_are_sent_only_when_no_event_is_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(responses, "KEEP_ALIVE_S", 0.02)
 
     async def work() -> None:
         client, more, closed = AsgiClient(), asyncio.Event(), list[bool]()
@@ -125,7 +125,7 @@ def test_comments_are_sent_only_when_no_event_is_being_sent(monkeypatch: pytest.
 
 
 def test_the_end_of_a_stream_waits_for_a_blocked_comment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(responses, "KEEP_ALIVE_S", 0.02)
 
     async def work() -> None:
         client, more = AsgiClient(), asyncio.Event()
@@ -149,7 +149,7 @@ def test_the_end_of_a_stream_waits_for_a_blocked_comment(monkeypatch: pytest.Mon
 
 
 def test_a_disconnect_during_silence_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(responses, "KEEP_ALIVE_S", 0.01)
 
     async def work() -> None:
         client, closed = AsgiClient(), list[bool]()

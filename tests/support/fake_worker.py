@@ -90,9 +90,10 @@ def serve(
     config: EngineConfig, to_scheduler: str, to_frontend: str, context: zmq.Context[Any], turn: Turn
 ) -> None:
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, address in ((inbox, to_scheduler), (outbox, to_frontend)):
-        socket.set_hwm(0)
-        socket.connect(address)
+    inbox.set_hwm(0)
+    outbox.set_hwm(0)
+    inbox.bind(to_scheduler)
+    outbox.connect(to_frontend)
     match os.environ.get("FAKE_START"):
         case "fail":
             outbox.send(

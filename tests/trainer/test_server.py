@@ -66,7 +66,7 @@ def client(directory: Path, tmp_path: Path, wait_until: WaitUntil) -> Iterator[C
     model = TrainedModel(str(directory), **options)
     listener = bind("127.0.0.1", 0)
     trainer = Trainer(model)
-    server = make_server(trainer, HttpGuard.create("127.0.0.1"))
+    server = make_server(trainer, HttpGuard("127.0.0.1"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", trainer)
@@ -162,7 +162,7 @@ def test_a_second_interrupt_ends_the_process(wait_until: WaitUntil) -> None:
     interrupting = threading.Thread(target=interrupt)
     interrupting.start()
     try:
-        run(Trainer(None), listener, HttpGuard.create("127.0.0.1"))  # type: ignore[arg-type]
+        run(Trainer(None), listener, HttpGuard("127.0.0.1"))  # type: ignore[arg-type]
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
         for each, handler in before.items():

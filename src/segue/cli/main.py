@@ -196,7 +196,7 @@ def trainer(
     from segue.trainer.server import Trainer, run
 
     configure(log_level)
-    guard = HttpGuard.create(host, allowed_hosts=allowed_hosts, cors_origin=cors_origin)
+    guard = HttpGuard(host, allowed_hosts=allowed_hosts, cors_origin=cors_origin)
     listener = bind(host, port)
     listen(listener)
     trained = TrainedModel(

@@ -4,77 +4,65 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
+from contextlib import suppress
 
 import msgspec
 import zmq
 
-from segue.messages.control import FrontendMessage, SchedulerMessage
+from segue.messages.control import FrontendMessage, Heartbeat, Ready, SchedulerMessage, StartFailed
 
-RETRY_S = 0.01
+RECONNECT_MS = 10  # until the scheduler has bound its socket
 TURN_S = 0.005  # time for which messages are received before the event loop runs other tasks
 
 
-class Addresses(NamedTuple):
-    """The addresses of the messages to the scheduler and to the frontend. The frontend binds both."""
-
-    to_scheduler: str
-    to_frontend: str
-
-    @classmethod
-    def of(cls, run_dir: Path) -> Addresses:
-        """Return those in the run directory of an engine."""
-        return cls(f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
-
-
 class Channel:
-    """Sends each ``FrontendMessage``, and calls ``receive`` for each ``SchedulerMessage``, on one event loop.
+    """Sends each ``FrontendMessage``, and hands on each ``SchedulerMessage``, on one event loop.
+
+    ``to_scheduler`` and ``to_frontend`` are the addresses of the messages that go there.
+    ``on_worker`` is called for what the workers say of themselves, and ``on_output``, which is set when the
+    scheduler runs, for all else. If one of them raises an error, ``on_error`` is called.
 
     It watches the socket's file descriptor, at a tenth of the cost of zmq's asyncio sockets.
     """
 
+    on_output: Callable[[SchedulerMessage], None]
+
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        addresses: Addresses,
-        receive: Callable[[SchedulerMessage], None],
+        to_scheduler: str,
+        to_frontend: str,
+        on_worker: Callable[[Ready | StartFailed | Heartbeat], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._receive = receive
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(SchedulerMessage)
-        self._unsent: deque[bytes] = deque()
-        self._push = _bind(context, zmq.PUSH, addresses.to_scheduler)
-        self._pull = _bind(context, zmq.PULL, addresses.to_frontend)
+        self._on_worker = on_worker
+        self._on_error = on_error
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(SchedulerMessage).decode
+        self._push, self._pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        self._push.set_hwm(0)
+        self._pull.set_hwm(0)
+        self._push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._push.connect(to_scheduler)  # the scheduler binds it later; from now on, messages are queued
+        self._pull.bind(to_frontend)
         self._descriptor = int(self._pull.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._drain)
         self._loop.call_soon(self._drain)  # the descriptor signals only changes
 
     def send(self, message: FrontendMessage) -> None:
-        """Send a message, or queue it here while no peer is connected. Never blocks."""
-        self._unsent.append(self._encoder.encode(message))
-        self._flush()
+        """Send a message, or queue it while the scheduler is not connected. Never blocks."""
+        if not self._push.closed:
+            with suppress(zmq.Again):  # an embedded scheduler has ended
+                self._push.send(self._encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close both sockets, and drop messages that are not yet received."""
-        if self._push.closed:
-            return
-        self._loop.remove_reader(self._descriptor)
-        self._unsent.clear()
-        self._push.close(linger=100)
-        self._pull.close(linger=0)
-
-    def _flush(self) -> None:
-        while self._unsent and not self._push.closed:
-            try:
-                self._push.send(self._unsent[0], zmq.NOBLOCK)
-            except zmq.Again:
-                self._loop.call_later(RETRY_S, self._flush)
-                return
-            self._unsent.popleft()
+        if not self._push.closed:
+            self._loop.remove_reader(self._descriptor)
+            self._push.close(linger=0)
+            self._pull.close(linger=0)
 
     def _drain(self) -> None:
         until = time.monotonic() + TURN_S
@@ -83,14 +71,12 @@ class Channel:
                 frame = self._pull.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._receive(self._decoder.decode(frame))
+            try:
+                message = self._decode(frame)
+                is_of_worker = isinstance(message, Ready | StartFailed | Heartbeat)
+                (self._on_worker if is_of_worker else self.on_output)(message)
+            except Exception as error:
+                self._on_error(error)
             if time.monotonic() > until:
                 self._loop.call_soon(self._drain)
                 return
-
-
-def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.set_hwm(0)
-    socket.bind(address)
-    return socket

@@ -1,4 +1,4 @@
-"""Starts, watches and stops the worker processes."""
+"""Starts, watches and stops the worker processes, or an embedded scheduler in their place."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+import zmq
+
 from segue.config import EngineConfig
-from segue.launch.channel import Addresses
+from segue.logs import logger
 
 # -P: files in the user's directory must not shadow modules of the standard library.
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "segue.worker.main")
@@ -89,7 +91,7 @@ class WorkerProcesses:
         self._config = config
         self._run_dir = run_dir
         self._command = list(command)
-        self.addresses = Addresses.of(run_dir)
+        self.addresses = (f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stopping = False
 
@@ -156,6 +158,43 @@ class WorkerProcesses:
         code = process.wait()
         if not self._stopping:
             on_exit(f"worker rank {rank} (pid {process.pid}) ended {describe_exit(code)}")
+
+
+class EmbeddedScheduler:
+    """Runs rank 0's scheduler and model runner in a thread of this process. There is no other rank."""
+
+    addresses = ("inproc://to_scheduler", "inproc://to_frontend")
+
+    def __init__(self, config: EngineConfig, run_dir: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._context = context
+        self.pids: list[int] = []  # there are no worker processes
+        self._thread = threading.Thread(target=self._run, name="segue-scheduler", daemon=True)
+
+    def start(self, on_exit: Callable[[str], None]) -> None:
+        """Start the thread. When it ends, it calls ``on_exit`` with the reason, a sentence."""
+        self._on_exit = on_exit
+        self._thread.start()
+
+    async def stop(self, polite_s: float, patience_s: float) -> bool:
+        """Wait until the thread has taken ``Shutdown``. It cannot be killed. Return whether it has ended."""
+        deadline = time.monotonic() + max(polite_s, patience_s)
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        reason = "the embedded scheduler ended"
+        try:
+            from segue.worker.main import run_scheduler  # torch
+
+            run_scheduler(self._config, self._run_dir, self.addresses, self._context, embedded=True)
+        except Exception as error:
+            logger.exception("the embedded scheduler failed")
+            reason = f"the embedded scheduler failed: {type(error).__name__}: {error}"
+        self._on_exit(reason)
 
 
 def describe_exit(code: int) -> str:

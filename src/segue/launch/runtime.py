@@ -22,10 +22,9 @@ from segue.frontend.life import Life, LifeState, WorkerHealth
 from segue.frontend.tokenizer import ServedModel, Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
 from segue.launch.channel import Channel
-from segue.launch.embedded import EmbeddedScheduler
-from segue.launch.processes import WORKER_COMMAND, WorkerProcesses, make_run_dir
+from segue.launch.processes import WORKER_COMMAND, EmbeddedScheduler, WorkerProcesses, make_run_dir
 from segue.logs import logger
-from segue.messages.control import Heartbeat, Ready, SchedulerMessage, Shutdown, StartFailed
+from segue.messages.control import Heartbeat, Ready, Shutdown, StartFailed
 from segue.models.sharding import check_tp_size
 from segue.version import __version__
 
@@ -48,13 +47,17 @@ LAST_MESSAGE_S = 0.3  # most time between a worker's exit and the arrival of its
 class Runtime:
     """One running engine, made by :meth:`start`. It lives on the event loop that made it."""
 
+    served_model: ServedModel  # what is needed to make requests of a client's body, once the engine is ready
+
     def __init__(
         self, config: EngineConfig, source: ModelSource, *, embedded: bool, command: Sequence[str]
     ) -> None:
         loop = asyncio.get_running_loop()
         self.config = config
         self.source = source
+        self.name = config.served_model_name or source.name  # of the model, as clients use it
         self.life = Life()
+        self.started_at = int(time.time())  # seconds since the epoch
         self.died: asyncio.Future[SegueError] = loop.create_future()  # why the engine has ended by itself
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._manager: TokenizerManager | None = None
@@ -68,7 +71,7 @@ class Runtime:
             self._workers = EmbeddedScheduler(config, run_dir, self._context)
         else:
             self._workers = WorkerProcesses(config, run_dir, command)
-        self._channel = Channel(self._context, self._workers.addresses, self._receive)
+        self._channel = Channel(self._context, *self._workers.addresses, self._receive, self._on_error)
         self._loop = loop
 
     @classmethod
@@ -102,6 +105,12 @@ class Runtime:
                 life=runtime.life,
                 max_queued_requests=config.max_queued_requests,
             )
+            runtime._channel.on_output = runtime._manager.receive
+            runtime.served_model = ServedModel(
+                names=[runtime.name] if config.model is None else [runtime.name, config.model],
+                max_prompts=config.max_queued_requests,
+                encoder=runtime._manager.encoder,
+            )
             if runtime.life.error is not None:
                 raise EngineStartError(runtime.life.error.message)
             runtime.life.advance(LifeState.ACTIVE)
@@ -134,19 +143,6 @@ class Runtime:
     def heartbeat_ages(self) -> list[float]:
         """The seconds since each worker's last heartbeat, by rank; empty if embedded."""
         return self._vitals.ages(time.monotonic()) if self._vitals is not None else []
-
-    @property
-    def name(self) -> str:
-        """The model name that clients use."""
-        return self.config.served_model_name or self.source.name
-
-    @property
-    def served_model(self) -> ServedModel:
-        """What is needed to make requests of a client's body."""
-        names = [self.name] if self.config.model is None else [self.name, self.config.model]
-        return ServedModel(
-            names=names, max_prompts=self.config.max_queued_requests, encoder=self.manager.encoder
-        )
 
     @property
     def worker_pids(self) -> list[int]:
@@ -241,23 +237,19 @@ class Runtime:
             logger.warning("the engine answers again")
             self.life.hung = None
 
-    def _receive(self, message: SchedulerMessage) -> None:
-        try:
-            match message:
-                case Ready():
-                    if not self._ready.done():
-                        self._ready.set_result(message)
-                case StartFailed():
-                    self._fail_start(error_of(message.kind, message.message))
-                case Heartbeat():
-                    if self._vitals is not None:
-                        self._vitals.note(message, time.monotonic())
-                case _:
-                    if self.life.error is None:
-                        self.manager.receive(message)
-        except Exception as error:
-            logger.exception("the frontend failed on a message of the scheduler")
-            self._die(EngineDeadError(f"the frontend failed: {type(error).__name__}: {error}"))
+    def _receive(self, message: Ready | StartFailed | Heartbeat) -> None:
+        """Take what a worker says of itself; the tokenizer manager takes all other messages."""
+        match message:
+            case Ready() if not self._ready.done():
+                self._ready.set_result(message)
+            case StartFailed():
+                self._fail_start(error_of(message.kind, message.message))
+            case Heartbeat() if self._vitals is not None:
+                self._vitals.note(message, time.monotonic())
+
+    def _on_error(self, error: Exception) -> None:
+        logger.error("the frontend failed on a message of the scheduler", exc_info=error)
+        self._die(EngineDeadError(f"the frontend failed: {type(error).__name__}: {error}"))
 
     def _on_exit(self, reason: str) -> None:
         """Take the exit of a worker. Called by the thread that watches the worker."""

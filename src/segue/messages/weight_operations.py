@@ -1,7 +1,7 @@
 """The operations on weights that a client may ask for, each written once.
 
 A struct here is an operation's route, its body with the rules of each field, its summary, and what the
-scheduler is sent. The routes (`segue.server.weight_routes`), the methods of `segue.Engine`
+scheduler is sent. The routes (`segue.server.control_routes`), the methods of `segue.Engine`
 (`segue.api.weights`) and the OpenAPI schema are made from it. Names of fields are SGLang's, where
 SGLang has the operation. Unknown fields are ignored.
 """

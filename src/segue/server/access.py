@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from segue.config import EngineConfig
 from segue.errors import AuthenticationError, SegueError
 from segue.http_guard import Headers, HttpGuard
+from segue.server.responses import error_response
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]  # what answers a request, a `Response` for example
 
@@ -33,7 +35,7 @@ class Gate:
     """The checks of one server, in their order: key, host, origin, type of the body."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.guard = HttpGuard.create(
+        self.guard = HttpGuard(
             config.host, allowed_hosts=config.allowed_hosts, cors_origin=config.cors_origin
         )
         admin = [config.admin_api_key.encode()] if config.admin_api_key else []
@@ -70,15 +72,15 @@ class Gate:
             raise AuthenticationError("a valid key is needed: send the header 'Authorization: Bearer <key>'")
 
 
-Refusal = Callable[[str, SegueError], dict[str, Any]]  # the path and the error -> the body of the refusal
+Refusal = Callable[[SegueError, str], Response]  # makes the answer to an error, for a path
 
 
 class GuardedRoute(Route):
     """A route that checks a request before anything of its endpoint runs, whatever the method."""
 
-    def __init__(self, path: str, endpoint: Endpoint, methods: Sequence[str], group: Routes) -> None:
-        super().__init__(path, endpoint, methods=list(methods))
-        self.methods = set(methods)  # Starlette adds HEAD, which nobody needs here
+    def __init__(self, path: str, endpoint: Endpoint, method: str, group: Routes) -> None:
+        super().__init__(path, endpoint, methods=[method])
+        self.methods = {method}  # Starlette adds HEAD, which nobody needs here
         # Starlette's pattern ends with `$`, which matches before a newline at the end too.
         self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
         self.access = group.access
@@ -93,12 +95,9 @@ class GuardedRoute(Route):
 
 
 class Routes(list[BaseRoute]):
-    """The routes of one room, all of one level of access.
+    """The routes of one room, all of one level of access; ``refusal`` answers their errors."""
 
-    ``refusal`` makes the body of every error's answer; without it, the path decides the body's form.
-    """
-
-    def __init__(self, access: Access, tag: str, refusal: Refusal | None = None) -> None:
+    def __init__(self, access: Access, tag: str, refusal: Refusal = error_response) -> None:
         super().__init__()
         self.access = access
         self.refusal = refusal
@@ -106,35 +105,33 @@ class Routes(list[BaseRoute]):
 
     def get(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
         """Decorate the endpoint of a GET route; ``options`` are those of :meth:`add`."""
-        return partial(self.add, path, methods=("GET",), **options)
+        return partial(self.add, "GET", path, **options)
 
     def post(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
         """Decorate the endpoint of a POST route; ``options`` are those of :meth:`add`."""
-        return partial(self.add, path, methods=("POST",), **options)
+        return partial(self.add, "POST", path, **options)
 
     def add(
         self,
+        method: str,
         path: str,
         endpoint: Endpoint,
-        methods: Sequence[str],
         *,
-        summary: str | None = None,
         hidden: bool = False,
         schema: Mapping[str, Any] | None = None,
     ) -> Endpoint:
         """Add a route; returns its endpoint.
 
         Args:
+            method: HTTP's.
             path: Starlette's pattern.
-            endpoint: gives a request's response.
-            methods: HTTP's.
-            summary: the first line of OpenAPI's description; None takes the endpoint's docstring.
+            endpoint: gives a request's response; the first line of its docstring describes the route.
             hidden: leave it out of OpenAPI's description.
             schema: more of that description, such as the schema of the body.
         """
-        route = GuardedRoute(path, endpoint, methods, self)
+        route = GuardedRoute(path, endpoint, method, self)
         if not hidden:
-            text = summary or endpoint.__doc__ or ""
+            text = endpoint.__doc__ or ""
             named = {"in": "path", "required": True, "schema": {"type": "string"}}
             parameters = [{"name": name, **named} for name in sorted(route.param_convertors)]
             route.description = {"parameters": parameters} if parameters else {}

@@ -11,10 +11,9 @@ from segue.api.schema import openapi, redoc_page, swagger_page
 from segue.config import EngineConfig
 from segue.errors import SegueError
 from segue.http_guard import install
-from segue.server import control_routes, health, metrics, native_routes, openai_routes, weight_routes
-from segue.server.access import Access, Gate, GuardedRoute, Routes, require_levels, unmatched
+from segue.server import control_routes, generation_routes, health, metrics
+from segue.server.access import Access, Gate, GuardedRoute, Refusal, Routes, require_levels, unmatched
 from segue.server.responses import InternalError, RouteError, error_response, json_response
-from segue.server.service import Service
 from segue.version import __version__
 
 TITLE = "Segue"
@@ -23,20 +22,21 @@ routes = Routes(Access.USER, "About")
 
 
 def create_app(config: EngineConfig) -> Starlette:
-    """The application. It answers 503 until ``app.state.service.runtime`` is set.
+    """The application. It answers 503 until ``app.state.runtime`` is set.
 
     Raises:
         ConfigError: a host or an origin in the options is none.
         TypeError: a route declares no level of access.
     """
     kinds = (SegueError, HTTPException, ClientDisconnect, Exception)
-    app = Starlette(exception_handlers=dict.fromkeys(kinds, _on_error))
+    rooms = (generation_routes, control_routes, health, metrics)
+    app = Starlette(
+        routes=[*(route for room in rooms for route in room.routes), *routes],
+        exception_handlers=dict.fromkeys(kinds, _on_error),
+    )
     app.router.redirect_slashes = False  # `unmatched` redirects, once the key is checked
-    app.state.service = Service(config)
+    app.state.runtime = app.state.step_check = None
     app.state.gate = gate = Gate(config)
-    for rooms in (openai_routes, native_routes, control_routes, weight_routes, health, metrics):
-        app.router.routes.extend(rooms.routes)
-    app.router.routes.extend(routes)
     app.router.default = unmatched(gate, app.router.routes)
     require_levels(app.router.routes)
     install(app, gate.guard, error_response, checks_all=False)
@@ -47,8 +47,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
     path = request.url.path
     match error:
         case SegueError():
-            refusal = request.scope.get("refusal")
-            return error_response(error, path, refusal and refusal(path, error))
+            refusal: Refusal = request.scope.get("refusal", error_response)
+            return refusal(error, path)
         case HTTPException():
             response = error_response(RouteError(error.status_code, request), path)
             response.headers.update(error.headers or {})

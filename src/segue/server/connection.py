@@ -112,8 +112,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A head begins."""
-        if len(self.pipeline) >= self._limits.pipelined_requests:
-            most = self._limits.pipelined_requests
+        if len(self.pipeline) >= (most := self._limits.pipelined_requests):
             self._stop_parsing(f"more than {most} requests wait on this connection; await replies")
         super().on_message_begin()
         self._num_received = 0
@@ -203,10 +202,9 @@ class Connection(HttpToolsProtocol):
         """Answer with the error unless an answer has begun, and close the connection."""
         if self._may_answer:
             response = error_response(error, self.scope["path"] if self._owes_answer else "/v1/")
-            content = [STATUS_LINE[response.status_code]]
             headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
-            content += [b"%s: %s\r\n" % header for header in headers]
-            self.transport.write(b"".join([*content, b"\r\n", bytes(response.body)]))
+            head = STATUS_LINE[response.status_code] + b"".join(b"%s: %s\r\n" % each for each in headers)
+            self.transport.write(head + b"\r\n" + bytes(response.body))
         self._mark_disconnected()
         self._release_bytes()
         self.transport.close()

@@ -1,22 +1,36 @@
-"""Control routes: pause, continue, abort, flush, server information."""
+"""Control routes: pause, continue, abort, flush, server information, and the operations on weights."""
 
 from __future__ import annotations
 
+import os
 from functools import partial
+from typing import Any
 
 from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
 from segue.api.control import AbortRequest, FlushQuery, PauseQuery, PauseRequest
-from segue.api.schema import body_schema, query_schema
+from segue.api.schema import body_schema, query_schema, reply_schema
 from segue.api.validation import parse
+from segue.api.weights import check_base64, reply_of
+from segue.config import EngineConfig
+from segue.errors import InvalidRequestError, SegueError
+from segue.http_guard import is_loopback
 from segue.messages.control import PauseMode
-from segue.server.access import Access, Routes
+from segue.messages.weight_operations import (
+    OPERATIONS,
+    GetWeights,
+    JoinGroup,
+    UpdateFromDisk,
+    WeightOperation,
+)
+from segue.options import parse_list
+from segue.server.access import Access, Endpoint, Routes
 from segue.server.body import read_json
 from segue.server.large_body import control
-from segue.server.responses import json_response
-from segue.server.service import service_of
+from segue.server.responses import error_response, json_response, unless_gone
+from segue.server.running import runtime_of
 
 routes = Routes(Access.ADMIN, "Control")
 
@@ -26,7 +40,7 @@ VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "i
 @routes.post("/pause_generation", schema=body_schema(PauseRequest, required=False))
 async def pause_generation(request: Request) -> Response:
     """Stop generating; answers once nothing runs, with what became of the requests."""
-    manager = service_of(request).manager
+    manager = runtime_of(request).manager
     body = await read_json(request, partial(parse, PauseRequest), partial(control, PauseRequest))
     result = await manager.pause_generation(body.pause_mode, body.ttl_s)
     said = {"message": "Generation paused successfully.", "status": "ok"}
@@ -36,14 +50,14 @@ async def pause_generation(request: Request) -> Response:
 @routes.post("/continue_generation")
 async def continue_generation(request: Request) -> Response:
     """Generate again; not paused: nothing happens."""
-    await service_of(request).manager.continue_generation()
+    await runtime_of(request).manager.continue_generation()
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 
 @routes.post("/pause", schema=query_schema(PauseQuery))
 async def pause(request: Request) -> Response:
     """As ``/pause_generation``, by vLLM's name and modes."""
-    manager = service_of(request).manager
+    manager = runtime_of(request).manager
     query = parse(PauseQuery, dict(request.query_params), coerces=True)
     await manager.pause_generation(VLLM_MODES[query.mode])
     return json_response({"status": "paused"})
@@ -52,14 +66,14 @@ async def pause(request: Request) -> Response:
 @routes.post("/resume")
 async def resume(request: Request) -> Response:
     """As ``/continue_generation``, by vLLM's name."""
-    await service_of(request).manager.continue_generation()
+    await runtime_of(request).manager.continue_generation()
     return json_response({"status": "resumed"})
 
 
 @routes.get("/is_paused")
 async def is_paused(request: Request) -> Response:
     """Whether a client has paused generation, and nothing runs any more."""
-    runtime = service_of(request).running
+    runtime = runtime_of(request)
     if runtime.died.done():
         raise runtime.died.result()
     return json_response({"is_paused": runtime.manager.stats.counters.is_paused})
@@ -68,7 +82,7 @@ async def is_paused(request: Request) -> Response:
 @routes.post("/abort_request", schema=body_schema(AbortRequest, required=False))
 async def abort_request(request: Request) -> Response:
     """End a request, a batch, or all; an unknown rid does nothing."""
-    manager = service_of(request).manager
+    manager = runtime_of(request).manager
     body = await read_json(request, partial(parse, AbortRequest), partial(control, AbortRequest))
     manager.abort(body.rid or "", abort_all=body.abort_all, message=body.aborted_message)
     return Response()
@@ -78,7 +92,7 @@ async def abort_request(request: Request) -> Response:
 @routes.post("/flush_cache", schema=query_schema(FlushQuery))
 async def flush_cache(request: Request) -> Response:
     """Forget all cached KV; refused while a live request owns some, or while requests run or wait."""
-    manager = service_of(request).manager
+    manager = runtime_of(request).manager
     query = parse(FlushQuery, dict(request.query_params), coerces=True)
     flushed = await manager.flush_cache(query.timeout)
     if flushed.success:
@@ -90,4 +104,85 @@ async def flush_cache(request: Request) -> Response:
 @routes.get("/get_server_info")
 async def server_info(request: Request) -> Response:
     """Options, version, what was decided at start, and the scheduler's state."""
-    return json_response(await service_of(request).running.server_info())
+    return json_response(await runtime_of(request).server_info())
+
+
+# --- weights: one route per operation of `segue.messages.weight_operations` ---
+
+
+def _failure(error: SegueError, path: str) -> Response:
+    """Answers an error in the form of the route's replies."""
+    kind = OPERATIONS.get(path[1:])
+    status = {"status": "error"} if kind and "status" in kind.reply else {}
+    return error_response(error, path, {"success": False, "message": error.message} | status)
+
+
+weights = Routes(Access.ADMIN, "Control", _failure)
+
+
+def _endpoint(kind: type[WeightOperation]) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        runtime = runtime_of(request)
+        check = partial(_checked, kind, dict(request.query_params))
+        operation = await read_json(request, check, partial(control, kind))
+        await check_base64(operation)
+        work = runtime.manager.ask_weights(operation, **limits(runtime.config, operation))
+        # Only its client wants a group to be met; every other operation goes on without its client.
+        answer = await (unless_gone(request, work) if kind is JoinGroup else work)
+        reply = reply_of(kind, answer)
+        if answer.success and kind is GetWeights:
+            return json_response(reply["values"])
+        return json_response(reply, 200 if answer.success else kind.failure_status)
+
+    endpoint.__doc__ = kind.__doc__
+    return endpoint
+
+
+def limits(config: EngineConfig, operation: WeightOperation) -> dict[str, Any]:
+    """The limits of ``TokenizerManager.ask_weights`` that the server's options set; the ranks keep them.
+
+    Raises:
+        InvalidRequestError: whoever reaches the server could have it read any file.
+    """
+    if not isinstance(operation, UpdateFromDisk):
+        return {}
+    roots = None
+    if config.weights_root is not None:
+        roots = parse_list(config.weights_root, "weights_root", os.pathsep)
+    elif not (config.admin_api_key or is_loopback(config.host)):
+        raise InvalidRequestError(
+            f"this server listens on {config.host} without an admin key, so clients may not choose what it "
+            "reads: start it with --weights-root and the directories of the checkpoints, or --admin-api-key",
+            param="model_path",
+        )
+    return {"roots": roots, "from_hub": config.weights_from_hub}
+
+
+def _checked(kind: type[WeightOperation], query: dict[str, str], body: Any) -> WeightOperation:
+    return parse(kind, {**query, **body} if isinstance(body, dict) else body, coerces="GET" in kind.methods)
+
+
+for _name, _kind in OPERATIONS.items():
+    for _method in _kind.methods:
+        _taken = query_schema(_kind) if _method == "GET" else body_schema(_kind, required=False)
+        _given = reply_schema(
+            None if _kind is GetWeights else {"success": True, "message": "", **_kind.reply}
+        )
+        weights.add(_method, f"/{_name}", _endpoint(_kind), schema={**_taken, **_given})
+
+
+@weights.get("/get_weight_version")
+@weights.get("/weight_version")
+async def weight_version(request: Request) -> Response:
+    """Return the name of the served weights."""
+    return json_response({"weight_version": runtime_of(request).manager.weights.version})
+
+
+@weights.get("/model_info")
+@weights.get("/get_model_info")
+async def model_info(request: Request) -> Response:
+    """Return what is served, and the name of the served weights."""
+    return json_response(runtime_of(request).model_info())
+
+
+routes += weights

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+import uuid
+from contextlib import suppress
 from typing import Any
 
+from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 
-from segue.errors import SegueError
+from segue.errors import EngineHungError, OverloadedError, PausedError, SegueError
+from segue.frontend.request import MAX_PRIORITY, GenerateRequest
+from segue.frontend.sampling_options import SamplingOptions
+from segue.frontend.tokenizer_manager import TokenizerManager
+from segue.launch.runtime import Runtime
 from segue.server.access import Access, Routes
 from segue.server.responses import HEADERS, json_response, native_body
-from segue.server.service import Service, service_of
-
-routes = Routes(Access.OPEN, "Health")
+from segue.server.running import runtime_of
 
 STATUSES = {
     "engine_not_ready": "starting",
@@ -21,6 +28,19 @@ STATUSES = {
     "draining": "draining",
     "weights_poisoned": "poisoned",
 }
+FRESH_S = 1.0  # a step that ended less than this ago shows that the engine generates
+POLL_S = 0.02
+RETRY_S = 0.2  # before another try for a token, if the queue was full or a client aborted all requests
+ONE_TOKEN = SamplingOptions(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+def _unable(error: SegueError, path: str) -> Response:
+    """Answers 503, and says why the server cannot serve."""
+    status = STATUSES.get(error.code or "", "failing")
+    return json_response({"status": status} | native_body(error) | {"code": 503}, 503, HEADERS[503])
+
+
+routes = Routes(Access.OPEN, "Health", _unable)
 
 
 @routes.get("/health")
@@ -28,32 +48,24 @@ STATUSES = {
 @routes.get("/ping")
 async def health(request: Request) -> Response:
     """200 while requests are taken, also paused, updating or busy; else 503, and why."""
-    service = service_of(request)
-    try:
-        return json_response(_condition(service))
-    except SegueError as error:
-        return _unable(error)
+    return json_response(_condition(runtime_of(request)))
 
 
 @routes.get("/health_generate")
 async def health_generate(request: Request) -> Response:
     """As ``/health``, and a token is generated, unless that is known to work or may not be."""
-    service = service_of(request)
-    try:
-        _condition(service)
-        await service.probe.generates()
-        return json_response(_condition(service))
-    except SegueError as error:
-        return _unable(error)
+    runtime = runtime_of(request)
+    _condition(runtime)
+    await _generates(request.app.state, runtime)
+    return json_response(_condition(runtime))
 
 
-def _condition(service: Service) -> dict[str, Any]:
+def _condition(runtime: Runtime) -> dict[str, Any]:
     """What the engine does.
 
     Raises:
         SegueError: it cannot serve.
     """
-    runtime = service.running
     if (trouble := runtime.trouble) is not None:
         raise trouble
     manager = runtime.manager
@@ -64,6 +76,53 @@ def _condition(service: Service) -> dict[str, Any]:
     return {"status": "ok"} | paused | update | requests
 
 
-def _unable(error: SegueError) -> Response:
-    status = STATUSES.get(error.code or "", "failing")
-    return json_response({"status": status} | native_body(error) | {"code": 503}, 503, HEADERS[503])
+# --- does the engine generate? ---
+
+
+async def _generates(state: State, runtime: Runtime) -> None:
+    """Return once a step has ended, or if one ended lately, or if no step may run.
+
+    The calls need no API key. So concurrent calls share one check: there is at most one probe request at a
+    time, and none within a second of the end of a step.
+
+    Raises:
+        SegueError: the engine cannot serve, or the probe request failed.
+        EngineHungError: no step ended within ``--stall-s``.
+    """
+    if state.step_check is None or state.step_check.done():
+        state.step_check = asyncio.create_task(_wait_for_step(runtime))
+        state.step_check.add_done_callback(lambda task: task.cancelled() or task.exception())
+    await asyncio.shield(state.step_check)
+
+
+async def _wait_for_step(runtime: Runtime) -> None:
+    manager, began = runtime.manager, time.monotonic()
+    token: asyncio.Task[None] | None = None
+    try:
+        while manager.stats.last_step_at < began - FRESH_S:
+            if {"mode", "weight_update"} & _condition(runtime).keys():
+                return  # paused or updating: no step can be expected
+            if time.monotonic() - began > runtime.config.stall_s:
+                raise EngineHungError(
+                    f"the engine has ended no step for {runtime.config.stall_s:g} s (--stall-s); "
+                    "look at its log, and restart the engine if this persists"
+                )
+            if token is None or token.done():
+                token = asyncio.create_task(_generate_token(manager))
+            await asyncio.wait({token}, timeout=POLL_S)
+            if token.done():
+                token.result()
+    finally:
+        if token is not None:
+            token.cancel()
+
+
+async def _generate_token(manager: TokenizerManager) -> None:
+    """Generate one token, ahead of the queue. If the engine has no room for it, other steps must do."""
+    request = GenerateRequest(
+        rid=f"health-{uuid.uuid4().hex}", prompt=[0], options=ONE_TOKEN, priority=MAX_PRIORITY
+    )
+    with suppress(OverloadedError, PausedError), await manager.submit([request]) as call:
+        if (await call.outputs())[0].token_ids:
+            return
+    await asyncio.sleep(RETRY_S)  # there was no room, or a client aborted all requests

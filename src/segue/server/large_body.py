@@ -1,36 +1,69 @@
-"""Which fields of each route's body may be large, and how each is decoded.
+"""Decodes bodies that are too large to be decoded in one call, field by field and in pieces.
 
-Lists with more items than could be accepted are refused by a count, before they are decoded.
+A body is decoded as the :class:`Shape` of its route says: which fields may be large, and how each is decoded.
+Lists with more items than could be accepted are refused by a count, before they are decoded. The body becomes
+a dictionary as plain decoding would make it, but for values that were checked on the way: they are
+:class:`~segue.api.validation.Decoded`. Fields that cannot change the answer are not decoded at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Raw
+from msgspec import UNSET, Raw, UnsetType, structs
 
 from segue.api import native
 from segue.api.openai import requests as openai
-from segue.api.validation import Decoded, check_batch, misfit
+from segue.api.validation import MAX_NAME_CHARS, Decoded, check_batch, misfit, unknown_field
+from segue.errors import InvalidRequestError, SegueError, short_repr
 from segue.frontend.sampling_options import MAX_STOPS, check_num_entries
-from segue.frontend.tokenizer import check_prompt_len
+from segue.frontend.tokenizer import ServedModel, check_prompt_len
 from segue.messages.weight_operations import MAX_PAYLOADS, MAX_TENSORS, Bucket
 from segue.server import json_pieces
-from segue.server.body import Decode, Shape, decode_fields, too_many
-from segue.server.json_pieces import MisfitError
-from segue.server.service import Bounds
+from segue.server.json_pieces import MisfitError, TooManyItemsError, cut
+
+Decode = Callable[[bytes], Any]
+MAX_MEMBERS = 1 << 12  # of an object of more than `json_pieces.AT_ONCE` bytes
+SMALL = json_pieces.PIECE  # bytes of a value that is decoded at once, whatever it is
+MAX_OTHER = json_pieces.PIECE  # bytes of a value of any field that is not made for large ones
+NOTHING_ELSE = object()  # in place of a large value of a field that takes none
 
 MAX_STRINGS = 1 << 18  # of a conversation, the names of its messages' fields included
 MAX_MESSAGES = MAX_STRINGS // 4
 MAX_BUCKETS = 1 << 15
 
+RULES = {  # what fields that may be large are, in words
+    **openai.RULES,
+    **native.RULES,
+    "messages": "a list of messages",
+    "logit_bias": "an object of token ids and numbers",
+    "stop_token_ids": "a list of token ids",
+    "buckets": "a list of buckets",
+    "shapes": "a list of lists of sizes",
+    "checksums": "an object of names and integers of 64 bits",
+    **dict.fromkeys(("names", "dtypes", "serialized_named_tensors"), "a list of strings"),
+}
+_MEMBER = re.compile(rb'\s*("(?:[^"\\]|\\.){0,256}")\s*:\s*', re.DOTALL)
+_LONG_NAME = re.compile(rb'\s*("(?:[^"\\]|\\.){257})', re.DOTALL)  # longer than any that is known
 _messages = msgspec.json.Decoder(list[openai.ChatMessage])
 _biases = msgspec.json.Decoder(dict[str, int | float])
 _checksums = msgspec.json.Decoder(dict[str, int])
 _sizes = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """An object: its fields, and how those that may be large are decoded."""
+
+    model: type[msgspec.Struct]
+    large: Mapping[str, Decode]
+    skipped: frozenset[str] = frozenset()  # further fields, which change nothing
+    refused: frozenset[str] = frozenset()  # further fields, which are errors unless they ask for nothing
 
 
 class _Bucket(msgspec.Struct):
@@ -44,7 +77,7 @@ _buckets = msgspec.json.Decoder(list[_Bucket])
 # --- the shapes of bodies ---
 
 
-def chat(bounds: Bounds) -> Shape:
+def chat(model: ServedModel) -> Shape:
     """``POST /v1/chat/completions``."""
     return Shape(
         model=openai.ChatCompletionRequest,
@@ -54,31 +87,31 @@ def chat(bounds: Bounds) -> Shape:
     )
 
 
-def completion(bounds: Bounds) -> Shape:
+def completion(model: ServedModel) -> Shape:
     """``POST /v1/completions``."""
     return Shape(
         model=openai.CompletionRequest,
-        large={**_OPENAI_SAMPLING, "prompt": partial(_prompt, "prompt", bounds)},
+        large={**_OPENAI_SAMPLING, "prompt": partial(_prompt, "prompt", model)},
         skipped=openai.HARMLESS,
         refused=frozenset(openai.COMPLETION_NOT_YET),
     )
 
 
-def generate(bounds: Bounds) -> Shape:
+def generate(model: ServedModel) -> Shape:
     """``POST /generate``."""
     return Shape(
         model=native.NativeGenerate,
         large={
-            "text": partial(_prompt, "text", bounds),
-            "input_ids": partial(_prompt, "input_ids", bounds),
-            "rid": partial(_strings, "rid", bounds.max_prompts),
-            "sampling_params": partial(_params, bounds.max_prompts),
+            "text": partial(_prompt, "text", model),
+            "input_ids": partial(_prompt, "input_ids", model),
+            "rid": partial(_strings, "rid", model.max_prompts),
+            "sampling_params": partial(_params, model.max_prompts),
         },
         refused=frozenset(native.UNSUPPORTED_FIELDS),
     )
 
 
-def control(kind: type[msgspec.Struct], _: Bounds) -> Shape:
+def control(kind: type[msgspec.Struct], _: ServedModel) -> Shape:
     """A control call, of the weights or of the engine; unknown fields are ignored."""
     return Shape(model=kind, large=_CONTROL)
 
@@ -86,11 +119,11 @@ def control(kind: type[msgspec.Struct], _: Bounds) -> Shape:
 # --- prompts and options ---
 
 
-def _prompt(param: str, bounds: Bounds, data: bytes) -> Any:
+def _prompt(param: str, model: ServedModel, data: bytes) -> Any:
     def check_count(count: int) -> None:
-        check_batch(max(count, 1), bounds.max_prompts, param)  # 0 may be a lower bound
+        check_batch(max(count, 1), model.max_prompts, param)  # 0 may be a lower bound
 
-    check_len = partial(check_prompt_len, limits=bounds.vocabulary, param=param)
+    check_len = partial(check_prompt_len, limits=model.encoder.limits, param=param)
     if param != "input_ids":
         if data.startswith(b'"'):
             return msgspec.json.decode(data)
@@ -204,3 +237,106 @@ _CONTROL: dict[str, Decode] = {
     "checksums": _all_checksums,
     "serialized_named_tensors": partial(_strings, "serialized_named_tensors", MAX_PAYLOADS),
 }
+
+
+# --- any body ---
+
+
+def decode(data: bytes, shape: Shape) -> dict[str, Any]:
+    """Decode a body, which has to be an object, into its fields.
+
+    Raises:
+        InvalidRequestError: not well-formed, too many items, or a value of a wrong type.
+        UnsupportedFieldError: a field that ``shape`` does not know and does not ignore.
+    """
+    try:
+        return decode_fields(data.strip(), shape)
+    except TooManyItemsError as error:
+        text = f"the body has {error.args[0]} fields or more; at most {MAX_MEMBERS} are allowed"
+        raise InvalidRequestError(text) from None
+    except MisfitError:
+        raise not_json("brackets, quotes or names are missing") from None
+    except msgspec.ValidationError as error:
+        _, unknown, name = str(error).partition("unknown field `")
+        if unknown:
+            raise unknown_field(name.removesuffix("`")[:MAX_NAME_CHARS]) from None
+        raise InvalidRequestError("the body must be a JSON object") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise not_json(error) from None
+
+
+def decode_fields(data: bytes, shape: Shape) -> dict[str, Any]:
+    """Decode an object into its fields; raises what :func:`decode` turns into errors for users."""
+    fields: dict[str, Any] = {}
+    for name, raw in _members(data, shape).items():
+        is_large = len(raw) > SMALL
+        if name in shape.skipped:
+            continue
+        if is_large and name in shape.refused:
+            fields[name] = NOTHING_ELSE
+        elif is_large and name in shape.large:
+            fields[name] = _large_value(name, raw, shape.large[name])
+        elif len(raw) > MAX_OTHER:
+            text = f"{name} has {len(raw)} bytes of JSON; at most {MAX_OTHER} are allowed"
+            raise InvalidRequestError(text, param=name)
+        else:
+            try:
+                fields[name] = msgspec.json.decode(raw)
+            except msgspec.DecodeError as error:
+                raise not_json(error) from None
+    return fields
+
+
+def too_many(param: str, count: int, most: int, what: str = "items") -> InvalidRequestError:
+    """The error for a field with at least ``count`` items."""
+    text = f"{param} has {short_repr(count)} {what} or more; at most {most} are allowed in one call"
+    return InvalidRequestError(text, param=param)
+
+
+def _large_value(name: str, raw: bytes, decoder: Decode) -> Any:
+    try:
+        return decoder(raw)
+    except TooManyItemsError as error:
+        raise too_many(name, *error.args) from None
+    except (MisfitError, msgspec.DecodeError):
+        rule = RULES[name]
+    except OverflowError:
+        rule = "token ids of at most 32 bits"
+    raise InvalidRequestError(f"{name}: expected {rule}", param=name)
+
+
+def _members(data: bytes, shape: Shape) -> dict[str, bytes]:
+    """Returns the fields of an object that ``shape`` knows, undecoded."""
+    kind = _undecoded(shape.model, shape.skipped | shape.refused)
+    if len(data) <= json_pieces.AT_ONCE:
+        found = structs.asdict(msgspec.json.decode(data, type=kind))
+        return {name: bytes(raw) for name, raw in found.items() if raw is not UNSET}
+    if not data.startswith(b"{"):
+        raise msgspec.ValidationError("Expected `object`")
+    members: dict[str, bytes] = {}
+    for start, end in cut(data, MAX_MEMBERS, "fields"):
+        if member := _MEMBER.match(data, start, end):
+            name = msgspec.json.decode(member[1])
+        elif member := _LONG_NAME.match(data, start, end):
+            name = short_repr(member[1].decode("utf-8", "replace"))
+        else:
+            raise MisfitError
+        if name in kind.__struct_fields__:
+            members[name] = data[member.end() : end].rstrip()
+        elif kind.__struct_config__.forbid_unknown_fields:
+            raise unknown_field(name[:MAX_NAME_CHARS])
+    return members
+
+
+@lru_cache
+def _undecoded(model: type[msgspec.Struct], others: frozenset[str]) -> type[msgspec.Struct]:
+    """Returns a struct with the fields of ``model`` and others, undecoded."""
+    names = dict.fromkeys([*model.__struct_encode_fields__, *sorted(others)])
+    fields = [(name, Raw | UnsetType, UNSET) for name in names]
+    strict = model.__struct_config__.forbid_unknown_fields
+    return msgspec.defstruct(model.__name__, fields, forbid_unknown_fields=strict)
+
+
+def not_json(error: object) -> SegueError:
+    """Returns the error for a body that is not JSON."""
+    return InvalidRequestError(f"the body is not valid JSON: {error}")

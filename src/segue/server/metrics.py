@@ -18,7 +18,6 @@ from segue.launch.runtime import Runtime
 from segue.messages.control import PauseMode
 from segue.messages.steps import EagerReason
 from segue.server.access import Access, Routes
-from segue.server.service import service_of
 
 LABEL = "model_name"
 
@@ -28,7 +27,7 @@ routes = Routes(Access.METRICS, "Health")
 @routes.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Returns the metrics in Prometheus' text format."""
-    collector = EngineCollector(service_of(request).runtime)
+    collector = EngineCollector(request.app.state.runtime)
     return Response(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -1,4 +1,4 @@
-"""Replies in JSON: small ones, large ones in pieces, and errors in the form of each API.
+"""Replies: in JSON, large ones in pieces; as server-sent events; and errors in the form of each API.
 
 :mod:`segue.errors` has each error's status, type and code.
 """
@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from segue.config import MIB
 from segue.errors import SegueError
 from segue.frontend.thread_pool import INLINE_ENTRIES, ThreadPool
+from segue.logs import logger
 
 DRAINED_MIB = 64  # of a too large body, read and dropped so that the client reads the answer
 DRAIN_S = 3.0
@@ -28,6 +31,15 @@ HEADERS = {  # of errors, by status
     503: {"retry-after": "1"},
 }
 
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE_S = 15.0  # of silence, such as in a pause, after which a comment keeps the connection open
+KEEP_ALIVE = b": keep-alive\n\n"
+EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+T = TypeVar("T")
 encode = msgspec.json.Encoder().encode
 
 
@@ -65,6 +77,99 @@ def json_pieces(content: Any) -> Iterator[bytes]:
         yield encode(content)
 
 
+# --- server-sent events ---
+
+
+def event(content: Any) -> bytes:
+    """Returns one event with JSON data."""
+    return b"data: " + encode(content) + b"\n\n"
+
+
+@dataclass(eq=False)
+class EventStream:
+    """An ASGI application that sends the events that ``events`` yields.
+
+    While the client is slow, ``send`` waits, and the output generated meanwhile is sent as one event. While
+    there is nothing to send, comments are sent. An error becomes a last event of ``error_body``. ``close`` is
+    called in every case: it aborts the requests that have not ended.
+    """
+
+    events: AsyncGenerator[bytes, None]
+    error_body: Callable[[SegueError], dict[str, Any]]
+    close: Callable[[], None]
+    # Held while something is sent, so that no comment is sent after the end.
+    _sending: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    _sent_at: float = field(init=False, default_factory=time.monotonic)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the reply; return when it is complete or the client has disconnected."""
+        comments = asyncio.create_task(self._fill_silence(send))
+        try:
+            with suppress(ClientDisconnect, OSError):
+                await unless_gone(Request(scope, receive), self._send_all(send))
+        finally:
+            comments.cancel()
+            self.close()  # first, because the next statement may raise
+            await self.events.aclose()
+
+    async def _fill_silence(self, send: Send) -> None:
+        """Send a comment whenever nothing was sent for ``KEEP_ALIVE_S``."""
+        while True:
+            await asyncio.sleep(self._sent_at + KEEP_ALIVE_S - time.monotonic())
+            async with self._sending:  # while the client is slow, this waits until it has taken an event
+                if time.monotonic() >= self._sent_at + KEEP_ALIVE_S:
+                    await self._send_part(send, KEEP_ALIVE)
+
+    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        async with self._sending:
+            await self._send_part(send, data, more=more)
+
+    async def _send_part(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sent_at = time.monotonic()
+
+    async def _send_all(self, send: Send) -> None:
+        async with self._sending:
+            await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+        try:
+            async for data in self.events:
+                await self._send(send, data)
+        except SegueError as error:
+            await self._send(send, event(self.error_body(error)))
+        except OSError:
+            raise
+        except Exception:
+            logger.exception("a stream failed")
+            await self._send(send, event(self.error_body(InternalError())))
+        await self._send(send, b"", more=False)
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Returns the result of ``work``, which is cancelled if the client disconnects.
+
+    The request's body must have been read before.
+
+    Raises:
+        ClientDisconnect: the client disconnected.
+    """
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(_cancel_when_gone(request.receive, worker))
+    try:
+        return await worker
+    except asyncio.CancelledError:
+        if watcher.done():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+async def _cancel_when_gone(receive: Receive, worker: asyncio.Future[Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    worker.cancel()
+
+
 # --- errors ---
 
 
@@ -86,10 +191,8 @@ def error_response(error: SegueError, path: str, body: dict[str, Any] | None = N
     return kind(encode(body), error.status, HEADERS.get(error.status), "application/json")
 
 
-class RouteError(SegueError):
+class RouteError(SegueError, type="invalid_request_error"):
     """The route does not exist, or not with this method."""
-
-    type = "invalid_request_error"
 
     def __init__(self, status: int, request: Request) -> None:
         reason = "no such route" if status == 404 else "wrong method"
@@ -98,10 +201,8 @@ class RouteError(SegueError):
         self.code = "not_found" if status == 404 else "method_not_allowed"
 
 
-class InternalError(SegueError):
+class InternalError(SegueError, code="internal_error"):
     """A bug in the server; its traceback goes to the log, not to the client."""
-
-    code = "internal_error"
 
     def __init__(self) -> None:
         super().__init__("internal error; the server's log has the details")

@@ -53,7 +53,7 @@ def run_scheduler(
     ``addresses`` are those of the frontend's messages and of the answers. Errors of the start are sent to the
     frontend as ``StartFailed``; later errors are raised.
     """
-    inbox = open_socket(context, zmq.PULL, addresses[0])
+    inbox = open_socket(context, zmq.PULL, addresses[0], bind=True)
     outbox = open_socket(context, zmq.PUSH, addresses[1])
     followers = [
         open_socket(context, zmq.PUSH, _plan_address(run_dir, rank), bind=True) for rank in range(1, size)

@@ -7,7 +7,7 @@ import pytest
 from segue.config import EngineConfig
 from segue.errors import InvalidRequestError
 from segue.messages.weight_operations import BeginUpdate, UpdateFromDisk
-from segue.server.weight_routes import limits
+from segue.server.control_routes import limits
 from tests.server.live import LiveServer
 
 REQUEST = UpdateFromDisk(model_path="/models/a")

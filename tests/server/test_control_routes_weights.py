@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from segue.server import weight_routes
+from segue.server import control_routes
 from segue.server.access import Access, GuardedRoute
 from tests.server.live import LiveServer
 
@@ -185,6 +185,6 @@ def test_a_paused_engine_stays_paused(post: Any, server: LiveServer) -> None:
 
 
 def test_the_admin_key_guards_every_weight_route() -> None:
-    routes = [route for route in weight_routes.routes if isinstance(route, GuardedRoute)]
+    routes = [route for route in control_routes.weights if isinstance(route, GuardedRoute)]
     assert {route.access for route in routes} == {Access.ADMIN}
     assert len({route.path for route in routes}) == 19
