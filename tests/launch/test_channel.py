@@ -86,7 +86,7 @@ def test_messages_are_handed_on_by_kind_and_an_error_stops_none(
         outbox = context.socket(zmq.PUSH)
         outbox.connect(addresses[1])
         failed, beat = StartFailed("ConfigError", "no"), Heartbeat(0, 0.0)
-        for frame in (msgspec.msgpack.encode(failed), b"?", msgspec.msgpack.encode(State(1, {}))):
+        for frame in (msgspec.msgpack.encode(failed), b"?", msgspec.msgpack.encode(State(1, {}, []))):
             outbox.send(frame)
         outbox.send(msgspec.msgpack.encode(beat))
         await until(lambda: len(of_worker) == 2)
