@@ -60,7 +60,7 @@ class Server:
         source = resolve(config.model, config.load_format, config.cache_dir)
         self.max_padding = graphs.MAX_PADDING
         with TemporaryDirectory() as run_dir:
-            self.runner = ModelRunner(config, source, TPInfo(), Path(run_dir), lambda step: None)
+            self.runner = ModelRunner(config, source, TPInfo(), Path(run_dir), lambda *_: None)
         if mode == "grid alone":
             self.max_padding = 1 << 20
             executor = self.runner._executor

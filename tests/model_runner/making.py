@@ -33,7 +33,7 @@ def make_runner(
     """Return a runner of the checkpoint in `directory`."""
     config = EngineConfig(**options(directory, **changes))
     source = resolve(config.model, config.load_format, config.cache_dir)
-    return ModelRunner(config, source, tp or TPInfo(), run_dir, lambda step: None)
+    return ModelRunner(config, source, tp or TPInfo(), run_dir, lambda *_: None)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -193,12 +193,15 @@ def test_a_result_has_the_duration_of_its_step(planner):
 
 def test_the_steps_are_reported_in_order_with_time_and_bytes(llama):
     config = EngineConfig(**making.options(llama[0]))
-    steps = []
-    runner = ModelRunner(
-        config, resolve(config.model, "auto", ""), TPInfo(), Path("/nonexistent"), steps.append
-    )
+    steps, nums_steps = [], set()
+
+    def report(step, num_steps):
+        steps.append(step)
+        nums_steps.add(num_steps)
+
+    runner = ModelRunner(config, resolve(config.model, "auto", ""), TPInfo(), Path("/nonexistent"), report)
     runner.close()
-    assert [step.name for step in steps] == STEPS
+    assert [step.name for step in steps] == STEPS and nums_steps == {len(STEPS)}
     assert all(step.seconds >= 0 for step in steps)
     by_name = {step.name: step for step in steps}
     assert by_name["weights"].num_bytes == runner.weight_bytes > 0

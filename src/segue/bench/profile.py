@@ -61,7 +61,7 @@ class StepBench:
         source = resolve(config.model, config.load_format, config.cache_dir)
         self._model = source.config
         with TemporaryDirectory() as run_dir:
-            self.runner = ModelRunner(config, source, TPInfo(), Path(run_dir), lambda step: None)
+            self.runner = ModelRunner(config, source, TPInfo(), Path(run_dir), lambda *_: None)
         self._speed = self.runner.on_stream(partial(_measure_device, self.runner.device, self.runner.dtype))
         self._scheduler = Scheduler(self.runner.limits, config)
         self._num_prompts = 0

@@ -28,7 +28,7 @@ class ModelRunner:
         source: ModelSource,
         tp: TPInfo,
         run_dir: Path,
-        report: Callable[[InitStep], None],
+        report: Callable[[InitStep, int], None],
     ) -> None:
         """Take the steps of `Startup`, each timed and reported.
 
@@ -37,20 +37,20 @@ class ModelRunner:
             source: the checkpoint to load the weights from.
             tp: this rank.
             run_dir: a directory for the rendezvous of all ranks.
-            report: called once after each step, in order.
+            report: called after each step, in order, with the number of all steps.
 
         Raises:
             SegueError: a problem that the user can solve, with device, sizes, memory or model files.
         """
         self._startup = made = Startup(config, source, tp, run_dir)
-        first, *rest = made.steps()
-        _take([first], report)
+        first, *rest = steps = made.steps()
+        _take([first], len(steps), report)
         self.tp = tp
         self.device, self.dtype = made.resolved.device, made.resolved.dtype
         self._stream = make_stream(self.device)
         # On the stream of the steps: if two threads ran parallel operations, GNU's OpenMP would count more
         # threads than cores and never let a thread spin while it waits (a step would take twice as long).
-        self._stream.submit(partial(_take, rest, report)).result()
+        self._stream.submit(partial(_take, rest, len(steps), report)).result()
         self._executor = made.executor
         self.limits = made.limits
         self.vocab_size = source.config.vocab_size
@@ -95,8 +95,10 @@ class ModelRunner:
         self._stream.close()
 
 
-def _take(steps: list[tuple[str, Callable[[], Made]]], report: Callable[[InitStep], None]) -> None:
+def _take(
+    steps: list[tuple[str, Callable[[], Made]]], num_steps: int, report: Callable[[InitStep, int], None]
+) -> None:
     for name, step in steps:
         started = time.monotonic()
         num_bytes, detail = step()
-        report(InitStep(name, time.monotonic() - started, num_bytes, detail))
+        report(InitStep(name, time.monotonic() - started, num_bytes, detail), num_steps)

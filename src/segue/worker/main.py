@@ -108,11 +108,13 @@ def start_runner(
     """
     steps: list[InitStep] = []
 
-    def report(step: InitStep) -> None:
+    def report(step: InitStep, num_steps: int) -> None:
         steps.append(step)
         size = f", {step.num_bytes / 2**20:.0f} MiB" if step.num_bytes else ""
         detail = f" ({step.detail})" if step.detail else ""
-        logger.info("start %2d/12 %s: %.2f s%s%s", len(steps), step.name, step.seconds, size, detail)
+        logger.info(
+            "start %2d/%d %s: %.2f s%s%s", len(steps), num_steps, step.name, step.seconds, size, detail
+        )
 
     try:
         source = resolve(config.model, config.load_format, config.cache_dir)
