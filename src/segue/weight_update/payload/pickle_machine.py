@@ -112,7 +112,7 @@ class PickleMachine(_Unpickler):
         self._has_persistent_ids = has_persistent_ids
         self._size = file.getbuffer().nbytes
         self._num_left = self._size // _BYTES_PER_OBJECT + _FREE_OBJECTS
-        self.dispatch = _Handlers()  # type: ignore[assignment, misc]  # used as a mapping only
+        self.dispatch = _CountedDispatch()  # type: ignore[assignment, misc]  # used as a mapping only
         self.memo = _Memo()
 
     def find_class(self, module: str, name: str) -> Any:
@@ -188,7 +188,7 @@ class PickleMachine(_Unpickler):
 
 
 # Each allowed opcode is read by the method that the standard library has for it, or by its override above.
-_HANDLERS: dict[int, Callable[[Any], None]] = {
+_ALLOWED_OPCODES: dict[int, Callable[[Any], None]] = {
     opcode[0]: getattr(PickleMachine, _Unpickler.dispatch[opcode[0]].__name__)
     for opcode in (
         pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.STACK_GLOBAL,
@@ -202,14 +202,14 @@ _HANDLERS: dict[int, Callable[[Any], None]] = {
 }  # fmt: skip
 
 
-class _Handlers:
+class _CountedDispatch:
     """Gives the unpickler the method for each opcode, and counts the opcodes."""
 
     def __init__(self) -> None:
         self._num_left = _MAX_OPCODES
 
     def __getitem__(self, code: int) -> Callable[[Any], None]:
-        if code not in _HANDLERS:
+        if code not in _ALLOWED_OPCODES:
             name = next((each.name for each in pickletools.opcodes if each.code == chr(code)), hex(code))
             raise _refusal(f"has opcode {name}, which is not allowed")
         self._num_left -= 1
@@ -217,7 +217,7 @@ class _Handlers:
             raise InvalidRequestError(
                 f"the payload's pickle has more than {_MAX_OPCODES} opcodes; send several smaller ones"
             )
-        return _HANDLERS[code]
+        return _ALLOWED_OPCODES[code]
 
 
 class _Memo:
