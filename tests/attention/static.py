@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue.attention.base import block_table
+from segue.attention.base import query_blocks
 from tests.attention.case import Case
 
 
@@ -40,7 +40,7 @@ class Static:
         q_lens = [len(case.queries[i]) for i in members]
         left, idle = self.tokens - sum(q_lens), self.slots + 1 - len(members)
         self.query.fill_(float("nan"))[: sum(q_lens)] = torch.cat([case.queries[i] for i in members])
-        table = block_table([*q_lens, left], num_decode, self.per_block)
+        table = query_blocks([*q_lens, left], num_decode, self.per_block)
         ends = torch.tensor(q_lens).cumsum(0).tolist()
 
         def put(target: Tensor, values: list[int]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from segue.attention.base import GridMetadata, block_table
+from segue.attention.base import GridMetadata, query_blocks
 from segue.messages.steps import StepPlan
 from segue.model_runner.inputs import PlanArrays
 from segue.model_runner.static_inputs import RING, DeviceInputs, StepShape
@@ -67,7 +67,7 @@ def test_any_step_is_laid_out_with_its_padding_after_any_other_step(max_rows: in
         if rng.random() < 0.6:
             padding = rng.randint(0, chunk + max_rows - count)
         tokens = count + padding
-        blocks = block_table([*plan.lens, padding], plan.num_decode, per_block(tokens)).tolist()
+        blocks = query_blocks([*plan.lens, padding], plan.num_decode, per_block(tokens)).tolist()
         shape = StepShape(
             tokens=tokens,
             decode=max_rows,

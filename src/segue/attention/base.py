@@ -110,7 +110,7 @@ class GridMetadata:
     """The fields of a context that are fixed for `bs` sequences of `seq_len` queries each."""
 
     cu_seqlens_q: Tensor  # int32 [bs + 1]
-    blocks: Tensor  # int32 [*, 2], see `block_table`
+    blocks: Tensor  # of queries, int32 [*, 2], see `query_blocks`
 
 
 class AttentionBackend(Protocol):
@@ -173,8 +173,9 @@ class PagedBackend(AttentionBackend):
     `decode` and `prefill` write their own sequences' tokens of `output`, which like `query` is
     `[T, num_heads, head_dim]`.
 
-    The methods of the grid are those of a backend that derives nothing from slots and lengths outside the
-    graph: it reads them directly from the step's inputs, so that a replay has nothing to update.
+    The methods of the grid (`model_runner.grid`: prefill graphs by number and length of prompts) are those of
+    a backend that derives nothing from slots and lengths outside the graph: it reads them directly from the
+    step's inputs, so that a replay has nothing to update.
     """
 
     @abstractmethod
@@ -210,8 +211,8 @@ class PagedBackend(AttentionBackend):
     def init_forward_metadata_capture_batch_prefill_cuda_graph(
         self, bs: int, seq_len: int, slots: Tensor, kv_lens: Tensor
     ) -> GridMetadata:
-        """Returns the prompts' `cu_seqlens_q` and blocks, which are fixed for a size."""
-        blocks = block_table([seq_len] * bs, 0, self.queries_per_block(bs * seq_len))
+        """Returns the prompts' `cu_seqlens_q` and query blocks, which are fixed for a size."""
+        blocks = query_blocks([seq_len] * bs, first=0, per_block=self.queries_per_block(bs * seq_len))
         return GridMetadata(
             cu_seqlens_q=torch.arange(bs + 1, dtype=torch.int32, device=slots.device) * seq_len,
             blocks=torch.from_numpy(blocks).to(slots.device),
@@ -223,10 +224,16 @@ class PagedBackend(AttentionBackend):
         """Does nothing: `slots` and `kv_lens` are already updated."""
 
 
-def block_table(q_lens: Sequence[int], first: int, per_block: int) -> NDArray[np.int32]:
-    """Returns the query blocks of ragged prefill, int32 `[blocks, 2]`, for sequences from `first` on.
+def query_blocks(q_lens: Sequence[int], first: int, per_block: int) -> NDArray[np.int32]:
+    """Splits the queries of ragged prefill into the blocks that the programs of a kernel work on.
 
-    A block is described by its sequence and the first query.
+    Args:
+        q_lens: queries of each sequence.
+        first: the first sequence to split; those before it decode.
+        per_block: queries per block, at most; a block has queries of one sequence.
+
+    Returns:
+        int32 `[blocks, 2]`: each block's sequence, and its first query within the sequence.
     """
     lens = np.asarray(q_lens[first:], dtype=np.int64)
     counts = -(-lens // per_block)

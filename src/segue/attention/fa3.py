@@ -67,7 +67,16 @@ class FA3Attention(PagedBackend):
         max_len: int | None,
         splits: int,
     ) -> None:
-        """Attend into `output` with `splits` splits of the keys; 0: FlashAttention-3 chooses the number."""
+        """Attend into `output`.
+
+        Args:
+            query: `[T, heads, head_dim]`, or with `starts=None` `[S, T, heads, head_dim]`, equally many each.
+            output: as `query`.
+            layer: index of the layer, whose keys and values are read.
+            starts: cumulative number of queries, int32 `[S + 1]` (`cu_seqlens_q`).
+            max_len: an upper bound of the queries per sequence; None with `starts=None`.
+            splits: parts that the keys are split into (split-KV); 0: FlashAttention-3 chooses the number.
+        """
         keys, values = self._pages[layer]
         self._forward(
             query,

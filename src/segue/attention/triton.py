@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from segue.attention.base import AttentionShape, Context, PagedBackend, block_table
+from segue.attention.base import AttentionShape, Context, PagedBackend, query_blocks
 from segue.kernels.triton.attention import attend, decode
 from segue.kernels.triton.launch import is_hopper, launch_options
 from segue.kvcache.pool import KVPool
@@ -73,7 +73,7 @@ class TritonAttention(PagedBackend):
         """Lay out the blocks of the sequences after the decode rows, unless the context has them."""
         self._blocks = ctx.blocks
         if ctx.blocks is None and ctx.has_prefill:
-            table = block_table(ctx.q_lens, ctx.num_decode, self.queries_per_block(len(ctx.positions)))
+            table = query_blocks(ctx.q_lens, ctx.num_decode, self.queries_per_block(len(ctx.positions)))
             self._blocks = torch.from_numpy(table).to(ctx.positions.device)
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:

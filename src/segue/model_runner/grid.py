@@ -1,6 +1,6 @@
 """The grid: graphs of prompts without decode, each padded at its front to one length (an option).
 
-There is one graph per number and length of prompts. `PagedBackend` in `attention/base.py` has a backend's part of it.
+There is one graph per number and length of prompts. A backend's part of it is in `attention/base.py`.
 """
 
 from __future__ import annotations

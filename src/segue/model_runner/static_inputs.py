@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segue.attention.base import Context, GridMetadata, PagedBackend, block_table
+from segue.attention.base import Context, GridMetadata, PagedBackend, query_blocks
 from segue.kvcache.pool import KVPool
 from segue.memory import backing
 from segue.messages.steps import StepPlan
@@ -89,7 +89,7 @@ class DeviceInputs:
     def num_blocks(self, plan: StepPlan) -> int:
         """Return the query blocks that a plan takes without padding."""
         per_block = self._backend.queries_per_block(plan.num_tokens)
-        return len(block_table(plan.lens, plan.num_decode, per_block))
+        return len(query_blocks(plan.lens, plan.num_decode, per_block))
 
     def load_decode(self, arrays: PlanArrays, size: int, ring_index: int) -> None:
         """Copy the inputs of a decode step to the device, padded to `size` slots."""
@@ -129,7 +129,7 @@ class DeviceInputs:
             views.cu_seqlens_q[0] = 0
             _fill(views.cu_seqlens_q[1:], ends, shape.tokens)
             per_block = self._backend.queries_per_block(shape.tokens)
-            blocks = block_table([*plan.lens, shape.tokens - count], plan.num_decode, per_block)
+            blocks = query_blocks([*plan.lens, shape.tokens - count], plan.num_decode, per_block)
             _fill(views.blocks, blocks.ravel(), -1)
         self._copy(ring_index, self._header_size + sum(map(_aligned, _sizes(shape))))
         if shape.prompt_len:

@@ -150,7 +150,7 @@ class Step:
         for request in requests:
             request.launched += 1
             request.outputs_launched += 1
-        self._require(*{request.sampling_mode for request in requests})
+        self._sample_with(*{request.sampling_mode for request in requests})
 
     def prefill(self, request: Request, budget: int) -> int:
         """Add the next prefill chunk of a request, at most ``budget`` tokens; returns its length.
@@ -170,7 +170,7 @@ class Step:
                 num_logits = start + count - first
                 request.prompt_logprobs_next = end + 1
                 self.prompt_logprobs.append((request, end - first))
-                self._require("full")
+                self._sample_with("full")
         plan.slots.append(request.slot)
         plan.starts.append(start)
         plan.lens.append(count)
@@ -181,8 +181,9 @@ class Step:
             request.outputs_launched += 1
             request.enter(DECODE)
             self.sampling.append(request)
-            self._require(request.sampling_mode)
+            self._sample_with(request.sampling_mode)
         return count
 
-    def _require(self, *modes: SamplingMode) -> None:
+    def _sample_with(self, *modes: SamplingMode) -> None:
+        """Have the step sample with the most general of these modes and its own; it serves all requests."""
         self.plan.sampling_mode = max([self.plan.sampling_mode, *modes], key=_SAMPLING_MODES.index)

@@ -186,6 +186,11 @@ class Connection(HttpToolsProtocol):
         return self._owes_answer or self._awaited is Awaited.HEAD
 
     def _choose_application(self) -> Any:
+        """Returns the ASGI application that answers the present request.
+
+        A connection beyond the limit (`Room.SPARE`) reaches only the health routes. A client of HTTP/1.0
+        cannot read chunked replies: it gets them without chunks.
+        """
         if self._room is Room.SPARE and self.url.partition(b"?")[0] not in HEALTH_TARGETS:
             return _no_room
         if self.parser.get_http_version() == "1.0":

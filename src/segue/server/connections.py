@@ -87,10 +87,10 @@ def raise_descriptor_limit() -> None:
 
 
 class Room(Enum):
-    """How a new connection is treated."""
+    """Whether there is room for a new connection, and thus how it is treated."""
 
     ORDINARY = "served"
-    SPARE = "only health routes are answered"
+    SPARE = "beyond the limit of connections: only health routes are answered, so that probes get through"
     NONE = "refused"
 
 

@@ -99,7 +99,8 @@ class TrainerGroup:
     def buffers(self, num_bytes: int, count: int) -> list[Tensor]:
         """Returns ``count`` buffers of at least ``num_bytes`` bytes each, for flattened buckets.
 
-        Registered buffers are kept and reused for as long as the group exists.
+        With NCCL they are registered (`register` does it once): NCCL then sends directly from them. They are
+        kept and reused for as long as the group exists.
 
         Raises:
             RuntimeError: the group was left.

@@ -31,7 +31,8 @@ class StagedWeights:
         self.num_bytes = 0
         self.memory = memory
         self._stagings: list[StagingArena] = []
-        self.whole: Arena | None = None  # of a session that has allocated memory for all weights at once
+        # Set if memory for all parameters was allocated at once: a commit then copies slab by slab.
+        self.whole: Arena | None = None
         self._views: dict[str, Tensor] = {}  # parameter, or tied checkpoint name -> its staging memory
 
     @property
@@ -48,8 +49,10 @@ class StagedWeights:
     def add(self, names: Iterable[str], place: StagingPlace = "auto", receive_buffer: int = 0) -> None:
         """Allocate memory for the parameters that the checkpoint's `names` write, unless they have some.
 
-        The parts of a parameter that they do not write are copied from the served weights. `receive_buffer`:
-        see `StagingMemory.take`.
+        The parts of a parameter that they do not write are copied from the served weights. A tied tensor (a
+        head that has to equal the embedding) gets memory of its own, in which it is compared with the other.
+        A stacked name (one tensor of all experts) counts as the names of the experts' tensors.
+        `receive_buffer`: see `StagingMemory.take`.
 
         Raises:
             OutOfMemoryError: there is too little memory; the message says how many bytes are missing.
@@ -208,7 +211,12 @@ class Incoming:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def prepare(self, tensors: Sequence[tuple[str, Tensor]]) -> Callable[[], None]:
-        """Returns a function that stores all these CUDA tensors with few launches, each time it is called."""
+        """Returns a function that stores what these CUDA tensors, views of a receive buffer, will contain.
+
+        Made before the broadcast is received, so that storing it then takes few launches. Tensors that one
+        kernel can copy together (see `is_groupable`) are; the others, and those with a checksum, go one by
+        one through `store`.
+        """
         moved, rest = [], []
         for name, tensor in tensors:
             parts = [(view, tensor[source]) for view, source in self._staged.parts(name)]

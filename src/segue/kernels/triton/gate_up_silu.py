@@ -25,6 +25,7 @@ _MAX_K = 1024  # with a larger K the time is that of the multiplications, which 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _silu_mul(gate_up, output, num_rows, size, SPLITS: tl.constexpr, PDL: tl.constexpr):
+    """Writes `silu(gate) * up` of one row's columns, after adding up the split-K partials of both."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)
     inside = columns < size

@@ -155,9 +155,12 @@ class WeightMachine:
             session.preparing = []
 
     def load(self, session: UpdateSession, asked: WeightCall, now: float) -> None:
-        """Have the ranks read a checkpoint, or take a payload: each its own, or all of them the only one."""
+        """Have the ranks read a checkpoint, or tensors that came in the call.
+
+        With one payload per rank each rank takes its own; a single payload goes to all ranks.
+        """
         session.begin_call()
-        self.enter(session, UpdatePhase.POSTING, now)
+        self.enter(session, UpdatePhase.POSTING, now)  # the ranks read instead of posting receives
         number, request = session.number, asked.operation
         commands: list[messages.WeightCommand] = []
         if isinstance(request, UpdateFromDisk):
@@ -173,7 +176,7 @@ class WeightMachine:
                 )
                 self.abort(session, text, now)
                 return
-            copy = session.kind == "group of calls"
+            copy = session.kind == "group of calls"  # the client may overwrite its tensors after each call
             commands = [messages.Take(session=number, payload=each, copy=copy) for each in payloads]
         self._command(session, *commands, then=self._on_loaded)
 

@@ -244,6 +244,14 @@ def _ended(group: Group, error: str | None = None) -> JoinAttempt:
 
 
 def _meet(attempt: JoinAttempt, rank: int, device: torch.device, allowed: Sequence[str]) -> JoinedGroup:
+    """Connects to the trainer's store and joins its process group; blocks until all ranks have met.
+
+    An attempt that follows a failed one begins a little later (`not_before`). The raw connection `link` shows
+    by its end that the trainer has gone. A group of NCCL has no process group yet: its first use makes it.
+
+    Raises:
+        Stopped: the attempt was given up.
+    """
     group = attempt.group
     if attempt.stopped.wait(max(0.0, attempt.not_before - time.monotonic())):
         raise Stopped
